@@ -1,0 +1,40 @@
+# `make demo` and `make test` set everything up by themselves, with plain pip, in .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## Check style, format and types
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/pyright
+
+format: $(VENV)/.installed-dev ## Rewrite the files in the project's style
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+clean: ## Remove the environment and the caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+
+# One stamp for each set of extras: packages are installed again when the project's requirements change.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing lowbit[$*] into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: lowbit needs Python 3.11 or newer as $(PYTHON): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo "error: $(PYTHON) cannot create environments: install its venv module (Debian, Ubuntu: sudo apt install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV)

@@ -1,0 +1,17 @@
+"""Low-bit communication for PyTorch training.
+
+Importing this package loads nothing else; import what you use from its subpackages:
+
+* `lowbit.codecs`: formats that turn a tensor into few bytes and back.
+* `lowbit.pipeline`: `LowBitStage`, a drop-in for `torch.distributed.pipelining.PipelineStage`.
+* `lowbit.train`: the training recipe behind `lowbit train`.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["__version__"]
+
+try:
+    __version__ = version("lowbit")
+except PackageNotFoundError:  # a plain checkout on PYTHONPATH, never installed
+    __version__ = "0.1.0"

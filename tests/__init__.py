@@ -1,0 +1,1 @@
+"""Tests of lowbit; their folders mirror src/lowbit."""
