@@ -1,0 +1,12 @@
+"""Formats: each turns a tensor into bytes of a size known beforehand, and back."""
+
+from __future__ import annotations
+
+from lowbit.codecs.aq_sgd import AQSGD
+from lowbit.codecs.base import Codec, Session
+from lowbit.codecs.cast import Cast
+from lowbit.codecs.group_int import GroupInt
+from lowbit.codecs.names import parse
+from lowbit.codecs.tah_quant import TAHQuant
+
+__all__ = ["AQSGD", "Cast", "Codec", "GroupInt", "Session", "TAHQuant", "parse"]

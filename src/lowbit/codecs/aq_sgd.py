@@ -1,0 +1,133 @@
+"""`AQSGD`: code what changed since the sample was last seen; the baseline that pays for it with memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.base import Codec, Key, Session
+from lowbit.codecs.cast import Cast
+from lowbit.codecs.group_int import GroupInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class AQSGD(Codec):
+    """Another codec, applied to the difference from each sample's last reconstruction (AQ-SGD, NeurIPS 2022).
+
+    Both ends keep the last reconstructed activation m of every sample, under its id. The first visit sends x in
+    float32 and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the data
+    set: samples x elements of a sample x 4 bytes, on each side of each boundary (`Session.state_bytes`).
+
+    Bytes on the wire: for each sample (entry of the first dimension) apart, 4 bytes an element at its first visit, the
+    inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest. A
+    message needs its samples' ids, so this codec works through sessions only (`open`), not through `encode`.
+
+    Args:
+        inner: the codec of the differences.
+    """
+
+    inner: Codec = GroupInt(bits=4, group=64)
+    needs_key: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Codec) or self.inner.needs_key:
+            raise TypeError(f"inner is {self.inner!r}; allowed: a codec without keys")
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        batch, sample = (shape[0], shape[1:]) if shape else (1, ())
+        return batch * self.inner.nbytes(sample) if math.prod(shape) else 0
+
+    def open(
+        self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Session:
+        if not len(shape):
+            raise ValueError("shape is (); AQSGD needs a first dimension, the samples")
+        return AQSGDSession(self, torch.Size(shape), dtype, torch.device(device))
+
+    def _encode(self, x: Tensor, payload: Tensor) -> None:
+        raise ValueError("AQSGD codes differences between visits: use open() and pass a key")
+
+    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        raise ValueError("AQSGD codes differences between visits: use open() and pass a key")
+
+
+class AQSGDSession(Session):
+    """The last reconstruction of every sample that has passed, in float32, under its id."""
+
+    codec: AQSGD
+
+    def __init__(
+        self, codec: AQSGD, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(codec, shape, dtype, device)
+        self._memory: dict[int, Tensor] = {}
+        self._first = Cast(dtype=torch.float32)
+
+    def nbytes(self, key: Key | None = None) -> int:
+        return sum(self._codec_of(i).nbytes(self.shape[1:]) for i in self._ids(key))
+
+    def max_nbytes(self) -> int:
+        sample = self.shape[1:]
+        return self.shape[0] * max(self._first.nbytes(sample), self.codec.inner.nbytes(sample))
+
+    def encode(self, x: Tensor, *, key: Key | None = None) -> Tensor:
+        self._check_shape(x)
+        x, parts = x.detach(), []
+        for row, sample in zip(x, self._ids(key), strict=True):
+            codec, last = self._codec_of(sample), self._memory.get(sample)
+            parts.append(codec.encode(row.float() if last is None else row.float() - last))
+            self._update(sample, parts[-1])
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def decode(
+        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        sizes = [self._codec_of(i).nbytes(self.shape[1:]) for i in self._ids(key)]
+        if payload.shape != (sum(sizes),) or payload.dtype != torch.uint8:
+            raise ValueError(
+                f"payload is {payload.dtype} {tuple(payload.shape)}; "
+                f"expected {sum(sizes)} bytes for samples {key}"
+            )
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=payload.device)
+        for row, sample, part in zip(out, self._ids(key), payload.split(sizes), strict=True):
+            self._update(sample, part)
+            row.copy_(self._memory[sample])
+        return out
+
+    def state_bytes(self) -> int:
+        return sum(m.numel() * m.element_size() for m in self._memory.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): m for i, m in self._memory.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, m in state.items():
+            if m.shape != self.shape[1:]:
+                raise ValueError(
+                    f"state of sample {i} has shape {tuple(m.shape)}; expected {tuple(self.shape[1:])}"
+                )
+        self._memory = {int(i): m.to(self.device, torch.float32) for i, m in state.items()}
+
+    def _ids(self, key: Key | None) -> Key:
+        if key is None or len(key) != self.shape[0] or len(set(key)) != len(key):
+            raise ValueError(
+                f"key is {key}; AQSGD needs {self.shape[0]} different sample ids, one for each entry"
+            )
+        return key
+
+    def _codec_of(self, sample: int) -> Codec:
+        return self.codec.inner if sample in self._memory else self._first
+
+    def _update(self, sample: int, payload: Tensor) -> None:
+        """Move a sample's memory to what the receiver now holds."""
+        codec, last, shape = self._codec_of(sample), self._memory.get(sample), self.shape[1:]
+        if last is None:
+            self._memory[sample] = codec.decode(payload, shape=shape)
+        else:
+            codec.decode(payload, shape=shape, out=last, accumulate=True)

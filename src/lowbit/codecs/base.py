@@ -1,0 +1,237 @@
+"""The codec protocol: configuration that turns tensors into bytes, and sessions that own what outlives a message.
+
+A codec is a frozen, keyword-only dataclass whose fields are its whole configuration. Whatever a format keeps between
+messages lives in a `Session` that the boundary opens, one for each direction of each boundary; boundaries talk to
+sessions only, so that a format with state is one more file and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Key = tuple[int, ...]
+"""Sample ids of a message, one for each entry of its first dimension."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec(ABC):
+    """A format for tensors on the wire. Thread-safe and stateless; equal configurations are equal objects.
+
+    Subclasses set `wire_version`, which changes whenever the bytes of the same configuration change, and implement
+    `nbytes`, `_encode` and `_decode`.
+    """
+
+    wire_version: ClassVar[int] = 1
+    needs_key: ClassVar[bool] = False
+
+    @abstractmethod
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes of the payload of a tensor of this shape, any dtype and any content."""
+
+    @abstractmethod
+    def _encode(self, x: Tensor, payload: Tensor) -> None:
+        """Fill `payload` (uint8, `nbytes(x.shape)` long) from `x` (contiguous, not empty)."""
+
+    @abstractmethod
+    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        """Write the tensor in `payload` to `out` (contiguous, not empty), or add it to what is there."""
+
+    def encode(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Code a tensor.
+
+        Args:
+            x: float32, bfloat16 or float16, any shape and strides; not changed.
+            out: uint8 buffer of exactly `nbytes(x.shape)` bytes to fill; allocated if absent.
+
+        Returns:
+            The payload: uint8, one dimension, contiguous, on the device of `x`.
+
+        Raises:
+            TypeError: `x` is not a tensor of one of these dtypes.
+            ValueError: `out` has another length, dtype or device.
+        """
+        _check_float("x", x)
+        size = self.nbytes(x.shape)
+        if out is None:
+            out = torch.empty(size, dtype=torch.uint8, device=x.device)
+        _check_payload("out", out, size, x.device)
+        if x.numel():
+            self._encode(x.detach().contiguous(), out)
+        return out
+
+    def decode(
+        self,
+        payload: Tensor,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        """Decode a payload that `encode` made from a tensor of this shape.
+
+        Args:
+            payload: uint8, `nbytes(shape)` long.
+            shape: shape of the tensor; dtype: what to return it in.
+            out: tensor of this shape to write to (its dtype then counts, `dtype` is not used).
+            accumulate: add into `out` (the sum in float32, rounded once) instead of overwriting it.
+
+        Raises:
+            TypeError: a dtype other than float32, bfloat16 or float16.
+            ValueError: a payload of another length or dtype, an `out` of another shape or device, or `accumulate`
+                without `out`.
+        """
+        shape = torch.Size(shape)
+        _check_payload("payload", payload, self.nbytes(shape), payload.device)
+        if out is None:
+            if accumulate:
+                raise ValueError("accumulate=True needs out=, the tensor to add into; out is None")
+            if dtype not in FLOATS:
+                raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+            out = torch.empty(shape, dtype=dtype, device=payload.device)
+        _check_float("out", out)
+        if out.shape != shape or out.device != payload.device:
+            raise ValueError(
+                f"out has shape {tuple(out.shape)} on {out.device}; "
+                f"expected {tuple(shape)} on {payload.device}"
+            )
+        if out.numel():
+            target = out if out.is_contiguous() else out.contiguous()
+            self._decode(payload.contiguous(), target, accumulate)
+            if target is not out:
+                out.copy_(target)
+        return out
+
+    def bits_per_element(self, shape: Sequence[int]) -> float:
+        """Every byte of the payload, divided by the elements (0 for an empty tensor)."""
+        numel = math.prod(shape)
+        return 8 * self.nbytes(shape) / numel if numel else 0.0
+
+    def round_trip(self, x: Tensor) -> Tensor:
+        """What the other side will see of `x`, without a wire: same shape and dtype."""
+        return self.decode(self.encode(x), shape=x.shape, dtype=x.dtype)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that two peers compare before they talk: format, version and configuration."""
+        text = f"{type(self).__name__}/{self.wire_version}/{self!r}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def open(
+        self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Session:
+        """Start a session for messages of one shape and dtype, in one direction of one boundary."""
+        return Session(self, torch.Size(shape), dtype, torch.device(device))
+
+
+class Session:
+    """Messages of one shape, in one direction of one boundary. This one, for stateless formats, keeps nothing.
+
+    Both ends open the same session and pass it the same keys in the same order, so that their states stay equal.
+    """
+
+    def __init__(
+        self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype not in FLOATS:
+            raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        self.codec = codec
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+
+    def nbytes(self, key: Key | None = None) -> int:
+        """Bytes of the next message with this key."""
+        return self.codec.nbytes(self.shape)
+
+    def max_nbytes(self) -> int:
+        """The most bytes that any message of this session has."""
+        return self.codec.nbytes(self.shape)
+
+    def encode(self, x: Tensor, *, key: Key | None = None) -> Tensor:
+        """Payload of `x`, whose shape must be the session's.
+
+        Raises:
+            ValueError: another shape.
+        """
+        self._check_shape(x)
+        return self.codec.encode(x)
+
+    def decode(
+        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The tensor in `payload`, in the session's shape and dtype (or in `out`)."""
+        return self.codec.decode(payload, shape=self.shape, dtype=self.dtype, out=out)
+
+    def state_bytes(self) -> int:
+        """Bytes kept between messages."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart for both ends to go on as before."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ValueError: the state is of another format.
+        """
+        if state:
+            raise ValueError(f"state has {sorted(state)}; a session of {self.codec} keeps none")
+
+    def _check_shape(self, x: Tensor) -> None:
+        if x.shape != self.shape:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}"
+            )
+
+
+def _check_float(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; allowed: a tensor")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+
+
+def _check_payload(name: str, payload: Tensor, size: int, device: torch.device) -> None:
+    if not isinstance(payload, Tensor) or payload.dtype != torch.uint8:
+        found = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
+        raise ValueError(f"{name} is {found}; allowed: a uint8 tensor")
+    if payload.dim() != 1 or payload.numel() != size:
+        raise ValueError(
+            f"{name} has shape {tuple(payload.shape)}; expected one dimension of {size} bytes"
+        )
+    if payload.device != device:
+        raise ValueError(f"{name} is on {payload.device}; expected {device}")
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise unless `value` is an int (no bool) in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; allowed: an integer from {low} to {high}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; allowed: {low} to {high}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise unless `value` is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; allowed: a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; allowed: 0 to 1")

@@ -1,0 +1,68 @@
+"""Codecs by name, for command lines and configuration files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+import torch
+
+from lowbit.codecs.aq_sgd import AQSGD
+from lowbit.codecs.base import Codec
+from lowbit.codecs.cast import Cast
+from lowbit.codecs.group_int import GroupInt
+from lowbit.codecs.tah_quant import TAHQuant
+
+NAMES: dict[str, Callable[[], Codec]] = {
+    "fp32": lambda: Cast(dtype=torch.float32),
+    "bf16": lambda: Cast(dtype=torch.bfloat16),
+    "fp16": lambda: Cast(dtype=torch.float16),
+    **{f"int{bits}": lambda bits=bits: GroupInt(bits=bits, group=64) for bits in range(2, 9)},
+    "tah-quant": TAHQuant,
+    "tah-quant-published": TAHQuant.published,
+    "aq-sgd": AQSGD,
+}
+CLASSES: dict[str, type[Codec]] = {c.__name__: c for c in (Cast, GroupInt, TAHQuant, AQSGD)}
+
+
+def parse(text: str) -> Codec:
+    """A codec from a short name ("tah-quant", "int4", "bf16") or in full ("GroupInt(bits=6, group=32)").
+
+    The full form is what `repr` prints: keyword arguments that are literals, dtypes or other codecs.
+
+    Raises:
+        ValueError: an unknown name, or a form that cannot be read; arguments raise what the codec raises.
+    """
+    if text in NAMES:
+        return NAMES[text]()
+    try:
+        node = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        node = None
+    if isinstance(node, ast.Call):
+        return _build(node, text)
+    raise ValueError(
+        f"codec is {text!r}; allowed: {', '.join(NAMES)}, "
+        f"or one of {', '.join(CLASSES)} with its arguments, such as GroupInt(bits=6, group=32)"
+    )
+
+
+def _build(node: ast.Call, text: str) -> Codec:
+    name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+    if name not in CLASSES or node.args:
+        raise ValueError(f"codec is {text!r}; allowed: {', '.join(CLASSES)} with keyword arguments")
+    try:
+        return CLASSES[name](**{k.arg or "**": _value(k.value, text) for k in node.keywords})
+    except TypeError as error:
+        raise ValueError(f"codec is {text!r}: {error}") from error
+
+
+def _value(node: ast.expr, text: str) -> object:
+    if isinstance(node, ast.Call):
+        return _build(node, text)
+    if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+        return getattr(torch, node.attr, None)
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise ValueError(f"codec is {text!r}: cannot read {ast.unparse(node)!r}") from error

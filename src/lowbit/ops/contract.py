@@ -1,0 +1,182 @@
+"""Every operator once: schema, argument checks, fake implementation, and which backend computes it.
+
+Operators fill or read a payload that the caller allocated, so they allocate no output and work on posted buffers:
+
+- `group_int_encode(x, payload, bits, group, symmetric, seed)`: x (N,) -> payload; a seed rounds stochastically.
+- `group_int_decode(payload, out, bits, group, symmetric, accumulate)`: payload -> out (N,).
+- `tah_quant_encode(x, payload, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)`: x (B, S, C).
+- `tah_quant_decode(payload, out, ..., pivot, accumulate)`: payload -> out (B, S, C).
+
+`x` and `out`: float32, bfloat16 or float16, contiguous, not empty. `payload`: uint8, one dimension, contiguous, as long
+as `lowbit.ops.layout` says. PyTorch's dispatcher picks the implementation by device; `backend("reference")` forces the
+plain PyTorch one, and `backend("cpu")` makes its absence an error instead of a line in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.ops import reference
+from lowbit.ops.layout import group_int_layout, tah_geometry
+
+log = logging.getLogger(__name__)
+
+SCHEMAS = {
+    "group_int_encode": "(Tensor x, Tensor(a!) payload, int bits, int group, bool symmetric, "
+    "int? seed) -> ()",
+    "group_int_decode": "(Tensor payload, Tensor(a!) out, int bits, int group, bool symmetric, "
+    "bool accumulate) -> ()",
+    "tah_quant_encode": "(Tensor x, Tensor(a!) payload, int tile, int high_bits, int low_bits, "
+    "float low_fraction, str allocation, float? pivot_ratio) -> ()",
+    "tah_quant_decode": "(Tensor payload, Tensor(a!) out, int tile, int high_bits, int low_bits, "
+    "float low_fraction, str allocation, bool pivot, bool accumulate) -> ()",
+}
+BACKENDS = ("auto", "reference", "cpu")
+
+_chosen: contextvars.ContextVar[str] = contextvars.ContextVar("lowbit_backend", default="auto")
+_cpu_kernels: Any = None
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Compute operators with one backend inside a `with` block (this thread or task only).
+
+    Args:
+        name: "auto" (the fastest there is, a missing one logged once), "reference" (plain PyTorch), or "cpu" (numba;
+            an error where it is missing or the tensor is elsewhere).
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, BACKENDS))}")
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def _kernels() -> Any:
+    """The numba kernels, or None (said once in the log, an error if asked for by name)."""
+    global _cpu_kernels
+    if _cpu_kernels is None:
+        try:
+            _cpu_kernels = importlib.import_module("lowbit.ops.cpu")
+        except ImportError as error:
+            if _chosen.get() == "cpu":
+                raise RuntimeError(
+                    f"backend 'cpu' needs numba, which cannot be imported: {error}"
+                ) from error
+            log.warning("numba is missing (%s): CPU tensors take the slow reference path", error)
+            _cpu_kernels = False
+    if _cpu_kernels is False and _chosen.get() == "cpu":
+        raise RuntimeError("backend 'cpu' needs numba, which cannot be imported")
+    return _cpu_kernels or None
+
+
+def _on_cpu(name: str) -> Callable[..., None]:
+    slow = getattr(reference, name)
+
+    def run(*args: Any) -> None:
+        CHECKS[name](*args)
+        kernels = None if _chosen.get() == "reference" else _kernels()
+        (getattr(kernels, name) if kernels else slow)(*args)
+
+    return run
+
+
+def _elsewhere(name: str) -> Callable[..., None]:
+    slow = getattr(reference, name)
+
+    def run(*args: Any) -> None:
+        CHECKS[name](*args)
+        if _chosen.get() == "cpu":
+            raise RuntimeError(f"backend 'cpu' needs tensors on the CPU; found {args[0].device}")
+        slow(*args)
+
+    return run
+
+
+def _check(x: Tensor, payload: Tensor, dims: int, nbytes: int) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"tensor has dtype {x.dtype}; allowed: float32, bfloat16, float16")
+    if x.dim() != dims or not x.is_contiguous() or x.numel() == 0:
+        raise ValueError(
+            f"tensor has shape {tuple(x.shape)}; allowed: {dims}-D, contiguous, not empty"
+        )
+    if payload.dtype != torch.uint8 or payload.shape != (nbytes,) or not payload.is_contiguous():
+        raise ValueError(
+            f"payload is {payload.dtype} {tuple(payload.shape)}; expected {nbytes} contiguous uint8"
+        )
+    if x.device != payload.device:
+        raise ValueError(f"payload is on {payload.device}; the tensor is on {x.device}")
+
+
+def _check_group_int(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool) -> None:
+    if not (2 <= bits <= 8 and group >= 8 and group % 8 == 0):
+        raise ValueError(f"bits is {bits}, group {group}; allowed: 2 to 8, and a multiple of 8")
+    _check(x, payload, 1, group_int_layout(x.numel(), bits, group, symmetric).nbytes)
+
+
+def _check_tah(
+    x: Tensor,
+    payload: Tensor,
+    tile: int,
+    high_bits: int,
+    low_bits: int,
+    low_fraction: float,
+    allocation: str,
+    pivot: bool,
+) -> None:
+    if tile not in (8, 16, 32, 64, 128):
+        raise ValueError(f"tile is {tile}; allowed: 8, 16, 32, 64, 128")
+    if not 2 <= low_bits <= high_bits <= 8:
+        raise ValueError(f"low_bits is {low_bits}, high_bits {high_bits}; allowed: 2 to 8 in order")
+    if allocation not in ("token", "tile", "range") or not 0 <= low_fraction <= 1:
+        raise ValueError(f"allocation is {allocation!r}, low_fraction {low_fraction}")
+    if x.dim() != 3:
+        raise ValueError(
+            f"tensor has shape {tuple(x.shape)}; allowed: (sequences, length, channels)"
+        )
+    geo = tah_geometry(
+        *x.shape,
+        tile=tile,
+        high_bits=high_bits,
+        low_bits=low_bits,
+        low_fraction=low_fraction,
+        allocation=allocation,
+        pivot=pivot,
+    )
+    _check(x, payload, 3, geo.layout.nbytes)
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "group_int_encode": lambda x, payload, *a: _check_group_int(x, payload, *a[:3]),
+    "group_int_decode": lambda payload, out, *a: _check_group_int(out, payload, *a[:3]),
+    "tah_quant_encode": lambda x, payload, *a: _check_tah(
+        x, payload, *a[:5], pivot=a[5] is not None
+    ),
+    "tah_quant_decode": lambda payload, out, *a: _check_tah(out, payload, *a[:6]),
+}
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("lowbit", "DEF")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+        library.impl(name, _on_cpu(name), "CPU")
+        library.impl(name, _elsewhere(name), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"lowbit::{name}", CHECKS[name], lib=library)
+    return library
+
+
+_library = _register()

@@ -1,0 +1,81 @@
+"""Small functions that every backend must reproduce to the last bit, in plain PyTorch.
+
+Each step is one IEEE float32 operation with one rounding, in the order written; sums are sums of integers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG2_COEFFICIENTS = (
+    1.4426932334899902,
+    -0.721162736415863,
+    0.4777059257030487,
+    -0.33924776315689087,
+    0.2155885100364685,
+    -0.09606623649597168,
+    0.020490340888500214,
+)  # log2(1 + t) / t on [0, 1], error 1.4e-6
+
+
+def store(y: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Write float32 `y` to `out` or add it, in float32, rounding once; finite stays finite in float16."""
+    if accumulate:
+        y = out.float() + y
+    if out.dtype == torch.float16:
+        y = torch.where(y.isfinite(), y.clamp(-65504, 65504), y)
+    out.copy_(y)
+
+
+def uniform(count: int, seed: int, device: torch.device) -> Tensor:
+    """`count` float32 numbers in [0, 1) with 24 bits, each from its index and `seed` by a 32-bit integer hash."""
+    index = torch.arange(count, device=device)
+    h = (index & 0xFFFFFFFF) ^ ((seed + (index >> 32) * 0x9E3779B9) & 0xFFFFFFFF)
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    h = h ^ (h >> 16)
+    return (h >> 8).float() * 2.0**-24
+
+
+def log2(x: Tensor) -> Tensor:
+    """log2 of positive normal float32 numbers: exponent plus a polynomial of the mantissa, by Horner's rule."""
+    bits = x.view(torch.int32)
+    exponent = ((bits >> 23) - 127).float()
+    t = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32) - 1.0
+    p = torch.full_like(t, LOG2_COEFFICIENTS[-1])
+    for c in LOG2_COEFFICIENTS[-2::-1]:
+        p = p * t + c
+    return exponent + p * t
+
+
+def entropy(x: Tensor) -> Tensor:
+    """Entropy, in bits, of p = |x| / sum|x| along the last dimension, from magnitudes as 15-bit integers.
+
+    The largest magnitude sets the binary point. Sums are of integers, so their order cannot matter:
+    H = log2(A) - (sum of a log2 a) / A with A = sum of a, where a log2 a is rounded to 1/16.
+    """
+    magnitude = x.abs().float()
+    exponent = (magnitude.amax(-1, keepdim=True).view(torch.int32) >> 23).clamp(min=27, max=254)
+    scale = ((127 + 14 + 127 - exponent) << 23).view(torch.float32)
+    a = (magnitude * scale).round()
+    total = a.long().sum(-1)
+    terms = (a * log2(a.clamp(min=1)) * 16).round().long().sum(-1)
+    weight = total.clamp(min=1).float()
+    return log2(weight) - (terms.float() * 0.0625) / weight
+
+
+def smallest(key: Tensor, count: int) -> Tensor:
+    """Flags of the `count` smallest keys in each row; of equal keys, the first ones."""
+    order = key.sort(dim=-1, stable=True).indices[:, :count]
+    return torch.zeros(key.shape, dtype=torch.bool, device=key.device).scatter_(1, order, True)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Normalised Walsh-Hadamard transform (Sylvester order) of the last dimension; its own inverse."""
+    shape, size, step = x.shape, x.shape[-1], 1
+    while step < size:
+        a, b = x.reshape(-1, size // (2 * step), 2, step).unbind(2)
+        x = torch.stack((a + b, a - b), 2)
+        step *= 2
+    return x.reshape(shape) * size**-0.5

@@ -1,0 +1,140 @@
+"""Named sections of a payload: where in the bytes on the wire each part of a format lies.
+
+A payload is one contiguous `uint8` tensor without a header: peers agree on the format before the first byte, so
+sizes follow from the shape alone. Sections start at multiples of `ALIGNMENT` bytes, so that kernels may read them as
+16- or 32-bit words; everything is little-endian.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sections of one payload, in the order in which they lie in memory.
+
+    Attributes:
+        offsets: first byte of each section, by name.
+        sizes: length of each section in bytes, by name, without the padding that aligns the next one.
+        nbytes: length of the whole payload.
+    """
+
+    offsets: dict[str, int]
+    sizes: dict[str, int]
+    nbytes: int
+
+    @staticmethod
+    def of(**sizes: int) -> Layout:
+        """Lay sections of the given sizes (bytes) one after the other; a section of 0 bytes costs nothing."""
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            start = -(-end // ALIGNMENT) * ALIGNMENT if size else end
+            offsets[name], end = start, start + size
+        return Layout(offsets, dict(sizes), end)
+
+    def section(self, payload: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """The section `name` of `payload` as a 1-D view of `dtype`."""
+        start = self.offsets[name]
+        return payload[start : start + self.sizes[name]].view(dtype)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Integer division rounded up."""
+    return -(-a // b)
+
+
+def packed_nbytes(count: int, bits: int) -> int:
+    """Bytes of `count` codes of `bits` bits; `count` is rounded up to a multiple of 8."""
+    return ceil_div(count, 8) * bits
+
+
+def group_int_layout(numel: int, bits: int, group: int, symmetric: bool) -> Layout:
+    """Payload of `group_int_encode` (see `lowbit.codecs.GroupInt` for the meaning of the sections)."""
+    groups = ceil_div(numel, group)
+    return Layout.of(
+        scales=2 * groups,
+        mids=0 if symmetric else 2 * groups,
+        codes=packed_nbytes(numel, bits),
+    )
+
+
+@dataclass(frozen=True)
+class TAHGeometry:
+    """Everything about a TAH-Quant payload that follows from the shape and the settings.
+
+    Attributes:
+        rows: tokens in the message; channels: elements of a token; tiles: tiles of a token.
+        full: tiles of a token that hold `tile` elements (all, or all but a ragged last one).
+        scopes: how many times tiles are chosen; per_scope: candidates in each; low: how many of those get `low_bits`.
+        row_bytes: bytes of the codes of one token, were all its tiles at `high_bits`.
+        saved: bytes that one candidate of `low_bits` saves.
+        layout: the sections.
+    """
+
+    rows: int
+    channels: int
+    tile: int
+    tiles: int
+    full: int
+    scopes: int
+    per_scope: int
+    low: int
+    row_bytes: int
+    saved: int
+    layout: Layout
+
+
+def tah_geometry(
+    sequences: int,
+    length: int,
+    channels: int,
+    *,
+    tile: int,
+    high_bits: int,
+    low_bits: int,
+    low_fraction: float,
+    allocation: str,
+    pivot: bool,
+) -> TAHGeometry:
+    """Sizes of a TAH-Quant payload for `sequences` x `length` tokens of `channels` elements.
+
+    The number of candidates at `low_bits` is floor(low_fraction * candidates) in each scope (a sequence's tokens, a
+    token's tiles, or a sequence's tiles), with 1e-9 added so that 0.2 * 10 gives 2. A ragged last tile is never a
+    candidate by itself, because the payload's size must not depend on the choice.
+    """
+    rows, tiles, full = sequences * length, ceil_div(channels, tile), channels // tile
+    scopes, per_scope = {
+        "token": (sequences, length),
+        "tile": (rows, full),
+        "range": (sequences, length * full),
+    }[allocation]
+    low = int(low_fraction * per_scope + 1e-9) if high_bits > low_bits else 0
+    padded = full * tile + ceil_div(channels - full * tile, 8) * 8
+    saved = (padded if allocation == "token" else tile) * (high_bits - low_bits) // 8
+    layout = Layout.of(
+        exponents=rows,
+        scales=rows * tiles,
+        mids=rows * tiles * (2 if pivot else 1),
+        pivots=rows * tiles if pivot else 0,
+        widths=ceil_div(scopes * per_scope, 8) if low else 0,
+        codes=rows * padded * high_bits // 8 - scopes * low * saved,
+    )
+    return TAHGeometry(
+        rows=rows,
+        channels=channels,
+        tile=tile,
+        tiles=tiles,
+        full=full,
+        scopes=scopes,
+        per_scope=per_scope,
+        low=low,
+        row_bytes=padded * high_bits // 8,
+        saved=saved,
+        layout=layout,
+    )

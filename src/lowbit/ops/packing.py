@@ -1,0 +1,53 @@
+"""Codes and flags as bits, in plain PyTorch: the definition of how payloads are packed.
+
+Codes of b bits are split into planes of 8, 4, 2 and 1 bits (b = 7: 4 + 2 + 1), low bits first. Byte j of a plane of p
+bits that is w bytes long holds, from its low bits up, elements j, j + w, j + 2 w, ...: neighbours in memory stay
+neighbours in registers, so that packing vectorises.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def planes(bits: int) -> list[int]:
+    """Widths of the bit planes that codes of `bits` bits are packed in, from the low bits up."""
+    return [p for p in (8, 4, 2, 1) if bits & p]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack (..., n) uint8 codes, n a multiple of 8, into (..., n * bits / 8) bytes of bit planes."""
+    done, out = 0, []
+    for p in planes(bits):
+        parts = ((codes >> done) & ((1 << p) - 1)).unflatten(-1, (8 // p, -1))
+        shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=codes.device)
+        out.append((parts << shifts[:, None]).sum(-2, dtype=torch.uint8))
+        done += p
+    return torch.cat(out, -1)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Inverse of `pack`."""
+    done, start, n = 0, 0, packed.shape[-1] * 8 // bits
+    codes = torch.zeros(*packed.shape[:-1], n, dtype=torch.uint8, device=packed.device)
+    for p in planes(bits):
+        part = packed[..., start : start + n * p // 8]
+        shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=packed.device)
+        values = (part[..., None, :] >> shifts[:, None]) & ((1 << p) - 1)
+        codes |= values.flatten(-2) << done
+        done, start = done + p, start + n * p // 8
+    return codes
+
+
+def pack_flags(flags: Tensor) -> Tensor:
+    """Booleans as a little-endian bitmap."""
+    flat = torch.nn.functional.pad(flags.reshape(-1), (0, -flags.numel() % 8)).view(-1, 8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=flags.device)
+    return (flat.to(torch.uint8) << shifts).sum(-1, dtype=torch.uint8)
+
+
+def unpack_flags(packed: Tensor, count: int) -> Tensor:
+    """Inverse of `pack_flags`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, None] >> shifts) & 1).view(-1)[:count].bool()

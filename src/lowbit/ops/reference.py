@@ -1,0 +1,357 @@
+"""The definition of every operator in plain PyTorch: slow, obvious, on any device.
+
+The other backends must produce the same bytes. So every step here is one IEEE float32 operation with one rounding
+(no step may be contracted with its neighbour), sums that decide anything are sums of integers, and ties are settled
+by position. Shape suffixes: N elements, G groups of L elements; R rows (tokens), T tiles of E elements, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit.ops.exact import entropy, rotate, smallest, store, uniform
+from lowbit.ops.layout import Layout, TAHGeometry, ceil_div, group_int_layout, tah_geometry
+from lowbit.ops.packing import pack, pack_flags, unpack, unpack_flags
+
+LARGEST = (
+    2.0**127
+)  # magnitudes beyond it saturate, so that what decodes to a little more is still finite
+SMALLEST = 2.0**-126  # scales are normal numbers, whatever the mode for denormals
+ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
+NAN_MID = {1: -128, 2: -32768}
+MID_LIMIT = {1: 127, 2: 32767}
+MID_UNITS = {1: 64, 2: 256}  # units of a mid in one range (2^bits steps)
+MID_REACH = {
+    1: 3.7,
+    2: 238.0,
+}  # |mid| may be this many half ranges: the limit, less a scale's rounding
+
+
+def group_int_encode(
+    x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None
+) -> None:
+    """See `lowbit.codecs.GroupInt` for formulas and layout."""
+    layout = group_int_layout(x.numel(), bits, group, symmetric)
+    x_GL = _grouped(x.float(), group)
+    scale_G, mid_G, center = _group_parameters(x_GL, bits, symmetric)
+    divisor_G = torch.where(scale_G > 0, scale_G, 1.0)
+    shift_G = center - mid_G * (2.0**bits / 256)
+    v_GL = x_GL / divisor_G[:, None] + shift_G[:, None]
+    if seed is None:
+        v_GL = v_GL.round()
+    else:
+        v_GL = (v_GL + uniform(v_GL.numel(), seed, x.device).view_as(v_GL)).floor()
+    top = 2 * center if symmetric else 2.0**bits - 1
+    codes_GL = v_GL.clamp(0, top).nan_to_num(0).to(torch.uint8)
+    layout.section(payload, "scales", torch.bfloat16).copy_(scale_G)
+    if not symmetric:
+        layout.section(payload, "mids", torch.int16).copy_(mid_G.nan_to_num(0))
+    # Padding of a ragged last group carries zeros, so that equal tensors give equal bytes.
+    codes_GL.view(-1)[x.numel() :] = 0
+    layout.section(payload, "codes").copy_(_pack_ragged(codes_GL, x.numel(), bits))
+    _zero_gaps(payload, layout)
+
+
+def group_int_decode(
+    payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
+) -> None:
+    """See `lowbit.codecs.GroupInt`."""
+    layout = group_int_layout(out.numel(), bits, group, symmetric)
+    codes_GL = _unpack_ragged(layout.section(payload, "codes"), out.numel(), group, bits)
+    scale_G = layout.section(payload, "scales", torch.bfloat16).float()
+    center = 2.0 ** (bits - 1) - 1 if symmetric else (2.0**bits - 1) / 2
+    level_GL = codes_GL.float() - center
+    if not symmetric:
+        mid_G = layout.section(payload, "mids", torch.int16).float() * (2.0**bits / 256)
+        level_GL = level_GL + mid_G[:, None]
+    y = (level_GL * scale_G[:, None]).view(-1)[: out.numel()]
+    store(y, out, accumulate)
+
+
+def tah_quant_encode(
+    x: Tensor,
+    payload: Tensor,
+    tile: int,
+    high_bits: int,
+    low_bits: int,
+    low_fraction: float,
+    allocation: str,
+    pivot_ratio: float | None,
+) -> None:
+    """See `lowbit.codecs.TAHQuant` for formulas and layout; x is (sequences, length, channels)."""
+    geo = tah_geometry(
+        *x.shape,
+        tile=tile,
+        high_bits=high_bits,
+        low_bits=low_bits,
+        low_fraction=low_fraction,
+        allocation=allocation,
+        pivot=pivot_ratio is not None,
+    )
+    x_RTE = _tiled(x.float(), geo)
+    finite_RT = x_RTE.isfinite().all(-1)
+    y_RTE, pivot_RT = x_RTE, torch.zeros_like(finite_RT, dtype=torch.uint8)
+    if pivot_ratio is not None:
+        pivot_RT = find_pivots(x_RTE, finite_RT, geo, pivot_ratio)
+        y_RTE = torch.where(pivot_RT[..., None] > 0, rotate(swap(x_RTE, pivot_RT)), x_RTE)
+    mid_width = 1 if pivot_ratio is None else 2
+    extent_RT, mid_RT = _extents(y_RTE, mid_width)
+    low = smallest(_keys(x_RTE, extent_RT, finite_RT, geo, allocation), geo.low)
+    bits_RT = torch.where(_spread(low, geo, allocation), low_bits, high_bits)
+    exponent_R, below_RT = _steps(extent_RT, finite_RT, bits_RT)
+    step_RT = tile_steps(exponent_R, below_RT)
+    m_RT, codes_RTE = _quantize(y_RTE, mid_RT, step_RT, bits_RT, mid_width)
+    codes_RTE.view(geo.rows, -1)[:, geo.channels :] = 0
+
+    layout = geo.layout
+    layout.section(payload, "exponents").copy_(exponent_R)
+    layout.section(payload, "scales").copy_(below_RT.reshape(-1))
+    m_RT = torch.where(finite_RT, m_RT, float(NAN_MID[mid_width]))
+    layout.section(payload, "mids", _mid_dtype(mid_width)).copy_(m_RT.reshape(-1))
+    if pivot_ratio is not None:
+        layout.section(payload, "pivots").copy_(pivot_RT.reshape(-1))
+    if geo.low:
+        layout.section(payload, "widths").copy_(pack_flags(low))
+    bytes_RTK = torch.where(
+        (bits_RT == low_bits)[..., None],
+        _tile_bytes(codes_RTE, geo, low_bits, high_bits),
+        _tile_bytes(codes_RTE, geo, high_bits, high_bits),
+    )
+    layout.section(payload, "codes").copy_(bytes_RTK[_byte_mask(bits_RT, geo, high_bits)])
+    _zero_gaps(payload, layout)
+
+
+def tah_quant_decode(
+    payload: Tensor,
+    out: Tensor,
+    tile: int,
+    high_bits: int,
+    low_bits: int,
+    low_fraction: float,
+    allocation: str,
+    pivot: bool,
+    accumulate: bool,
+) -> None:
+    """See `lowbit.codecs.TAHQuant`; out is (sequences, length, channels)."""
+    geo = tah_geometry(
+        *out.shape,
+        tile=tile,
+        high_bits=high_bits,
+        low_bits=low_bits,
+        low_fraction=low_fraction,
+        allocation=allocation,
+        pivot=pivot,
+    )
+    layout, width = geo.layout, 2 if pivot else 1
+    candidates = geo.scopes * geo.per_scope
+    if geo.low:
+        low = unpack_flags(layout.section(payload, "widths"), candidates)
+    else:
+        low = torch.zeros(candidates, dtype=torch.bool, device=payload.device)
+    low = low.view(geo.scopes, geo.per_scope)
+    bits_RT = torch.where(_spread(low, geo, allocation), low_bits, high_bits)
+
+    kept = _byte_mask(bits_RT, geo, high_bits)
+    bytes_RTK = torch.zeros(kept.shape, dtype=torch.uint8, device=payload.device)
+    bytes_RTK[kept] = layout.section(payload, "codes")
+    codes_RTE = torch.where(
+        (bits_RT == low_bits)[..., None],
+        _tile_codes(bytes_RTK, geo, low_bits),
+        _tile_codes(bytes_RTK, geo, high_bits),
+    )
+    exponent_R = layout.section(payload, "exponents").int()
+    below_RT = layout.section(payload, "scales").view(geo.rows, geo.tiles).int()
+    mid_RT = layout.section(payload, "mids", _mid_dtype(width)).view(geo.rows, geo.tiles)
+    step_RT = tile_steps(exponent_R, below_RT)
+    step_RT = torch.where(mid_RT == NAN_MID[width], math.nan, step_RT)
+    levels_RT = torch.exp2(bits_RT.float())
+    offset_RT = mid_RT.float() * (levels_RT / MID_UNITS[width])
+    centered_RTE = codes_RTE.float() - ((levels_RT - 1) / 2)[..., None]
+    y_RTE = (centered_RTE + offset_RT[..., None]) * step_RT[..., None]
+    if pivot:
+        pivot_RT = layout.section(payload, "pivots").view(geo.rows, geo.tiles)
+        y_RTE = torch.where(pivot_RT[..., None] > 0, swap(rotate(y_RTE), pivot_RT), y_RTE)
+    store(y_RTE.reshape(geo.rows, -1)[:, : geo.channels].reshape(out.shape), out, accumulate)
+
+
+def find_pivots(x_RTE: Tensor, finite_RT: Tensor, geo: TAHGeometry, ratio: float) -> Tensor:
+    """128 + position of each full tile's pivot: its largest |x|, if at least `ratio` times the second; else 0."""
+    top = x_RTE.abs().nan_to_num(0).topk(2, dim=-1)
+    first, second = top.values.unbind(-1)
+    qualifies = (first >= second * ratio) & (first > 0) & (first < ROTATABLE) & finite_RT
+    qualifies[:, geo.full :] = False
+    return torch.where(qualifies, top.indices[..., 0] + 128, 0).to(torch.uint8)
+
+
+def swap(x_RTE: Tensor, pivot_RT: Tensor) -> Tensor:
+    """Exchange each tile's first element with the one at its pivot (tiles without a pivot stay)."""
+    position = (pivot_RT.long() & 127)[..., None]
+    first, pivot = x_RTE[..., :1], x_RTE.gather(-1, position)
+    y = x_RTE.scatter(-1, position, first)
+    return torch.cat([pivot, y[..., 1:]], -1)
+
+
+def tile_steps(exponent_R: Tensor, below_RT: Tensor) -> Tensor:
+    """float32 steps from each row's exponent and each tile's eighths of an octave below its top; 255 means 0."""
+    octave = (exponent_R[:, None].int() * 8 + 7 - below_RT.int()).clamp(min=8)
+    return torch.where(below_RT == 255, 0.0, (octave << 20).view(torch.float32))
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """Pad with copies of the last element, which change neither minimum nor maximum of its group."""
+    missing = -x.numel() % group
+    return torch.cat([x, x[-1:].expand(missing)]).view(-1, group)
+
+
+def _group_parameters(x_GL: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, float]:
+    low_G = x_GL.amin(-1).clamp(min=-LARGEST)
+    high_G = x_GL.amax(-1).clamp(max=LARGEST)
+    finite_G = x_GL.isfinite().all(-1)
+    mid_G = torch.zeros_like(low_G)
+    if symmetric:
+        center = 2.0 ** (bits - 1) - 1
+        extent_G = torch.maximum(high_G, -low_G)
+    else:
+        center = (2.0**bits - 1) / 2
+        mid_G = high_G * 0.5 + low_G * 0.5
+        half_G = high_G * 0.5 - low_G * 0.5
+        extent_G = torch.maximum(half_G, mid_G.abs() * (center / (127 * 2.0**bits)))
+    scale_G = (extent_G / center).clamp(min=SMALLEST).bfloat16().float()
+    scale_G = torch.where(extent_G > 0, scale_G, 0.0)
+    divisor_G = torch.where(scale_G > 0, scale_G, 1.0)
+    mid_G = (mid_G / divisor_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
+    return torch.where(finite_G, scale_G, math.nan), mid_G, center
+
+
+def _pack_ragged(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
+    """Pack whole groups, then the last one cut to a multiple of 8 elements."""
+    full = numel // codes_GL.shape[1]
+    tail = codes_GL[full:, : ceil_div(numel - full * codes_GL.shape[1], 8) * 8]
+    return torch.cat([pack(codes_GL[:full], bits).view(-1), pack(tail, bits).view(-1)])
+
+
+def _unpack_ragged(packed: Tensor, numel: int, group: int, bits: int) -> Tensor:
+    full, size = numel // group, group * bits // 8
+    codes_GL = unpack(packed[: full * size].view(full, size), bits)
+    if full * group == numel:
+        return codes_GL
+    tail = unpack(packed[full * size :], bits)
+    return torch.cat([codes_GL, torch.nn.functional.pad(tail, (0, group - len(tail)))[None]])
+
+
+def _tiled(x: Tensor, geo: TAHGeometry) -> Tensor:
+    """(R, T, E), a ragged last tile padded with copies of its last element."""
+    x_RC = x.reshape(geo.rows, geo.channels)
+    pad = x_RC[:, -1:].expand(-1, geo.tiles * geo.tile - geo.channels)
+    return torch.cat([x_RC, pad], 1).view(geo.rows, geo.tiles, geo.tile)
+
+
+def _extents(x_RTE: Tensor, mid_width: int) -> tuple[Tensor, Tensor]:
+    """Half the range that a tile's 2^bits cells must cover, and the range's middle."""
+    low_RT = x_RTE.amin(-1).clamp(min=-LARGEST)
+    high_RT = x_RTE.amax(-1).clamp(max=LARGEST)
+    half_RT = high_RT * 0.5 - low_RT * 0.5
+    mid_RT = high_RT * 0.5 + low_RT * 0.5
+    # A middle too far away for its integer widens the cells instead of being cut off.
+    return torch.maximum(half_RT, mid_RT.abs() / MID_REACH[mid_width]), mid_RT
+
+
+def _keys(
+    x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry, allocation: str
+) -> Tensor:
+    """What each scope's candidates are ordered by, (scopes, per_scope); NaN or Inf come last."""
+    if allocation == "range":
+        key = torch.where(finite_RT, extent_RT, math.inf)[:, : geo.full]
+    elif allocation == "tile":
+        key = torch.where(finite_RT, entropy(x_RTE), math.inf)[:, : geo.full]
+    else:
+        x_RC = x_RTE.reshape(geo.rows, -1)[:, : geo.channels]
+        key = torch.where(finite_RT.all(-1), entropy(x_RC), math.inf)
+    return key.reshape(geo.scopes, geo.per_scope)
+
+
+def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's exponent, and how far below its top each tile's step lies (see `tile_steps`).
+
+    A step becomes an 11-bit number of eighths of an octave: float32's exponent and three bits of its mantissa.
+    """
+    step_RT = extent_RT / torch.exp2(bits_RT.float() - 1)
+    step_RT = torch.where(finite_RT & (extent_RT > 0), step_RT.clamp(min=SMALLEST), 0.0)
+    octave_RT = (step_RT.view(torch.int32) + (1 << 19)) >> 20
+    exponent_R = octave_RT.amax(-1) >> 3
+    below_RT = (exponent_R[:, None] * 8 + 7 - octave_RT).clamp(0, 254)
+    return exponent_R, torch.where(octave_RT > 0, below_RT, 255)
+
+
+def _quantize(
+    x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_width: int
+) -> tuple[Tensor, Tensor]:
+    """Integer middles, and codes relative to them; both 0 where the step is 0."""
+    divisor_RT = torch.where(step_RT > 0, step_RT, 1.0)
+    cells_RT = torch.exp2(bits_RT.float())
+    limit = MID_LIMIT[mid_width]
+    m_RT = (mid_RT / divisor_RT * (MID_UNITS[mid_width] / cells_RT)).round().clamp(-limit, limit)
+    m_RT = torch.where(step_RT > 0, m_RT, 0.0)
+    shift_RT = (cells_RT - 1) / 2 - m_RT * (cells_RT / MID_UNITS[mid_width])
+    v_RTE = (x_RTE / divisor_RT[..., None] + shift_RT[..., None]).round().clamp(min=0)
+    v_RTE = torch.minimum(v_RTE, (cells_RT - 1)[..., None]).nan_to_num(0)
+    return m_RT, torch.where((step_RT > 0)[..., None], v_RTE, 0.0).to(torch.uint8)
+
+
+def _spread(low: Tensor, geo: TAHGeometry, allocation: str) -> Tensor:
+    """Flags of the candidates as flags of all tiles, (R, T)."""
+    if allocation == "token":
+        return low.reshape(geo.rows, 1).expand(-1, geo.tiles)
+    flags = low.reshape(geo.rows, geo.full)
+    return torch.nn.functional.pad(flags, (0, geo.tiles - geo.full))
+
+
+def _padded_sizes(geo: TAHGeometry, device: torch.device) -> Tensor:
+    """Elements that each of a row's tiles takes on the wire: all of `tile`, but for a ragged last one."""
+    size_T = torch.full((geo.tiles,), geo.tile, device=device)
+    size_T[geo.full :] = ceil_div(geo.channels - geo.full * geo.tile, 8) * 8
+    return size_T
+
+
+def _byte_mask(bits_RT: Tensor, geo: TAHGeometry, high_bits: int) -> Tensor:
+    """(R, T, K): which of the K bytes that a tile may take are on the wire."""
+    size_RT = _padded_sizes(geo, bits_RT.device) * bits_RT // 8
+    k = torch.arange(geo.tile * high_bits // 8, device=bits_RT.device)
+    return k < size_RT[..., None]
+
+
+def _tile_bytes(codes_RTE: Tensor, geo: TAHGeometry, bits: int, high_bits: int) -> Tensor:
+    packed = pack(codes_RTE[:, : geo.full], bits)
+    room = geo.tile * high_bits // 8
+    parts = [torch.nn.functional.pad(packed, (0, room - packed.shape[-1]))]
+    if geo.full < geo.tiles:
+        tail = pack(codes_RTE[:, geo.full :, : _ragged(geo)], bits)
+        parts.append(torch.nn.functional.pad(tail, (0, room - tail.shape[-1])))
+    return torch.cat(parts, 1)
+
+
+def _tile_codes(bytes_RTK: Tensor, geo: TAHGeometry, bits: int) -> Tensor:
+    parts = [unpack(bytes_RTK[:, : geo.full, : geo.tile * bits // 8], bits)]
+    if geo.full < geo.tiles:
+        tail = unpack(bytes_RTK[:, geo.full :, : _ragged(geo) * bits // 8], bits)
+        parts.append(torch.nn.functional.pad(tail, (0, geo.tile - tail.shape[-1])))
+    return torch.cat(parts, 1)
+
+
+def _ragged(geo: TAHGeometry) -> int:
+    return ceil_div(geo.channels - geo.full * geo.tile, 8) * 8
+
+
+def _mid_dtype(width: int) -> torch.dtype:
+    return torch.int8 if width == 1 else torch.int16
+
+
+def _zero_gaps(payload: Tensor, layout: Layout) -> None:
+    """Bytes between sections are zero: equal tensors give equal payloads."""
+    end = 0
+    for name, start in layout.offsets.items():
+        payload[end:start] = 0
+        end = start + layout.sizes[name]
