@@ -1,0 +1,70 @@
+"""Importing is light, works without an installation, and offers exactly the agreed names."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+HEAVY = (
+    "numba",
+    "transformers",
+    "typer",
+    "rich",
+    "matplotlib",
+    "pydantic",
+    "tensorboard",
+    "datasets",
+)
+PUBLIC = {
+    "lowbit": ["__version__"],
+}
+
+
+def python(program: str, **environment: str) -> str:
+    """Standard output of `program` in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, *environment.pop("flags", "").split(), "-c", program],
+        env=os.environ | environment,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has loaded after importing `modules`."""
+    program = f"import sys, {', '.join(modules)}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    return set(python(program).split())
+
+
+def test_the_package_itself_loads_nothing():
+    assert not loaded_by("lowbit") & {*HEAVY, "torch", "numpy"}
+
+
+def test_the_library_loads_no_kernel_compiler_and_no_extra():
+    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.collectives.agreement")
+    assert "torch" in loaded
+    assert not loaded & set(HEAVY)
+
+
+def test_the_version_needs_no_installation():
+    shown = python("import lowbit; print(lowbit.__version__)", flags="-S", PYTHONPATH=str(SOURCE))
+    assert shown == importlib.import_module("lowbit").__version__
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_public_surface_is_frozen(module: str):
+    names = importlib.import_module(module).__all__
+    assert sorted(names) == sorted(PUBLIC[module]), "a change of the public surface is a decision"
+    assert all(hasattr(importlib.import_module(module), name) for name in names)
+
+
+def test_every_package_has_a_frozen_surface():
+    packages = {path.parent.name for path in (SOURCE / "lowbit").glob("*/__init__.py")}
+    assert packages == {name.split(".")[1] for name in PUBLIC if "." in name}
