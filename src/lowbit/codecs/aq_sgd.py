@@ -112,7 +112,9 @@ class AQSGDSession(Session):
                 raise ValueError(
                     f"state of sample {i} has shape {tuple(m.shape)}; expected {tuple(self.shape[1:])}"
                 )
-        self._memory = {int(i): m.to(self.device, torch.float32) for i, m in state.items()}
+        self._memory = {
+            int(i): m.to(self.device, torch.float32, copy=True) for i, m in state.items()
+        }
 
     def _ids(self, key: Key | None) -> Key:
         if key is None or len(key) != self.shape[0] or len(set(key)) != len(key):

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit.ops.layout import ALIGNMENT
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Key = tuple[int, ...]
@@ -66,7 +68,10 @@ class Codec(ABC):
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
         _check_payload("out", out, size, x.device)
         if x.numel():
-            self._encode(x.detach().contiguous(), out)
+            target = out if _aligned(out) else torch.empty_like(out)
+            self._encode(x.detach().contiguous(), target)
+            if target is not out:
+                out.copy_(target)
         return out
 
     def decode(
@@ -107,7 +112,8 @@ class Codec(ABC):
             )
         if out.numel():
             target = out if out.is_contiguous() else out.contiguous()
-            self._decode(payload.contiguous(), target, accumulate)
+            payload = payload.contiguous()
+            self._decode(payload if _aligned(payload) else payload.clone(), target, accumulate)
             if target is not out:
                 out.copy_(target)
         return out
@@ -194,6 +200,11 @@ class Session:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}"
             )
+
+
+def _aligned(payload: Tensor) -> bool:
+    """Whether sections can be read as words; part of a larger buffer may start anywhere."""
+    return payload.storage_offset() % ALIGNMENT == 0 and payload.is_contiguous()
 
 
 def _check_float(name: str, x: Tensor) -> None:

@@ -36,9 +36,6 @@ class Cast(Codec):
         payload.copy_(saturating_cast(x, self.dtype).reshape(-1).view(torch.uint8))
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        # A payload may start anywhere in a larger buffer; a view as floats needs alignment.
-        if payload.storage_offset() % self.dtype.itemsize:
-            payload = payload.clone()
         y = payload.view(self.dtype).view(out.shape)
         if accumulate:
             y = out.float() + y.float()

@@ -34,7 +34,7 @@ class TAHQuant(Codec):
     Payload, sections at multiples of 4 bytes, for R tokens of T tiles:
 
     - exponents, R bytes: float32 exponent of the token's largest step;
-    - scales, R T bytes: how many eighths of an octave each tile's step lies below; 255: all zero;
+    - scales, R T bytes: how many sixteenths of an octave each tile's step lies below its top; 255: all zero;
     - mids, R T int8 in 1/64 (with pivots: int16 in 1/256) of a range; the lowest value: tile of NaN;
     - pivots, R T bytes if there is a `pivot_ratio`: 128 + position, or 0;
     - widths: a bitmap of the candidates, 1 for `low_bits`;
@@ -43,7 +43,7 @@ class TAHQuant(Codec):
     At C = 4096 that is 4.33 bits for `published()` (4.43 with the paper's FP16 metadata) and 4.39 by default.
 
     Deviations from the paper, all measured to cost nothing or to gain: (1) codes are computed from the parameters as
-    they travel; (2) a step has 3 mantissa bits and float32's exponents, so that tiny and huge values neither underflow
+    they travel; (2) a step has 4 mantissa bits and float32's exponents, so that tiny and huge values neither underflow
     nor overflow (magnitudes beyond 2^127 saturate; a tile with NaN or Inf decodes to NaN); (3) any C, any leading
     dimensions, a ragged last tile; (4) reconstruction levels lie in the middles of 2^bits equal cells of [min, max]
     rather than on its ends, which is 0.1 (4 bits) to 0.8 dB (3 bits) better; (5) entropy is computed from 15-bit

@@ -195,9 +195,9 @@ def swap(x_RTE: Tensor, pivot_RT: Tensor) -> Tensor:
 
 
 def tile_steps(exponent_R: Tensor, below_RT: Tensor) -> Tensor:
-    """float32 steps from each row's exponent and each tile's eighths of an octave below its top; 255 means 0."""
-    octave = (exponent_R[:, None].int() * 8 + 7 - below_RT.int()).clamp(min=8)
-    return torch.where(below_RT == 255, 0.0, (octave << 20).view(torch.float32))
+    """float32 steps from each row's exponent and each tile's sixteenths of an octave below its top; 255 means 0."""
+    octave = (exponent_R[:, None].int() * 16 + 15 - below_RT.int()).clamp(min=16)
+    return torch.where(below_RT == 255, 0.0, (octave << 19).view(torch.float32))
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
@@ -276,13 +276,14 @@ def _keys(
 def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tensor, Tensor]:
     """Each token's exponent, and how far below its top each tile's step lies (see `tile_steps`).
 
-    A step becomes an 11-bit number of eighths of an octave: float32's exponent and three bits of its mantissa.
+    A step becomes a 12-bit number of sixteenths of an octave, float32's exponent and four bits of its mantissa:
+    the nearest one, or from 6 bits on the one above, because there a range cut short costs whole cells.
     """
     step_RT = extent_RT / torch.exp2(bits_RT.float() - 1)
     step_RT = torch.where(finite_RT & (extent_RT > 0), step_RT.clamp(min=SMALLEST), 0.0)
-    octave_RT = (step_RT.view(torch.int32) + (1 << 19)) >> 20
-    exponent_R = octave_RT.amax(-1) >> 3
-    below_RT = (exponent_R[:, None] * 8 + 7 - octave_RT).clamp(0, 254)
+    octave_RT = (step_RT.view(torch.int32) + torch.where(bits_RT < 6, 1 << 18, (1 << 19) - 1)) >> 19
+    exponent_R = octave_RT.amax(-1) >> 4
+    below_RT = (exponent_R[:, None] * 16 + 15 - octave_RT).clamp(0, 254)
     return exponent_R, torch.where(octave_RT > 0, below_RT, 255)
 
 

@@ -1,0 +1,47 @@
+"""Payloads frozen as files: the bytes on the wire of yesterday's peers.
+
+`python -m tests.codecs.golden` writes those that are missing. A payload that changes on purpose needs a new
+`wire_version` of its codec, and its old file removed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lowbit import ops
+from lowbit.codecs import Codec
+
+FOLDER = Path(__file__).parent
+
+
+def sample() -> torch.Tensor:
+    """A (2, 5, 200) tensor from integers alone, so that it is the same on every machine: outliers, zeros, tiny values."""
+    n = torch.arange(2000, dtype=torch.int64)
+    h = (n * 2654435761) % 4294967296
+    x = (h.double() / 2**31 - 1).float() * torch.exp2((h >> 7) % 5 - 2.0)
+    x[333] = 97.0
+    x[1000:1064] = 0
+    x[1400:1600] *= 2.0**-60
+    return x.view(2, 5, 200)
+
+
+def golden_path(codec: Codec) -> Path:
+    """Where this codec's payload lies."""
+    return FOLDER / f"{type(codec).__name__}-{codec.fingerprint()}.bin"
+
+
+def check_golden(codec: Codec) -> None:
+    """Both backends give exactly the frozen payload."""
+    frozen = golden_path(codec).read_bytes()
+    for name in ("reference", "cpu"):
+        with ops.backend(name):
+            assert codec.encode(sample()).numpy().tobytes() == frozen, f"{name} changed the wire"
+
+
+def write_golden(codec: Codec) -> None:
+    """Freeze a payload that is not frozen yet."""
+    if not golden_path(codec).exists():
+        with ops.backend("reference"):
+            golden_path(codec).write_bytes(codec.encode(sample()).numpy().tobytes())

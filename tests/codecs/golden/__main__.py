@@ -1,0 +1,18 @@
+"""Write the golden payloads that are missing."""
+
+from __future__ import annotations
+
+from lowbit.codecs import GroupInt, TAHQuant
+
+from . import write_golden
+
+for codec in (
+    GroupInt(bits=4, group=64),
+    GroupInt(bits=6, group=32, symmetric=True),
+    GroupInt(bits=3, group=32),
+    GroupInt(bits=7, group=16, symmetric=True),
+    TAHQuant(),
+    TAHQuant.published(),
+    TAHQuant(allocation="token", tile=32),
+):
+    write_golden(codec)
