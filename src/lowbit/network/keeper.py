@@ -1,0 +1,60 @@
+"""Keeps one network namespace alive, and empties it when its owner is gone.
+
+Runs as a program inside a fresh namespace, with the standard library only: ``python keeper.py``.
+The namespace has no name and no file, so it lives exactly as long as this process and the processes
+that were started in it. When the owner closes this program's standard input, which the kernel does
+for an owner that was killed, the program kills whatever still runs in the namespace and leaves:
+nothing stays.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+_POLL_SECONDS = 0.5
+
+
+def wait_for_owner() -> None:
+    """Return when the owner closes our standard input or is no longer our parent."""
+    owner = os.getppid()
+    # A child that the owner forked may hold the pipe open after the owner's death: hence this test.
+    while os.getppid() == owner:
+        readable, _, _ = select.select([0], [], [], _POLL_SECONDS)
+        if readable and not os.read(0, 1):
+            return
+
+
+def inhabitants() -> list[int]:
+    """Process ids of everything else in this network namespace."""
+    here, found = os.readlink("/proc/self/ns/net"), []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to somebody else
+                if os.readlink(f"/proc/{name}/ns/net") == here:
+                    found.append(int(name))
+    return found
+
+
+def empty_namespace(seconds: float = 5.0) -> None:
+    """Kill every other process of the namespace, again until none is left (they may be forking)."""
+    deadline = time.monotonic() + seconds
+    while (running := inhabitants()) and time.monotonic() < deadline:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def main() -> None:
+    """Say ``ready``, wait for the owner's end, clean up."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # only the owner's end ends this
+    print("ready", flush=True)
+    wait_for_owner()
+    empty_namespace()
+
+
+if __name__ == "__main__":
+    main()

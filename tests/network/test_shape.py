@@ -1,0 +1,246 @@
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowbit.network import LinkUnavailable, SlowLink, goodput, measure, shape
+
+needs_link = pytest.mark.skipif(
+    SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}"
+)
+TCP_SHARE = 0.956  # what Ethernet, IP and TCP headers leave of the rate
+
+OWNER = """
+import os, subprocess, sys, time
+from lowbit.network import SlowLink, shape
+os.geteuid = lambda: {user}
+shape._SECONDS_TO_END = 0.2
+with SlowLink() as link:
+    rank = link.popen(1, [sys.executable, "-S", "-c", {rank!r}], stdout=subprocess.PIPE, text=True)
+    children = rank.stdout.readline().split()
+    print(link._namespaces[0].pid, rank.pid, *children, flush=True)
+    {ending}
+"""
+# A rank that ignores polite signals and has a child of its own, as a launcher has.
+RANK = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = os.fork()
+if child: print(child, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(params=["as we are", "in a user namespace"])
+def privilege(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as root does where we are root, and the way everybody else must."""
+    if request.param == "in a user namespace":
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        if reason := shape._why_unavailable.__wrapped__():
+            pytest.skip(reason)
+
+
+def output_of(link: SlowLink, host: int, *argv: str) -> str:
+    process = link.popen(host, argv, stdout=subprocess.PIPE, text=True)
+    return process.communicate(timeout=10)[0]
+
+
+@needs_link
+@pytest.mark.usefixtures("privilege")
+def test_link_is_slow_and_full_duplex() -> None:
+    with SlowLink(rate_mbit=100) as link:
+        found = measure(link, seconds=1.0)
+    assert found.forward == pytest.approx(100 * TCP_SHARE, rel=0.03)
+    assert found.backward == pytest.approx(100 * TCP_SHARE, rel=0.03)
+    both = found.forward_with_backward, found.backward_with_forward
+    assert min(both) > 70  # half duplex would leave 48 to each; TCP needs a moment to share
+    assert max(both) < 100 * TCP_SHARE * 1.03
+
+
+@needs_link
+def test_burst_does_not_carry_a_message_past_the_limit() -> None:
+    """256 KB take as long as their bytes do; a large bucket would let them through at once."""
+    script = "import socket, time; s = socket.create_server(('', 7)); c, _ = s.accept(); n = 0\n"
+    script += "start = time.monotonic()\nwhile b := c.recv(1 << 16): n += len(b)\n"
+    script += "print(n, time.monotonic() - start)"
+    client = "import socket, sys; c = socket.create_connection((sys.argv[1], 7))\n"
+    client += "c.sendall(bytes(1 << 18))"
+    with SlowLink(rate_mbit=25) as link:
+        argv = [sys.executable, "-S", "-c", script]
+        server = link.popen(0, argv, stdout=subprocess.PIPE, text=True)
+        time.sleep(0.3)
+        link.popen(1, [sys.executable, "-S", "-c", client, link.address(0)])
+        received, seconds = server.communicate(timeout=10)[0].split()
+    at_the_rate = (1 << 18) * 8 / 25e6
+    assert int(received) == 1 << 18
+    assert 0.7 * at_the_rate < float(seconds) < 3 * at_the_rate
+
+
+@needs_link
+def test_rate_changes_between_runs() -> None:
+    with SlowLink(rate_mbit=None) as link:
+        (free,) = goodput(link, [(0, 1)], 0.6)
+        link.set_rate(50)
+        (limited,) = goodput(link, [(0, 1)], 0.8)
+        link.set_rate(None)
+        (free_again,) = goodput(link, [(0, 1)], 0.6)
+    assert limited == pytest.approx(50 * TCP_SHARE, rel=0.05)
+    assert min(free, free_again) > 200
+
+
+@needs_link
+@pytest.mark.usefixtures("privilege")
+def test_more_hosts_meet_at_a_bridge() -> None:
+    with SlowLink(hosts=3, rate_mbit=100) as link:
+        addresses = {link.address(host) for host in range(3)}
+        (mbit,) = goodput(link, [(1, 2)], 1.0)
+        seen = [output_of(link, host, "ip", "-br", "address") for host in range(3)]
+        for host, text in enumerate(seen):
+            assert f"{link.address(host)}/24" in text
+    assert len(addresses) == 3
+    assert mbit == pytest.approx(100 * TCP_SHARE, rel=0.05)
+
+
+@needs_link
+def test_hosts_see_their_own_network_only() -> None:
+    with SlowLink() as link, SlowLink() as other:
+        interfaces = output_of(link, 0, "ip", "-br", "link").splitlines()
+        assert sorted(line.split()[0].split("@")[0] for line in interfaces) == ["eth0", "lo"]
+        assert link.address(0) == other.address(0)  # the same address, and they do not collide
+        links = [os.readlink(f"/proc/{x._namespaces[0].pid}/ns/net") for x in (link, other)]
+        assert len({*links, os.readlink("/proc/self/ns/net")}) == 3
+
+
+@needs_link
+def test_popen_is_the_program_itself() -> None:
+    with SlowLink() as link:
+        argv = [
+            sys.executable,
+            "-S",
+            "-c",
+            "import os, sys; print(os.getpid()); sys.exit(int(os.environ['CODE']))",
+        ]
+        process = link.popen(1, argv, env={"CODE": "3"}, stdout=subprocess.PIPE, text=True)
+        assert int(process.communicate(timeout=10)[0]) == process.pid
+        assert process.returncode == 3
+        sleeper = link.popen(1, ["sleep", "60"])
+        sleeper.send_signal(signal.SIGINT)
+        assert sleeper.wait(10) == -signal.SIGINT
+
+
+@needs_link
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_exception_leaves_nothing(error: type[BaseException]) -> None:
+    link, pids = SlowLink(), []
+
+    def fail() -> None:
+        with link:
+            pids.extend([link.popen(0, ["sleep", "60"]).pid, *(n.pid for n in link._namespaces)])
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert len(pids) == 3
+    assert all_gone(pids)
+    with pytest.raises(RuntimeError, match="not open"):
+        link.popen(0, ["true"])
+
+
+@needs_link
+@pytest.mark.usefixtures("privilege")
+@pytest.mark.parametrize(
+    ("ending", "number"),
+    [
+        ("time.sleep(60)", signal.SIGKILL),
+        ("time.sleep(60)", signal.SIGTERM),
+        ("time.sleep(60)", signal.SIGINT),
+        ("pass", None),
+        ("os._exit(1)", None),
+        ("os.fork(); time.sleep(60)", signal.SIGKILL),  # a fork of the owner holds its pipes open
+    ],
+)
+def test_nothing_stays_however_it_ends(ending: str, number: int | None) -> None:
+    source = OWNER.format(rank=RANK, ending=ending, user=os.geteuid())
+    owner = subprocess.Popen(
+        [sys.executable, "-c", source],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert owner.stdout
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 3
+    try:
+        if number is not None:
+            owner.send_signal(number)
+        owner.wait(10)
+        assert all_gone(pids)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the fork of the owner
+            os.killpg(owner.pid, signal.SIGKILL)
+
+
+def all_gone(pids: list[int], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(running(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@needs_link
+def test_bad_host_names_the_range() -> None:
+    with SlowLink() as link, pytest.raises(ValueError, match="from 0 to 1, got 2"):
+        link.popen(2, ["true"])
+
+
+def test_missing_program_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LinkUnavailable, match="no `unshare` on this machine"), SlowLink():
+        pass
+
+
+def test_refused_namespace_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("unshare", "nsenter", "ip", "tc"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\necho 'Operation not permitted' >&2; exit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with (
+        pytest.raises(LinkUnavailable, match=r"Operation not permitted.*user namespaces"),
+        SlowLink(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("hosts", [1, 65, True, 2.0])
+def test_bad_number_of_hosts(hosts: int) -> None:
+    with pytest.raises(ValueError, match="hosts must be an integer from 2 to 64"):
+        SlowLink(hosts=hosts)
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
+def test_bad_rate(rate: float) -> None:
+    with pytest.raises(ValueError, match="rate_mbit must be positive and finite"):
+        SlowLink(rate_mbit=rate)
+
+
+@pytest.mark.parametrize("rate", ["100", True])
+def test_rate_of_wrong_type(rate: object) -> None:
+    with pytest.raises(TypeError, match="rate_mbit must be a number"):
+        SlowLink(rate_mbit=rate)  # type: ignore[arg-type]
