@@ -1,0 +1,94 @@
+"""Pictures for reports. Figures are made without pyplot, so that nothing needs a display or keeps global state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Blue and orange first: they differ in brightness, too, and for every kind of colour vision.
+COLOURS = ("#3366aa", "#ee7733", "#999999", "#117733", "#cc3366", "#332288", "#ddaa33", "#88ccee")
+
+
+def new_figure(*, panels: int = 1, width: float = 6.0, height: float = 4.0) -> Figure:
+    """A figure with panels side by side, each `width` x `height` inches."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * panels, height), dpi=150, layout="constrained")
+    figure.subplots(1, panels)
+    return figure
+
+
+def bars(
+    axes: Axes,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    label: str,
+    title: str = "",
+) -> None:
+    """Groups of bars, one bar of each series in a group; what is None is left out.
+
+    Args:
+        axes: where to draw; groups: names below the groups.
+        series: heights by name of the series, one for each group.
+        label: what the heights are.
+    """
+    thickness = 0.84 / max(1, len(series))
+    for i, (name, heights) in enumerate(series.items()):
+        places = [g + (i - (len(series) - 1) / 2) * thickness for g in range(len(groups))]
+        shown = [(p, h) for p, h in zip(places, heights, strict=True) if h is not None]
+        drawn = axes.bar(
+            *zip(*shown, strict=True), width=thickness * 0.92, color=_colour(i), label=name
+        )
+        axes.bar_label(drawn, fmt=_short, fontsize=6, padding=1)
+    axes.set_xticks(range(len(groups)), groups)
+    _finish(axes, label=label, title=title, legend=len(series) > 1)
+
+
+def lines(
+    axes: Axes,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    x_label: str,
+    label: str,
+    title: str = "",
+) -> None:
+    """Curves of (x, y) points, by name."""
+    for i, (name, points) in enumerate(series.items()):
+        axes.plot(*zip(*points, strict=True), color=_colour(i), label=name, linewidth=1.5)
+    axes.set_xlabel(x_label)
+    axes.grid(visible=True, axis="x", alpha=0.25)
+    _finish(axes, label=label, title=title, legend=len(series) > 1)
+
+
+def save(figure: Figure, path: Path | str) -> None:
+    """Write the picture, whose kind its suffix tells.
+
+    Raises:
+        OSError: the file can not be written.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _finish(axes: Axes, *, label: str, title: str, legend: bool) -> None:
+    axes.set_ylabel(label)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(visible=True, axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(frameon=False, fontsize=7)
+
+
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

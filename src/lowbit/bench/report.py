@@ -1,0 +1,142 @@
+"""What a benchmark found: rows with the settings and the machine they belong to, for people and for scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of one command.
+
+    Args:
+        command: what was run, such as "bench pipeline".
+        settings: how, as a mapping or a dataclass.
+        machine: on what, from `machine()`.
+        rows: one mapping for each thing measured.
+    """
+
+    command: str
+    settings: Any
+    machine: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    def write_json(self, path: Path | str) -> None:
+        """Write `{"command", "settings", "machine", "rows"}`; a reader never sees half a file.
+
+        Numbers that JSON does not have (NaN, infinities) become null.
+
+        Raises:
+            OSError: the file can not be written.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        whole = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        try:
+            part.write_text(json.dumps(_plain(whole), indent=1, allow_nan=False) + "\n", "utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def read_json(cls, path: Path | str) -> Report:
+        """A report that `write_json` wrote.
+
+        Raises:
+            OSError: the file can not be read.
+            ValueError: it holds something else.
+        """
+        whole = json.loads(Path(path).read_text("utf-8"))
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(whole, dict) or set(whole) != names:
+            raise ValueError(f"{path} holds no report; expected a mapping of {', '.join(names)}")
+        return cls(**whole)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        title: what stands above it.
+        field: which value of a row stands in it.
+        show: makes text of the value; a missing value is shown as a dash.
+    """
+
+    title: str
+    field: str
+    show: Callable[[Any], str] = str
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column], *, title: str = "") -> Table:
+    """Rows as a rich table; numbers to the right."""
+    from rich.table import Table
+
+    result = Table(title=title or None, title_justify="left", header_style="bold")
+    for column in columns:
+        numeric = any(isinstance(row.get(column.field), int | float) for row in rows)
+        result.add_column(column.title, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        values = (row.get(column.field) for column in columns)
+        cells = zip(columns, values, strict=True)
+        result.add_row(*("–" if v is None else column.show(v) for column, v in cells))
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on, and nothing that identifies the machine: no name, no address, no path."""
+    import torch
+
+    import lowbit
+
+    found = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lowbit": lowbit.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's own types."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else str(value)

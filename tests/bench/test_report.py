@@ -1,0 +1,75 @@
+import io
+import json
+import math
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lowbit.bench.report import Column, Report, machine, table
+
+
+@dataclass(frozen=True)
+class Settings:
+    links: tuple[float | None, ...] = (100.0, None)
+    folder: Path = Path("runs")
+
+
+def report(**row: object) -> Report:
+    return Report(command="bench x", settings=Settings(), machine={"cores": 2}, rows=[row])
+
+
+def test_json_has_the_four_parts(tmp_path: Path):
+    report(boundary="int4", loss=1.5, link_mbit=None).write_json(tmp_path / "new" / "r.json")
+    assert json.loads((tmp_path / "new" / "r.json").read_text()) == {
+        "command": "bench x",
+        "settings": {"links": [100.0, None], "folder": "runs"},
+        "machine": {"cores": 2},
+        "rows": [{"boundary": "int4", "loss": 1.5, "link_mbit": None}],
+    }
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["r.json"]
+
+
+def test_json_is_read_back(tmp_path: Path):
+    report(loss=1.5).write_json(tmp_path / "r.json")
+    assert Report.read_json(tmp_path / "r.json").rows == [{"loss": 1.5}]
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="holds no report"):
+        Report.read_json(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_lacks_become_null(tmp_path: Path, value: float):
+    report(loss=value, curve=[(1, value)]).write_json(tmp_path / "r.json")
+    assert Report.read_json(tmp_path / "r.json").rows == [{"loss": None, "curve": [[1, None]]}]
+
+
+def test_unwritable_file_says_so(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        report().write_json(tmp_path / "file" / "r.json")
+
+
+def test_machine_is_described_but_not_identified():
+    found = machine()
+    assert {"cpu", "cores", "torch", "python", "lowbit", "date"} <= set(found)
+    text = json.dumps(found)
+    for secret in (socket.gethostname(), str(Path.cwd())):
+        assert secret not in text
+
+
+def test_table_shows_values_and_gaps():
+    columns = [
+        Column(title="Boundary", field="boundary"),
+        Column(title="Loss", field="loss", show="{:.2f}".format),
+    ]
+    console = Console(width=60, record=True, file=io.StringIO())
+    rows = [{"boundary": "int4", "loss": 1.234}, {"boundary": "bf16", "loss": None}]
+    console.print(table(rows, columns, title="Formats"))
+    text = console.export_text()
+    assert "Formats" in text
+    assert "int4" in text
+    assert "1.23 │" in text
+    assert "– │" in text
