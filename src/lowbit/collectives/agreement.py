@@ -1,0 +1,167 @@
+"""All ranks prove, before the first byte, that they mean the same by what they are about to send.
+
+Peers that disagree on a format do not fail: they wait for bytes that never come, or decode garbage. So each of them
+states facts ("boundary 0 forward codec" is such and such) and compares them with everybody else's. The facts travel
+through the store of the process group, not through a collective: the store has time limits of its own, can tell who is
+missing, and does not need the data path whose use is being agreed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+Facts = Mapping[str, str]
+"""What a member holds to be true, by name. Members need not state the same names, but the same values under them."""
+
+_LINGER = 5.0  # seconds that a rank stays, after an error, so that all others can read the same
+_GRACE = 1.0  # seconds that members in conflict wait for others, to show the whole of it
+_POLL = 0.02  # seconds between two looks at who is still missing
+
+_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class AgreementError(RuntimeError):
+    """The members contradict each other, or some of them never came. The same text on every rank."""
+
+
+def agree(
+    group: dist.ProcessGroup | None,
+    facts: Facts | str,
+    timeout: float = 120.0,
+    *,
+    topic: str = "configuration",
+) -> None:
+    """Wait for all ranks of a group and compare what they state; to be called by each of them.
+
+    Args:
+        group: the ranks concerned; None: the default group.
+        facts: what this rank states; a string is the only fact, named after the topic.
+        timeout: seconds to wait for the other ranks.
+        topic: tells agreements about different things in the same group apart.
+
+    Raises:
+        AgreementError: two ranks state different values under one name, or a rank did not come in time.
+    """
+    group = group or default_group()
+    facts = {topic: facts} if isinstance(facts, str) else facts
+    rank = dist.get_rank(group)
+    agreement = Agreement(group, f"{topic}/{next_round(group, topic)}")
+    agreement.state(rank, facts)
+    agreement.check([f"rank {rank}" for rank in range(dist.get_world_size(group))], timeout)
+
+
+class Agreement:
+    """One comparison among members, of which a rank may speak for several (the stages of a pipeline).
+
+    `state` never blocks and `check` waits for everybody, so a rank that first states the facts of all its members and
+    checks afterwards cannot deadlock.
+
+    Args:
+        group: process group whose store carries the facts.
+        topic: unique among the agreements of this group, and the same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
+        self._store = group.get_group_store()
+        self._prefix = f"lowbit/agreement/{topic}"
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def state(self, member: int, facts: Facts) -> None:
+        """Make a member's facts known."""
+        self._store.set(f"{self._prefix}/{member}", json.dumps(dict(facts)))
+
+    def check(self, names: Sequence[str], timeout: float) -> None:
+        """Wait for the facts of all members, numbered from 0, and compare them.
+
+        Args:
+            names: what to call each member in errors.
+            timeout: seconds to wait.
+
+        Raises:
+            AgreementError: a contradiction, or members that stated nothing in time.
+        """
+        stated = self._collect(len(names), timeout)
+        problem = contradictions({names[i]: stated[i] for i in sorted(stated)})
+        missing = [name for i, name in enumerate(names) if i not in stated]
+        if missing and not problem:
+            problem = (
+                f"{_listed(missing)} stated nothing within {timeout:g} s: not started, ended early, "
+                "busy with something else for longer than that, or without lowbit at this place"
+            )
+        if problem:
+            # The first to conclude decides the text, so that it is the same on every rank.
+            verdict = self._store.compare_set(f"{self._prefix}/verdict", "", problem)
+            self._linger()
+            raise AgreementError(verdict.decode())
+
+    def forget(self, member: int) -> None:
+        """Remove a member's facts from the store, once all have read them."""
+        self._store.delete_key(f"{self._prefix}/{member}")
+
+    def _collect(self, members: int, timeout: float) -> dict[int, Facts]:
+        """Facts by member; those of a contradiction hardly wait for the others."""
+        deadline = time.monotonic() + timeout
+        stated: dict[int, Facts] = {}
+        in_conflict = False
+        while True:
+            for i in set(range(members)) - stated.keys():
+                if self._store.check([f"{self._prefix}/{i}"]):
+                    stated[i] = json.loads(self._store.get(f"{self._prefix}/{i}"))
+            if len(stated) == members or time.monotonic() > deadline:
+                return stated
+            if not in_conflict and contradictions({str(i): facts for i, facts in stated.items()}):
+                in_conflict, deadline = True, min(deadline, time.monotonic() + _GRACE)
+            time.sleep(_POLL)
+
+    def _linger(self) -> None:
+        """Stay until every rank has seen what this one has: the store may live in this very process."""
+        with contextlib.suppress(RuntimeError):  # a rank that never comes, or a store that has gone
+            self._store.set(f"{self._prefix}/left/{self._rank}", "")
+            everybody = [f"{self._prefix}/left/{rank}" for rank in range(self._ranks)]
+            self._store.wait(everybody, timedelta(seconds=_LINGER))
+
+
+def contradictions(stated: Mapping[str, Facts]) -> str:
+    """Describe every name under which members state different values; empty if there is none."""
+    names = dict.fromkeys(name for facts in stated.values() for name in facts)
+    lines = []
+    for name in names:
+        who: dict[str, list[str]] = {}
+        for member, facts in stated.items():
+            if name in facts:
+                who.setdefault(facts[name], []).append(member)
+        if len(who) > 1:
+            told = "; ".join(f"{value} on {_listed(members)}" for value, members in who.items())
+            lines.append(f"  {name}: {told}")
+    return "\n".join(["the ranks do not agree:", *lines]) if lines else ""
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group.
+
+    Raises:
+        RuntimeError: `torch.distributed.init_process_group` has not been called.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+    return group
+
+
+def next_round(group: dist.ProcessGroup, name: str) -> int:
+    """0, 1, 2, ... for successive calls with a name: ranks that do the same things count alike."""
+    counter = _rounds.setdefault(group, Counter())
+    counter[name] += 1
+    return counter[name] - 1
+
+
+def _listed(members: Sequence[str]) -> str:
+    return ", ".join(members[:-1]) + (" and " if len(members) > 1 else "") + members[-1]

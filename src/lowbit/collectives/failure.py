@@ -1,0 +1,106 @@
+"""Who died: from the neighbour that a rank sees fail to the rank that failed first.
+
+When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
+therefore leaves a note in the store of the process group, "I gave up on rank s", and follows the notes of others from
+its own suspect on. The rank at the end of that chain left none: it is the one that died or hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
+_LINGER = 5.0  # seconds at most that the rank with the store stays for the others to read it
+
+
+class PeerError(RuntimeError):
+    """A peer ended, or did not answer in time.
+
+    Attributes:
+        rank: the rank, within the group, that failed first as far as can be told.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class FailureBoard:
+    """Notes about failed peers, in the store of a process group.
+
+    Args:
+        group: the ranks concerned.
+        topic: unique among the boards of this group, and the same on every rank.
+        names: what to call each rank of the group in errors.
+        timeout: seconds from the start of a wait in vain to the error.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float
+    ) -> None:
+        self._store = group.get_group_store()
+        self._prefix = f"lowbit/failure/{topic}"
+        self._names = list(names)
+        self._rank = dist.get_rank(group)
+        self._timeout = timeout
+
+    @property
+    def patience(self) -> timedelta:
+        """How long a wait may last; the rest of the timeout is for finding out who is to blame."""
+        return timedelta(seconds=0.8 * self._timeout)
+
+    def blame(self, suspect: int, cause: Exception) -> PeerError:
+        """Find out who failed, after communication with rank `suspect` failed with `cause`."""
+        silent = "timed out" in str(cause).lower()
+        chain, finished = [suspect], threading.Event()
+        # In a thread, because the store may be on a machine that no longer answers.
+        tracing = threading.Thread(target=self._trace, args=(chain, silent, finished), daemon=True)
+        tracing.start()
+        tracing.join(0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout)
+        culprit = chain[-1]
+        how = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
+        text = f"{self._names[suspect]} {how}"
+        if culprit != suspect:
+            text += f", because {self._names[culprit]} had failed before"
+        if not finished.is_set():
+            text += f"; so did the store, which {self._names[0]} hosts unless a launcher does"
+        return PeerError(f"{text} (seen by {self._names[self._rank]}: {cause})", culprit)
+
+    def _trace(self, chain: list[int], silent: bool, finished: threading.Event) -> None:
+        """Extend `chain` by following notes, for as long as new ones may come."""
+        with contextlib.suppress(RuntimeError):  # the store ended with its rank
+            self._note(f"{self._rank}", {"suspect": chain[0], "silent": silent})
+            start = time.monotonic()
+            while True:
+                while note := self._read(f"{chain[-1]}"):
+                    silent = silent or bool(note["silent"])
+                    if note["suspect"] in (self._rank, *chain):
+                        break  # they wait for each other
+                    chain.append(note["suspect"])
+                grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
+                if time.monotonic() > start + grace:
+                    break
+                time.sleep(0.05)
+            self._note(f"seen/{self._rank}", {})
+            finished.set()
+            if self._rank == 0:
+                self._linger(chain[-1], min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
+
+    def _linger(self, culprit: int, seconds: float) -> None:
+        others = [rank for rank in range(len(self._names)) if rank != culprit]
+        keys = [f"{self._prefix}/seen/{rank}" for rank in others]
+        self._store.wait(keys, timedelta(seconds=seconds))
+
+    def _note(self, key: str, note: dict[str, int]) -> None:
+        self._store.set(f"{self._prefix}/{key}", json.dumps(note))
+
+    def _read(self, key: str) -> dict[str, int] | None:
+        key = f"{self._prefix}/{key}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -1,0 +1,11 @@
+"""Pipeline parallelism whose stages talk in few bits: under PyTorch's own schedules, or emulated in one process."""
+
+from __future__ import annotations
+
+from lowbit.collectives.agreement import AgreementError
+from lowbit.collectives.failure import PeerError
+from lowbit.pipeline.emulate import Emulation, emulate_
+from lowbit.pipeline.stage import LowBitStage
+from lowbit.pipeline.traffic import Traffic
+
+__all__ = ["AgreementError", "Emulation", "LowBitStage", "PeerError", "Traffic", "emulate_"]

@@ -1,0 +1,184 @@
+"""A pipeline's codecs in a model of one process, to try their accuracy before any cluster is rented."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lowbit.codecs.base import Codec, check_int
+from lowbit.pipeline.boundary import Direction, Lane, Step, checked_samples, codec_at
+from lowbit.pipeline.traffic import Traffic
+
+
+def emulate_(
+    model: nn.Module,
+    *,
+    at: Sequence[str],
+    forward: Codec | Mapping[int, Codec],
+    backward: Codec | Mapping[int, Codec],
+    warmup_steps: int = 0,
+    in_evaluation: bool = True,
+) -> Emulation:
+    """Put a pipeline's codecs after some modules of a model, in place.
+
+    What these modules return then passes through the same sessions, on the way forward and back, as between the ranks
+    of a pipeline that is cut there: the numbers are the same, bit for bit, if the micro-batches are.
+
+    Args:
+        model: any module.
+        at: names of its submodules (`model.named_modules()`) that end a stage, in the order of the stages. Each returns
+            a floating tensor, or a tuple, list or mapping (such as a Hugging Face `ModelOutput`) whose first entry is
+            one; only that entry is coded.
+        forward: format of activations: one codec, or a mapping from the position in `at`.
+        backward: format of gradients, likewise.
+        warmup_steps: so many training steps go uncoded; `Emulation.step` counts them.
+        in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
+            only the samples they are trained on never are.
+
+    Raises:
+        ValueError, TypeError: a name that the model does not have, or a codec or number that cannot be.
+    """
+    check_int("warmup_steps", warmup_steps, 0, 2**63 - 1)
+    modules = dict(model.named_modules())
+    if isinstance(at, str) or not at:
+        raise ValueError(
+            f"at is {at!r}; allowed: a list of names of submodules, such as {_some(modules)}"
+        )
+    if unknown := [name for name in at if name not in modules or not name]:
+        raise ValueError(
+            f"at has {unknown}, which the model has not; it has names such as {_some(modules)}"
+        )
+    if len(set(at)) != len(at):
+        raise ValueError(f"at is {list(at)}; a name must not occur twice")
+    codecs = [
+        (codec_at("forward", forward, i), codec_at("backward", backward, i)) for i in range(len(at))
+    ]
+    emulation = Emulation(warmup_steps, in_evaluation)
+    for boundary, (name, pair) in enumerate(zip(at, codecs, strict=True)):
+        emulation._insert(modules[name], boundary, *pair)
+    return emulation
+
+
+class Emulation:
+    """Codecs inside a model; made by `emulate_`.
+
+    Attributes:
+        traffic: what the stages of the pipeline would send together.
+    """
+
+    def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
+        self.traffic = Traffic()
+        self._warmup_steps = warmup_steps
+        self._in_evaluation = in_evaluation
+        self._steps = 0
+        self._samples: tuple[int, ...] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._wires: list[_Wire] = []
+
+    def step(self) -> None:
+        """Count a training step; call it where the optimizer steps."""
+        self._steps += 1
+
+    def set_samples(self, ids: Tensor | Sequence[int]) -> None:
+        """Tell which samples the next forward passes hold: int64 (micro-batch,), for codecs that need it.
+
+        Raises:
+            TypeError, ValueError: not integers, not one dimension, or an id that occurs twice.
+        """
+        self._samples = tuple(checked_samples(ids).tolist())
+
+    def state_bytes(self) -> int:
+        """Bytes that the codecs of both ends of all boundaries keep between steps."""
+        return sum(wire.state_bytes() for wire in self._wires)
+
+    def remove(self) -> None:
+        """Take the codecs out of the model again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _insert(self, module: nn.Module, boundary: int, forward: Codec, backward: Codec) -> None:
+        there = _Wire(boundary, "forward", forward, self.traffic)
+        back = _Wire(boundary, "backward", backward, self.traffic)
+        self._wires += [there, back]
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if not module.training and not self._in_evaluation:
+                return output
+            step = self._now(module.training, forward.needs_key or backward.needs_key)
+            return _map_first(output, lambda x: _Crossing.apply(x, there, back, step))
+
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _now(self, training: bool, keyed: bool) -> Step:
+        keys = None if self._samples is None else (self._samples,)
+        step = Step(training, self._steps < self._warmup_steps, keys)
+        if keyed and training and not step.full_precision and step.keys is None:
+            raise ValueError("a codec that keeps something per sample needs set_samples(ids) first")
+        return step
+
+
+class _Wire:
+    """Both ends of one direction of a boundary: what one encodes the other decodes."""
+
+    def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
+        self._args = boundary, direction, codec
+        self._traffic = traffic
+        self._ends: dict[torch.device, tuple[Lane, Lane]] = {}
+
+    def carry(self, x: Tensor, step: Step) -> Tensor:
+        """`x` as it arrives."""
+        sender, receiver = self._ends_on(x.device)
+        for lane in (sender, receiver):
+            lane.prepare([(x.shape, x.dtype)])
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
+        return out
+
+    def state_bytes(self) -> int:
+        return sum(lane.state_bytes() for lanes in self._ends.values() for lane in lanes)
+
+    def _ends_on(self, device: torch.device) -> tuple[Lane, Lane]:
+        if device not in self._ends:
+            sender = Lane(*self._args, device, self._traffic)
+            self._ends[device] = sender, Lane(*self._args, device, self._traffic)
+        return self._ends[device]
+
+
+class _Crossing(torch.autograd.Function):
+    """To the next stage and, as a gradient, back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: _Wire, back: _Wire, step: Step) -> Tensor:
+        ctx.back, ctx.step = back, step
+        return there.carry(x, step)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back.carry(grads[0], ctx.step), None, None, None
+
+
+def _map_first(output: Any, change: Any) -> Any:
+    """`output` with its first entry changed; a tensor is its own first entry.
+
+    Raises:
+        TypeError: the entry is not a floating tensor.
+    """
+    if isinstance(output, Mapping) and output:
+        name = next(iter(output))
+        return type(output)(**{**output, name: _map_first(output[name], change)})
+    if isinstance(output, tuple | list) and output:
+        make = getattr(type(output), "_make", type(output))  # a named tuple takes its fields apart
+        return make([_map_first(output[0], change), *output[1:]])
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        found = output.dtype if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(f"a module in `at` returned {found}; allowed: a floating tensor (first)")
+    return change(output)
+
+
+def _some(modules: Mapping[str, nn.Module]) -> str:
+    names = [name for name in modules if name]
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,208 @@
+"""All use of what is only half public in `torch.distributed.pipelining`, translated to an interface without it.
+
+The schedules call methods of their stages to learn what to send and where to receive. `HookedStage` overrides those and
+calls methods of its own that a subclass implements; it works alike with PyTorch 2.11 to 2.13. What else differs
+between these versions is the exchange of shapes before the first step, which goes on as PyTorch does it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from lowbit.pipeline.boundary import Direction, Slot
+
+_REQUIRED = (
+    "clear_runtime_states",
+    "get_fwd_recv_ops",
+    "get_fwd_send_ops",
+    "get_bwd_recv_ops",
+    "get_bwd_send_ops",
+    "forward_one_chunk",
+    "perform_reduce_grad",
+    "_prepare_forward_infra",
+    "_prepare_backward_infra",
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+)
+
+
+def check_torch() -> None:
+    """Check that this PyTorch has what `HookedStage` builds on.
+
+    Raises:
+        RuntimeError: it has not; the text names what is missing.
+    """
+    missing = [name for name in _REQUIRED if not hasattr(PipelineStage, name)]
+    if missing:
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} has no PipelineStage.{', PipelineStage.'.join(missing)}, "
+            "on which lowbit.pipeline builds; known to work: 2.11 to 2.13"
+        )
+
+
+class HookedStage(PipelineStage):
+    """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_torch()
+        super().__init__(*args, **kwargs)
+        self._micro_batches = 0
+
+    @abstractmethod
+    def step_begins(self) -> None:
+        """A step (training or evaluation, see `has_backward`) starts; shapes may not be known yet."""
+
+    @abstractmethod
+    def shapes_known(self) -> None:
+        """Shapes have been exchanged, before the first step and again whenever PyTorch does so."""
+
+    @abstractmethod
+    def step_ends(self) -> None:
+        """All stages of this rank have handed over what they send in this step."""
+
+    @abstractmethod
+    def send(
+        self, direction: Direction, micro_batch: int, tensors: list[Tensor]
+    ) -> list[dist.P2POp]:
+        """Send tensors to the neighbour; returns operations that the schedule shall run."""
+
+    @abstractmethod
+    def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
+        """Prepare to receive; returns operations that the schedule shall run and wait for."""
+
+    @abstractmethod
+    def take(self, direction: Direction, micro_batch: int, buffers: list[Tensor]) -> None:
+        """Fill the buffers, in place, with what the neighbour sent."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step; 0 before shapes are known."""
+        return self._micro_batches
+
+    def rank_of(self, stage: int) -> int:
+        """Rank, within the group, that holds a stage."""
+        return self.stage_index_to_group_rank[stage]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Stages that a rank of the group holds, ascending."""
+        return sorted(s for s, r in self.stage_index_to_group_rank.items() if r == rank)
+
+    def slots(self, direction: Direction, outgoing: bool) -> list[Slot]:
+        """Shapes and dtypes of the tensors that cross on one side of this stage; none for a neighbour on this rank."""
+        upward = (direction == "forward") == outgoing  # between this stage and the next one
+        neighbour = self.stage_index + 1 if upward else self.stage_index - 1
+        if not 0 <= neighbour < self.num_stages or not self._is_remote(neighbour):
+            return []
+        if outgoing:
+            found = self._outputs() if upward else self._input_grads()
+        else:
+            found = self._buffers((self.grad_recv_info if upward else self.args_recv_info)[0])
+        return [(torch.Size(meta.shape), meta.dtype) for meta in found]
+
+    # What follows overrides PyTorch's hooks, in the order of a step.
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self.step_begins()
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+        self._micro_batches = num_microbatches
+        if not self.has_backward:
+            self.shapes_known()
+        return result
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
+        self._micro_batches = num_microbatches
+        self.shapes_known()
+        return result
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first or not self._is_remote(self.stage_index - 1):
+            return []
+        return self.receive("forward", fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.has_backward or self.is_last or not self._is_remote(self.stage_index + 1):
+            return []
+        return self.receive("backward", bwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        if self._is_remote(self.stage_index - 1):
+            buffers = self._buffers(self.args_recv_info[fwd_chunk_id])
+            self.take("forward", fwd_chunk_id, buffers)
+        return super()._retrieve_recv_activations(fwd_chunk_id)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        if self._is_remote(self.stage_index + 1):
+            buffers = self._buffers(self.grad_recv_info[bwd_chunk_id])
+            self.take("backward", bwd_chunk_id, buffers)
+        return super()._retrieve_recv_grads(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last:
+            self._end_of_evaluation(fwd_chunk_id)
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        tensors = [op.tensor for op in super().get_fwd_send_ops(fwd_chunk_id)]
+        ops = self.send("forward", fwd_chunk_id, tensors) if tensors else []
+        self._end_of_evaluation(fwd_chunk_id)
+        return ops
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        tensors = [op.tensor for op in super().get_bwd_send_ops(bwd_chunk_id)]
+        return self.send("backward", bwd_chunk_id, tensors) if tensors else []
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        # V schedules pass gradients between stages of a rank in evaluation too, where stock stages raise.
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        super().perform_reduce_grad(grad_scale_factor)
+        # Gradients flow down, so the lowest stage of a rank is the last to send any.
+        if self.stage_index == self.stages_of(self.group_rank)[0]:
+            self.step_ends()
+
+    def _end_of_evaluation(self, micro_batch: int) -> None:
+        """Activations flow up: without backward, the highest stage of a rank is the last to send."""
+        last = micro_batch == self._micro_batches - 1
+        if (
+            not self.has_backward
+            and last
+            and self.stage_index == self.stages_of(self.group_rank)[-1]
+        ):
+            self.step_ends()
+
+    def _is_remote(self, stage: int) -> bool:
+        return self.rank_of(stage) != self.group_rank
+
+    @staticmethod
+    def _buffers(infos: Any) -> list[Tensor]:
+        """Receive buffers, in the order in which the neighbour sends; inputs without gradient have none."""
+        return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+
+    def _outputs(self) -> list[Any]:
+        meta = getattr(self, "_stage_meta", None)
+        if meta is not None:
+            return list(meta.outputs or ())
+        return list(getattr(self, "get_outputs_meta")())  # noqa: B009 (pyright) PyTorch 2.11
+
+    def _input_grads(self) -> list[Any]:
+        meta_of = getattr(self, "_get_grad_send_meta", None)
+        if meta_of is not None:
+            metas = [meta_of(i) for i in range(len(self.args_recv_info[0]))]
+            return [meta for meta in metas if meta is not None]
+        return self._buffers(self.args_recv_info[0])  # PyTorch 2.11: of every input

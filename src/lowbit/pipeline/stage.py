@@ -1,0 +1,301 @@
+"""`LowBitStage`: a pipeline stage whose activations and gradients cross to its neighbours in few bits."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit import __version__
+from lowbit.codecs.base import Codec, check_int
+from lowbit.collectives.agreement import Agreement, default_group, next_round
+from lowbit.collectives.failure import FailureBoard
+from lowbit.pipeline.boundary import (
+    Direction,
+    Lane,
+    Step,
+    checked_samples,
+    codec_at,
+    keys_of,
+)
+from lowbit.pipeline.hooks import HookedStage
+from lowbit.pipeline.traffic import Traffic
+from lowbit.pipeline.transport import Route, choose
+
+_TAG_BASE = 1 << 29  # away from the small tags that a program may use itself
+_MOST_TENSORS, _MOST_MICRO_BATCHES = 1 << 6, 1 << 12  # what fits into a tag, with 1024 boundaries
+
+
+class LowBitStage(HookedStage):
+    """Drop-in for `torch.distributed.pipelining.PipelineStage`, under every schedule of PyTorch.
+
+    Between this stage and each neighbour on another rank, floating tensors travel as payloads of a codec; integer and
+    boolean tensors travel as they are. A neighbour on the same rank (V schedules) gets the tensor itself: no bytes
+    travel there, so no codec is applied. Evaluation (`schedule.eval`) uses the forward codec as training does, except
+    for codecs that know only the samples they are trained on (AQSGD): those evaluate at full precision.
+
+    With Gloo, all receives of a step are posted when it starts and sends are not waited for before it ends, so that the
+    link carries both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
+
+    Before the first byte, all ranks compare codecs, versions, shapes and payload sizes; see `AgreementError`.
+
+    Args:
+        submodule, stage_index, num_stages, device, and everything else without a default below: as for
+            `PipelineStage`, positional or by keyword (`input_args`, `output_args`, `group`, `dw_builder`, ...).
+        forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
+        backward: format of gradients, likewise.
+        warmup_steps: so many training steps, counted from the first, send everything in its own dtype.
+        timeout: seconds after which a rank that does not come or answer is an error.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be; the text names it.
+        AgreementError: (in the first step) ranks that contradict each other or are missing, the same on every rank.
+        PeerError: (in any step) a peer that ended or does not answer.
+    """
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        *args: Any,
+        forward: Codec | Mapping[int, Codec],
+        backward: Codec | Mapping[int, Codec],
+        warmup_steps: int = 0,
+        timeout: float = 120.0,
+        **kwargs: Any,
+    ) -> None:
+        _check_numbers(warmup_steps, timeout)
+        super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
+        self.traffic = Traffic()
+        self.warmup_steps = warmup_steps
+        self._timeout = float(timeout)
+        self._group = self.group or default_group()
+        self._transport = choose(self._group, self.device, self.traffic)
+        self._lanes = self._open_lanes(forward, backward)
+        self._steps = 0
+        self._step = Step()
+        self._samples: Tensor | None = None
+        self._prepared_for: bool | None = (
+            None  # the value of has_backward for which shapes are known
+        )
+        self._posted = False
+        self._name = f"pipeline/{next_round(self._group, f'stage {stage_index}')}"
+        self._board: FailureBoard | None = None
+        self._shapes: Agreement | None = None
+        self._shape_rounds = 0
+        self._identity = Agreement(self._group, f"{self._name}/identity")
+        self._identity.state(stage_index, self._identity_facts())
+
+    def set_samples(self, ids: Tensor | Sequence[int]) -> None:
+        """Tell which samples the next training step's batch holds; for codecs that keep something per sample.
+
+        Call it before every training step after the warm-up, with the same ids on every rank. Other codecs ignore it.
+
+        Args:
+            ids: int64 (batch,), all different; split into micro-batches like the batch itself.
+
+        Raises:
+            TypeError, ValueError: not integers, not one dimension, or an id that occurs twice.
+        """
+        self._samples = checked_samples(ids)
+
+    def state_bytes(self) -> int:
+        """Bytes that the codecs keep on this stage between steps."""
+        return sum(lane.state_bytes() for lane in self._lanes.values())
+
+    def codec_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the model: training steps so far, and what the codecs keep."""
+        lanes = {lane.name: lane.state_dict() for lane in self._lanes.values()}
+        return {"steps": self._steps, "lanes": {name: s for name, s in lanes.items() if s}}
+
+    def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `codec_state_dict` gave, before the next step.
+
+        Raises:
+            ValueError: a state of another stage or codec.
+        """
+        lanes = {lane.name: lane for lane in self._lanes.values()}
+        if unknown := sorted(set(state["lanes"]) - set(lanes)):
+            raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
+        self._steps = int(state["steps"])
+        for name, lane in lanes.items():
+            lane.load_state_dict(state["lanes"].get(name, {}))
+
+    # What `HookedStage` asks for, in the order of a step.
+
+    def step_begins(self) -> None:
+        if self._board is None:
+            self._identity.check(self._stage_names(), self._timeout)
+            self._board = FailureBoard(self._group, self._name, self._rank_names(), self._timeout)
+        self._transport.begin(self._board)
+        self._step = Step(self.has_backward, self._steps < self.warmup_steps)
+        self._steps += self.has_backward
+        self._posted = False
+        # PyTorch exchanges shapes again, later in this step, when training and evaluation alternate.
+        if self._prepared_for == self.has_backward:
+            self._ready()
+
+    def shapes_known(self) -> None:
+        for (direction, outgoing), lane in self._lanes.items():
+            used = direction == "forward" or self.has_backward
+            lane.prepare(self.slots(direction, outgoing) if used else [])
+        self._prepared_for = self.has_backward
+        self._shapes = Agreement(self._group, f"{self._name}/shapes/{self._shape_rounds}")
+        self._shape_rounds += 1
+        self._shapes.state(self.stage_index, self._shape_facts())
+
+    def send(
+        self, direction: Direction, micro_batch: int, tensors: list[Tensor]
+    ) -> list[dist.P2POp]:
+        self._ready()
+        lane, ops = self._lanes[direction, True], []
+        for index, tensor in enumerate(tensors):
+            payload = lane.encode(index, self._step, micro_batch, tensor)
+            if payload.numel():
+                ops += self._transport.send(
+                    self._route(direction, True, micro_batch, index), payload
+                )
+        return ops
+
+    def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
+        self._ready()
+        messages = self._messages(direction, micro_batch)
+        return [op for route, nbytes in messages for op in self._transport.receive(route, nbytes)]
+
+    def take(self, direction: Direction, micro_batch: int, buffers: list[Tensor]) -> None:
+        self._ready()
+        lane = self._lanes[direction, False]
+        for index, buffer in enumerate(buffers):
+            if nbytes := lane.nbytes(index, self._step, micro_batch):
+                route = self._route(direction, False, micro_batch, index)
+                payload = self._transport.take(route, nbytes)
+                lane.decode(index, self._step, micro_batch, payload, buffer)
+
+    def step_ends(self) -> None:
+        self._transport.drain()
+
+    def _ready(self) -> None:
+        """Once in a step, as soon as shapes are known: agree on them if they are new, and post all receives."""
+        if self._posted:
+            return
+        self._posted = True
+        if self._shapes is not None:
+            self._shapes.check(self._stage_names(), self._timeout)
+            self._shapes = None
+        self._take_samples()
+        for direction, outgoing in self._lanes:
+            if not outgoing and (direction == "forward" or self.has_backward):
+                for micro_batch in range(self.micro_batches):
+                    for route, nbytes in self._messages(direction, micro_batch):
+                        self._transport.post(route, nbytes)
+
+    def _take_samples(self) -> None:
+        """Attach this step's sample ids, if a codec needs them now."""
+        samples, self._samples = (
+            (self._samples, None) if self.has_backward else (None, self._samples)
+        )
+        keyed = [lane for lane in self._lanes.values() if lane.codec.needs_key and lane.slots]
+        if not keyed or not self._step.training or self._step.full_precision:
+            return
+        if samples is None:
+            raise ValueError(f"{keyed[0].codec} needs set_samples(ids) before every training step")
+        self._step = replace(self._step, keys=keys_of(samples, self.micro_batches))
+
+    def _messages(self, direction: Direction, micro_batch: int) -> list[tuple[Route, int]]:
+        """Where the messages of a micro-batch come from, and their sizes."""
+        lane = self._lanes[direction, False]
+        sizes = [lane.nbytes(index, self._step, micro_batch) for index in range(len(lane.slots))]
+        return [
+            (self._route(direction, False, micro_batch, index), nbytes)
+            for index, nbytes in enumerate(sizes)
+            if nbytes
+        ]
+
+    def _route(self, direction: Direction, outgoing: bool, micro_batch: int, index: int) -> Route:
+        upward = (direction == "forward") == outgoing
+        boundary = self.stage_index if upward else self.stage_index - 1
+        if index >= _MOST_TENSORS or micro_batch >= _MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"tensor {index} of micro-batch {micro_batch} at boundary {boundary}; allowed: "
+                f"{_MOST_TENSORS} tensors, {_MOST_MICRO_BATCHES} micro-batches"
+            )
+        number = (boundary * 2 + (direction == "backward")) * _MOST_MICRO_BATCHES + micro_batch
+        peer = self.rank_of(self.stage_index + 1 if upward else self.stage_index - 1)
+        return Route(peer, _TAG_BASE + number * _MOST_TENSORS + index)
+
+    def _open_lanes(
+        self, forward: Codec | Mapping[int, Codec], backward: Codec | Mapping[int, Codec]
+    ) -> dict[tuple[Direction, bool], Lane]:
+        """The up to four ways in and out of this stage, by direction and whether they lead out."""
+        below, above = self.stage_index - 1, self.stage_index
+        ways: list[tuple[Direction, bool, int]] = []
+        if not self.is_first:
+            ways.append(("forward", False, below))
+            ways.append(("backward", True, below))
+        if not self.is_last:
+            ways.append(("forward", True, above))
+            ways.append(("backward", False, above))
+        codecs = {"forward": forward, "backward": backward}
+        return {
+            (direction, outgoing): Lane(
+                boundary,
+                direction,
+                codec_at(direction, codecs[direction], boundary),
+                self.device,
+                self.traffic,
+            )
+            for direction, outgoing, boundary in ways
+        }
+
+    def _identity_facts(self) -> dict[str, str]:
+        formats = {
+            f"{lane.name} codec": f"{lane.codec} [{lane.codec.fingerprint()}]"
+            for lane in self._lanes.values()
+        }
+        return {
+            "lowbit version": __version__,
+            # Before the first step, PyTorch exchanges shapes in a way of its own that differs between versions.
+            "torch version": ".".join(torch.__version__.split(".")[:2]),
+            "number of stages": str(self.num_stages),
+            "ranks": str(self.group_size),
+            "transport": self._transport.name,
+            "warm-up steps": str(self.warmup_steps),
+            **formats,
+        }
+
+    def _shape_facts(self) -> dict[str, str]:
+        facts = {
+            "micro-batches": str(self.micro_batches),
+            "kind of pass": "training" if self.has_backward else "evaluation",
+            "training steps so far": str(self._steps - self.has_backward),
+            "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
+        }
+        for lane in self._lanes.values():
+            facts |= lane.facts()
+        return facts
+
+    def _stage_names(self) -> list[str]:
+        return [f"rank {self.rank_of(stage)} (stage {stage})" for stage in range(self.num_stages)]
+
+    def _rank_names(self) -> list[str]:
+        stages = [self.stages_of(rank) for rank in range(self.group_size)]
+        return [
+            f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
+            for rank, held in enumerate(stages)
+        ]
+
+
+def _check_numbers(warmup_steps: object, timeout: object) -> None:
+    check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
