@@ -33,7 +33,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@touch $@
 
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "error: lowbit needs Python 3.11 or newer as $(PYTHON): make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "error: $(PYTHON) cannot create environments: install its venv module (Debian, Ubuntu: sudo apt install python3-venv)" >&2; exit 1; }

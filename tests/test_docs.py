@@ -11,8 +11,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 import typer
 
 from lowbit.cli import app
+from lowbit.train import ConfigError, from_mapping, load
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 100
@@ -68,12 +71,12 @@ def joined(parts: list[Block]) -> str:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Every command of the page's shell blocks, as words; what a console prints is left out."""
+    """Every command of the page's shell blocks, as words; where commands follow a "$ ", the rest is output."""
     for block in blocks(text):
         if block.language in ("bash", "sh", "shell", "console"):
-            for line in block.body.replace("\\\n", " ").splitlines():
-                if block.language != "console" or line.startswith("$ "):
-                    yield shlex.split(line.removeprefix("$ "), comments=True)
+            lines = block.body.replace("\\\n", " ").splitlines()
+            entered = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+            yield from (shlex.split(line, comments=True) for line in entered or lines)
 
 
 def name(page: Path) -> str:
@@ -148,12 +151,21 @@ def check_command(words: list[str]) -> None:
 
 def check_lowbit(words: list[str]) -> None:
     command: Any = typer.main.get_command(app)
-    while words and not words[0].startswith("-") and hasattr(command, "commands"):
-        assert words[0] in command.commands, f"no {words[0]} among: {', '.join(command.commands)}"
-        command, words = command.commands[words[0]], words[1:]
+    while words and not words[0].startswith("-") and hasattr(command, "list_commands"):
+        known = command.list_commands(None)
+        assert words[0] in known, f"no {words[0]} among: {', '.join(known)}"
+        command, words = command.get_command(None, words[0]), words[1:]
     options = {"--help"}.union(*(p.opts + p.secondary_opts for p in command.params))
     used = {word.split("=")[0] for word in words if word.startswith("-")}
     assert used <= options, f"{command.name} has no {' '.join(sorted(used - options))}"
+    load(None, [value for word, value in pairwise(words) if word == "--set"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_training_configurations_are_understood(page: Path):
+    for block in blocks(page.read_text()):
+        if block.language == "toml":
+            from_mapping(tomllib.loads(block.body))
 
 
 SAMPLE = """
@@ -201,10 +213,17 @@ def test_commands_are_found_without_comments_and_output():
 
 @pytest.mark.parametrize(
     "command",
-    ["lowbit train config.toml --nonsense 3", "lowbit nonsense", "make nonsense"],
+    [
+        "lowbit train config.toml --nonsense 3",
+        "lowbit bench nonsense",
+        "lowbit bench codecs --nonsense",
+        "lowbit train --set model.nonsense=3",
+        "lowbit nonsense",
+        "make nonsense",
+    ],
 )
 def test_a_command_that_does_not_exist_fails(command: str):
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ConfigError)):
         check_command(shlex.split(command))
 
 

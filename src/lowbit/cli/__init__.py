@@ -1,0 +1,19 @@
+"""The command line: parse, call, show. What a command needs is imported when it is chosen."""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    import typer  # noqa: F401
+except ModuleNotFoundError:
+    sys.exit('error: the command line needs typer; install it with: pip install "lowbit[train]"')
+
+from lowbit.cli.app import app
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """The `lowbit` command."""
+    app(prog_name="lowbit")

@@ -1,0 +1,80 @@
+"""The commands: `lowbit train` and `lowbit bench ...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowbit import __version__
+from lowbit.cli.bench import Benchmarks
+from lowbit.cli.errors import Traceback, one_line_errors
+
+app = typer.Typer(
+    help="Train in pipeline parallel with few bits on the wire.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(
+    cls=Benchmarks,
+    help="Measure speed over slow links, the codecs themselves, and what they cost in loss.",
+    no_args_is_help=True,
+)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    pass
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lowbit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _lowbit(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML file; what it leaves out keeps its default.")
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="Override a value, such as pipeline.forward=int4; may be repeated.",
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Local processes to start: sets pipeline.ranks.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint: sets run.resume.")
+    ] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Train a causal language model: on local ranks, or as one rank under torchrun."""
+    overrides = list(override or ())
+    if ranks is not None:
+        overrides.append(f"pipeline.ranks={ranks}")
+    if resume:
+        overrides.append("run.resume=true")
+    with one_line_errors(traceback):
+        from lowbit.cli.show import show_summary
+        from lowbit.train import load, run
+
+        show_summary(run(load(config, overrides)))

@@ -1,0 +1,142 @@
+"""`lowbit bench ...`: options are the fields of a benchmark's `Settings`; its report is shown, written and drawn."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lowbit.cli.errors import Traceback, one_line_errors
+from lowbit.cli.options import Words, build, parameters
+
+if TYPE_CHECKING:
+    from lowbit.bench import Report
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the rows, for scripts.")]
+Png = Annotated[Path | None, typer.Option("--png", help="Draw a picture of them.")]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Where a benchmark lies, and what is special about it.
+
+    Attributes:
+        module: in `lowbit.bench`, with `Settings` and `run(settings)`.
+        views: in `lowbit.bench`, with `show(report)` for the terminal and `draw(report, path)`.
+        run: how to call `run`, given the module, the settings and the JSON file.
+        words: how elements of lists are written, given the module.
+    """
+
+    module: str
+    views: str
+    run: Callable[[Any, Any, Path | None], Report]
+    words: Callable[[Any], Mapping[str, Words]] = lambda module: {}
+
+
+def _run_pipeline(module: Any, settings: Any, file: Path | None) -> Report:
+    """Show the rows as they come."""
+    from rich.console import Console
+    from rich.live import Live
+
+    views = importlib.import_module(f"lowbit.bench.{BENCHMARKS['pipeline'].views}")
+    with Live(console=Console(stderr=True), transient=True) as live:
+        return module.run(settings, on_rows=lambda rows: live.update(views.table_of(rows)))
+
+
+def _link_words(module: Any) -> dict[str, Words]:
+    def show(rate: float | None) -> str:
+        return "unlimited" if rate is None else f"{rate:g}mbit"
+
+    return {"links": Words(module.parse_link, show)}
+
+
+BENCHMARKS = {
+    "pipeline": Benchmark("pipeline", "pipeline", _run_pipeline, _link_words),
+    "codecs": Benchmark("codecs", "codecs", lambda module, settings, file: module.run(settings)),
+    "convergence": Benchmark(
+        "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
+    ),
+}
+
+
+class Benchmarks(TyperGroup):
+    """The commands of `lowbit bench`, each made when it is asked for, because its settings import PyTorch."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names, in the order of the help."""
+        return list(BENCHMARKS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name; None if there is none."""
+        if cmd_name not in BENCHMARKS:
+            return None
+        with one_line_errors(traceback=False):
+            command = make_command(BENCHMARKS[cmd_name])
+        only = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        only.command(cmd_name)(command)
+        return typer.main.get_command(only)
+
+
+def make_command(benchmark: Benchmark) -> Callable[..., None]:
+    """A function with the benchmark's settings as its parameters, as typer takes it."""
+    module = importlib.import_module(f"lowbit.bench.{benchmark.module}")
+    words = benchmark.words(module)
+
+    def command(
+        json: Json = None, png: Png = None, traceback: Traceback = False, **given: Any
+    ) -> None:
+        with one_line_errors(traceback):
+            settings = build(module.Settings, given, words)
+            for path in (json, png):
+                check_output(path)
+            conclude(benchmark, benchmark.run(module, settings, json), json, png)
+
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+    signature = inspect.Signature(
+        [*parameters(module.Settings, words), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
+    )
+    command.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    command.__annotations__ = {}
+    command.__doc__ = summary_line(module.__doc__ or "")
+    return command
+
+
+def conclude(benchmark: Benchmark, report: Report, json: Path | None, png: Path | None) -> None:
+    """Show a report, and write what was asked for."""
+    from rich.console import Console
+
+    views = importlib.import_module(f"lowbit.bench.{benchmark.views}")
+    if json is not None:
+        report.write_json(json)
+    Console().print(views.show(report))
+    if png is not None:
+        views.draw(report, png)
+
+
+def check_output(path: Path | None) -> None:
+    """See before a long run that its outcome can be written.
+
+    Raises:
+        OSError, ValueError: it can not.
+        ModuleNotFoundError: a picture is asked for without matplotlib.
+    """
+    if path is None:
+        return
+    if path.suffix == ".png":
+        importlib.import_module("matplotlib")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path} can not be written: it is a folder, or its folder is read-only")
+
+
+def summary_line(text: str) -> str:
+    """What a module's first line says after the name of its command."""
+    line = text.partition("\n")[0].rpartition("`: ")[2]
+    return line[:1].upper() + line[1:]

@@ -1,0 +1,70 @@
+"""Errors as a user wants them: one line that says what is wrong and what is allowed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+EXTRAS = dict.fromkeys(
+    ("transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib"), "train"
+) | {"datasets": "datasets"}
+USAGE, FAILURE = 2, 1
+
+Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]
+
+
+@contextmanager
+def one_line_errors(traceback: bool) -> Iterator[None]:
+    """Turn an error that a user can mend, or that lowbit knows, into one line and an exit code.
+
+    A value, a file or a missing extra exits with 2, a run that failed with 1. Anything else is a fault in lowbit and
+    keeps its traceback.
+
+    Args:
+        traceback: let every error through.
+    """
+    try:
+        yield
+    except Exception as error:
+        code = exit_code(error)
+        if traceback or code is None:
+            raise
+        rank = os.environ.get("RANK")
+        typer.echo(f"{f'rank {rank}: ' if rank else ''}error: {describe(error)}", err=True)
+        if rank:
+            # Destructors of a broken process group can wait for peers that are gone.
+            sys.stdout.flush()
+            os._exit(code)
+        raise typer.Exit(code) from None
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code that an error means; None for a fault in the program."""
+    if isinstance(error, ModuleNotFoundError):
+        return USAGE if _extra(error) else None
+    if isinstance(error, ConnectionError | ChildProcessError | TimeoutError):
+        return FAILURE
+    if isinstance(error, ValueError | TypeError | OSError):
+        return USAGE
+    if isinstance(error, RuntimeError) and type(error).__module__.startswith("lowbit."):
+        return FAILURE
+    return None
+
+
+def describe(error: Exception) -> str:
+    """What an error says, on one line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f'{error.name} is missing; install it with: pip install "lowbit[{_extra(error)}]"'
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def _extra(error: ModuleNotFoundError) -> str | None:
+    """The extra that brings the missing module, if one does."""
+    return EXTRAS.get((error.name or "").partition(".")[0])

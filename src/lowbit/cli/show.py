@@ -1,0 +1,42 @@
+"""What a command ends with on the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from lowbit.train import Summary
+
+
+def show_summary(summary: Summary) -> None:
+    """The outcome of a training run as a table; under torchrun, on the first rank only."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in _lines(summary):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    if summary.loss is not None:
+        yield "training loss", f"{summary.loss:.4f} (last steps)"
+    if summary.held_out_loss is not None:
+        yield "held-out loss", f"{summary.held_out_loss:.4f}"
+    if summary.tokens_per_second is not None:
+        yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s"
+    if summary.bits_forward is not None and summary.bits_backward is not None:
+        yield (
+            "bits per element",
+            f"{summary.bits_forward:.2f} forward, {summary.bits_backward:.2f} backward",
+        )
+    if summary.bytes_sent:
+        sent, saved = summary.bytes_sent / 1e6, summary.bytes_saved / 1e6
+        yield "traffic", f"{sent:,.1f} MB sent, {saved:,.1f} MB saved against float32"
+    if summary.model is not None:
+        yield "model", summary.model

@@ -1,0 +1,115 @@
+"""`lowbit`, its help and `lowbit train`: options reach the configuration, bad input is one line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lowbit
+import lowbit.train
+from lowbit.cli import app
+from lowbit.train import Summary, TrainConfig
+
+SUMMARY = Summary(
+    steps=7,
+    steps_here=7,
+    loss=1.3,
+    held_out_loss=1.25,
+    held_out_loss_codecs=1.26,
+    tokens_per_second=900.0,
+    seconds_per_step=1.0,
+    bits_forward=4.4,
+    bits_backward=6.5,
+    bytes_per_step=10.0,
+    compute_seconds=0.1,
+    codec_seconds=0.1,
+    wait_seconds=0.1,
+    bytes_sent=70,
+    bytes_saved=400,
+    seconds=7.0,
+    boundary="lowbit",
+    forward=("tah-quant",),
+    backward=("int6",),
+    ranks=2,
+    stages=2,
+    schedule="1F1B",
+    model=None,
+)
+WIDE = {"COLUMNS": "160", "TERM": "dumb"}
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, arguments, env=WIDE)
+
+
+def test_version():
+    assert invoke("--version").stdout == f"lowbit {lowbit.__version__}\n"
+
+
+def test_help_lists_the_commands():
+    shown = invoke("--help").stdout
+    assert all(name in shown for name in ("train", "bench"))
+
+
+def test_help_needs_no_pytorch():
+    program = "import sys, lowbit.cli; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["missing.toml"], "configuration file missing.toml: No such file or directory"),
+        (["--set", "steps=3"], "override is 'steps=3'; allowed: section.key=value"),
+        (["--set", "model.layer=3"], "unknown key model.layer; did you mean model.layers?"),
+        (["--ranks", "0"], "pipeline.ranks is 0; allowed: at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], line: str):
+    result = invoke("train", *arguments)
+    assert (result.exit_code, result.stderr, result.stdout) == (2, f"error: {line}\n", "")
+
+
+def test_bad_input_with_its_origin():
+    result = invoke("train", "missing.toml", "--traceback")
+    assert isinstance(result.exception, lowbit.train.ConfigError)
+
+
+def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "train.toml"
+    file.write_text("[run]\nsteps = 7\nseed = 1\n[pipeline]\nranks = 4\n")
+    ran: list[TrainConfig] = []
+    monkeypatch.setattr(lowbit.train, "run", lambda config: ran.append(config) or SUMMARY)
+    result = invoke("train", str(file), "--set", "run.seed=2", "--ranks", "3", "--resume")
+    assert result.exit_code == 0, result.output
+    run, pipeline = ran[0].run, ran[0].pipeline
+    assert (run.steps, run.seed, run.resume, pipeline.ranks) == (7, 2, True, 3)
+    assert "held-out loss     1.2500" in result.stdout
+    assert "4.40 forward, 6.50 backward" in result.stdout
+
+
+def test_a_real_run_from_the_command_line(tmp_path: Path):
+    output = tmp_path / "run"
+    settings = (
+        "model.dim=32", "model.layers=2", "model.heads=2", "data.batch=4", "data.sequence=32", "data.max_bytes=20000",
+        "run.steps=2", f"run.output={output}",
+    )  # fmt: skip
+    options = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, "-m", "lowbit", "train", "--ranks", "2", *options],
+        env=os.environ | WIDE,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((output / "summary.json").read_text())
+    assert (written["steps"], written["ranks"]) == (2, 2)
+    assert f"{written['held_out_loss']:.4f}" in done.stdout

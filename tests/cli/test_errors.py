@@ -1,0 +1,69 @@
+"""What a user can mend is one line; a fault in lowbit keeps its traceback."""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from lowbit.cli.errors import describe, exit_code, one_line_errors
+from lowbit.pipeline import PeerError
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("bits is 9;\n  allowed: 2 to 8"), 2, "bits is 9; allowed: 2 to 8"),
+        (TypeError("x has dtype torch.int64"), 2, "x has dtype torch.int64"),
+        (FileNotFoundError(2, "No such file", "text.txt"), 2, "text.txt: No such file"),
+        (ConnectionError("no rank 1 at 127.0.0.1:1"), 1, "no rank 1 at 127.0.0.1:1"),
+        (PeerError("rank 1 (stage 1) closed its connection", 1), 1, "rank 1 (stage 1) closed its connection"),
+        (
+            ModuleNotFoundError("No module named 'datasets'", name="datasets.arrow"),
+            2,
+            'datasets.arrow is missing; install it with: pip install "lowbit[datasets]"',
+        ),
+        (
+            ModuleNotFoundError("No module named 'rich'", name="rich"),
+            2,
+            'rich is missing; install it with: pip install "lowbit[train]"',
+        ),
+    ],
+)  # fmt: skip
+def test_errors_of_the_user_are_one_line(
+    error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(typer.Exit) as ended, one_line_errors(traceback=False):
+        raise error
+    assert ended.value.exit_code == code == exit_code(error)
+    assert capsys.readouterr().err == f"error: {line}\n" == f"error: {describe(error)}\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("bits is 9"), PeerError("gone", 1)])
+def test_the_traceback_can_be_had(error: Exception):
+    with pytest.raises(type(error)), one_line_errors(traceback=True):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("fault"),
+        RuntimeError("of PyTorch"),
+        ModuleNotFoundError("No module named 'lowbit.fault'", name="lowbit.fault"),
+    ],
+)
+def test_a_fault_is_not_hidden(error: Exception):
+    with pytest.raises(type(error)), one_line_errors(traceback=False):
+        raise error
+
+
+def test_without_typer_the_command_says_what_to_install():
+    program = "import sys; sys.modules['typer'] = None; import lowbit.cli"
+    done = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        'error: the command line needs typer; install it with: pip install "lowbit[train]"\n'
+    )
