@@ -1,0 +1,42 @@
+"""The recipe: train a Hugging Face causal language model in pipeline parallel, with few bits between the stages.
+
+config = load("train.toml", ["pipeline.forward=int4"])
+summary = run(config)       # starts local ranks, or is one under torchrun
+summary = train(config)     # on every rank of an environment that is set (RANK, WORLD_SIZE, MASTER_*)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowbit.train.config import TrainConfig
+from lowbit.train.config_file import from_mapping, load
+from lowbit.train.launch import LaunchError, run
+from lowbit.train.metrics import StepMetrics
+from lowbit.train.section import ConfigError
+from lowbit.train.summary import Summary
+
+if TYPE_CHECKING:
+    from lowbit.train.loop import train
+
+__all__ = [
+    "ConfigError",
+    "LaunchError",
+    "StepMetrics",
+    "Summary",
+    "TrainConfig",
+    "from_mapping",
+    "load",
+    "run",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if (
+        name == "train"
+    ):  # imports PyTorch, which whoever only reads a configuration need not wait for
+        from lowbit.train.loop import train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,44 @@
+"""What the boundaries of a run carry, worked out from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lowbit.codecs import Cast, Codec, parse
+from lowbit.train.config import PipelineConfig
+from lowbit.train.section import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codecs:
+    """One codec for each boundary, each way; boundary i lies between stage i and i + 1."""
+
+    forward: tuple[Codec, ...]
+    backward: tuple[Codec, ...]
+
+
+def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
+    """The codecs that the configuration names.
+
+    Raises:
+        ConfigError: a name or argument that no codec has.
+    """
+
+    def each(direction: str) -> tuple[Codec, ...]:
+        try:
+            named = [parse(text) for text in getattr(pipeline, direction)]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"pipeline.{direction}: {error}") from error
+        return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
+
+    if pipeline.boundary == "lowbit":
+        return Codecs(forward=each("forward"), backward=each("backward"))
+    plain = (Cast(dtype=stock_dtype(pipeline)),) * boundaries
+    return Codecs(forward=plain, backward=plain)
+
+
+def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:
+    """What activations are before a boundary takes them: bfloat16 only where a stock stage is to send that."""
+    return torch.bfloat16 if pipeline.boundary == "stock-bf16" else torch.float32

@@ -1,0 +1,267 @@
+"""The whole of a training run as one frozen value, in five sections.
+
+    [model]      what is trained: an architecture from a few numbers, or a local folder to start from
+    [data]       text, tokenizer, windows and the held-out share
+    [pipeline]   ranks, stages, schedule, and what the boundaries carry
+    [optimizer]  AdamW, learning rate and clipping
+    [run]        where, how long, how exact, how often to write
+
+Every value is checked when a section is made; what needs files or other sections is checked by `lowbit.train.check`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from lowbit.train.section import ConfigError, Section
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved1f1b": "Interleaved1F1B",
+    "loopedbfs": "LoopedBFS",
+    "interleavedzerobubble": "InterleavedZeroBubble",
+    "zbvzerobubble": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+BOUNDARIES = ("lowbit", "stock-fp32", "stock-bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """A causal language model.
+
+    Args:
+        family: architecture; not used with `pretrained`.
+        pretrained: local folder in Hugging Face format to start from; the sizes below then come from it.
+        dim, layers, heads: width, decoder layers, attention heads.
+        kv_heads: key and value heads; 0: as many as `heads`. ffn: width of the feed-forward; 0: the family's usual.
+        vocab: entries of the embedding; 0: as many as the tokenizer has.
+        tied: embedding and output share their weights; absent: as the family does it.
+        dropout: probability, everywhere the family has one.
+    """
+
+    name: ClassVar = "model"
+    ranges: ClassVar = {
+        "dim": (1, math.inf), "layers": (1, math.inf), "heads": (1, math.inf),
+        "kv_heads": (0, math.inf), "ffn": (0, math.inf), "vocab": (0, math.inf), "dropout": (0, 1),
+    }  # fmt: skip
+    choices: ClassVar = {"family": FAMILIES}
+
+    family: str = "llama"
+    pretrained: str = ""
+    dim: int = 256
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 0
+    ffn: int = 0
+    vocab: int = 0
+    tied: bool | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim % self.heads or (self.family != "gpt2" and self.dim // self.heads % 2):
+            raise ConfigError(
+                f"model.dim is {self.dim}; allowed: a multiple of model.heads ({self.heads}) "
+                "with an even width for each head"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.kv_heads is {self.kv_heads}; allowed: a divisor of model.heads ({self.heads})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Text, cut into windows of `sequence` tokens that keep their number, the sample id, for the whole run.
+
+    Args:
+        text: files, folders (every file below) or glob patterns. Nothing here and no `dataset`: the sources of Python's
+            own standard library, which every machine has.
+        dataset: a folder that `datasets.save_to_disk` wrote, or a name on the Hugging Face hub;
+            dataset_config, dataset_split, column: which part of it.
+        held_out: like `text`, for evaluation; absent: the last `held_out_share` of the tokens.
+        tokenizer: "bytes" (256 tokens, no files) or a local folder with a Hugging Face tokenizer.
+        sequence: tokens in a window; batch: windows in a step, over all micro-batches.
+        max_bytes: read no more text than this.
+    """
+
+    name: ClassVar = "data"
+    ranges: ClassVar = {
+        "sequence": (1, math.inf), "batch": (1, math.inf), "max_bytes": (1, math.inf),
+        "held_out_share": (0, 0.9),
+    }  # fmt: skip
+
+    text: tuple[str, ...] = ()
+    dataset: str = ""
+    dataset_config: str = ""
+    dataset_split: str = "train"
+    column: str = "text"
+    held_out: tuple[str, ...] = ()
+    held_out_share: float = 0.05
+    tokenizer: str = "bytes"
+    sequence: int = 256
+    batch: int = 8
+    max_bytes: int = 16_000_000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text and self.dataset:
+            raise ConfigError(
+                f"data.text is {list(self.text)} and data.dataset is {self.dataset!r}; allowed: one of the two"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Section):
+    """How the model is cut, and what travels between the cuts.
+
+    Args:
+        ranks: processes that `lowbit train` starts; under torchrun its number counts.
+        stages_per_rank: more than one for the interleaved schedules, two for the V-shaped ones.
+        schedule: a schedule of `torch.distributed.pipelining`; microbatches: pieces of the batch.
+        forward, backward: codecs of activations and gradients, by name ("tah-quant", "int4") or in full
+            ("GroupInt(bits=6, group=32)"): one for all boundaries, or a list with one for each.
+        warmup_steps: steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is
+            small beside the noise of few bits; none when a `model.pretrained` is fine-tuned.
+        boundary: "lowbit", or PyTorch's own stage with float32 or bfloat16 on the wire to compare with.
+    """
+
+    name: ClassVar = "pipeline"
+    ranges: ClassVar = {
+        "ranks": (1, math.inf), "stages_per_rank": (1, math.inf), "microbatches": (1, math.inf),
+        "warmup_steps": (0, math.inf),
+    }  # fmt: skip
+    choices: ClassVar = {"boundary": BOUNDARIES}
+
+    ranks: int = 2
+    stages_per_rank: int = 1
+    schedule: str = "1F1B"
+    microbatches: int = 4
+    forward: tuple[str, ...] = ("tah-quant",)
+    backward: tuple[str, ...] = ("GroupInt(bits=6, group=32, symmetric=True)",)
+    warmup_steps: int | None = None
+    boundary: str = "lowbit"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schedule = SCHEDULES.get(self.schedule.lower())
+        if schedule is None:
+            raise ConfigError(
+                f"pipeline.schedule is {self.schedule!r}; allowed: {', '.join(SCHEDULES.values())}"
+            )
+        object.__setattr__(self, "schedule", schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW with a linear rise of the learning rate and a cosine fall.
+
+    Args:
+        lr: the highest learning rate; lr_end: share of it that is left at the last step.
+        lr_warmup_steps: steps of the rise.
+        weight_decay: of matrices; vectors (norms, biases) are not decayed.
+        clip: largest norm of all gradients together, over all stages; 0: no clipping.
+    """
+
+    name: ClassVar = "optimizer"
+    ranges: ClassVar = {
+        "lr": (0, math.inf), "lr_end": (0, 1), "lr_warmup_steps": (0, math.inf), "beta1": (0, 0.9999999),
+        "beta2": (0, 0.9999999), "eps": (0, 1), "weight_decay": (0, math.inf), "clip": (0, math.inf),
+    }  # fmt: skip
+
+    lr: float = 1e-3
+    lr_end: float = 0.1
+    lr_warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Section):
+    """Where, how long, how exact, how often to write.
+
+    Args:
+        output: folder for metrics, checkpoints and the trained model.
+        steps: optimizer steps; seed: of weights, data order and dropout.
+        device: "auto" (CUDA if there is one), "cpu" or "cuda".
+        precision: "fp32", "bf16" (autocast), or "auto": bf16 where the device computes in it.
+        threads: of PyTorch, for each rank; 0: the machine's cores divided among its ranks.
+        timeout_seconds: longest wait for a peer before it counts as gone.
+        checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
+        resume: go on from the newest checkpoint in `output`; overwrite: throw away what `output` holds.
+        eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
+        tensorboard, progress, save_model: write curves, show progress, save the model at the end.
+    """
+
+    name: ClassVar = "run"
+    ranges: ClassVar = {
+        "steps": (1, math.inf), "threads": (0, math.inf), "timeout_seconds": (1, math.inf), "keep": (2, math.inf),
+        "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf), "eval_batches": (0, math.inf),
+        "seed": (0, 2**63 - 1),
+    }  # fmt: skip
+    choices: ClassVar = {"device": ("auto", "cpu", "cuda"), "precision": ("auto", "fp32", "bf16")}
+
+    output: str = "runs/train"
+    steps: int = 300
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "auto"
+    threads: int = 0
+    timeout_seconds: float = 120.0
+    checkpoint_every: int = 100
+    keep: int = 2
+    resume: bool = False
+    overwrite: bool = False
+    eval_every: int = 0
+    eval_batches: int = 32
+    tensorboard: bool = True
+    progress: bool = True
+    save_model: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume and self.overwrite:
+            raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole training run.
+
+    Raises:
+        ConfigError: on construction, sections that contradict each other.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.batch % self.pipeline.microbatches:
+            raise ConfigError(
+                f"data.batch is {self.data.batch}; "
+                f"allowed: a multiple of pipeline.microbatches ({self.pipeline.microbatches})"
+            )
+
+    @property
+    def codec_warmup_steps(self) -> int:
+        """Steps at full precision, with the default worked out."""
+        if self.pipeline.warmup_steps is not None:
+            return self.pipeline.warmup_steps
+        return 0 if self.model.pretrained else min(100, self.run.steps // 4)
+
+    def to_json(self) -> str:
+        """The configuration as text that `from_mapping(json.loads(...))` reads back."""
+        return json.dumps(dataclasses.asdict(self), indent=2)

@@ -1,0 +1,114 @@
+"""Loss on held-out text, through the pipeline, with any codecs at the boundaries or none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowbit.codecs import Cast, Codec
+from lowbit.train.data import Windows
+from lowbit.train.model import StageModule
+from lowbit.train.plan import Plan
+
+
+class Evaluation:
+    """Forward passes outside the training schedule, so that its codecs' states and counters stay as they are.
+
+    Args:
+        plan: where the stages are; modules: this rank's, by stage.
+        width: elements of an activation; device: where the modules are.
+        group: process group apart from the training traffic.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        modules: dict[int, StageModule],
+        *,
+        width: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._plan, self._modules, self._width = plan, modules, width
+        self._device, self._group = device, group
+
+    @torch.no_grad()
+    def loss(
+        self, windows: Windows, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
+    ) -> float:
+        """Mean loss of a token, the same number on every rank; NaN if there are no windows.
+
+        Args:
+            windows: held-out text; batch: windows at a time; batches: how many of them at most (0: all).
+            codecs: one for each boundary; None: float32.
+        """
+        chosen = codecs or (Cast(dtype=torch.float32),) * (self._plan.stages - 1)
+        count = math.ceil(len(windows) / batch)
+        total = torch.zeros(2, dtype=torch.float64)
+        with self._evaluating():
+            for index in range(min(count, batches) if batches else count):
+                ids = torch.arange(index * batch, min(len(windows), (index + 1) * batch))
+                total += self._batch(windows, ids, chosen)
+        dist.all_reduce(total, group=self._group)
+        return float(total[0] / total[1])
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """No dropout, and float32 in the codecs' hands whatever the training boundary takes."""
+        before = [(module, module.training, module.wire) for module in self._modules.values()]
+        for module in self._modules.values():
+            module.eval()
+            module.wire = torch.float32
+        try:
+            yield
+        finally:
+            for module, training, wire in before:
+                module.train(training)
+                module.wire = wire
+
+    def _batch(self, windows: Windows, ids: Tensor, codecs: Sequence[Codec]) -> Tensor:
+        """Sum of losses and number of tokens, where the last stage is; zeros elsewhere."""
+        inputs, targets = (t.to(self._device) for t in windows.batch(ids))
+        key = tuple(ids.tolist())
+        shape = (*inputs.shape, self._width)
+        sends: list[tuple[dist.Work | None, Tensor]] = []
+        result = torch.zeros(2, dtype=torch.float64)
+        x = inputs
+        for index, module in self._modules.items():
+            if index and self._plan.crosses(index - 1):
+                x = self._receive(index - 1, shape, codecs[index - 1], key)
+            x = module(x)
+            if module.last:
+                losses = F.cross_entropy(
+                    x.float().flatten(0, 1), targets.flatten(), reduction="sum"
+                )
+                result = torch.tensor([float(losses), targets.numel()], dtype=torch.float64)
+            elif self._plan.crosses(index):
+                sends.append(self._send(index, x, codecs[index], key))
+        for work, _ in sends:
+            if work is not None:
+                work.wait()
+        return result
+
+    def _send(
+        self, boundary: int, x: Tensor, codec: Codec, key: tuple[int, ...]
+    ) -> tuple[dist.Work | None, Tensor]:
+        """Start sending; the payload must live until the work is done."""
+        session = codec.open(shape=x.shape, dtype=torch.float32, device=self._device)
+        payload = session.encode(x.float(), key=key if codec.needs_key else None)
+        return dist.isend(payload, self._plan.rank_of(boundary + 1), group=self._group), payload
+
+    def _receive(
+        self, boundary: int, shape: tuple[int, ...], codec: Codec, key: tuple[int, ...]
+    ) -> Tensor:
+        session = codec.open(shape=shape, dtype=torch.float32, device=self._device)
+        chosen = key if codec.needs_key else None
+        payload = torch.empty(session.nbytes(chosen), dtype=torch.uint8, device=self._device)
+        dist.recv(payload, self._plan.rank_of(boundary), group=self._group)
+        return session.decode(payload, key=chosen)

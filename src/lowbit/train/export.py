@@ -1,0 +1,56 @@
+"""The trained model, gathered from all ranks and written as Hugging Face reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.train.model import StageModule
+from lowbit.train.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def gather_weights(
+    modules: dict[int, StageModule], group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """All parameters of all stages on the CPU of rank 0, by their names in the whole model; empty elsewhere.
+
+    A tensor at a time, so that no rank but 0 needs memory for more than it has.
+    """
+    mine = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items()}
+    if dist.get_rank() != 0:
+        dist.send_object_list([[(n, t.shape, t.dtype) for n, t in mine.items()]], 0, group=group)
+        for tensor in mine.values():
+            dist.send(tensor.contiguous(), 0, group=group)
+        return {}
+    for rank in range(1, dist.get_world_size()):
+        told: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]]
+        dist.recv_object_list(told, rank, group=group)
+        for name, shape, dtype in told[0]:
+            mine[name] = torch.empty(shape, dtype=dtype)
+            dist.recv(mine[name], rank, group=group)
+    return mine
+
+
+def save_model(
+    folder: Path, weights: dict[str, Tensor], config: PretrainedConfig, tokenizer: Tokenizer
+) -> None:
+    """Write model and tokenizer so that `from_pretrained(folder)` loads both."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if (
+        config.tie_word_embeddings
+    ):  # the last stage's copy; Hugging Face ties it again when it loads
+        weights = {name: w for name, w in weights.items() if name != "lm_head.weight"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.hugging_face().save_pretrained(folder)

@@ -1,0 +1,262 @@
+"""Training on one rank of a pipeline, from an environment that a launcher has set to a summary of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import lowbit
+from lowbit.collectives import agree
+from lowbit.collectives.agreement import default_group
+from lowbit.train import export, optim, state
+from lowbit.train.config import TrainConfig
+from lowbit.train.data import Order
+from lowbit.train.evaluate import Evaluation
+from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
+from lowbit.train.model import StageModule, build_model
+from lowbit.train.peers import Peers
+from lowbit.train.prepare import OUTPUTS, Prepared, local_rank, prepare
+from lowbit.train.process_group import joined, new_group, world
+from lowbit.train.stages import Pipeline
+from lowbit.train.summary import Summary, summarize
+from lowbit.train.tied import TiedWeights
+
+_LOCAL = {  # settings that may differ between machines
+    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained",
+    "run.output", "run.threads", "run.progress", "run.tensorboard",
+}  # fmt: skip
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradients are no numbers any more; nothing of that has reached the weights."""
+
+
+def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
+    """Train, evaluate and save; to be called on every rank that the environment tells of (RANK, WORLD_SIZE, MASTER_*).
+
+    Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
+    for the run. If another rank fails while this one is blocked for good, this process ends (see `Peers`).
+
+    Args:
+        config: the same on every rank.
+        on_step: called after every step, on every rank, with metrics over all ranks.
+
+    Raises:
+        ConfigError: (before anything starts) what can not work, in one line.
+        AgreementError: ranks with different configurations, texts or versions.
+        PeerError: another rank ended the run; the message names it.
+        DivergedError: NaN or infinity in loss or gradients.
+    """
+    rank, ranks = world()
+    prepared = prepare(config, ranks=ranks, rank=rank)
+    if config.run.threads or ranks > 1:
+        torch.set_num_threads(config.run.threads or threads_per_rank(ranks))
+    with joined(prepared.device, config.run.timeout_seconds):
+        if ranks == 1:
+            return Trainer(prepared).run(on_step)
+        peers = Peers(default_group())
+        try:
+            return Trainer(prepared).run(on_step)
+        except DivergedError:
+            raise  # on all ranks at once
+        except Exception as error:
+            cause = peers.explain(error)
+            peers.linger()
+            if cause is None:
+                raise
+            raise cause from error
+        finally:
+            peers.close()
+
+
+def threads_per_rank(ranks: int) -> int:
+    """This machine's share of cores for each of its ranks."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return max(1, len(os.sched_getaffinity(0)) // here)
+
+
+class Trainer:
+    """One rank's part of a run. All ranks make theirs together."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.output = Path(self.config.run.output)
+        self._agree()
+        self.side = new_group()  # for everything but the training traffic
+        self.modules, tied = self._build_modules()
+        self.tied = TiedWeights(self.modules, self.plan, tied=tied)
+        device = prepared.device
+        self.pipeline = Pipeline(self.config, self.plan, self.modules, prepared.codecs, device)
+        width = next(iter(self.modules.values())).width
+        self.evaluation = Evaluation(
+            self.plan, self.modules, width=width, device=device, group=self.side
+        )
+        owned = [(p, m) for m in self.modules.values() for p in m.parameters()]
+        self.parameters = [p for p, _ in owned]
+        self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
+        self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
+        run, data = self.config.run, self.config.data
+        self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
+        self.checkpoints = prepared.checkpoints(self.rank)
+        self.start = self._begin()
+
+    def run(self, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
+        """All steps that are left, the final evaluation, and the saved model."""
+        run = self.config.run
+        recorder = self._open_recorder()
+        history: list[StepMetrics] = []
+        try:
+            for step in range(self.start, run.steps):
+                history.append(self.step(step))
+                if recorder is not None:
+                    recorder.record(history[-1])
+                if on_step is not None:
+                    on_step(history[-1])
+                done = step + 1
+                if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
+                    self.save_checkpoint(done)
+                if run.eval_every and done % run.eval_every == 0 and done < run.steps:
+                    self.evaluate(done, recorder)
+            return self._finish(history, recorder)
+        finally:
+            if recorder is not None:
+                recorder.close()
+
+    def step(self, step: int) -> StepMetrics:
+        """One optimizer step; metrics over all ranks, the same on each."""
+        begin = time.perf_counter()
+        rate = optim.learning_rate(self.config.optimizer, step=step, steps=self.config.run.steps)
+        optim.set_learning_rate(self.optimizer, rate)
+        ids = self.order.ids(step)
+        inputs, targets = self.prepared.data.train.batch(ids)
+        loss, work = self.pipeline.step(inputs, targets, ids)
+        self.tied.sum_gradients()
+        loss, norm, work = self._sum_over_ranks(loss, work)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(
+                f"step {step}: the loss is {loss}, the norm of the gradients {norm}"
+            )
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        optim.scale_(gradients, norm=norm, limit=self.config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return step_metrics(
+            step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel(),
+            seconds=time.perf_counter() - begin, ranks=self.ranks, work=work,
+        )  # fmt: skip
+
+    def evaluate(self, step: int, recorder: Recorder | None = None) -> dict[str, float]:
+        """Held-out loss without codecs and with them: {"held_out_loss": ..., "held_out_loss_codecs": ...}."""
+        data, run = self.prepared.data.held_out, self.config.run
+        if not len(data):
+            return {}
+        measure = partial(
+            self.evaluation.loss, data, batch=self.config.data.batch, batches=run.eval_batches
+        )
+        losses = {"held_out_loss": measure()}
+        if self.plan.stages > 1:
+            losses["held_out_loss_codecs"] = measure(codecs=self.prepared.codecs.forward)
+        if recorder is not None:
+            recorder.record_evaluation(step, losses)
+        return losses
+
+    def save_checkpoint(self, done: int) -> None:
+        """Write what is needed to go on after `done` steps."""
+        self.checkpoints.save(done, state.collect(self.pipeline, self.optimizer), self.side)
+
+    def _agree(self) -> None:
+        """Stop before the first byte if a rank has another configuration, text or version."""
+        facts = {"text": self.prepared.data.fingerprint()}
+        facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__}
+        for section, values in dataclasses.asdict(self.config).items():
+            names = (f"{section}.{key}" for key in values)
+            facts |= {
+                n: str(v) for n, v in zip(names, values.values(), strict=True) if n not in _LOCAL
+            }
+        agree(None, facts, self.config.run.timeout_seconds, topic="training run")
+
+    def _build_modules(self) -> tuple[dict[int, StageModule], bool]:
+        """This rank's stages, from a whole model that is let go of afterwards; and whether its embedding is tied."""
+        config, wire = self.config, self.prepared.wire
+        model = build_model(
+            config.model,
+            vocab=self.prepared.vocab,
+            sequence=config.data.sequence,
+            seed=config.run.seed,
+        )
+        self.model_config = model.config
+        modules = {
+            stage: StageModule(
+                model,
+                layers=self.plan.layers_of(stage),
+                first=stage == 0,
+                last=stage == self.plan.stages - 1,
+                autocast=self.prepared.autocast,
+                wire=wire,
+            ).to(self.prepared.device)
+            for stage in self.plan.stages_of(self.rank)
+        }
+        return modules, bool(model.config.tie_word_embeddings)
+
+    def _begin(self) -> int:
+        """Take up the newest checkpoint, or clear the output folder; returns the step to start with."""
+        run = self.config.run
+        torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
+        if run.resume and (done := self.checkpoints.latest(self.side)) is not None:
+            state.restore(self.pipeline, self.optimizer, self.checkpoints.load(done))
+            return done
+        if run.overwrite and local_rank() == 0:
+            for name in OUTPUTS:
+                path = self.output / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        dist.barrier(group=self.side)
+        if self.rank == 0:
+            (self.output / "config.json").write_text(self.config.to_json() + "\n", encoding="utf-8")
+        return 0
+
+    def _open_recorder(self) -> Recorder | None:
+        if self.rank != 0:
+            return None
+        run = self.config.run
+        return Recorder(
+            self.output,
+            start=self.start,
+            steps=run.steps,
+            tensorboard=run.tensorboard,
+            progress=run.progress,
+        )
+
+    def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work]:
+        """Loss, norm of all gradients, and costs over all ranks, by a single message."""
+        gradients = [p.grad for p in self.counted if p.grad is not None]
+        sums = [loss, optim.squared_norm(gradients), *dataclasses.astuple(work)]
+        summed = torch.tensor(sums, dtype=torch.float64)
+        dist.all_reduce(summed, group=self.side)
+        loss, squares, *costs = summed.tolist()
+        return loss, math.sqrt(squares), Work(*costs)
+
+    def _finish(self, history: list[StepMetrics], recorder: Recorder | None) -> Summary:
+        run = self.config.run
+        losses = self.evaluate(run.steps, recorder)
+        folder = self.output / "model" if run.save_model else None
+        if folder is not None:
+            weights = export.gather_weights(self.modules, self.side)
+            if self.rank == 0:
+                export.save_model(folder, weights, self.model_config, self.prepared.data.tokenizer)
+        summary = summarize(self.config, self.plan, history, losses, model=folder)
+        if self.rank == 0:
+            text = json.dumps(dataclasses.asdict(summary), indent=2)
+            (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")
+        dist.barrier(group=self.side)
+        return summary

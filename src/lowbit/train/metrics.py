@@ -1,0 +1,223 @@
+"""What a run tells while it goes on: a line of JSON for each step, curves for TensorBoard, a live line of progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Work:
+    """What one step cost on this rank. Bytes and elements are those it sent over boundaries."""
+
+    forward_bytes: int = 0
+    forward_elements: int = 0
+    backward_bytes: int = 0
+    backward_elements: int = 0
+    compute_seconds: float = 0.0
+    codec_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One step, over all ranks.
+
+    Attributes:
+        step: counted from 0. loss: mean over the batch, in nats. lr: learning rate. grad_norm: before clipping.
+        tokens_per_second: of the whole batch, over the whole step.
+        bits_forward, bits_backward: bits on the wire for each element that crossed; None if nothing did.
+        bytes_sent: over all boundaries, both ways. bytes_saved: against float32.
+        seconds: the whole step; compute_seconds, codec_seconds, wait_seconds: shares of it, mean over the ranks.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    bits_forward: float | None
+    bits_backward: float | None
+    bytes_sent: int
+    bytes_saved: int
+    seconds: float
+    compute_seconds: float
+    codec_seconds: float
+    wait_seconds: float
+
+
+def bits(nbytes: float, elements: float) -> float | None:
+    """Bits for each element; None without elements."""
+    return 8 * nbytes / elements if elements else None
+
+
+def step_metrics(
+    *,
+    step: int,
+    loss: float,
+    lr: float,
+    grad_norm: float,
+    tokens: int,
+    seconds: float,
+    ranks: int,
+    work: Work,
+) -> StepMetrics:
+    """Metrics from the sums over all ranks."""
+    sent = work.forward_bytes + work.backward_bytes
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        lr=lr,
+        grad_norm=grad_norm,
+        tokens_per_second=tokens / seconds,
+        bits_forward=bits(work.forward_bytes, work.forward_elements),
+        bits_backward=bits(work.backward_bytes, work.backward_elements),
+        bytes_sent=int(sent),
+        bytes_saved=int(4 * (work.forward_elements + work.backward_elements) - sent),
+        seconds=seconds,
+        compute_seconds=work.compute_seconds / ranks,
+        codec_seconds=work.codec_seconds / ranks,
+        wait_seconds=work.wait_seconds / ranks,
+    )
+
+
+class Recorder:
+    """Writes metrics of a run; on rank 0 only.
+
+    Args:
+        folder: of the run; start: the step it begins with, later lines of an earlier attempt are dropped.
+        steps: in the whole run; tensorboard, progress: what to write and show.
+    """
+
+    def __init__(
+        self, folder: Path, *, start: int, steps: int, tensorboard: bool, progress: bool
+    ) -> None:
+        path = folder / "metrics.jsonl"
+        _keep_steps_before(path, start)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _open_board(folder / "tensorboard", start) if tensorboard else None
+        self._display = _Display(start, steps) if progress else None
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Write and show one step."""
+        values = dataclasses.asdict(metrics)
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if name != "step" and value is not None:
+                    self._board.add_scalar(f"train/{name}", value, metrics.step)
+        if self._display is not None:
+            self._display.show(metrics)
+
+    def record_evaluation(self, step: int, losses: dict[str, float]) -> None:
+        """Write and show held-out losses after `step` steps."""
+        if self._board is not None:
+            for name, value in losses.items():
+                self._board.add_scalar(f"evaluation/{name}", value, step)
+        told = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
+        self.say(f"step {step}: {told}")
+
+    def say(self, text: str) -> None:
+        """A line above the progress."""
+        if self._display is not None:
+            self._display.say(text)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._display is not None:
+            self._display.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`; a last one that a crash cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _keep_steps_before(path: Path, start: int) -> None:
+    kept = [line for line in read_metrics(path) if line["step"] < start]
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    part.replace(path)
+
+
+def _open_board(folder: Path, start: int) -> SummaryWriter | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logging.getLogger(__name__).warning("no TensorBoard curves: the package is not installed")
+        return None
+    return SummaryWriter(str(folder), purge_step=start)
+
+
+class _Display:
+    """Progress on standard error: one live line on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, start: int, steps: int) -> None:
+        self._steps, self._every = steps, max(1, steps // 10)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+
+            columns = (
+                MofNCompleteColumn(),
+                BarColumn(24),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=Console(stderr=True))
+            self._task = self._progress.add_task("", total=steps, completed=start)
+            self._progress.start()
+
+    def show(self, metrics: StepMetrics) -> None:
+        text = describe(metrics)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=metrics.step + 1, description=text)
+        elif (metrics.step + 1) % self._every == 0 or metrics.step + 1 == self._steps:
+            self.say(f"step {metrics.step + 1}/{self._steps}  {text}")
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False)
+        else:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def describe(metrics: StepMetrics) -> str:
+    """A step in one line: loss, speed, bits each way, and what the link was spared."""
+    text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
+    if metrics.bits_forward is not None:
+        text += f"  {metrics.bits_forward:.2f} bits forward"
+    if metrics.bits_backward is not None:
+        text += f"  {metrics.bits_backward:.2f} backward"
+    if metrics.bytes_saved:
+        text += f"  {metrics.bytes_saved / 1e6:.1f} MB a step saved"
+    return text

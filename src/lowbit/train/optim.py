@@ -1,0 +1,62 @@
+"""AdamW over the parameters of a rank, its learning rate, and the norm of all gradients of the whole pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.train.config import OptimizerConfig
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves vectors (norms, biases) alone."""
+    every = list(parameters)
+    groups = [
+        {"params": [p for p in every if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(config: OptimizerConfig, *, step: int, steps: int) -> float:
+    """The learning rate of a step, counted from 0: a linear rise, then half a cosine down to `lr * lr_end`."""
+    rise = min(config.lr_warmup_steps, steps)
+    if step < rise:
+        return config.lr * (step + 1) / rise
+    progress = (step - rise) / max(1, steps - 1 - rise)
+    fall = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.lr_end + (1 - config.lr_end) * fall)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use this learning rate from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> float:
+    """Sum of the squares of all elements.
+
+    Each tensor's norm is float32, their squares add up in float64: sums over the parts of a pipeline, in any order,
+    come out the same as over the whole model, but for the last of 53 bits.
+    """
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+
+
+def scale_(gradients: Iterable[Tensor], *, norm: float, limit: float) -> None:
+    """Shrink gradients in place so that the norm of all, over all ranks, is at most `limit` (0: never)."""
+    if limit and norm > limit:
+        for gradient in gradients:
+            gradient.mul_(limit / norm)

@@ -1,0 +1,142 @@
+"""Everything that can be wrong with a run, found before a process group or process exists."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowbit.train.boundaries import Codecs, make_codecs, stock_dtype
+from lowbit.train.checkpoint import Checkpoints, run_facts
+from lowbit.train.config import TrainConfig
+from lowbit.train.data import Data, load_data
+from lowbit.train.model import count_layers, longest_sequence, vocabulary
+from lowbit.train.plan import Plan, make_plan
+from lowbit.train.section import ConfigError
+
+OUTPUTS = ("metrics.jsonl", "summary.json", "config.json", "checkpoints", "tensorboard", "model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A configuration with all that follows from it on this machine."""
+
+    config: TrainConfig
+    plan: Plan
+    codecs: Codecs
+    data: Data
+    vocab: int
+    device: torch.device
+    autocast: torch.dtype | None
+
+    @property
+    def wire(self) -> torch.dtype:
+        """What stages hand to their boundaries: bfloat16 where a stock stage shall send that."""
+        return stock_dtype(self.config.pipeline)
+
+    def checkpoints(self, rank: int) -> Checkpoints:
+        """The checkpoints of a rank of this run."""
+        config = self.config
+        return Checkpoints(
+            Path(config.run.output) / "checkpoints",
+            rank=rank,
+            keep=config.run.keep,
+            facts=run_facts(config, ranks=self.plan.ranks, stages=self.plan.stages),
+        )
+
+
+def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
+    """Check a configuration for a number of ranks, and read its text.
+
+    Raises:
+        ConfigError: anything that would keep the run from starting, in one line.
+    """
+    plan = make_plan(config.pipeline, ranks=ranks, layers=count_layers(config.model))
+    codecs = make_codecs(config.pipeline, plan.stages - 1)
+    device = _device(config.run.device)
+    output = Path(config.run.output)
+    _check_output(config, output)
+    longest = longest_sequence(config.model)
+    if longest is not None and config.data.sequence > longest:
+        raise ConfigError(
+            f"data.sequence is {config.data.sequence}; the model knows {longest} positions; allowed: at most as many"
+        )
+    data = load_data(config.data, cache=output / "cache")
+    found = Prepared(
+        config=config,
+        plan=plan,
+        codecs=codecs,
+        data=data,
+        vocab=vocabulary(config.model, data.tokenizer.size),
+        device=device,
+        autocast=_autocast(config.run.precision, device),
+    )
+    if config.run.resume:
+        _check_resume(found, rank)
+    return found
+
+
+def local_rank() -> int:
+    """This process's number on its machine, as launchers tell it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _check_output(config: TrainConfig, output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.output {str(output)!r} can not be written to: {error.strerror}"
+        ) from error
+    there = [name for name in OUTPUTS if (output / name).exists()]
+    if there and not (config.run.resume or config.run.overwrite):
+        raise ConfigError(
+            f"run.output {str(output)!r} holds a run already ({', '.join(there)}); allowed: another folder, "
+            "run.resume=true to go on from its newest checkpoint, or run.overwrite=true to throw it away"
+        )
+
+
+def _check_resume(found: Prepared, rank: int) -> None:
+    """What a checkpoint on this machine tells without the other ranks."""
+    folder = Path(found.config.run.output) / "checkpoints"
+    written = sorted(folder.glob("step-*/rank-*"))
+    if not written:
+        return
+    checkpoints = found.checkpoints(rank)
+    if steps := checkpoints.steps():
+        checkpoints.check(steps[-1])
+    else:  # of fewer ranks than this run has
+        other = Checkpoints(
+            folder,
+            rank=int(written[-1].name.removeprefix("rank-")),
+            keep=2,
+            facts=checkpoints.facts,
+        )
+        other.check(other.steps()[-1])
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if local_rank() >= torch.cuda.device_count():
+        raise ConfigError(
+            f"run.device is cuda; this machine has {torch.cuda.device_count()} devices; "
+            f"allowed: cpu, or one device for each rank (this is local rank {local_rank()})"
+        )
+    return torch.device("cuda", local_rank())
+
+
+def _autocast(precision: str, device: torch.device) -> torch.dtype | None:
+    """bfloat16 if asked for, or if the device has it: CPUs without it emulate it, some 60 times slower than float32."""
+    if precision == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
+    return torch.bfloat16 if precision == "bf16" else None

@@ -1,0 +1,178 @@
+"""Pipeline stages and their schedule: the one place where a boundary's kind is chosen."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from lowbit.pipeline import LowBitStage
+from lowbit.train.boundaries import Codecs, stock_dtype
+from lowbit.train.config import TrainConfig
+from lowbit.train.metrics import Work
+from lowbit.train.plan import Plan
+
+if TYPE_CHECKING:
+    from lowbit.train.model import StageModule
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in float32. logits: (batch, sequence, vocab); targets: int64 (batch, sequence)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class StockStage(PipelineStage):
+    """PyTorch's own stage, which measures how long it computes; the comparison for `LowBitStage`."""
+
+    compute_seconds = 0.0
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class does, timed."""
+        return self._timed(super().forward_one_chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class does, timed."""
+        return self._timed(super().backward_one_chunk, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class does, timed."""
+        return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _timed(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        self.compute_seconds += time.perf_counter() - start
+        return result
+
+
+class Pipeline:
+    """This rank's stages with the schedule that runs them.
+
+    Args:
+        config: the run; plan: where everything lies.
+        modules: this rank's modules by stage, on `device`.
+        codecs: what the boundaries use.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        modules: dict[int, StageModule],
+        codecs: Codecs,
+        device: torch.device,
+    ) -> None:
+        self.config, self.plan, self.modules, self.codecs = config, plan, modules, codecs
+        self.device = device
+        self._width = next(iter(modules.values())).width
+        self.stages = [self._stage(index) for index in modules]
+        kind = get_schedule_class(config.pipeline.schedule)
+        several = issubclass(kind, PipelineScheduleMulti)
+        self.schedule = kind(
+            self.stages if several else self.stages[0],  # pyright: ignore[reportArgumentType]
+            n_microbatches=config.pipeline.microbatches,
+            loss_fn=next_token_loss,
+        )
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank reads token ids."""
+        return 0 in self.modules
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.plan.stages - 1 in self.modules
+
+    def step(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
+        """Forward and backward of one batch; gradients are left in the parameters.
+
+        Args:
+            inputs, targets: int64 (batch, sequence). ids: sample ids, int64 (batch,).
+
+        Returns:
+            Mean loss over the micro-batches (0.0 where this rank has no last stage), and what the step cost.
+        """
+        losses: list[Tensor] = []
+        for stage in self.stages:
+            if isinstance(stage, LowBitStage):
+                stage.set_samples(ids)
+                stage.traffic.reset()
+        start = time.perf_counter()
+        self.schedule.step(
+            *([inputs.to(self.device)] if self.has_first else []),
+            target=targets.to(self.device) if self.has_last else None,
+            losses=losses if self.has_last else None,
+            return_outputs=False,
+        )
+        seconds = time.perf_counter() - start
+        loss = torch.stack(losses).detach().mean().item() if losses else 0.0
+        return loss, self._work(seconds)
+
+    def _stage(self, index: int) -> PipelineStage:
+        rows = self.config.data.batch // self.config.pipeline.microbatches
+        shapes = _examples(self.modules[index], rows, self.config.data.sequence)
+        common = (self.modules[index], index, self.plan.stages, self.device)
+        if self.config.pipeline.boundary != "lowbit":
+            return StockStage(*common, input_args=shapes[0], output_args=shapes[1])
+        return LowBitStage(
+            *common,
+            input_args=shapes[0],
+            output_args=shapes[1],
+            forward=dict(enumerate(self.codecs.forward)),
+            backward=dict(enumerate(self.codecs.backward)),
+            warmup_steps=self.config.codec_warmup_steps,
+            timeout=self.config.run.timeout_seconds,
+        )
+
+    def _work(self, seconds: float) -> Work:
+        work = Work()
+        for stage in self.stages:
+            if isinstance(stage, LowBitStage):
+                work.forward_bytes += stage.traffic.forward_bytes
+                work.forward_elements += stage.traffic.forward_elements
+                work.backward_bytes += stage.traffic.backward_bytes
+                work.backward_elements += stage.traffic.backward_elements
+                work.codec_seconds += stage.traffic.codec_seconds
+                work.wait_seconds += stage.traffic.wait_seconds
+            elif isinstance(stage, StockStage):
+                work.compute_seconds += stage.compute_seconds
+                stage.compute_seconds = 0.0
+        if self.config.pipeline.boundary == "lowbit":
+            work.compute_seconds = seconds - work.codec_seconds - work.wait_seconds
+        else:
+            work.wait_seconds = seconds - work.compute_seconds
+            self._count_stock(work)
+        return work
+
+    def _count_stock(self, work: Work) -> None:
+        """What a stock stage sends follows from the shapes."""
+        rows, width = self.config.data.batch * self.config.data.sequence, self._width
+        for index in self.modules:
+            forward = index < self.plan.stages - 1 and self.plan.crosses(index)
+            backward = index > 0 and self.plan.crosses(index - 1)
+            work.forward_elements += rows * width * forward
+            work.backward_elements += rows * width * backward
+        size = stock_dtype(self.config.pipeline).itemsize
+        work.forward_bytes = work.forward_elements * size
+        work.backward_bytes = work.backward_elements * size
+
+
+def _examples(module: StageModule, rows: int, sequence: int) -> tuple[Tensor, Tensor]:
+    """Shape and dtype of a micro-batch on either side of a stage, so that no trial run has to find them."""
+
+    def activations(width: int) -> Tensor:
+        return torch.empty(
+            rows, sequence, width, dtype=module.wire, device="meta", requires_grad=True
+        )
+
+    ids = torch.empty(rows, sequence, dtype=torch.int64, device="meta")
+    return (
+        ids if module.first else activations(module.width),
+        activations(module.vocab if module.last else module.width),
+    )

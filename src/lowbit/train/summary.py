@@ -1,0 +1,117 @@
+"""What a run came to, in a few numbers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.train.config import TrainConfig
+from lowbit.train.metrics import StepMetrics
+from lowbit.train.plan import Plan
+
+_LAST = 10  # steps over which the final training loss is averaged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The outcome of a run; `summary.json` holds the same.
+
+    Attributes:
+        steps: in the whole run; steps_here: done by this call (fewer after a resume).
+        loss: mean training loss of the last 10 steps of this call, in nats; None without steps.
+        held_out_loss: with nothing but float32 at the boundaries; None without held-out text.
+        held_out_loss_codecs: with the configured codecs at the boundaries; None with a single stage, too.
+        tokens_per_second, seconds_per_step: from the median step that used the codecs (steps of the warm-up, and the
+            first, which sets things up, are left out where others remain).
+        bits_forward, bits_backward, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means over the same
+            steps, as in `StepMetrics`.
+        bytes_sent, bytes_saved, seconds: totals over all steps of this call.
+        boundary, forward, backward: what was at the boundaries; ranks, stages, schedule: the pipeline.
+        model: folder of the trained model; None if it was not saved.
+    """
+
+    steps: int
+    steps_here: int
+    loss: float | None
+    held_out_loss: float | None
+    held_out_loss_codecs: float | None
+    tokens_per_second: float | None
+    seconds_per_step: float | None
+    bits_forward: float | None
+    bits_backward: float | None
+    bytes_per_step: float
+    compute_seconds: float
+    codec_seconds: float
+    wait_seconds: float
+    bytes_sent: int
+    bytes_saved: int
+    seconds: float
+    boundary: str
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    ranks: int
+    stages: int
+    schedule: str
+    model: str | None
+
+
+def summarize(
+    config: TrainConfig,
+    plan: Plan,
+    history: Sequence[StepMetrics],
+    losses: dict[str, float],
+    *,
+    model: Path | None,
+) -> Summary:
+    """A summary of these steps."""
+    settled = _settled(config, history)
+    seconds = statistics.median(m.seconds for m in settled) if settled else None
+    return Summary(
+        steps=config.run.steps,
+        steps_here=len(history),
+        loss=statistics.fmean(m.loss for m in history[-_LAST:]) if history else None,
+        held_out_loss=losses.get("held_out_loss"),
+        held_out_loss_codecs=losses.get("held_out_loss_codecs"),
+        tokens_per_second=config.data.batch * config.data.sequence / seconds if seconds else None,
+        seconds_per_step=seconds,
+        bits_forward=_mean(settled, "bits_forward"),
+        bits_backward=_mean(settled, "bits_backward"),
+        bytes_per_step=_mean(settled, "bytes_sent") or 0.0,
+        compute_seconds=_mean(settled, "compute_seconds") or 0.0,
+        codec_seconds=_mean(settled, "codec_seconds") or 0.0,
+        wait_seconds=_mean(settled, "wait_seconds") or 0.0,
+        bytes_sent=sum(m.bytes_sent for m in history),
+        bytes_saved=sum(m.bytes_saved for m in history),
+        seconds=sum(m.seconds for m in history),
+        boundary=config.pipeline.boundary,
+        forward=config.pipeline.forward,
+        backward=config.pipeline.backward,
+        ranks=plan.ranks,
+        stages=plan.stages,
+        schedule=config.pipeline.schedule,
+        model=None if model is None else str(model),
+    )
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary that a run wrote."""
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("forward", "backward"):
+        values[key] = tuple(values[key])
+    return Summary(**values)
+
+
+def _settled(config: TrainConfig, history: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
+    """The steps that show the run's usual pace."""
+    warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
+    after = [m for m in history if m.step >= warmup]
+    return after[1:] or after or history
+
+
+def _mean(history: Sequence[StepMetrics], name: str) -> float | None:
+    values = [getattr(m, name) for m in history]
+    return None if not values or None in values else statistics.fmean(values)

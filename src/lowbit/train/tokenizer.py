@@ -1,0 +1,98 @@
+"""Text to token ids: byte by byte without any file, or by a Hugging Face tokenizer in a local folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from lowbit.train.section import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Tokenizer(Protocol):
+    """What the recipe needs of a tokenizer."""
+
+    @property
+    def size(self) -> int:
+        """Entries of the vocabulary."""
+        ...
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """Token ids of a document, one dimension, unsigned integers."""
+        ...
+
+    def hugging_face(self) -> PreTrainedTokenizerBase:
+        """The same tokenizer as Hugging Face knows it, to save beside a model."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is a token; its id is its value."""
+
+    size = 256
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """The bytes themselves, uint8."""
+        return np.frombuffer(document, dtype=np.uint8)
+
+    def hugging_face(self) -> PreTrainedTokenizerBase:
+        """A byte-level tokenizer without merges, with the same ids."""
+        from tokenizers import Tokenizer as Fast
+        from tokenizers import decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        vocabulary = {character: byte for byte, character in _byte_characters().items()}
+        fast = Fast(models.BPE(vocab=vocabulary, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False)
+
+
+class FolderTokenizer:
+    """A Hugging Face tokenizer; documents end with its end-of-text token where it has one."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"data.tokenizer {folder!r} can not be loaded: {reason}") from error
+        self.size = len(self._tokenizer)
+
+    def encode(self, document: bytes) -> np.ndarray:
+        """Token ids, uint32; bytes that are no UTF-8 become the replacement character."""
+        text = document.decode("utf-8", errors="replace")
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if self._tokenizer.eos_token_id is not None:
+            ids.append(self._tokenizer.eos_token_id)
+        return np.asarray(ids, dtype=np.uint32)
+
+    def hugging_face(self) -> PreTrainedTokenizerBase:
+        """The tokenizer as it was loaded."""
+        return self._tokenizer
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` asks for.
+
+    Raises:
+        ConfigError: neither "bytes" nor a folder with a tokenizer.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if not Path(name).is_dir():
+        raise ConfigError(f"data.tokenizer is {name!r}; allowed: bytes, or a folder that exists")
+    return FolderTokenizer(name)
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

@@ -1,0 +1,55 @@
+"""Training runs small enough for tests, and functions that the ranks of a test execute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lowbit.train import TrainConfig, from_mapping, train
+from lowbit.train.metrics import read_metrics
+
+TEXT = Path(__file__).read_text() * 4
+
+
+def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
+    """A run of a few seconds in `folder`, on text that is written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = folder / "text.txt"
+    text.write_text(TEXT)
+    values: dict[str, dict[str, Any]] = {
+        "model": {"dim": 32, "layers": 4, "heads": 2, "ffn": 64},
+        "data": {"text": str(text), "sequence": 16, "batch": 8},
+        "pipeline": {"microbatches": 4, "warmup_steps": 0, "forward": "fp32", "backward": "fp32"},
+        "optimizer": {"lr": 3e-3, "lr_warmup_steps": 2, "clip": 0.5},
+        "run": {
+            "output": str(folder / "run"), "steps": 3, "checkpoint_every": 0, "eval_batches": 2, "overwrite": True,
+            "tensorboard": False, "progress": False, "save_model": False, "precision": "fp32", "threads": 1,
+            "timeout_seconds": 20,
+        },
+    }  # fmt: skip
+    for section, changes in sections.items():
+        values[section] |= changes
+    return from_mapping(values)
+
+
+def again(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
+    """The same run with changes."""
+    values = json.loads(config.to_json())
+    for section, changes in sections.items():
+        values[section] |= changes
+    return from_mapping(values)
+
+
+def losses(config: TrainConfig) -> list[float]:
+    """Train as a rank; the loss of every step, then the held-out losses."""
+    found: list[float] = []
+    summary = train(config, on_step=lambda metrics: found.append(metrics.loss))
+    assert summary.held_out_loss is not None
+    return [*found, summary.held_out_loss]
+
+
+def curve(config: TrainConfig) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of every step that a finished or broken run wrote down."""
+    lines = read_metrics(Path(config.run.output) / "metrics.jsonl")
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
