@@ -1,0 +1,239 @@
+"""`lowbit bench convergence`: the same training run with every boundary format, over several seeds.
+
+Three regimes, because low-bit boundaries cost most early in training from scratch, where signals are small beside the
+noise: from scratch after some steps at full precision, from scratch without, and fine-tuning from a full-precision
+checkpoint on another text at a small learning rate.
+
+Design in pairs: a seed sets weights and data order, for every format alike, so what counts is the difference from the
+fp32 run of the same seed, and its spread over the seeds. Rows are written as runs finish; a repeated call skips them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.bench.emulated import Recipe
+from lowbit.bench.jobs import Job, Task, finish
+from lowbit.bench.losses import REFERENCE
+from lowbit.bench.report import Report, Row, machine
+from lowbit.codecs import parse
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.corpus import library_files
+from lowbit.train.data import load_data
+
+REGIMES = ("scratch-warmup", "scratch", "finetune")
+PRETRAIN_SEED = 1234  # apart from the seeds that are compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is trained, on what, and with which boundaries.
+
+    Args:
+        regimes: of `REGIMES`.
+        boundaries: forward formats, by name or in full (`lowbit.codecs.parse`). Formats that code what changed since a
+            sample was last seen (aq-sgd) run in fine-tuning only: from scratch no sample is seen twice.
+        backward: format of the gradients under low-bit forward formats; fp32, bf16 and fp16 travel alike both ways.
+        seeds: of weights and data order.
+        text, held_out: files or folders for training from scratch and for the checkpoint. Absent: Python's standard
+            library, and the last part of the text.
+        finetune_text, finetune_held_out: likewise for fine-tuning. Absent: Python's language reference
+            (`pydoc_data/topics.py`).
+        pretrained: local Hugging Face folder to fine-tune instead of a checkpoint trained here.
+        dim, layers, heads: of the Llama that is trained; stages: how many the pipeline would have.
+        sequence, batch: tokens of a window, windows of a step.
+        steps, warmup_steps, lr: from scratch. pretrain_steps: of the checkpoint.
+        finetune_steps, finetune_lr: of fine-tuning; finetune_samples: distinct windows, seen again in every epoch.
+        eval_windows: held-out windows of the final evaluation.
+        jobs: runs at a time, each in its own process; threads: of each.
+        folder: where the checkpoint is kept.
+    """
+
+    regimes: tuple[str, ...] = REGIMES
+    boundaries: tuple[str, ...] = ("fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd")
+    backward: str = "GroupInt(bits=6, group=32, symmetric=True)"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    text: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    finetune_text: tuple[str, ...] = ()
+    finetune_held_out: tuple[str, ...] = ()
+    pretrained: str = ""
+    dim: int = 256
+    layers: int = 8
+    heads: int = 4
+    stages: int = 8
+    sequence: int = 128
+    batch: int = 4
+    steps: int = 400
+    warmup_steps: int = 100
+    lr: float = 1e-3
+    pretrain_steps: int = 400
+    finetune_steps: int = 120
+    finetune_lr: float = 1e-4
+    finetune_samples: int = 160
+    eval_windows: int = 256
+    jobs: int = 1
+    threads: int = 1
+    folder: str = "runs/convergence"
+
+    def __post_init__(self) -> None:
+        unknown = [regime for regime in self.regimes if regime not in REGIMES]
+        if unknown or not self.regimes:
+            raise ValueError(f"regimes is {self.regimes}; allowed: {', '.join(REGIMES)}")
+        for boundary in (*self.boundaries, self.backward):
+            parse(boundary)
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+        if not self.pretrained and self.stages > self.layers:
+            raise ValueError(f"stages is {self.stages}; allowed: at most layers ({self.layers})")
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that rows must share to be compared with each other."""
+        free = ("regimes", "boundaries", "seeds", "jobs", "threads", "folder")
+        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        return {name: value for name, value in values.items() if name not in free}
+
+
+_LEAST = {
+    "stages": 2, "sequence": 8, "batch": 1, "steps": 1, "warmup_steps": 0, "pretrain_steps": 1, "finetune_steps": 1,
+    "finetune_samples": 1, "eval_windows": 1, "jobs": 1, "threads": 1,
+}  # fmt: skip
+
+
+def run(settings: Settings, *, file: Path | None = None) -> Report:
+    """Train every combination that `file` does not hold yet.
+
+    Args:
+        settings: what to compare.
+        file: JSON that is read first, if it is there, and written again after each run.
+
+    Returns:
+        A report with a row for each run: `regime`, `boundary`, `seed`, `loss` (held-out, nats a token, of the trained
+        model by itself), `over_fp32` (less the fp32 run's of the same seed; None without one) and what
+        `lowbit.bench.emulated.train` measures.
+
+    Raises:
+        ValueError: `file` holds rows of other settings, or text, folder or checkpoint can not be used.
+    """
+    rows = _read(file, settings) if file else []
+    known = {(row["regime"], row["boundary"], row["seed"]) for row in rows}
+    jobs = [job for job in planned(settings) if (job.regime, job.boundary, job.seed) not in known]
+    recipes = {regime: recipe(settings, regime) for regime in {job.regime for job in jobs}}
+    for needed in recipes.values():
+        load_data(needed.data)  # missing or short text is an error here, not in a worker
+    report = _report(settings, rows)
+    for row in _train_all(settings, jobs, recipes):
+        report = _report(settings, [*report.rows, row])
+        if file:
+            report.write_json(file)
+    return report
+
+
+def planned(settings: Settings) -> list[Job]:
+    """All runs, in the order in which they start."""
+    return [
+        Job(regime, boundary, seed, settings.backward)
+        for regime in settings.regimes
+        for boundary in settings.boundaries
+        if regime == "finetune" or not parse(boundary).needs_key
+        for seed in settings.seeds
+    ]
+
+
+def recipe(settings: Settings, regime: str) -> Recipe:
+    """The training run of a regime ("pretrain": of the checkpoint that fine-tuning starts from)."""
+    finetune = regime == "finetune"
+    text = settings.finetune_text if finetune else settings.text
+    held_out = settings.finetune_held_out if finetune else settings.held_out
+    lr = settings.finetune_lr if finetune else settings.lr
+    steps = {"finetune": settings.finetune_steps, "pretrain": settings.pretrain_steps}
+    return Recipe(
+        model=_model(settings, pretrained=finetune),
+        data=DataConfig(
+            text=text or (_language_reference() if finetune else _library()),
+            held_out=held_out,
+            tokenizer=(finetune and settings.pretrained) or "bytes",
+            sequence=settings.sequence,
+            batch=settings.batch,
+        ),
+        optimizer=OptimizerConfig(lr=lr, lr_warmup_steps=10 if finetune else 20),
+        steps=steps.get(regime, settings.steps),
+        warmup_steps=settings.warmup_steps if regime == "scratch-warmup" else 0,
+        stages=settings.stages,
+        samples=settings.finetune_samples if finetune else 0,
+        eval_windows=settings.eval_windows,
+        start=str(_checkpoint(settings)) if finetune and not settings.pretrained else "",
+    )
+
+
+def _model(settings: Settings, *, pretrained: bool) -> ModelConfig:
+    if pretrained and settings.pretrained:
+        return ModelConfig(pretrained=settings.pretrained)
+    return ModelConfig(dim=settings.dim, layers=settings.layers, heads=settings.heads)
+
+
+def _library() -> tuple[str, ...]:
+    """Python's standard library without the language reference, which is for fine-tuning."""
+    return tuple(str(path) for path in library_files() if path.parent.name != "pydoc_data")
+
+
+def _language_reference() -> tuple[str, ...]:
+    return (str(Path(sysconfig.get_paths()["stdlib"], "pydoc_data", "topics.py")),)
+
+
+def _checkpoint(settings: Settings) -> Path:
+    """Where the weights lie that fine-tuning starts from; a name for each way of making them."""
+    names = ("text", "dim", "layers", "heads", "sequence", "batch", "pretrain_steps", "lr")
+    text = repr([getattr(settings, name) for name in names])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return Path(settings.folder) / f"pretrained-{digest}.pt"
+
+
+def _train_all(settings: Settings, jobs: list[Job], recipes: dict[str, Recipe]) -> Iterator[Row]:
+    """Rows, as the runs finish; first, if any run starts from it, the checkpoint."""
+    for tuned in recipes.values():
+        if tuned.start and not Path(tuned.start).exists():
+            job = Job("pretrain", REFERENCE, PRETRAIN_SEED, settings.backward)
+            task = Task(job, recipe(settings, "pretrain"), keep=tuned.start)
+            list(finish([task], jobs=1, threads=settings.threads))
+    tasks = [Task(job, recipes[job.regime]) for job in jobs]
+    yield from finish(tasks, jobs=settings.jobs, threads=settings.threads)
+
+
+def _report(settings: Settings, rows: Sequence[Row]) -> Report:
+    reference = {
+        (row["regime"], row["seed"]): row["loss"] for row in rows if row["boundary"] == REFERENCE
+    }
+    compared = []
+    for row in rows:
+        against = reference.get((row["regime"], row["seed"]))
+        over = None if against is None else row["loss"] - against
+        compared.append({**row, "over_fp32": over})
+    return Report(
+        command="bench convergence",
+        settings=settings,
+        machine=machine(),
+        rows=compared,
+    )
+
+
+def _read(file: Path, settings: Settings) -> list[Row]:
+    """Rows of an earlier call with the same settings."""
+    if not file.exists():
+        return []
+    earlier = Report.read_json(file)
+    for name, value in settings.identity().items():
+        if earlier.settings.get(name) != value:
+            raise ValueError(
+                f"{file} holds runs with {name} {earlier.settings.get(name)!r}; this call has {value!r}: "
+                "name another file"
+            )
+    return list(earlier.rows)

@@ -1,0 +1,138 @@
+"""Tensors to try codecs on: drawn from known distributions, and what a language model really sends between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowbit.bench.emulated import Recipe, boundary_modules, train
+from lowbit.codecs import Cast
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.data import load_data
+from lowbit.train.model import build_model, count_layers, vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEGREES_OF_FREEDOM = 3
+OUTLIER_CHANNELS, OUTLIER_SCALE = 0.005, 30.0
+SEQUENCE, BATCH = 256, 4
+
+
+def drawn(kind: str, shape: Sequence[int], *, seed: int = 0) -> Tensor:
+    """A float32 tensor of random numbers.
+
+    Args:
+        kind: "gaussian" (standard normal), "student-t" (3 degrees of freedom: heavy tails anywhere) or "outliers"
+            (normal, but one channel in 200, the same ones for every token, is 30 times as large, as large language
+            models have them).
+        shape: of the tensor; channels last.
+
+    Raises:
+        ValueError: another kind.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    if kind == "gaussian":
+        return x
+    if kind == "student-t":
+        squares = torch.randn(DEGREES_OF_FREEDOM, *shape, generator=generator).square()
+        return x / (squares.mean(0)).sqrt()
+    if kind == "outliers":
+        channels = shape[-1]
+        chosen = torch.randperm(channels, generator=generator)[
+            : max(1, round(channels * OUTLIER_CHANNELS))
+        ]
+        x[..., chosen] *= OUTLIER_SCALE
+        return x
+    raise ValueError(f"kind is {kind!r}; allowed: 'gaussian', 'student-t', 'outliers'")
+
+
+def real(source: str, *, steps: int) -> list[Tensor]:
+    """Activations between the layers of a language model, float32 (batch, tokens, channels) each.
+
+    Args:
+        source: a `.pt` or `.safetensors` file of activations; a local Hugging Face folder, whose model is run on
+            Python's standard library; or nothing: a small Llama that is first trained on it.
+        steps: of that training.
+
+    Raises:
+        ValueError: a file without floating tensors of two or more dimensions, or a folder that can not be used.
+        OSError: a file that can not be read.
+    """
+    if source.endswith((".pt", ".safetensors")):
+        return _from_file(Path(source))
+    data = DataConfig(
+        tokenizer=source or "bytes", sequence=SEQUENCE, batch=BATCH, max_bytes=4_000_000
+    )
+    config = ModelConfig(pretrained=source)
+    if source:
+        tokenizer = load_data(data).tokenizer
+        model = build_model(
+            config, vocab=vocabulary(config, tokenizer.size), sequence=SEQUENCE, seed=0
+        )
+    else:
+        recipe = Recipe(
+            model=config, data=data, optimizer=OptimizerConfig(), steps=steps, warmup_steps=0, stages=2, eval_windows=1
+        )  # fmt: skip
+        model, _ = train(recipe, forward=Cast(), backward=Cast(), seed=0)
+    inputs, _ = load_data(data).held_out.batch(torch.arange(BATCH))
+    return capture(model, inputs, stages=count_layers(config))
+
+
+@torch.no_grad()
+def capture(model: PreTrainedModel, inputs: Tensor, *, stages: int) -> list[Tensor]:
+    """What each stage but the last would send for token ids (batch, tokens)."""
+    sent: list[Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        sent.append((output if isinstance(output, Tensor) else output[0]).float().clone())
+
+    handles = [
+        model.get_submodule(name).register_forward_hook(keep)
+        for name in boundary_modules(model, stages)
+    ]
+    model.eval()
+    model(input_ids=inputs, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return sent
+
+
+def filled(tensors: Sequence[Tensor], numel: int) -> Tensor:
+    """One tensor (1, tokens, channels) of about `numel` elements with the tokens of all, again and again."""
+    channels = tensors[0].shape[-1]
+    tokens = torch.cat([t.reshape(-1, channels) for t in tensors if t.shape[-1] == channels])
+    wanted = max(1, numel // channels)
+    return tokens.repeat(-(-wanted // len(tokens)), 1)[:wanted][None].contiguous()
+
+
+def _from_file(path: Path) -> list[Tensor]:
+    if path.suffix == ".pt":
+        content = torch.load(path, weights_only=True)
+    else:
+        from safetensors.torch import load_file
+
+        content = load_file(path)
+    found = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
+    if not found:
+        raise ValueError(
+            f"{path} has no floating tensor with two or more dimensions, channels last"
+        )
+    return [t if t.dim() == 3 else t.reshape(1, -1, t.shape[-1]) for t in found]
+
+
+def _tensors(content: Any) -> list[Tensor]:
+    """All tensors in nested mappings and lists."""
+    if isinstance(content, Tensor):
+        return [content]
+    parts = content.values() if isinstance(content, Mapping) else content
+    return (
+        [t for part in parts for t in _tensors(part)]
+        if isinstance(content, Mapping | list | tuple)
+        else []
+    )

@@ -1,0 +1,155 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.bench import convergence
+from lowbit.bench.convergence import Settings, planned, recipe, run
+from lowbit.bench.report import Report
+from lowbit.train.data import load_data
+
+LOSS = {"fp32": 2.0, "int4": 2.5, "tah-quant": 2.25, "aq-sgd": 2.125}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i * i) for i in range(2000)))
+    return Settings(
+        regimes=("scratch-warmup", "finetune"), boundaries=("fp32", "int4"), seeds=(0, 1),
+        text=(str(text),), finetune_text=(str(text),), dim=32, layers=2, heads=2, stages=2, sequence=16, batch=2,
+        steps=3, warmup_steps=1, pretrain_steps=2, finetune_steps=2, finetune_samples=2, eval_windows=2,
+        folder=str(tmp_path / "work"),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the training by a table of losses; what would have been trained, in order."""
+    log: list[str] = []
+
+    def finish(tasks: list[Any], *, jobs: int, threads: int):
+        for task in tasks:
+            log.append(str(task.job))
+            if task.keep:
+                Path(task.keep).parent.mkdir(exist_ok=True)
+                Path(task.keep).touch()
+            job = task.job
+            loss = LOSS[job.boundary] + job.seed
+            yield {"boundary": job.boundary, "seed": job.seed, "regime": job.regime, "loss": loss}
+
+    monkeypatch.setattr(convergence, "finish", finish)
+    return log
+
+
+def test_losses_are_compared_with_the_same_seed(settings: Settings, trained: list[str]):
+    report = run(settings)
+    assert len(report.rows) == len(trained) - 1 == 8  # and the checkpoint
+    assert trained[0] == "pretrain fp32 seed 1234"
+    for row in report.rows:
+        assert row["over_fp32"] == (0.5 if row["boundary"] == "int4" else 0)
+
+
+def test_without_fp32_there_is_nothing_to_compare_with(settings: Settings, trained: list[str]):
+    report = run(dataclasses.replace(settings, boundaries=("int4",)))
+    assert {row["over_fp32"] for row in report.rows} == {None}
+
+
+def test_a_file_is_gone_on_with(settings: Settings, trained: list[str], tmp_path: Path):
+    file = tmp_path / "c.json"
+    run(dataclasses.replace(settings, seeds=(0,), regimes=("finetune",)), file=file)
+    trained.clear()
+    report = run(settings, file=file)
+    assert "finetune int4 seed 0" not in trained
+    assert "finetune int4 seed 1" in trained
+    assert not any(name.startswith("pretrain") for name in trained)
+    assert len(report.rows) == 8
+    assert Report.read_json(file).rows == report.rows
+    trained.clear()
+    run(settings, file=file)
+    assert trained == []
+
+
+def test_rows_are_written_as_they_come(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def finish(tasks: list[Any], *, jobs: int, threads: int):
+        yield {"boundary": "fp32", "seed": 0, "regime": "scratch-warmup", "loss": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convergence, "finish", finish)
+    with pytest.raises(KeyboardInterrupt):
+        run(dataclasses.replace(settings, regimes=("scratch-warmup",)), file=tmp_path / "c.json")
+    assert len(Report.read_json(tmp_path / "c.json").rows) == 1
+
+
+def test_rows_of_other_settings_are_not_mixed_in(
+    settings: Settings, trained: list[str], tmp_path: Path
+):
+    run(settings, file=tmp_path / "c.json")
+    with pytest.raises(
+        ValueError, match=r"holds runs with lr 0.001; this call has 0.1: name another"
+    ):
+        run(dataclasses.replace(settings, lr=0.1), file=tmp_path / "c.json")
+
+
+def test_real_runs_in_two_processes(settings: Settings, tmp_path: Path):
+    settings = dataclasses.replace(settings, jobs=2, boundaries=("fp32", "aq-sgd"), seeds=(0,))
+    report = run(settings, file=tmp_path / "c.json")
+    found = {(row["regime"], row["boundary"]): row for row in report.rows}
+    assert set(found) == {("scratch-warmup", "fp32"), ("finetune", "fp32"), ("finetune", "aq-sgd")}
+    assert found["finetune", "fp32"]["loss"] < found["scratch-warmup", "fp32"]["loss"]
+    assert 4 < found["finetune", "aq-sgd"]["bits_forward"] < 32
+    assert found["finetune", "aq-sgd"]["state_bytes"] > 0
+    assert abs(found["finetune", "aq-sgd"]["over_fp32"]) < 0.1
+    assert [path.suffix for path in Path(settings.folder).iterdir()] == [".pt"]
+
+
+def test_formats_with_memory_need_samples_that_come_again():
+    jobs = planned(Settings(boundaries=("fp32", "aq-sgd"), seeds=(0,)))
+    assert [job.regime for job in jobs if job.boundary == "aq-sgd"] == ["finetune"]
+
+
+def test_regimes_differ_in_warm_up_steps_rate_and_start(settings: Settings):
+    warm, cold, tuned = (recipe(settings, r) for r in ("scratch-warmup", "scratch", "finetune"))
+    assert (warm.warmup_steps, cold.warmup_steps, tuned.warmup_steps) == (1, 0, 0)
+    assert (warm.steps, tuned.steps, recipe(settings, "pretrain").steps) == (3, 2, 2)
+    assert tuned.optimizer.lr < cold.optimizer.lr
+    assert tuned.start
+    assert not cold.start
+    other = dataclasses.replace(settings, pretrain_steps=9)
+    assert recipe(other, "finetune").start != tuned.start
+
+
+def test_the_default_texts_are_on_this_machine_and_apart():
+    settings = Settings()
+    scratch, tuned = (recipe(settings, regime) for regime in ("scratch", "finetune"))
+    assert not set(scratch.data.text) & set(tuned.data.text)
+    data = load_data(tuned.data)
+    assert len(data.train) > settings.finetune_samples
+    assert len(data.held_out) >= settings.eval_windows
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"regimes": ("warm",)}, r"regimes is \('warm',\); allowed: scratch-warmup"),
+        ({"boundaries": ("int1",)}, "codec is 'int1'"),
+        ({"backward": "nothing"}, "codec is 'nothing'"),
+        ({"stages": 1}, "stages is 1; allowed: at least 2"),
+        ({"stages": 9}, r"stages is 9; allowed: at most layers \(8\)"),
+        ({"jobs": 0}, "jobs is 0"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Settings(**wrong)
+
+
+def test_missing_text_is_an_error_before_anything_is_trained(
+    settings: Settings, trained: list[str]
+):
+    with pytest.raises(ValueError, match="no such file"):
+        run(dataclasses.replace(settings, finetune_text=("missing.txt",)))
+    assert trained == []

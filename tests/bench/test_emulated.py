@@ -1,0 +1,143 @@
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowbit import ops
+from lowbit.bench import emulated
+from lowbit.bench.emulated import Recipe, boundary_modules, codec_pair, evaluate, train
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, parse
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.data import load_data
+from lowbit.train.model import build_model
+
+FP32 = Cast()
+INT2 = GroupInt(bits=2, group=64)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
+
+
+@pytest.fixture(autouse=True)
+def _without_compilation() -> Iterator[None]:
+    with ops.backend("reference"):
+        yield
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i * i) for i in range(800)))
+    return Recipe(
+        model=ModelConfig(dim=32, layers=4, heads=2),
+        data=DataConfig(text=(str(text),), sequence=16, batch=2, held_out_share=0.2),
+        optimizer=OptimizerConfig(lr_warmup_steps=2),
+        steps=4,
+        warmup_steps=2,
+        stages=3,
+        eval_windows=6,
+    )
+
+
+def first_losses(
+    recipe: Recipe, forward: Codec, backward: Codec = INT6, *, seed: int = 0
+) -> list[float]:
+    losses: list[float] = []
+
+    def keep(step: int, loss: float) -> None:
+        losses.append(loss)
+
+    train(recipe, forward=forward, backward=backward, seed=seed, on_step=keep)
+    return losses
+
+
+def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: Recipe):
+    plain, coded = first_losses(recipe, FP32, FP32), first_losses(recipe, INT2)
+    assert coded[:2] == plain[:2]
+    assert coded[2:] != plain[2:]
+    assert first_losses(recipe, INT2) == coded
+    assert first_losses(recipe, FP32, FP32, seed=1)[0] != plain[0]
+
+
+def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: Recipe):
+    recipe = dataclasses.replace(recipe, steps=20, warmup_steps=0)
+    losses = first_losses(recipe, FP32, FP32)
+    assert losses[-1] < losses[0] - 0.5
+    coded = first_losses(recipe, FP32, INT2)
+    assert coded[0] == losses[0]
+    assert coded[1:] != losses[1:]
+
+
+def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
+    _, result = train(recipe, forward=INT2, backward=INT6, seed=0)
+    shape = (2, 16, 32)
+    assert result["bits_forward"] == INT2.bits_per_element(shape)
+    assert result["bits_backward"] == INT6.bits_per_element(shape)
+    assert result["bits_forward_run"] == (32 + INT2.bits_per_element(shape)) / 2
+    assert result["state_bytes"] == 0
+    assert result["loss_through_codecs"] != result["loss"]
+    assert [step for step, _ in result["curve"]] == [1, 2, 3, 4]
+
+
+def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
+    recipe = dataclasses.replace(recipe, warmup_steps=0, samples=4)
+    _, result = train(recipe, forward=AQSGD(), backward=INT6, seed=0)
+    # Two steps bring four new samples, the other two differences.
+    later = AQSGD().inner.bits_per_element((16, 32))
+    assert result["bits_forward"] == pytest.approx((32 + later) / 2)
+    ends, boundaries = 2, 2
+    assert result["state_bytes"] == ends * boundaries * 4 * 16 * 32 * 4
+    assert result["loss_through_codecs"] is None
+
+
+def test_the_model_comes_back_trained_and_without_codecs(recipe: Recipe):
+    model, result = train(recipe, forward=INT2, backward=INT6, seed=0)
+    held_out = load_data(recipe.data).held_out
+    assert evaluate(model, held_out, recipe) == result["loss"]
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Recipe):
+    model = build_model(recipe.model, vocab=256, sequence=16, seed=0)
+    held_out = load_data(recipe.data).held_out
+    assert len(held_out) >= 12
+    step = len(held_out) / 6
+    expected = []
+    with torch.no_grad():
+        for i in range(6):
+            inputs, targets = held_out.batch(torch.tensor([int(i * step)]))
+            logits = model(input_ids=inputs).logits
+            expected.append(torch.nn.functional.cross_entropy(logits[0], targets[0]).item())
+    assert evaluate(model, held_out, recipe) == pytest.approx(sum(expected) / 6, rel=1e-5)
+
+
+def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
+    torch.save(
+        build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt"
+    )
+    started = dataclasses.replace(recipe, start=str(tmp_path / "w.pt"))
+    # The data order is the seed's, the weights are not: the first losses of both runs are of the same batch.
+    assert first_losses(started, FP32, FP32)[0] != first_losses(recipe, FP32, FP32)[0]
+    result = emulated._prepare(started, 0)[1], emulated._prepare(started, 1)[1]
+    assert torch.equal(result[0].lm_head.weight, result[1].lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("llama", ["model.layers.1", "model.layers.3"]), ("gpt2", ["transformer.h.1", "transformer.h.3"])],
+)  # fmt: skip
+def test_boundaries_lie_where_stages_are_cut(family: str, expected: list[str]):
+    config = ModelConfig(family=family, dim=32, layers=5, heads=2)
+    model = build_model(config, vocab=256, sequence=16, seed=0)
+    assert boundary_modules(model, 3) == expected
+
+
+def test_plain_formats_travel_alike_both_ways():
+    backward = "GroupInt(bits=6, group=32, symmetric=True)"
+    assert codec_pair("bf16", backward) == (Cast(dtype=torch.bfloat16),) * 2
+    assert codec_pair("int4", backward) == (parse("int4"), INT6)
+
+
+def test_curves_are_means_of_equal_stretches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(emulated, "CURVE_POINTS", 2)
+    assert emulated._curve([1.0, 2.0, 3.0, 4.0, 9.0]) == [(3, 2.0), (5, 6.5)]
