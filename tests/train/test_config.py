@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from lowbit.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+)
+from lowbit.train.config_file import from_mapping
+from lowbit.train.section import ConfigError
+
+
+def test_values_are_taken_as_annotated():
+    pipeline = PipelineConfig(forward="int4", schedule="zbvzerobubble")  # pyright: ignore[reportArgumentType]
+    assert pipeline.forward == ("int4",)
+    assert pipeline.schedule == "ZBVZeroBubble"
+    rate = OptimizerConfig(lr=1).lr
+    assert rate == 1.0
+    assert isinstance(rate, float)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (ModelConfig, {"dim": "64"}, "model.dim is '64'; allowed: an integer"),
+        (ModelConfig, {"layers": True}, "model.layers is True; allowed: an integer"),
+        (ModelConfig, {"layers": 0}, "model.layers is 0; allowed: at least 1"),
+        (ModelConfig, {"family": "bert"}, "model.family is 'bert'; allowed: llama,"),
+        (ModelConfig, {"dim": 30, "heads": 4}, "model.dim is 30; allowed: a multiple"),
+        (ModelConfig, {"dim": 12, "heads": 4}, "even width"),
+        (ModelConfig, {"heads": 4, "kv_heads": 3}, "model.kv_heads is 3; allowed: a divisor"),
+        (ModelConfig, {"dropout": 1.5}, "model.dropout is 1.5; allowed: at least 0 and at most 1"),
+        (ModelConfig, {"tied": "yes"}, "model.tied is 'yes'; allowed: true or false or nothing"),
+        (DataConfig, {"text": [1]}, r"data.text is \[1\]; allowed: a string or a list"),
+        (DataConfig, {"text": "a", "dataset": "b"}, "allowed: one of the two"),
+        (PipelineConfig, {"schedule": "2F2B"}, "pipeline.schedule is '2F2B'; allowed: GPipe,"),
+        (PipelineConfig, {"boundary": "fp8"}, "allowed: lowbit, stock-fp32, stock-bf16"),
+        (PipelineConfig, {"warmup_steps": -1}, "pipeline.warmup_steps is -1; allowed: at least 0"),
+        (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr is nan; allowed: a number"),
+        (RunConfig, {"keep": 1}, "run.keep is 1; allowed: at least 2"),
+        (RunConfig, {"resume": True, "overwrite": True}, "allowed: one of the two"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(section, values, message):
+    with pytest.raises(ConfigError, match=message):
+        section(**values)
+
+
+def test_sections_may_not_contradict_each_other():
+    with pytest.raises(ConfigError, match="data.batch is 6; allowed: a multiple of .* \\(4\\)"):
+        TrainConfig(data=DataConfig(batch=6))
+
+
+def test_a_configuration_is_frozen_and_survives_json():
+    config = TrainConfig(pipeline=PipelineConfig(forward=("int4",), warmup_steps=3))
+    assert from_mapping(json.loads(config.to_json())) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run = RunConfig()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "pretrained", "expected"),
+    [(4000, None, "", 100), (200, None, "", 50), (4000, None, "model", 0), (8, 7, "model", 7)],
+)
+def test_default_warmup_fits_the_run(steps, given, pretrained, expected):
+    config = TrainConfig(
+        model=ModelConfig(pretrained=pretrained),
+        pipeline=PipelineConfig(warmup_steps=given),
+        run=RunConfig(steps=steps),
+    )
+    assert config.codec_warmup_steps == expected

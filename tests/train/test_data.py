@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit.train.config import DataConfig
+from lowbit.train.data import Order, Windows, load_data
+from lowbit.train.section import ConfigError
+from tests.train.test_tokenizer import folder
+
+__all__ = ["folder"]  # a fixture
+
+
+def test_windows_are_numbered_and_targets_follow_inputs():
+    windows = Windows(np.arange(14, dtype=np.uint8), 4)
+    inputs, targets = windows.batch(torch.tensor([2, 0]))
+    assert len(windows) == 3
+    assert inputs.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert targets.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert len(Windows(np.arange(4), 4)) == 0
+    assert len(Windows(np.arange(0), 4)) == 0
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_has_another_order():
+    order = Order(samples=11, batch=3, seed=5)
+    epochs = [torch.cat([order.ids(3 * e + s) for s in range(3)]).tolist() for e in range(3)]
+    for ids in epochs:
+        assert len(set(ids)) == 9
+        assert set(ids) <= set(range(11))
+    assert len({tuple(ids) for ids in epochs}) == 3
+
+
+def test_order_depends_on_seed_and_step_alone():
+    first, second = Order(samples=40, batch=8, seed=1), Order(samples=40, batch=8, seed=1)
+    backwards = [second.ids(step).tolist() for step in reversed(range(12))]
+    assert [first.ids(step).tolist() for step in range(12)] == backwards[::-1]
+    assert first.ids(3).tolist() != Order(samples=40, batch=8, seed=2).ids(3).tolist()
+
+
+def _text(tmp_path, length):
+    path = tmp_path / f"{length}.txt"
+    path.write_bytes(bytes(i % 251 for i in range(length)))
+    return (str(path),)
+
+
+def test_the_last_share_is_held_out(tmp_path):
+    data = DataConfig(text=_text(tmp_path, 1000), sequence=10, held_out_share=0.1)
+    found = load_data(data)
+    assert (len(found.train.tokens), len(found.held_out.tokens)) == (900, 100)
+    assert np.concatenate([found.train.tokens, found.held_out.tokens])[-1] == 999 % 251
+
+
+def test_held_out_text_may_be_another_file(tmp_path):
+    text, held_out = _text(tmp_path, 1000), _text(tmp_path, 50)
+    found = load_data(DataConfig(text=text, held_out=held_out, sequence=10))
+    assert (len(found.train.tokens), len(found.held_out.tokens)) == (1000, 50)
+
+
+def test_a_fingerprint_tells_texts_apart(tmp_path):
+    config = DataConfig(text=_text(tmp_path, 1000), sequence=10)
+    before = load_data(config).fingerprint()
+    assert load_data(config).fingerprint() == before
+    (tmp_path / "1000.txt").write_bytes(bytes(1000))
+    assert load_data(config).fingerprint() != before
+
+
+def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypatch):
+    (tmp_path / "text.txt").write_text("few bits " * 100)
+    config = DataConfig(
+        text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0
+    )
+    first = load_data(config, cache=tmp_path / "cache")
+    assert first.train.tokens[:4].tolist() == [2, 3, 2, 3]
+    monkeypatch.setattr("lowbit.train.data._encode", lambda *_: pytest.fail("encoded again"))
+    again = load_data(config, cache=tmp_path / "cache")
+    assert again.fingerprint() == first.fingerprint()
+    assert again.train.batch(torch.tensor([0]))[0].tolist() == [[2, 3, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("length", "values", "message"),
+    [
+        (0, {}, r"data.text .*/0.txt is empty"),
+        (100, {"sequence": 100}, "data.sequence is 100; .* has 95 tokens to train on; .* at most 94"),
+        (100, {"sequence": 20}, "data.batch is 8; .* has 4 windows of 20 tokens"),
+    ],
+)
+def test_too_little_text_is_one_clear_line(tmp_path, length, values, message):
+    with pytest.raises(ConfigError, match=message):
+        load_data(DataConfig(text=_text(tmp_path, length), **values))
+
+
+def test_too_little_held_out_text_is_one_clear_line(tmp_path):
+    text, held_out = _text(tmp_path, 1000), _text(tmp_path, 10)
+    with pytest.raises(ConfigError, match=r"data.held_out has 10 tokens; .* data.sequence \(10\)"):
+        load_data(DataConfig(text=text, held_out=held_out, sequence=10))

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from lowbit.train.metrics import Recorder, Work, bits, describe, read_metrics, step_metrics
+
+
+def _metrics(step: int, loss: float = 2.5):
+    work = Work(1000, 2000, 700, 800, 3.0, 1.0, 0.5)
+    return step_metrics(
+        step=step, loss=loss, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=work
+    )
+
+
+def test_metrics_follow_from_the_sums_over_ranks():
+    metrics = _metrics(3)
+    assert metrics.tokens_per_second == 256
+    assert (metrics.bits_forward, metrics.bits_backward) == (4.0, 7.0)
+    assert (metrics.bytes_sent, metrics.bytes_saved) == (1700, 4 * 2800 - 1700)
+    assert (metrics.compute_seconds, metrics.codec_seconds, metrics.wait_seconds) == (1.5, 0.5, 0.25)
+    assert bits(0, 0) is None
+
+
+def _recorder(folder, start, **kwargs):
+    options = {"tensorboard": False, "progress": False} | kwargs
+    return Recorder(folder, start=start, steps=10, **options)
+
+
+def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path):
+    recorder = _recorder(tmp_path, 0)
+    for step in range(5):
+        recorder.record(_metrics(step))
+    recorder.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 5, "lo')  # killed while writing
+    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3, 4]
+    recorder = _recorder(tmp_path, 3)
+    recorder.record(_metrics(3, loss=9.0))
+    recorder.close()
+    lines = read_metrics(path)
+    assert [line["loss"] for line in lines] == [2.5, 2.5, 2.5, 9.0]
+    assert lines[0] == dataclasses.asdict(_metrics(0))
+
+
+def test_tensorboard_has_every_metric(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = _recorder(tmp_path, 0, tensorboard=True)
+    recorder.record(_metrics(0))
+    recorder.record(_metrics(1, loss=1.5))
+    recorder.record_evaluation(2, {"held_out_loss": 3.0})
+    recorder.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == [2.5, 1.5]
+    assert events.Scalars("evaluation/held_out_loss")[0].step == 2
+    assert "train/bits_forward" in events.Tags()["scalars"]
+
+
+def test_progress_says_what_matters(tmp_path, capsys):
+    recorder = _recorder(tmp_path, 0, progress=True)
+    for step in range(10):
+        recorder.record(_metrics(step))
+    recorder.record_evaluation(10, {"held_out_loss": 3.0, "held_out_loss_codecs": 3.5})
+    recorder.close()
+    told = capsys.readouterr().err
+    assert "step 10/10  loss 2.5000  256 tokens/s  4.00 bits forward  7.00 backward" in told
+    assert "held out loss 3.0000, held out loss codecs 3.5000" in told
+    assert describe(_metrics(0)) in told
