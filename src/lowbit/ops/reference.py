@@ -21,6 +21,7 @@ LARGEST = (
 )  # magnitudes beyond it saturate, so that what decodes to a little more is still finite
 SMALLEST = 2.0**-126  # scales are normal numbers, whatever the mode for denormals
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
+NAN_SCALE = 0x7FC0  # the bfloat16 scale of a group with NaN or Inf, whose codes and middle are zero
 NAN_MID = {1: -128, 2: -32768}
 MID_LIMIT = {1: 127, 2: 32767}
 MID_UNITS = {1: 64, 2: 256}  # units of a mid in one range (2^bits steps)
@@ -45,10 +46,13 @@ def group_int_encode(
     else:
         v_GL = (v_GL + uniform(v_GL.numel(), seed, x.device).view_as(v_GL)).floor()
     top = 2 * center if symmetric else 2.0**bits - 1
-    codes_GL = v_GL.clamp(0, top).nan_to_num(0).to(torch.uint8)
-    layout.section(payload, "scales", torch.bfloat16).copy_(scale_G)
+    finite_G = scale_G.isfinite()
+    codes_GL = torch.where(finite_G[:, None], v_GL.clamp(0, top), 0).to(torch.uint8)
+    # By bits: which NaN a conversion to bfloat16 gives differs between machines.
+    bits_G = torch.where(finite_G, scale_G.view(torch.int32) >> 16, NAN_SCALE)
+    layout.section(payload, "scales", torch.int16).copy_(bits_G)
     if not symmetric:
-        layout.section(payload, "mids", torch.int16).copy_(mid_G.nan_to_num(0))
+        layout.section(payload, "mids", torch.int16).copy_(torch.where(finite_G, mid_G, 0))
     # Padding of a ragged last group carries zeros, so that equal tensors give equal bytes.
     codes_GL.view(-1)[x.numel() :] = 0
     layout.section(payload, "codes").copy_(_pack_ragged(codes_GL, x.numel(), bits))
@@ -178,10 +182,13 @@ def tah_quant_decode(
 
 
 def find_pivots(x_RTE: Tensor, finite_RT: Tensor, geo: TAHGeometry, ratio: float) -> Tensor:
-    """128 + position of each full tile's pivot: its largest |x|, if at least `ratio` times the second; else 0."""
+    """128 + position of each full tile's pivot: its largest |x|, if at least `ratio` times the second; else 0.
+
+    It must be larger, too: the smallest ratios and the tiniest numbers round `second * ratio` to `second`.
+    """
     top = x_RTE.abs().nan_to_num(0).topk(2, dim=-1)
     first, second = top.values.unbind(-1)
-    qualifies = (first >= second * ratio) & (first > 0) & (first < ROTATABLE) & finite_RT
+    qualifies = (first >= second * ratio) & (first > second) & (first < ROTATABLE) & finite_RT
     qualifies[:, geo.full :] = False
     return torch.where(qualifies, top.indices[..., 0] + 128, 0).to(torch.uint8)
 
@@ -219,11 +226,16 @@ def _group_parameters(x_GL: Tensor, bits: int, symmetric: bool) -> tuple[Tensor,
         mid_G = high_G * 0.5 + low_G * 0.5
         half_G = high_G * 0.5 - low_G * 0.5
         extent_G = torch.maximum(half_G, mid_G.abs() * (center / (127 * 2.0**bits)))
-    scale_G = (extent_G / center).clamp(min=SMALLEST).bfloat16().float()
+    scale_G = (extent_G / _like(extent_G, center)).clamp(min=SMALLEST).bfloat16().float()
     scale_G = torch.where(extent_G > 0, scale_G, 0.0)
     divisor_G = torch.where(scale_G > 0, scale_G, 1.0)
     mid_G = (mid_G / divisor_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
     return torch.where(finite_G, scale_G, math.nan), mid_G, center
+
+
+def _like(x: Tensor, value: float) -> Tensor:
+    """A number as a tensor: CUDA divides by a plain number through its reciprocal, which rounds differently."""
+    return torch.full_like(x, value)
 
 
 def _pack_ragged(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
@@ -256,7 +268,7 @@ def _extents(x_RTE: Tensor, mid_width: int) -> tuple[Tensor, Tensor]:
     half_RT = high_RT * 0.5 - low_RT * 0.5
     mid_RT = high_RT * 0.5 + low_RT * 0.5
     # A middle too far away for its integer widens the cells instead of being cut off.
-    return torch.maximum(half_RT, mid_RT.abs() / MID_REACH[mid_width]), mid_RT
+    return torch.maximum(half_RT, mid_RT.abs() / _like(mid_RT, MID_REACH[mid_width])), mid_RT
 
 
 def _keys(

@@ -1,0 +1,9 @@
+"""The operators on CPU tensors, compiled by numba: the reference's bytes at the speed of memory."""
+
+from __future__ import annotations
+
+from lowbit.ops.cpu.group_int import group_int_decode, group_int_encode
+from lowbit.ops.cpu.tah_decode import tah_quant_decode
+from lowbit.ops.cpu.tah_encode import tah_quant_encode
+
+__all__ = ["group_int_decode", "group_int_encode", "tah_quant_decode", "tah_quant_encode"]
