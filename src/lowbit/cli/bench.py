@@ -31,34 +31,41 @@ class Benchmark:
         module: in `lowbit.bench`, with `Settings` and `run(settings)`.
         views: in `lowbit.bench`, with `show(report)` for the terminal and `draw(report, path)`.
         run: how to call `run`, given the module, the settings and the JSON file.
-        words: how elements of lists are written, given the module.
+        words: how elements of lists are written.
     """
 
     module: str
     views: str
     run: Callable[[Any, Any, Path | None], Report]
-    words: Callable[[Any], Mapping[str, Words]] = lambda module: {}
+    words: Callable[[], Mapping[str, Words]] = dict
 
 
-def _run_pipeline(module: Any, settings: Any, file: Path | None) -> Report:
-    """Show the rows as they come."""
-    from rich.console import Console
-    from rich.live import Live
+def _run_live(table_of: str) -> Callable[[Any, Any, Path | None], Report]:
+    """Show the rows as they come, by `table_of(rows)` of this module."""
 
-    views = importlib.import_module(f"lowbit.bench.{BENCHMARKS['pipeline'].views}")
-    with Live(console=Console(stderr=True), transient=True) as live:
-        return module.run(settings, on_rows=lambda rows: live.update(views.table_of(rows)))
+    def run(module: Any, settings: Any, file: Path | None) -> Report:
+        from rich.console import Console
+        from rich.live import Live
+
+        views = importlib.import_module(f"lowbit.bench.{table_of}")
+        with Live(console=Console(stderr=True), transient=True) as live:
+            return module.run(settings, on_rows=lambda rows: live.update(views.table_of(rows)))
+
+    return run
 
 
-def _link_words(module: Any) -> dict[str, Words]:
+def _link_words() -> dict[str, Words]:
+    from lowbit.bench.pipeline import parse_link
+
     def show(rate: float | None) -> str:
         return "unlimited" if rate is None else f"{rate:g}mbit"
 
-    return {"links": Words(module.parse_link, show)}
+    return {"links": Words(parse_link, show)}
 
 
 BENCHMARKS = {
-    "pipeline": Benchmark("pipeline", "pipeline", _run_pipeline, _link_words),
+    "pipeline": Benchmark("pipeline", "speeds", _run_live("speeds"), _link_words),
+    "race": Benchmark("race", "race", _run_live("race"), _link_words),
     "codecs": Benchmark("codecs", "codecs", lambda module, settings, file: module.run(settings)),
     "convergence": Benchmark(
         "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
@@ -87,7 +94,7 @@ class Benchmarks(TyperGroup):
 def make_command(benchmark: Benchmark) -> Callable[..., None]:
     """A function with the benchmark's settings as its parameters, as typer takes it."""
     module = importlib.import_module(f"lowbit.bench.{benchmark.module}")
-    words = benchmark.words(module)
+    words = benchmark.words()
 
     def command(
         json: Json = None, png: Png = None, traceback: Traceback = False, **given: Any
