@@ -14,7 +14,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -23,6 +22,7 @@ Facts = Mapping[str, str]
 
 _LINGER = 5.0  # seconds that a rank stays, after an error, so that all others can read the same
 _GRACE = 1.0  # seconds that members in conflict wait for others, to show the whole of it
+_AGREED = "agreed"
 _POLL = 0.02  # seconds between two looks at who is still missing
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
@@ -77,6 +77,7 @@ class Agreement:
     def state(self, member: int, facts: Facts) -> None:
         """Make a member's facts known."""
         self._store.set(f"{self._prefix}/{member}", json.dumps(dict(facts)))
+        self._store.set(f"{self._prefix}/came/{self._rank}", "")
 
     def check(self, names: Sequence[str], timeout: float) -> None:
         """Wait for the facts of all members, numbered from 0, and compare them.
@@ -94,17 +95,19 @@ class Agreement:
         if missing and not problem:
             problem = (
                 f"{_listed(missing)} stated nothing within {timeout:g} s: not started, ended early, "
-                "busy with something else for longer than that, or without lowbit at this place"
+                "busy for longer than that, or set up for something else"
             )
-        if problem:
-            # The first to conclude decides the text, so that it is the same on every rank.
-            verdict = self._store.compare_set(f"{self._prefix}/verdict", "", problem)
+        # The first to conclude decides, so that all ranks go on, or all raise the same text.
+        verdict = self._store.compare_set(f"{self._prefix}/verdict", "", problem or _AGREED)
+        if verdict.decode() != _AGREED:
             self._linger()
             raise AgreementError(verdict.decode())
 
     def forget(self, member: int) -> None:
-        """Remove a member's facts from the store, once all have read them."""
-        self._store.delete_key(f"{self._prefix}/{member}")
+        """Leave nothing of a member in the store; only once all members have been through `check`."""
+        keys = [str(member), f"came/{self._rank}", *(["verdict"] if member == 0 else [])]
+        for key in keys:
+            self._store.delete_key(f"{self._prefix}/{key}")
 
     def _collect(self, members: int, timeout: float) -> dict[int, Facts]:
         """Facts by member; those of a contradiction hardly wait for the others."""
@@ -122,11 +125,16 @@ class Agreement:
             time.sleep(_POLL)
 
     def _linger(self) -> None:
-        """Stay until every rank has seen what this one has: the store may live in this very process."""
-        with contextlib.suppress(RuntimeError):  # a rank that never comes, or a store that has gone
+        """Stay until every rank that came has the verdict: the store may live in this very process."""
+        deadline = time.monotonic() + _LINGER
+        with contextlib.suppress(RuntimeError):  # the store has gone already
             self._store.set(f"{self._prefix}/left/{self._rank}", "")
-            everybody = [f"{self._prefix}/left/{rank}" for rank in range(self._ranks)]
-            self._store.wait(everybody, timedelta(seconds=_LINGER))
+            while time.monotonic() < deadline and any(map(self._stays, range(self._ranks))):
+                time.sleep(_POLL)
+
+    def _stays(self, rank: int) -> bool:
+        came, left = (f"{self._prefix}/{what}/{rank}" for what in ("came", "left"))
+        return self._store.check([came]) and not self._store.check([left])
 
 
 def contradictions(stated: Mapping[str, Facts]) -> str:

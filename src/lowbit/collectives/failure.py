@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
+_POLL = 0.05
 _LINGER = 5.0  # seconds at most that the rank with the store stays for the others to read it
 
 
@@ -87,7 +88,7 @@ class FailureBoard:
                 grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
                 if time.monotonic() > start + grace:
                     break
-                time.sleep(0.05)
+                time.sleep(_POLL)
             self._note(f"seen/{self._rank}", {})
             finished.set()
             if self._rank == 0:
@@ -95,8 +96,9 @@ class FailureBoard:
 
     def _linger(self, culprit: int, seconds: float) -> None:
         others = [rank for rank in range(len(self._names)) if rank != culprit]
-        keys = [f"{self._prefix}/seen/{rank}" for rank in others]
-        self._store.wait(keys, timedelta(seconds=seconds))
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(self._read(f"seen/{r}") is None for r in others):
+            time.sleep(_POLL)
 
     def _note(self, key: str, note: dict[str, int]) -> None:
         self._store.set(f"{self._prefix}/{key}", json.dumps(note))

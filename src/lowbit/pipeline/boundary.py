@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -123,11 +123,12 @@ class Lane:
 
     def facts(self) -> dict[str, str]:
         """What both ends of the boundary must agree on before the first message."""
-        sessions = [self._session(i) for i, (_, d) in enumerate(self.slots) if d.is_floating_point]
+        coded = [i for i, (_, dtype) in enumerate(self.slots) if dtype.is_floating_point]
+        sessions = [self._session(i) for i in coded]
         return {
-            f"{self.name} tensors": ", ".join(map(_described, self.slots)) or "none",
-            f"{self.name} payload bytes": ", ".join(str(s.max_nbytes()) for s in sessions),
-            f"{self.name} state bytes": ", ".join(str(s.state_bytes()) for s in sessions),
+            f"{self.name} tensors": _listed(map(_described, self.slots)),
+            f"{self.name} payload bytes": _listed(s.max_nbytes() for s in sessions),
+            f"{self.name} state bytes": _listed(s.state_bytes() for s in sessions),
         }
 
     def state_bytes(self) -> int:
@@ -216,3 +217,7 @@ def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
 
 def _described(slot: Slot) -> str:
     return f"{str(slot[1]).removeprefix('torch.')} {tuple(slot[0])}"
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values)) or "none"

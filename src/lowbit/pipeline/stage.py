@@ -87,9 +87,13 @@ class LowBitStage(HookedStage):
             None  # the value of has_backward for which shapes are known
         )
         self._posted = False
-        self._name = f"pipeline/{next_round(self._group, f'stage {stage_index}')}"
+        # Pipelines of equal length in one group are told apart by counting: each has as many stages on every rank.
+        before = next_round(self._group, f"stages of {num_stages}")
+        instance = before // max(1, num_stages // self.group_size)
+        self._name = f"pipeline of {num_stages} stages/{instance}"
         self._board: FailureBoard | None = None
-        self._shapes: Agreement | None = None
+        self._shapes: Agreement | None = None  # stated, but not yet checked
+        self._settled: Agreement | None = None  # the last one that was checked
         self._shape_rounds = 0
         self._identity = Agreement(self._group, f"{self._name}/identity")
         self._identity.state(stage_index, self._identity_facts())
@@ -189,7 +193,9 @@ class LowBitStage(HookedStage):
         self._posted = True
         if self._shapes is not None:
             self._shapes.check(self._stage_names(), self._timeout)
-            self._shapes = None
+            if self._settled is not None:
+                self._settled.forget(self.stage_index)
+            self._settled, self._shapes = self._shapes, None
         self._take_samples()
         for direction, outgoing in self._lanes:
             if not outgoing and (direction == "forward" or self.has_backward):

@@ -1,0 +1,237 @@
+"""Codecs inside one process give the numbers of the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
+from lowbit.pipeline import emulate_
+from tests.pipeline import toy
+from tests.ranks import Ranks
+
+INT4 = GroupInt(bits=4, group=64)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
+STEPS = 5
+
+
+def pipeline(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of a real pipeline, and the gradients of the last step; batches come twice."""
+    options = {"forward": forward, "backward": backward, "warmup_steps": 1, "timeout": 30}
+    run = toy.Run("1f1b", toy.lowbit(**options))
+    grads = []
+    for step in range(STEPS):
+        for stage in run.stages:
+            stage.set_samples(ids(step))
+        grads = run.train(step % 2)
+    return run.losses, grads
+
+
+def ids(step: int) -> Tensor:
+    return torch.arange(toy.ROWS * toy.MICRO_BATCHES) + 1000 * (step % 2)
+
+
+def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Tensor]]:
+    model = nn.Sequential(*toy.blocks(2))
+    emulation = emulate_(model, at=["0"], forward=forward, backward=backward, warmup_steps=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = zip(*(t.split(toy.ROWS) for t in (*toy.batch(step % 2), ids(step))), strict=True)
+        for x, target, samples in parts:
+            emulation.set_samples(samples)
+            losses.append(toy.loss_of(model(x), target))
+            losses[-1].backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= toy.MICRO_BATCHES  # as the schedule does
+        optimizer.step()
+        emulation.step()
+    return [x.detach() for x in losses], [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [(TAHQuant(), INT6), (INT4, Cast(dtype=torch.bfloat16)), (AQSGD(inner=INT4), INT6)],
+    ids=["tah-quant", "int4", "aq-sgd"],
+)
+def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backward: Codec):
+    (_, first), (losses, last) = ranks.run(pipeline, forward, backward)
+    # In a process like the ranks': the number of threads changes the last bit of a matrix product.
+    [(expected_losses, expected_grads)] = ranks.run(one_process, forward, backward, ranks=1)
+    assert torch.equal(torch.stack(losses), torch.stack(expected_losses))
+    assert all(torch.equal(a, b) for a, b in zip(first + last, expected_grads, strict=True))
+    [(plain, _)] = ranks.run(one_process, Cast(), Cast(), ranks=1)
+    assert not torch.equal(torch.stack(losses), torch.stack(plain))
+
+
+class Named(NamedTuple):
+    hidden: Tensor
+    other: Any
+
+
+class Wrap(nn.Module):
+    """A module that returns its input in some container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        y = x * 1
+        return {
+            "tensor": y,
+            "tuple": (y, "kept"),
+            "list": [y, "kept"],
+            "named": Named(y, "kept"),
+            "mapping": {"hidden": y, "other": "kept"},
+            "nested": ((y, "kept"), "kept"),
+        }[self.kind]
+
+
+def first_of(output: Any) -> Tensor:
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
+    return output
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "named", "mapping", "nested"])
+def test_the_first_tensor_of_any_container_is_coded(kind: str):
+    model = nn.Sequential(Wrap(kind))
+    emulate_(model, at=["0"], forward=INT4, backward=INT6)
+    x = torch.randn(4, 64, requires_grad=True)
+    output = model(x)
+    assert type(output) is type(Wrap(kind)(x))
+    assert torch.equal(first_of(output), INT4.round_trip(x.detach()))
+    grad = torch.randn(4, 64)
+    first_of(output).backward(grad)
+    assert torch.equal(x.grad, INT6.round_trip(grad))  # type: ignore[arg-type]
+    if kind != "tensor":
+        assert "kept" in (output.values() if kind == "mapping" else output)
+
+
+def test_a_hugging_face_output_keeps_its_type():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return outputs.BaseModelOutput(last_hidden_state=x * 1)
+
+    model = nn.Sequential(Model())
+    emulate_(model, at=["0"], forward=INT4, backward=INT6)
+    x = torch.randn(2, 64)
+    output = model(x)
+    assert isinstance(output, outputs.BaseModelOutput)
+    assert torch.equal(output.last_hidden_state, INT4.round_trip(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 3, 64), (3, 0), (5,)])
+def test_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...]):
+    model = nn.Sequential(nn.Identity())
+    emulate_(model, at=["0"], forward=INT4, backward=INT6)
+    x = torch.randn(shape).to(dtype)
+    y = model(x)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    assert torch.equal(y, INT4.round_trip(x))
+
+
+def test_warm_up_counts_training_steps():
+    model = nn.Sequential(nn.Identity())
+    emulation = emulate_(model, at=["0"], forward=INT4, backward=INT6, warmup_steps=2)
+    x = torch.randn(2, 64)
+    for step in range(3):
+        coded = not torch.equal(model(x), x)
+        assert coded == (step == 2)
+        emulation.step()
+
+
+def test_evaluation_is_coded_unless_told_otherwise():
+    x = torch.randn(2, 64)
+    for in_evaluation in (True, False):
+        model = nn.Sequential(nn.Identity())
+        emulate_(model, at=["0"], forward=INT4, backward=INT6, in_evaluation=in_evaluation)
+        assert not torch.equal(model(x), x)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), INT4.round_trip(x) if in_evaluation else x)
+
+
+def test_a_codec_that_remembers_samples_leaves_evaluation_alone():
+    model = nn.Sequential(nn.Identity())
+    emulation = emulate_(model, at=["0"], forward=AQSGD(inner=INT4), backward=INT6)
+    x = torch.randn(2, 64)
+    with pytest.raises(ValueError, match="set_samples"):
+        model(x)
+    assert torch.equal(model.eval()(x), x)
+    assert emulation.state_bytes() == 0
+    emulation.set_samples([4, 7])
+    model.train()
+    assert torch.equal(model(x), x)  # a first visit
+    assert not torch.equal(model(x + 1), x + 1)
+    assert emulation.state_bytes() == 2 * x.numel() * 4
+
+
+def test_traffic_is_that_of_the_pipeline():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    emulation = emulate_(model, at=["0", "1"], forward=INT4, backward=INT6)
+    x = torch.randn(2, 64, requires_grad=True)
+    model(x).sum().backward()
+    assert emulation.traffic.forward_bytes == 2 * INT4.nbytes(x.shape)
+    assert emulation.traffic.backward_bytes == 2 * INT6.nbytes(x.shape)
+
+
+def test_remove_restores_the_model():
+    model = nn.Sequential(nn.Identity())
+    emulation = emulate_(model, at=["0"], forward=INT4, backward=INT6)
+    x = torch.randn(2, 64)
+    assert not torch.equal(model(x), x)
+    emulation.remove()
+    emulation.remove()
+    assert torch.equal(model(x), x)
+
+
+def test_codecs_by_boundary():
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    emulate_(model, at=["0", "1"], forward={0: Cast(), 1: INT4}, backward=INT6)
+    x = torch.randn(2, 64)
+    assert torch.equal(model(x), INT4.round_trip(x))
+    with pytest.raises(ValueError, match="forward has no codec for boundary 1"):
+        emulate_(model, at=["0", "1"], forward={0: INT4}, backward=INT6)
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        ([], "at is"),
+        ("0", "at is '0'"),
+        (["9"], "names such as 0"),
+        (["0", "0"], "twice"),
+        ([""], "has not"),
+    ],
+)
+def test_bad_names_are_refused(at: Any, said: str):
+    model = nn.Sequential(nn.Identity())
+    with pytest.raises(ValueError, match=said):
+        emulate_(model, at=at, forward=INT4, backward=INT6)
+    x = torch.randn(2, 64)
+    assert torch.equal(model(x), x)
+
+
+def test_modules_without_a_floating_output_are_refused():
+    model = nn.Sequential(nn.Identity())
+    emulate_(model, at=["0"], forward=INT4, backward=INT6)
+    with pytest.raises(TypeError, match="int64"):
+        model(torch.arange(3))
+
+
+def test_autocast_does_not_reach_into_the_codec():
+    model = nn.Sequential(nn.Identity())
+    emulate_(model, at=["0"], forward=TAHQuant(), backward=INT6)
+    x = torch.randn(2, 4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert torch.equal(y, TAHQuant().round_trip(x))

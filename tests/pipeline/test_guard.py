@@ -1,0 +1,167 @@
+"""Ranks that do not fit together, and ranks that die: the same clear error everywhere, and no hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import ScheduleGPipe
+
+from lowbit.codecs import Cast, GroupInt
+from lowbit.pipeline import LowBitStage
+from tests.pipeline import toy
+from tests.ranks import Failure, Ranks
+
+INT4 = GroupInt(bits=4, group=64)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
+FIT = {"forward": INT4, "backward": INT6}
+
+
+def unlike(schedule: str, changes: Mapping[int, Mapping[str, Any]], steps: int = 0) -> None:
+    """Train with other options on some ranks."""
+    options = {**FIT, "timeout": 30.0, **changes.get(dist.get_rank(), {})}
+    run = toy.Run(schedule, toy.lowbit(**options))
+    for stage in run.stages:
+        stage.load_codec_state_dict({"steps": steps * dist.get_rank(), "lanes": {}})
+    run.train(0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "said"),
+    [
+        ("1f1b", {1: {"forward": GroupInt(bits=3)}}, "boundary 0 forward codec: GroupInt(bits=4"),
+        ("1f1b", {0: {"backward": Cast()}}, "boundary 0 backward codec: Cast("),
+        (
+            "zbv",
+            {1: {"warmup_steps": 5}},
+            "warm-up steps: 0 on rank 0 (stage 0) and rank 0 (stage 3); 5 on",
+        ),
+    ],
+)
+def test_other_formats_are_the_same_error_everywhere(
+    ranks: Ranks, schedule: str, changes: Any, said: str
+):
+    start = time.monotonic()
+    outcomes = ranks.outcomes(unlike, schedule, changes)
+    assert time.monotonic() - start < 25  # the processes may have to start first
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert said in outcomes[0].text
+
+
+def test_only_some_of_four_ranks_differ(ranks: Ranks):
+    outcomes = ranks.outcomes(unlike, "1f1b", {2: {"forward": Cast()}}, ranks=4)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "Cast(dtype=torch.float32)" in outcomes[0].text
+    assert "rank 2 (stage 2)" in outcomes[0].text
+
+
+def test_step_counters_that_differ_are_an_error(ranks: Ranks):
+    outcomes = ranks.outcomes(unlike, "interleaved-2", {}, 3)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert "training steps so far: 0 on rank 0 (stage 0)" in outcomes[0].text
+
+
+def other_version() -> None:
+    from lowbit.pipeline import stage
+
+    before, stage.__version__ = stage.__version__, f"9.{dist.get_rank()}"
+    try:
+        toy.Run("1f1b", toy.lowbit(**FIT)).train(0)
+    finally:
+        stage.__version__ = before
+
+
+def test_versions_that_differ_are_an_error(ranks: Ranks):
+    for outcome in ranks.outcomes(other_version):
+        assert outcome.kind == "AgreementError"
+        assert "lowbit version: 9.0 on rank 0 (stage 0); 9.1 on rank 1 (stage 1)" in outcome.text
+
+
+def other_shapes(expected: list[int]) -> None:
+    """Static shapes, which PyTorch does not compare."""
+    rank = dist.get_rank()
+    x = torch.empty(toy.ROWS, expected[rank], toy.WIDTH, requires_grad=rank > 0)
+    stage = LowBitStage(
+        toy.Block(), rank, 2, toy.CPU, input_args=x, output_args=x.detach().requires_grad_(), timeout=30, **FIT
+    )  # fmt: skip
+    runner = ScheduleGPipe(stage, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
+    x, target = toy.batch(0)
+    runner.step(*([x] if rank == 0 else []), target=target if rank else None)
+
+
+def test_shapes_that_differ_are_an_error(ranks: Ranks):
+    ranks.run(other_shapes, [3, 3])
+    outcomes = ranks.outcomes(other_shapes, [3, 5])
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "boundary 0 forward tensors: float32 (2, 3, 24)" in outcomes[0].text
+
+
+def several_pipelines() -> None:
+    """Pipelines of different and of equal lengths in one group, built at once and used in turn."""
+    names = ("1f1b", "interleaved-2", "zbv", "gpipe")
+    runs = [toy.Run(name, toy.lowbit(timeout=20.0, **FIT)) for name in names]
+    for step in range(2):
+        for run in runs:
+            run.train(step)
+
+
+def test_pipelines_of_one_group_do_not_get_mixed_up(ranks: Ranks):
+    ranks.run(several_pipelines)
+
+
+class Stop(toy.Block):
+    """A block that, on one rank, in the third step, stops its process in one way or another."""
+
+    rank = -1
+    seconds = 0.0
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Stop.calls += 1
+        if dist.get_rank() == Stop.rank and Stop.calls > 2 * toy.MICRO_BATCHES + 2:
+            if not Stop.seconds:
+                os._exit(7)
+            time.sleep(Stop.seconds)
+        return super().forward(x)
+
+
+def dies(schedule: str, rank: int, seconds: float, timeout: float) -> float:
+    """How long the error took; it must name the rank that stopped."""
+    Stop.rank, Stop.seconds, Stop.calls = rank, seconds, 0
+    run = toy.Run(schedule, toy.lowbit(timeout=timeout, **FIT), kind=Stop)
+    start = time.monotonic()
+    for step in range(3):
+        start = time.monotonic()
+        run.train(step)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [("1f1b", 2), ("gpipe", 1), ("interleaved-2", 0)])
+def test_a_rank_that_dies_is_named_by_all_others(ranks: Ranks, schedule: str, rank: int):
+    start = time.monotonic()
+    outcomes = ranks.outcomes(dies, schedule, rank, 0.0, 40.0, ranks=3, timeout=40)
+    assert time.monotonic() - start < 35
+    assert outcomes[rank] == Failure("ended", "exit code 7")
+    stages = f"stages {rank}, {rank + 3}" if schedule == "interleaved-2" else f"stage {rank}"
+    for outcome in outcomes[:rank] + outcomes[rank + 1 :]:
+        assert outcome.kind == "PeerError"
+        assert f"rank {rank} ({stages})" in outcome.text, outcome.text
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks):
+    start = time.monotonic()
+    outcomes = ranks.outcomes(dies, "1f1b", 2, 9.0, 5.0, ranks=3, timeout=40)
+    assert time.monotonic() - start < 40
+    for outcome in outcomes[:2]:
+        assert outcome.kind == "PeerError"
+        assert "rank 2 (stage 2)" in outcome.text, outcome.text
+        assert "within 5 s" in outcome.text or "closed" in outcome.text

@@ -1,0 +1,364 @@
+"""`LowBitStage` under PyTorch's schedules, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
+from lowbit.pipeline import LowBitStage
+from tests.pipeline import toy
+from tests.ranks import Ranks
+
+FP32 = Cast(dtype=torch.float32)
+INT4 = GroupInt(bits=4, group=64)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ FP32 wire
+
+
+def equals_stock(schedule: str, evaluate: bool) -> int:
+    stock = toy.Run(schedule, PipelineStage)
+    ours = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    for step in range(3):
+        assert same(stock.train(step), ours.train(step))
+        if evaluate:
+            expected, found = stock.evaluate(step), ours.evaluate(step)
+            assert (expected is None) == (found is None) == (not ours.last)
+            assert expected is None or torch.equal(expected, found)
+    assert same(stock.losses, ours.losses)
+    return len(ours.losses)
+
+
+@pytest.mark.parametrize("schedule", toy.SCHEDULES)
+def test_an_fp32_wire_changes_no_loss_and_no_gradient(ranks: Ranks, schedule: str):
+    stock_evaluates = schedule != "zbv"  # stock V schedules cannot
+    losses = ranks.run(equals_stock, schedule, stock_evaluates)
+    assert sorted(losses) == [0, 3 * toy.MICRO_BATCHES]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", "zbv"])
+def test_four_ranks_likewise(ranks: Ranks, schedule: str):
+    losses = ranks.run(equals_stock, schedule, False, ranks=4)
+    assert sorted(losses) == [0, 0, 0, 3 * toy.MICRO_BATCHES]
+
+
+def evaluates_as_one_process(schedule: str) -> None:
+    run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    run.train(0)
+    run.train(1)  # every stage holds its trained weights only: compare with what it gave before
+    first = run.evaluate(2)
+    run.evaluate(3)
+    again = run.evaluate(2)
+    assert (first is not None) == run.last
+    assert first is None or torch.equal(first, again)
+    run.train(2)
+
+
+def test_a_v_schedule_evaluates_too(ranks: Ranks):
+    ranks.run(evaluates_as_one_process, "zbv")
+
+
+# ------------------------------------------------------------------------------------------------ codecs
+
+
+def trains_with(schedule: str, forward: Codec, backward: Codec, steps: int) -> Any:
+    run = toy.Run(schedule, toy.lowbit(forward=forward, backward=backward, timeout=30))
+    for step in range(steps):
+        run.train(step % 2)
+    return (
+        run.losses,
+        [stage.traffic for stage in run.stages],
+        [s.state_bytes() for s in run.stages],
+    )
+
+
+def test_every_byte_is_counted(ranks: Ranks):
+    outcome = ranks.run(trains_with, "interleaved-2", INT4, INT6, 2)
+    shape = (toy.ROWS, 3, toy.WIDTH)
+    messages, numel = 2 * toy.MICRO_BATCHES, toy.ROWS * 3 * toy.WIDTH
+    for rank, (_, traffic, state) in enumerate(outcome):
+        for stage, sent in zip((rank, rank + 2), traffic, strict=True):
+            up, down = messages * (stage < 3), messages * (stage > 0)
+            assert sent.forward_bytes == up * INT4.nbytes(shape)
+            assert sent.backward_bytes == down * INT6.nbytes(shape)
+            assert sent.forward_elements == up * numel
+            assert sent.backward_elements == down * numel
+            assert sent.codec_seconds > 0
+            assert sent.wait_seconds > 0
+            assert sent.forward_bits == (INT4.bits_per_element(shape) if up else 0)
+            sent.reset()
+            assert sent == type(sent)()
+        assert state == [0, 0]
+
+
+def test_coarse_codecs_change_the_losses_but_still_train(ranks: Ranks):
+    fine = ranks.run(trains_with, "1f1b", FP32, FP32, 20)[1][0]
+    coarse = ranks.run(trains_with, "1f1b", TAHQuant(), INT6, 20)[1][0]
+    assert not same(fine, coarse)
+    assert 0.9 < sum(coarse[-4:]) / sum(fine[-4:]) < 1.1
+
+
+def one_codec_for_each_boundary() -> list[tuple[int, int]]:
+    codecs = {0: INT4, 1: FP32, 2: TAHQuant()}
+    run = toy.Run("1f1b", toy.lowbit(forward=codecs, backward={0: INT6, 1: INT6, 2: FP32}))
+    run.train(0)
+    traffic = run.stages[0].traffic
+    return [(traffic.forward_bytes, traffic.backward_bytes)]
+
+
+def test_codecs_differ_by_boundary_and_direction(ranks: Ranks):
+    sent = [s[0] for s in ranks.run(one_codec_for_each_boundary, ranks=4)]
+    shape, n = (toy.ROWS, 3, toy.WIDTH), toy.MICRO_BATCHES
+    sizes = {c: n * c.nbytes(shape) for c in (INT4, INT6, FP32, TAHQuant())}
+    assert [forward for forward, _ in sent] == [sizes[INT4], sizes[FP32], sizes[TAHQuant()], 0]
+    assert [backward for _, backward in sent] == [0, sizes[INT6], sizes[INT6], sizes[FP32]]
+
+
+def warms_up() -> tuple[list[Tensor], list[int]]:
+    run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, warmup_steps=2))
+    plain = toy.Run("1f1b", PipelineStage)
+    sizes = []
+    for step in range(4):
+        grads, expected = run.train(step), plain.train(step)
+        sizes.append(run.stages[0].traffic.forward_bytes + run.stages[0].traffic.backward_bytes)
+        run.stages[0].traffic.reset()
+        run.evaluate(step)  # does not count as a training step
+        run.stages[0].traffic.reset()
+        if step < 2:
+            assert same(grads, expected)
+    return run.losses, sizes
+
+
+def test_a_warm_up_travels_at_full_precision_and_evaluation_does_not_shorten_it(ranks: Ranks):
+    shape = (toy.ROWS, 3, toy.WIDTH)
+    for (_, sizes), codec in zip(ranks.run(warms_up), (INT4, INT6), strict=True):
+        each = [toy.MICRO_BATCHES * c.nbytes(shape) for c in (FP32, FP32, codec, codec)]
+        assert sizes == each
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+class Several(nn.Module):
+    """Passes on a tensor that is not contiguous, one in bfloat16, an integer one and a mask."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.inner = toy.Block()
+        self.last = last
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *rest: Tensor) -> Any:
+        if y is None:  # the first stage
+            y, rest = x.bfloat16(), (torch.arange(x.shape[0]), x[..., 0] > 0)
+        else:
+            x = x.transpose(0, 1)
+        y, positions, mask = y + self.inner(x).bfloat16(), rest[0] + 1, ~rest[1]
+        if not self.last:
+            return self.inner(x).transpose(0, 1), y, positions, mask
+        return self.inner(x) * mask.unsqueeze(-1) + y.float() + positions.view(-1, 1, 1)
+
+
+def several_tensors(make: Any) -> Any:
+    torch.manual_seed(7)
+    modules = [Several(last=False), Several(last=True)]
+    rank = dist.get_rank()
+    stage = make(modules[rank], rank, 2, toy.CPU)
+    runner = ScheduleGPipe(stage, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
+    x, target = toy.batch(0)
+    losses: list[Tensor] = []
+    runner.step(*([x] if rank == 0 else []), target=target if rank else None, losses=losses)
+    grads = [p.grad for p in modules[rank].parameters()]
+    return [loss.detach() for loss in losses], grads, getattr(stage, "traffic", None)
+
+
+def reference_of_several() -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(7)
+    first, last = Several(last=False), Several(last=True)
+    losses = []
+    for x, target in zip(*(t.split(toy.ROWS) for t in toy.batch(0)), strict=True):
+        losses.append(toy.loss_of(last(*first(x)), target))
+        losses[-1].backward()
+    grads = [
+        p.grad / toy.MICRO_BATCHES
+        for m in (first, last)
+        for p in m.parameters()
+        if p.grad is not None
+    ]
+    return [loss.detach() for loss in losses], grads
+
+
+def several(forward: Codec, backward: Codec) -> Any:
+    return several_tensors(toy.lowbit(forward=forward, backward=backward, timeout=30))
+
+
+def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
+    (_, grads, traffic), (losses, more, _) = ranks.run(several, FP32, FP32)
+    expected_losses, expected_grads = reference_of_several()
+    assert same(losses, expected_losses)
+    torch.testing.assert_close(grads + more, expected_grads)  # autograd adds up in another order
+    rows = toy.ROWS
+    # Both floating tensors travel as float32; positions are int64, the mask is bool.
+    each = 2 * 4 * rows * 3 * toy.WIDTH + 8 * rows + rows * 3
+    assert traffic.forward_bytes == toy.MICRO_BATCHES * each
+
+
+def test_integers_and_masks_are_never_coded(ranks: Ranks):
+    (_, _, traffic), (losses, _, _) = ranks.run(several, INT4, INT6)
+    shape, rows = (toy.ROWS, 3, toy.WIDTH), toy.ROWS
+    assert traffic.forward_bytes == toy.MICRO_BATCHES * (2 * INT4.nbytes(shape) + 11 * rows)
+    for found, expected in zip(losses, reference_of_several()[0], strict=True):
+        assert found.item() == pytest.approx(
+            expected.item(), rel=0.05
+        )  # wrong positions would be far off
+
+
+class Poison(nn.Module):
+    """A block that gives NaN for the second micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = toy.Block()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        poisoned = torch.equal(x, toy.batch(0)[0][toy.ROWS : 2 * toy.ROWS])
+        return torch.where(torch.arange(toy.WIDTH) == 5, torch.nan, y) if poisoned else y
+
+
+def poisoned() -> list[Tensor]:
+    run = toy.Run("gpipe", toy.lowbit(forward=TAHQuant(), backward=INT6), kind=Poison)
+    run.train(0)
+    return run.losses
+
+
+def test_nan_reaches_the_loss(ranks: Ranks):
+    losses = ranks.run(poisoned)[1]
+    assert [bool(loss.isnan()) for loss in losses] == [False, True, False, False]
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def keyed(codec: Codec, stop_after: int | None = None) -> Any:
+    """Train on the same two batches in turn, restarting from a checkpoint after some steps."""
+    make = toy.lowbit(forward=codec, backward=INT6, warmup_steps=1, timeout=30)
+    run = toy.Run("1f1b", make)
+    losses = []
+    for step in range(5):
+        if step == stop_after:
+            states = [stage.codec_state_dict() for stage in run.stages]
+            weights = [stage.submod.state_dict() for stage in run.stages]
+            run = toy.Run("1f1b", make)
+            for stage, state, weight in zip(run.stages, states, weights, strict=True):
+                stage.submod.load_state_dict(weight)
+                stage.load_codec_state_dict(state)
+        batch = step % 2
+        ids = torch.arange(8) + 100 * batch
+        for stage in run.stages:
+            stage.set_samples(ids)
+        run.train(batch)
+        if step == 3:
+            run.evaluate(0)
+        losses += run.losses[-toy.MICRO_BATCHES :]
+    return losses, run.stages[0].traffic, run.stages[0].state_bytes()
+
+
+def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
+    through, resumed = (ranks.run(keyed, AQSGD(inner=INT4), stop) for stop in (None, 3))
+    assert same(through[1][0], resumed[1][0])
+    sample = 3 * toy.WIDTH
+    for _, _, state in through:
+        assert state == 16 * sample * 4  # all samples, in float32, at both ends
+    # A warm-up step and an evaluation at full precision; two first visits; two later ones.
+    first, later = 8 * sample * 4, 8 * INT4.nbytes((3, toy.WIDTH))
+    assert through[0][1].forward_bytes == 2 * first + 2 * first + 2 * later
+
+
+def forgets_samples() -> None:
+    toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6)).train(0)
+
+
+def test_samples_must_be_told(ranks: Ranks):
+    for outcome in ranks.outcomes(forgets_samples):
+        assert outcome.kind == "ValueError"
+        assert "set_samples" in outcome.text
+
+
+def foreign_state() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6))
+    run.stages[0].load_codec_state_dict({"steps": 3, "lanes": {"boundary 7 forward": {}}})
+
+
+def test_the_state_of_another_stage_is_refused(ranks: Ranks):
+    for outcome in ranks.outcomes(foreign_state):
+        assert outcome.kind == "ValueError"
+        assert "boundary 7 forward" in outcome.text
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def bad_arguments() -> list[tuple[str, str]]:
+    found = []
+    for change in (
+        {"forward": "int4"},
+        {"backward": {1: INT6}},
+        {"warmup_steps": -1},
+        {"warmup_steps": 2.5},
+        {"timeout": 0},
+        {"timeout": "soon"},
+    ):
+        options = {"forward": INT4, "backward": INT6} | change
+        try:
+            LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, **options)
+        except (TypeError, ValueError) as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_bad_arguments_are_named(ranks: Ranks):
+    for found in ranks.run(bad_arguments):
+        assert [kind for kind, _ in found] == [
+            "TypeError", "ValueError", "ValueError", "TypeError", "ValueError", "TypeError"
+        ]  # fmt: skip
+        for (_, text), words in zip(
+            found,
+            (
+                "forward 'int4'",
+                "backward boundary 0",
+                "warmup_steps -1",
+                "warmup_steps 2.5",
+                "timeout 0",
+                "timeout 'soon'",
+            ),
+            strict=True,
+        ):
+            assert all(word in text for word in words.split()), text
+
+
+def wrong_samples() -> list[str]:
+    stage = LowBitStage(nn.Identity(), dist.get_rank(), 2, toy.CPU, forward=INT4, backward=INT6)
+    texts = []
+    for ids in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([3, 3])):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            stage.set_samples(ids)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_bad_sample_ids_are_named(ranks: Ranks):
+    for texts in ranks.run(wrong_samples):
+        for text, word in zip(texts, ("float32", "(2, 2)", "twice"), strict=True):
+            assert word in text

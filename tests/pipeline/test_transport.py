@@ -1,0 +1,129 @@
+"""Messages with tags and early, or in the schedule's order."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit.codecs import GroupInt
+from lowbit.collectives.agreement import default_group
+from lowbit.collectives.failure import FailureBoard
+from lowbit.pipeline import Traffic
+from lowbit.pipeline import stage as stage_module
+from lowbit.pipeline.transport import Early, InOrder, Route, choose
+from tests.pipeline import toy
+from tests.ranks import Ranks
+
+INT4 = GroupInt(bits=4, group=64)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
+
+
+def early(timeout: float = 20.0) -> tuple[Early, Traffic]:
+    traffic, group = Traffic(), default_group()
+    transport = choose(group, "cpu", traffic)
+    assert isinstance(transport, Early)
+    names = [f"rank {rank}" for rank in range(dist.get_world_size())]
+    transport.begin(FailureBoard(group, "test", names, timeout))
+    return transport, traffic
+
+
+def any_order() -> float:
+    """Both ranks send first and take last, in another order than they sent."""
+    transport, traffic = early()
+    other = 1 - dist.get_rank()
+    for tag in range(5):
+        transport.post(Route(other, tag), 1 << 18)
+    for tag in (3, 1, 4, 0, 2):
+        payload = torch.full((1 << 18,), 10 * other + tag, dtype=torch.uint8)
+        assert transport.send(Route(other, tag), payload) == []
+        del payload  # the transport keeps it until it has left
+    for tag in (2, 0, 1, 3, 4):
+        assert transport.receive(Route(other, tag), 1 << 18) == []
+        found = transport.take(Route(other, tag), 1 << 18)
+        assert found.unique().tolist() == [10 * dist.get_rank() + tag]
+    transport.drain()
+    assert transport._outbox == []
+    return traffic.wait_seconds
+
+
+def test_messages_are_told_apart_by_their_tags(ranks: Ranks):
+    assert all(seconds > 0 for seconds in ranks.run(any_order))
+
+
+def without_waiting() -> float:
+    """Sending does not wait for the peer, which is busy."""
+    transport, _ = early()
+    rank = dist.get_rank()
+    if rank == 1:
+        transport.post(Route(0, 0), 1 << 24)
+        time.sleep(1)
+        transport.take(Route(0, 0), 1 << 24)
+        return 0
+    start = time.monotonic()
+    transport.send(Route(1, 0), torch.zeros(1 << 24, dtype=torch.uint8))
+    seconds = time.monotonic() - start
+    transport.drain()
+    return seconds
+
+
+def test_sending_does_not_wait(ranks: Ranks):
+    assert ranks.run(without_waiting)[0] < 0.8
+
+
+def leftover() -> None:
+    transport, _ = early()
+    transport.post(Route(1 - dist.get_rank(), 0), 8)
+    early_again = FailureBoard(default_group(), "again", ["rank 0", "rank 1"], 5.0)
+    with pytest.raises(RuntimeError, match="1 messages of the previous step were never taken"):
+        transport.begin(early_again)
+    dist.barrier()
+
+
+def test_messages_of_a_step_that_was_cut_short_do_not_leak_into_the_next(ranks: Ranks):
+    ranks.run(leftover)
+
+
+def in_order() -> Any:
+    """A pipeline over the transport for backends without tags."""
+    before = stage_module.choose
+    stage_module.choose = lambda group, device, traffic: InOrder(group, device)
+    try:
+        coded = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6))
+        looped = toy.Run("interleaved-2", toy.lowbit(forward=INT4, backward=INT6))
+    finally:
+        stage_module.choose = before
+    for step in range(2):
+        coded.train(step)
+        coded.evaluate(step)
+        looped.train(step)
+    assert isinstance(coded.stages[0]._transport, InOrder)
+    return coded.losses, looped.losses
+
+
+def with_tags() -> Any:
+    runs = [
+        toy.Run(name, toy.lowbit(forward=INT4, backward=INT6)) for name in ("1f1b", "interleaved-2")
+    ]
+    for step in range(2):
+        for run in runs:
+            run.train(step)
+    return [run.losses for run in runs]
+
+
+def test_the_schedules_order_gives_the_same_losses(ranks: Ranks):
+    for found, expected in zip(ranks.run(in_order)[1], ranks.run(with_tags)[1], strict=True):
+        assert len(found) == 2 * toy.MICRO_BATCHES
+        assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+def chosen() -> list[str]:
+    group = default_group()
+    return [type(choose(group, device, Traffic())).__name__ for device in ("cpu", "cuda")]
+
+
+def test_the_transport_follows_the_backend(ranks: Ranks):
+    assert ranks.run(chosen, ranks=1) == [["Early", "InOrder"]]

@@ -1,0 +1,132 @@
+"""A small model, cut into stages, and the schedules to run it under."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from lowbit.pipeline import LowBitStage
+
+WIDTH, ROWS, MICRO_BATCHES = 24, 2, 4
+CPU = torch.device("cpu")
+
+SCHEDULES: dict[str, tuple[Any, int]] = {  # class and stages on each rank
+    "gpipe": (ScheduleGPipe, 1),
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved-2": (ScheduleInterleaved1F1B, 2),
+    "interleaved-4": (ScheduleInterleaved1F1B, 4),
+    "zero-bubble": (ScheduleInterleavedZeroBubble, 2),
+    "zbv": (ScheduleZBVZeroBubble, 2),
+}
+
+
+class Block(nn.Module):
+    """One residual layer, of which each stage has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def blocks(count: int, kind: Callable[[], nn.Module] = Block) -> list[nn.Module]:
+    """The same weights on every rank."""
+    torch.manual_seed(7)
+    return [kind() for _ in range(count)]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (ROWS * MICRO_BATCHES, 3, WIDTH)."""
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (ROWS * MICRO_BATCHES, 3, WIDTH)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    return (y.float() - target).square().mean()
+
+
+def held(schedule: str, rank: int, ranks: int) -> list[int]:
+    """Stages of a rank: in turn, or down one side of the V and up the other."""
+    each = SCHEDULES[schedule][1]
+    if schedule == "zbv":
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * i for i in range(each)]
+
+
+@dataclass
+class Run:
+    """A pipeline of this rank's stages, and what training it gave."""
+
+    schedule: str
+    make: Callable[..., PipelineStage]
+    kind: Callable[[], nn.Module] = Block
+    options: Mapping[str, Any] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        schedule, each = SCHEDULES[self.schedule]
+        modules = blocks(each * ranks, self.kind)
+        self.stages = [
+            self.make(modules[i], i, len(modules), CPU, **self.options)
+            for i in held(self.schedule, rank, ranks)
+        ]
+        own = self.stages[0] if each == 1 else self.stages
+        self.runner = schedule(own, MICRO_BATCHES, loss_fn=loss_of)
+        parameters = [p for stage in self.stages for p in stage.submod.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    @property
+    def first(self) -> bool:
+        return any(stage.is_first for stage in self.stages)
+
+    @property
+    def last(self) -> bool:
+        return any(stage.is_last for stage in self.stages)
+
+    def train(self, step: int) -> list[Tensor]:
+        """One step; returns the gradients of this rank's parameters."""
+        x, target = batch(step)
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        self.runner.step(
+            *([x] if self.first else []), target=target if self.last else None, losses=losses
+        )
+        self.losses += [loss.detach() for loss in losses]
+        parameters = [p for stage in self.stages for p in stage.submod.parameters()]
+        grads = [p.grad.clone() for p in parameters if p.grad is not None]
+        self.optimizer.step()
+        return grads
+
+    def evaluate(self, step: int) -> Tensor | None:
+        """Outputs of the last stage, where this rank has it."""
+        x, target = batch(step)
+        with torch.no_grad():
+            return self.runner.eval(
+                *([x] if self.first else []), target=target if self.last else None, losses=[]
+            )
+
+
+def lowbit(**options: Any) -> Callable[..., PipelineStage]:
+    """Makes stages of ours with these options."""
+
+    def make(*args: Any, **kwargs: Any) -> PipelineStage:
+        return LowBitStage(*args, **options, **kwargs)
+
+    return make

@@ -1,0 +1,151 @@
+"""Real processes for tests of several ranks: started once, talking over real sockets, used by many tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed: the error's class name, its text, and where it came from. `kind` "ended": the process died."""
+
+    kind: str
+    text: str
+    trace: str = ""
+
+
+class Ranks:
+    """Up to `size` processes, each of which runs functions as a rank of a fresh Gloo process group.
+
+    The store of the groups lives in this process, as it does under torchrun, on a port that the system chose.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._runs = 0
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._ready = [False] * size
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60
+    ) -> list[Any]:
+        """What `function(*args)` returned on each rank. Fails the test if it failed on any."""
+        outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout)
+        failures = {r: o for r, o in enumerate(outcomes) if isinstance(o, Failure)}
+        assert not failures, "\n".join(
+            f"rank {r}: {f.kind}: {f.text}\n{f.trace}" for r, f in failures.items()
+        )
+        return outcomes
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60
+    ) -> list[Any]:
+        """What `function(*args)` returned on each rank, or the `Failure` that it met there."""
+        self._start(ranks)
+        self._runs += 1
+        for rank in range(ranks):
+            self._workers[rank][1].send((function, args, rank, ranks, f"run{self._runs}"))
+        outcomes: dict[int, Any] = {}
+        deadline = monotonic() + timeout
+        while len(outcomes) < ranks and monotonic() < deadline:
+            outcomes |= self._collect([r for r in range(ranks) if r not in outcomes])
+        late = Failure("TimeoutError", f"no outcome within {timeout} s")
+        for rank in range(ranks):
+            if outcomes.setdefault(rank, late) == late or not self._workers[rank][0].is_alive():
+                self._replace(rank)
+        return [outcomes[rank] for rank in range(ranks)]
+
+    def stop(self) -> None:
+        """End the processes."""
+        while self._workers:
+            _end(*self._workers.pop())
+
+    def _collect(self, waiting: list[int]) -> dict[int, Any]:
+        pipes = {self._workers[rank][1]: rank for rank in waiting}
+        outcomes: dict[int, Any] = {}
+        for pipe in wait(list(pipes), timeout=0.5):
+            assert isinstance(pipe, Connection)
+            rank = pipes[pipe]
+            try:
+                outcomes[rank] = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                self._workers[rank][0].join()
+                outcomes[rank] = Failure("ended", f"exit code {self._workers[rank][0].exitcode}")
+        return outcomes
+
+    def _start(self, count: int) -> None:
+        assert count <= self.size
+        while len(self._workers) < count:
+            self._workers.append(self._new())
+        for rank in range(count):  # importing PyTorch is no part of any time limit
+            if not self._ready[rank]:
+                assert self._workers[rank][1].recv() == "ready"
+                self._ready[rank] = True
+
+    def _replace(self, rank: int) -> None:
+        _end(*self._workers[rank])
+        self._workers[rank], self._ready[rank] = self._new(), False
+
+    def _new(self) -> tuple[BaseProcess, Connection]:
+        context = mp.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+
+def _end(process: BaseProcess, pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.join()
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    torch.set_num_threads(1)
+    importlib.import_module("torch.distributed.pipelining")
+    importlib.import_module("lowbit.pipeline")
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    pipe.send("ready")
+    while True:
+        try:
+            function, args, rank, ranks, name = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_outcome(function, args, rank, ranks, PrefixStore(name, store)))
+
+
+def _outcome(function: Callable[..., Any], args: Any, rank: int, ranks: int, store: Store) -> Any:
+    try:
+        with process_group(rank, ranks, store):
+            return function(*args)
+    except Exception as error:
+        return Failure(type(error).__name__, str(error), traceback.format_exc())
+
+
+@contextlib.contextmanager
+def process_group(rank: int, ranks: int, store: Store) -> Iterator[None]:
+    """The default process group, for as long as the block runs."""
+    torch.manual_seed(1234 + rank)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
