@@ -68,6 +68,15 @@ def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: Recipe)
     assert coded[1:] != losses[1:]
 
 
+def test_the_optimizer_is_the_recipes(recipe: Recipe):
+    still = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr=0.0))
+    _, result = train(still, forward=FP32, backward=FP32, seed=0)
+    fresh = build_model(recipe.model, vocab=256, sequence=16, seed=0)
+    assert evaluate(fresh, load_data(recipe.data).held_out, recipe) == result["loss"]
+    clipped = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr_warmup_steps=2, clip=1e-9))
+    assert first_losses(clipped, FP32, FP32)[2] != first_losses(recipe, FP32, FP32)[2]
+
+
 def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
     _, result = train(recipe, forward=INT2, backward=INT6, seed=0)
     shape = (2, 16, 32)
@@ -116,8 +125,10 @@ def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
         build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt"
     )
     started = dataclasses.replace(recipe, start=str(tmp_path / "w.pt"))
-    # The data order is the seed's, the weights are not: the first losses of both runs are of the same batch.
-    assert first_losses(started, FP32, FP32)[0] != first_losses(recipe, FP32, FP32)[0]
+    # The data order is the seed's, the weights are not.
+    first = first_losses(started, FP32, FP32)[0]
+    assert first != first_losses(recipe, FP32, FP32)[0]
+    assert first != first_losses(started, FP32, FP32, seed=1)[0]
     result = emulated._prepare(started, 0)[1], emulated._prepare(started, 1)[1]
     assert torch.equal(result[0].lm_head.weight, result[1].lm_head.weight)
 

@@ -42,16 +42,19 @@ class Settings:
     """What is measured.
 
     Args:
-        codecs: names or full forms (`lowbit.codecs.parse`), or of `EXTRA_NAMES`. Of the published procedure, errors
-            and bits are measured, not speed.
-        dtypes: of the tensors, of `DTYPES`. threads: numbers to measure with; 0 stands for all cores.
-        data: of `DATA`: what the tensors hold (see `lowbit.bench.samples`).
-        shape: sequences, tokens and channels of a tensor. Real activations keep their channels, and have as many tokens
-            as make up the same number of elements where speed is measured.
+        codecs: formats by name or in full; also tah-quant-token (allocation by token), and published-procedure and
+            published-procedure-token (what the paper's research code does: its errors and bits, not its speed).
+        dtypes: of the tensors: float32, bfloat16, float16.
+        threads: numbers of threads to measure with; 0: all cores.
+        data: what the tensors hold: gaussian, student-t (heavy tails anywhere), outliers (few large channels), real
+            (activations between the layers of a language model).
+        shape: sequences, tokens and channels of a tensor; real activations keep their channels, and their tokens are
+            repeated to as many elements.
         rounds: turns of each operation.
-        reference: measure eager PyTorch too, on the first of `data`.
-        activations: where real activations come from: a `.pt` or `.safetensors` file, or a Hugging Face folder.
-            Absent: a small Llama trained for `train_steps` on Python's standard library.
+        reference: measure eager PyTorch too, on the first kind of data.
+        activations: where the real ones come from: a .pt or .safetensors file, or a local Hugging Face folder; absent:
+            a small Llama that is first trained on Python's standard library.
+        train_steps: of that Llama.
     """
 
     codecs: tuple[str, ...] = (

@@ -37,22 +37,33 @@ class Settings:
     """What is trained, on what, and with which boundaries.
 
     Args:
-        regimes: of `REGIMES`.
-        boundaries: forward formats, by name or in full (`lowbit.codecs.parse`). Formats that code what changed since a
-            sample was last seen (aq-sgd) run in fine-tuning only: from scratch no sample is seen twice.
-        backward: format of the gradients under low-bit forward formats; fp32, bf16 and fp16 travel alike both ways.
+        regimes: scratch-warmup (from scratch, some steps at full precision first), scratch, finetune (from a
+            full-precision checkpoint, on another text).
+        boundaries: forward formats, by name or in full. aq-sgd, which codes what changed since a sample was last seen,
+            runs in fine-tuning only: from scratch no sample is seen twice.
+        backward: format of the gradients beside low-bit forward formats; fp32, bf16 and fp16 travel alike both ways.
         seeds: of weights and data order.
-        text, held_out: files or folders for training from scratch and for the checkpoint. Absent: Python's standard
-            library, and the last part of the text.
-        finetune_text, finetune_held_out: likewise for fine-tuning. Absent: Python's language reference
-            (`pydoc_data/topics.py`).
+        text: files or folders to train on from scratch, and for the checkpoint; absent: Python's standard library.
+        held_out: likewise, to evaluate on; absent: the last part of the text.
+        finetune_text: files or folders to fine-tune on; absent: Python's language reference (pydoc_data/topics.py).
+        finetune_held_out: likewise, to evaluate on; absent: the last part of the text.
         pretrained: local Hugging Face folder to fine-tune instead of a checkpoint trained here.
-        dim, layers, heads: of the Llama that is trained; stages: how many the pipeline would have.
-        sequence, batch: tokens of a window, windows of a step.
-        steps, warmup_steps, lr: from scratch. pretrain_steps: of the checkpoint.
-        finetune_steps, finetune_lr: of fine-tuning; finetune_samples: distinct windows, seen again in every epoch.
-        eval_windows: held-out windows of the final evaluation.
-        jobs: runs at a time, each in its own process; threads: of each.
+        dim: width of the Llama that is trained.
+        layers: its decoder layers.
+        heads: its attention heads.
+        stages: how many the pipeline would have; it has one boundary fewer.
+        sequence: tokens of a sample.
+        batch: samples of a step.
+        steps: from scratch.
+        warmup_steps: so many of them at full precision, where the regime has a warm-up.
+        lr: highest learning rate from scratch.
+        pretrain_steps: of the checkpoint that is fine-tuned.
+        finetune_steps: of fine-tuning.
+        finetune_lr: highest learning rate of fine-tuning.
+        finetune_samples: distinct samples to fine-tune on, seen again in every epoch.
+        eval_windows: held-out samples of the final evaluation.
+        jobs: runs at a time, each in its own process.
+        threads: of each run.
         folder: where the checkpoint is kept.
     """
 
