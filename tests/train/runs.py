@@ -25,7 +25,7 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
         "run": {
             "output": str(folder / "run"), "steps": 3, "checkpoint_every": 0, "eval_batches": 2, "overwrite": True,
             "tensorboard": False, "progress": False, "save_model": False, "precision": "fp32", "threads": 1,
-            "timeout_seconds": 20,
+            "timeout_seconds": 60,
         },
     }  # fmt: skip
     for section, changes in sections.items():

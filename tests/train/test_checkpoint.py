@@ -86,7 +86,9 @@ def test_saving_a_step_again_replaces_it(tmp_path, alone):
 def test_another_kind_of_run_may_not_go_on(tmp_path, alone, key, value):
     _save(tmp_path, [2])
     other = Checkpoints(tmp_path, rank=0, keep=2, facts=FACTS | {key: value})
-    with pytest.raises(ConfigError, match=f"written with {key} = {FACTS[key]}, this run has {value}"):
+    with pytest.raises(
+        ConfigError, match=f"written with {key} = {FACTS[key]}, this run has {value}"
+    ):
         other.load(2)
 
 

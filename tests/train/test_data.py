@@ -83,7 +83,11 @@ def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypat
     ("length", "values", "message"),
     [
         (0, {}, r"data.text .*/0.txt is empty"),
-        (100, {"sequence": 100}, "data.sequence is 100; .* has 95 tokens to train on; .* at most 94"),
+        (
+            100,
+            {"sequence": 100},
+            "data.sequence is 100; .* has 95 tokens to train on; .* at most 94",
+        ),
         (100, {"sequence": 20}, "data.batch is 8; .* has 4 windows of 20 tokens"),
     ],
 )

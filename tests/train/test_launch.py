@@ -3,13 +3,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lowbit.train import ConfigError, LaunchError, run
-from lowbit.train.data import Order
+from lowbit.train import LaunchError, TrainConfig, run
+from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
@@ -24,11 +25,11 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
         run={"steps": 40, "checkpoint_every": 4, "save_model": True},
     )
     whole = again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0})
-    ranks.run(losses, whole)
+    ranks.run(losses, whole, timeout=110)
 
     with ThreadPoolExecutor(1) as pool:
         launched = pool.submit(run, config)
-        _wait_for_lines(config.run.output, 6)
+        _wait_for_lines(config.run.output, 6, launched)
         os.kill(_process_of_rank(1), signal.SIGKILL)
         killed = time.monotonic()
         with pytest.raises(LaunchError, match=r"rank 1 was ended by SIGKILL.*step-0000"):
@@ -40,22 +41,17 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     resumed = run(again(config, run={"resume": True, "overwrite": False}))
     assert curve(config) == curve(whole)
     assert 0 < resumed.steps_here < 40
-    assert resumed.held_out_loss == losses_of(whole)
+    assert resumed.held_out_loss == _held_out_loss(whole)
 
 
-def losses_of(config) -> float:
-    from lowbit.train.summary import read_summary
-
-    loss = read_summary(Path(config.run.output) / "summary.json").held_out_loss
-    assert loss is not None
-    return loss
+def _held_out_loss(config: TrainConfig) -> float | None:
+    return read_summary(Path(config.run.output) / "summary.json").held_out_loss
 
 
-def _wait_for_lines(output: str, count: int) -> None:
+def _wait_for_lines(output: str, count: int, running: Future[Any]) -> None:
     path = Path(output) / "metrics.jsonl"
-    deadline = time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline
+        assert not running.done(), running.result()
         time.sleep(0.01)
 
 

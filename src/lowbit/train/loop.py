@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 import lowbit
-from lowbit.collectives import agree
+from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
+from lowbit.train.boundaries import compile_kernels
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.evaluate import Evaluation
@@ -67,8 +68,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         peers = Peers(default_group())
         try:
             return Trainer(prepared).run(on_step)
-        except DivergedError:
-            raise  # on all ranks at once
+        except (AgreementError, DivergedError):
+            raise  # the same on all ranks
         except Exception as error:
             cause = peers.explain(error)
             peers.linger()
@@ -99,6 +100,9 @@ class Trainer:
         device = prepared.device
         self.pipeline = Pipeline(self.config, self.plan, self.modules, prepared.codecs, device)
         width = next(iter(self.modules.values())).width
+        rows = self.config.data.batch // self.config.pipeline.microbatches
+        shape = (rows, self.config.data.sequence, width)
+        compile_kernels(prepared.codecs, shape, device)
         self.evaluation = Evaluation(
             self.plan, self.modules, width=width, device=device, group=self.side
         )
@@ -134,7 +138,7 @@ class Trainer:
                 recorder.close()
 
     def step(self, step: int) -> StepMetrics:
-        """One optimizer step; metrics over all ranks, the same on each."""
+        """One optimizer step; metrics over all ranks, by this rank's clock."""
         begin = time.perf_counter()
         rate = optim.learning_rate(self.config.optimizer, step=step, steps=self.config.run.steps)
         optim.set_learning_rate(self.optimizer, rate)
