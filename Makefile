@@ -11,6 +11,9 @@ ARGS   ?=
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
+demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 and in 4 bits, side by side
+	@$(BIN)/lowbit demo
+
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 

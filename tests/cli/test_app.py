@@ -52,7 +52,7 @@ def test_version():
 
 def test_help_lists_the_commands():
     shown = invoke("--help").stdout
-    assert all(name in shown for name in ("train", "bench"))
+    assert all(name in shown for name in ("train", "bench", "demo"))
 
 
 def test_help_needs_no_pytorch():
@@ -113,3 +113,11 @@ def test_a_real_run_from_the_command_line(tmp_path: Path):
     written = json.loads((output / "summary.json").read_text())
     assert (written["steps"], written["ranks"]) == (2, 2)
     assert f"{written['held_out_loss']:.4f}" in done.stdout
+
+
+def test_the_demo_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[Path] = []
+    monkeypatch.setattr("lowbit.bench.demo.run", told.append)
+    assert invoke("demo", "--output", str(tmp_path)).exit_code == 0
+    assert invoke("demo").exit_code == 0
+    assert told == [tmp_path, Path("runs/demo")]

@@ -1,4 +1,4 @@
-"""The commands: `lowbit train` and `lowbit bench ...`."""
+"""The commands: `lowbit train`, `lowbit bench ...` and `lowbit demo`."""
 
 from __future__ import annotations
 
@@ -78,3 +78,17 @@ def train(
         from lowbit.train import load, run
 
         show_summary(run(load(config, overrides)))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for tables, picture and models.")] = Path(
+        "runs/demo"
+    ),
+    traceback: Traceback = False,
+) -> None:
+    """Train a small Llama over a 100 Mbit/s link, in FP32 and in TAH-Quant, side by side."""
+    with one_line_errors(traceback):
+        from lowbit.bench.demo import run
+
+        run(output)
