@@ -192,27 +192,31 @@ def codec_at(argument: str, codecs: Codec | Mapping[int, Codec], boundary: int) 
     return codecs
 
 
-def keys_of(samples: Tensor, micro_batches: int) -> tuple[Key, ...]:
-    """Sample ids of each micro-batch, split the way that a pipeline schedule splits the batch."""
-    return tuple(tuple(part.tolist()) for part in samples.tensor_split(micro_batches))
-
-
 def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
-    """Sample ids of a batch as an int64 tensor (batch,).
+    """Sample ids as an int64 tensor (batch,).
 
     Raises:
         TypeError: not integers.
-        ValueError: not one-dimensional, or an id occurs twice (the second message about a sample would depend on the
-            first, whose bytes are still under way).
+        ValueError: not one-dimensional.
     """
     samples = torch.as_tensor(ids).cpu()
     if samples.is_floating_point() or samples.is_complex() or samples.dtype == torch.bool:
         raise TypeError(f"ids have dtype {samples.dtype}; allowed: integers")
     if samples.dim() != 1:
         raise ValueError(f"ids have shape {tuple(samples.shape)}; allowed: one dimension, (batch,)")
+    return samples.long()
+
+
+def keys_of(samples: Tensor, micro_batches: int) -> tuple[Key, ...]:
+    """Sample ids of each micro-batch, split the way that a pipeline schedule splits the batch.
+
+    Raises:
+        ValueError: an id occurs twice. The size of a sample's second message depends on its first, which may still be
+            under way when the second is expected.
+    """
     if samples.unique().numel() != samples.numel():
         raise ValueError("ids has a sample twice; the ids of a batch must differ")
-    return samples.long()
+    return tuple(tuple(part.tolist()) for part in samples.tensor_split(micro_batches))
 
 
 def _described(slot: Slot) -> str:

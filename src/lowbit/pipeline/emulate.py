@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec, check_int
-from lowbit.pipeline.boundary import Direction, Lane, Step, checked_samples, codec_at
+from lowbit.pipeline.boundary import Direction, Lane, Step, checked_samples, codec_at, keys_of
 from lowbit.pipeline.traffic import Traffic
 
 
@@ -75,7 +76,7 @@ class Emulation:
         self._warmup_steps = warmup_steps
         self._in_evaluation = in_evaluation
         self._steps = 0
-        self._samples: tuple[int, ...] | None = None
+        self._samples: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._wires: list[_Wire] = []
 
@@ -87,9 +88,9 @@ class Emulation:
         """Tell which samples the next forward passes hold: int64 (micro-batch,), for codecs that need it.
 
         Raises:
-            TypeError, ValueError: not integers, not one dimension, or an id that occurs twice.
+            TypeError, ValueError: not integers, or not one dimension.
         """
-        self._samples = tuple(checked_samples(ids).tolist())
+        self._samples = checked_samples(ids)
 
     def state_bytes(self) -> int:
         """Bytes that the codecs of both ends of all boundaries keep between steps."""
@@ -114,11 +115,12 @@ class Emulation:
         self._handles.append(module.register_forward_hook(hook))
 
     def _now(self, training: bool, keyed: bool) -> Step:
-        keys = None if self._samples is None else (self._samples,)
-        step = Step(training, self._steps < self._warmup_steps, keys)
-        if keyed and training and not step.full_precision and step.keys is None:
+        step = Step(training, self._steps < self._warmup_steps)
+        if not keyed or not training or step.full_precision:
+            return step
+        if self._samples is None:
             raise ValueError("a codec that keeps something per sample needs set_samples(ids) first")
-        return step
+        return replace(step, keys=keys_of(self._samples, 1))
 
 
 class _Wire:

@@ -104,10 +104,10 @@ class LowBitStage(HookedStage):
         Call it before every training step after the warm-up, with the same ids on every rank. Other codecs ignore it.
 
         Args:
-            ids: int64 (batch,), all different; split into micro-batches like the batch itself.
+            ids: int64 (batch,), split into micro-batches like the batch itself. All different, or the step raises.
 
         Raises:
-            TypeError, ValueError: not integers, not one dimension, or an id that occurs twice.
+            TypeError, ValueError: not integers, or not one dimension.
         """
         self._samples = checked_samples(ids)
 

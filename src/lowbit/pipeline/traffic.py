@@ -15,7 +15,8 @@ class Traffic:
         backward_bytes: bytes of gradients sent to the previous stage.
         backward_elements: elements of the tensors in them.
         codec_seconds: spent encoding what was sent and decoding what was received (on GPUs: launching that).
-        wait_seconds: spent blocked until something expected had arrived.
+        wait_seconds: spent blocked until something expected had arrived, or, at the end of a step, until what was sent
+            had left (the last stage of a rank to finish waits for all of them).
     """
 
     forward_bytes: int = 0

@@ -120,9 +120,7 @@ class Early:
         if route not in self._posted:
             self.post(route, nbytes)
         work, payload = self._posted.pop(route)
-        start = time.perf_counter()
         self._wait(work, route.peer)
-        self._traffic.wait_seconds += time.perf_counter() - start
         return payload
 
     def send(self, route: Route, payload: Tensor) -> list[dist.P2POp]:
@@ -139,8 +137,10 @@ class Early:
 
     def _wait(self, work: dist.Work, peer: int) -> None:
         assert self._board is not None
+        start = time.perf_counter()
         with self._blaming(peer):
             work.wait(self._board.patience)
+        self._traffic.wait_seconds += time.perf_counter() - start
 
     def _blaming(self, peer: int) -> _Blaming:
         assert self._board is not None
