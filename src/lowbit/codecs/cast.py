@@ -45,7 +45,15 @@ class Cast(Codec):
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x.to(dtype)`, except that finite values stay finite: they become the largest of `dtype` at most."""
     y = x.to(dtype)
-    if dtype.itemsize >= x.dtype.itemsize and dtype != torch.float16:
+    if x.dtype == dtype or dtype == torch.float32 or _fits(x, dtype):
         return y
-    largest = torch.finfo(dtype).max
-    return torch.where(y.isinf() & x.isfinite(), y.sign() * largest, y)
+    return torch.where(y.isinf() & x.isfinite(), y.sign() * torch.finfo(dtype).max, y)
+
+
+def _fits(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether nothing can overflow, by one cheap pass on a CPU; a GPU would have to be waited for, so False there."""
+    if x.device.type != "cpu" or not x.numel():
+        return False
+    low, high = x.aminmax()
+    limit = torch.finfo(dtype).max
+    return -limit <= float(low) and float(high) <= limit
