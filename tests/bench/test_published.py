@@ -59,6 +59,11 @@ def test_a_pivot_does_not_coarsen_its_neighbours():
     assert relative_error(x[..., others], without[..., others]) > 0.9
 
 
+def test_the_receiver_has_rounded_scales():
+    x = torch.linspace(0, 10, 64).view(1, 1, 64)
+    assert PublishedProcedure().round_trip(x).max() == 15 * torch.tensor(10 / 15).half().float()
+
+
 def test_edge_values_survive():
     for value in (0.0, 3.0):
         x = torch.full((1, 2, 64), value)
