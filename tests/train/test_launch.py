@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -9,12 +11,17 @@ from typing import Any
 
 import pytest
 
+from lowbit.network import SlowLink
 from lowbit.train import LaunchError, TrainConfig, run
+from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
+LIMIT = 110  # seconds, where everything else runs at the same time
 
+
+@pytest.mark.timeout(300)
 def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -25,7 +32,7 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
         run={"steps": 40, "checkpoint_every": 4, "save_model": True},
     )
     whole = again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0})
-    ranks.run(losses, whole, timeout=110)
+    ranks.run(losses, whole, timeout=LIMIT)
 
     with ThreadPoolExecutor(1) as pool:
         launched = pool.submit(run, config)
@@ -63,3 +70,47 @@ def _process_of_rank(rank: int) -> int:
             if f"RANK={rank}".encode() in environment:
                 return int(pid)
     raise AssertionError(f"no process of rank {rank}")
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_on_two_machines_without_a_disk_in_common(ranks: Ranks, tmp_path: Path):
+    if reason := SlowLink.available():
+        pytest.skip(reason)
+    config = tiny(
+        tmp_path,
+        pipeline={"forward": "int4", "backward": "int6", "warmup_steps": 1},
+        run={"checkpoint_every": 3, "save_model": True},
+    )
+    (tmp_path / "config.toml").write_text(_toml(config))
+    expected = ranks.run(losses, config, timeout=LIMIT)[0]
+    outputs = [tmp_path / "node-0", tmp_path / "node-1"]
+    with SlowLink(hosts=2, rate_mbit=100) as link:
+        nodes = [
+            link.popen(host, _torchrun(host, link.address(0), tmp_path / "config.toml", output))
+            for host, output in enumerate(outputs)
+        ]
+        assert [node.wait(timeout=200) for node in nodes] == [0, 0]
+    found = [line["loss"] for line in read_metrics(outputs[0] / "metrics.jsonl")]
+    assert [*found, read_summary(outputs[0] / "summary.json").held_out_loss] == expected
+    assert (outputs[0] / "model" / "model.safetensors").exists()
+    for rank, output in enumerate(outputs):
+        shares = [path.name for path in output.glob("checkpoints/step-00000003/*")]
+        assert shares == [f"rank-{rank}"]
+        assert (output / "checkpoints" / "latest").read_text() == "step-00000003"
+
+
+def _torchrun(node: int, address: str, config: Path, output: Path) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
+        f"--master-addr={address}", "--master-port=29400", "-m", "lowbit", "train", str(config),
+        "--set", f"run.output={output}",
+    ]  # fmt: skip
+
+
+def _toml(config: TrainConfig) -> str:
+    """JSON's notation of strings, numbers and lists is TOML's, too."""
+    lines = []
+    for section, values in json.loads(config.to_json()).items():
+        lines.append(f"[{section}]")
+        lines += [f"{k} = {json.dumps(v)}" for k, v in values.items() if v is not None]
+    return "\n".join(lines)

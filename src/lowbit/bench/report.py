@@ -85,9 +85,17 @@ class Column:
 
 def table(rows: Sequence[Row], columns: Sequence[Column], *, title: str = "") -> Table:
     """Rows as a rich table; numbers to the right."""
+    from rich import box
     from rich.table import Table
 
-    result = Table(title=title or None, title_justify="left", header_style="bold")
+    result = Table(
+        title=title or None,
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for column in columns:
         numeric = any(isinstance(row.get(column.field), int | float) for row in rows)
         result.add_column(column.title, justify="right" if numeric else "left", no_wrap=True)

@@ -1,0 +1,146 @@
+"""The ranks of a benchmark: processes on the hosts of a slow link, or on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+from types import TracebackType
+from typing import IO, Any
+
+from lowbit.network import SlowLink
+
+
+class Ranks:
+    """One process for each rank of a job, which finds the others; a context manager that ends them all.
+
+    Args:
+        link: an open link, whose host i gets rank i; None: all on this machine's loopback.
+        count: how many.
+        program: module that each of them runs.
+    """
+
+    def __init__(
+        self, link: SlowLink | None, count: int, program: str = "lowbit.bench.rank"
+    ) -> None:
+        self._link, self._count, self._program = link, count, program
+        self._processes: list[subprocess.Popen[str]] = []
+        self._errors: list[IO[str]] = []
+        self._files = contextlib.ExitStack()
+
+    def __enter__(self) -> Ranks:
+        port = "29500" if self._link else str(_free_port())
+        try:
+            for rank in range(self._count):
+                self._start(rank, port)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def ask(self, method: str, **arguments: Any) -> list[Any]:
+        """Give all ranks an order (of `lowbit.bench.rank`) and collect their answers, by rank.
+
+        Raises:
+            ChildProcessError: a rank failed; the message says how.
+        """
+        self.tell(json.dumps([method, arguments]))
+        results: dict[int, Any] = {}
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(results) < self._count:  # whoever fails first ends the waiting
+                for key, _ in selector.select():
+                    selector.unregister(key.fileobj)
+                    results[key.data] = self._answer(key.data)
+        return [results[rank] for rank in range(self._count)]
+
+    def tell(self, line: str) -> None:
+        """Write a line to the standard input of all ranks."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # waiting for it will tell why it ended
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+
+    def ended(self) -> bool:
+        """Whether all ranks have ended, and well.
+
+        Raises:
+            ChildProcessError: one ended with an error; the message has its last words.
+        """
+        codes = [process.poll() for process in self._processes]
+        for rank, code in enumerate(codes):
+            if code:
+                raise _failure(rank, self._last_words(rank))
+        return None not in codes
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()  # what they hold is thrown away, or on disk
+        for process in self._processes:
+            process.communicate()
+        self._files.close()
+        self._processes.clear()
+
+    def _start(self, rank: int, port: str) -> None:
+        count = str(self._count)
+        environment = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": self._link.address(0) if self._link else "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        file = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._errors.append(self._files.enter_context(file))  # `close` closes it
+        argv = [sys.executable, "-m", self._program]
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True
+        }  # fmt: skip
+        if self._link:
+            environment["GLOO_SOCKET_IFNAME"] = self._link.interface(rank)
+            process = self._link.popen(rank, argv, env=environment, **pipes)
+        else:
+            process = subprocess.Popen(argv, env=environment, **pipes)
+        self._processes.append(process)
+
+    def _answer(self, rank: int) -> Any:
+        stdout = self._processes[rank].stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:
+            self._processes[rank].wait()
+            raise _failure(rank, self._last_words(rank))
+        answer = json.loads(line)
+        if "error" in answer:
+            raise _failure(rank, answer["error"])
+        return answer["result"]
+
+    def _last_words(self, rank: int) -> str:
+        """The end of what a rank that has ended said on standard error, and its exit status."""
+        self._errors[rank].seek(0)
+        said = self._errors[rank].read().strip().splitlines()
+        return f"exit status {self._processes[rank].returncode}" + (f", {said[-1]}" if said else "")
+
+
+def _failure(rank: int, reason: str) -> ChildProcessError:
+    return ChildProcessError(f"rank {rank} failed: {reason}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

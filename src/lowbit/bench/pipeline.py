@@ -1,0 +1,296 @@
+"""`lowbit bench pipeline`: training speed over really slow links, boundary format against boundary format.
+
+All formats train the same model on the same samples in the same processes and take turns of a few steps, round after
+round, so that whatever else the machine does hits all of them alike. PyTorch's own stage stands beside `LowBitStage`
+with the same bits, because part of what a low-bit stage gains over it is scheduling: receives posted early, sends
+not waited for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from lowbit.bench.launch import Ranks
+from lowbit.bench.report import Report, Row, machine
+from lowbit.codecs import Cast, parse
+from lowbit.network import LinkUnavailable, SlowLink, goodput
+from lowbit.train.config_file import from_mapping
+from lowbit.train.plan import make_plan
+
+STOCK = ("stock-fp32", "stock-bf16")
+BOUNDARIES = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd")
+_MODEL = ("dim", "layers", "heads", "kv_heads", "ffn")
+_PROBE_SECONDS = 1.0
+
+OnRows = Callable[[Sequence[Row]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is compared, on which links, with which model.
+
+    The default model is one that a slow link really holds up: 8 stages on 2 ranks, so that activations cross the
+    link 7 times forward and 7 times back for every sample.
+
+    Args:
+        links: rates in Mbit/s; None: unlimited.
+        boundaries: formats of activations, by name or in full; stock-fp32 and stock-bf16 are PyTorch's own stage.
+        backward: format of gradients beside low-bit activations; fp32, bf16 and fp16 travel alike both ways.
+        ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
+        dim, layers, heads, kv_heads, ffn: of the Llama that is trained (0: as usual). batch: samples in a step;
+            sequence: tokens of a sample.
+        rounds: how often each format has its turn on each link; steps: timed steps of a turn, after one that is not.
+        samples: distinct samples, a multiple of `batch`. All are visited once before anything is timed, so that
+            formats which remember samples are timed at their best.
+        precision: of the computation: "auto", "fp32" or "bf16".
+        seed: of weights and data order.
+    """
+
+    links: tuple[float | None, ...] = (25.0, 100.0, 1000.0, None)
+    boundaries: tuple[str, ...] = BOUNDARIES
+    backward: str = "GroupInt(bits=6, group=32, symmetric=True)"
+    ranks: int = 2
+    stages_per_rank: int = 4
+    schedule: str = "Interleaved1F1B"
+    microbatches: int = 4
+    dim: int = 256
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 0
+    ffn: int = 0
+    batch: int = 8
+    sequence: int = 256
+    rounds: int = 3
+    steps: int = 2
+    samples: int = 32
+    precision: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(self, ranks=2, rounds=1, steps=1, samples=self.batch)
+        if self.samples % self.batch:
+            raise ValueError(
+                f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})"
+            )
+        for name in ("links", "boundaries"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} is {values}; allowed: one or more, each once")
+        check_recipes(self)
+
+
+def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
+    """Measure every boundary on every link.
+
+    Args:
+        settings: what to measure.
+        on_rows: called with all rows so far after every turn.
+
+    Returns:
+        A report with a row for each link and boundary: `boundary`, `link_mbit` (None: unlimited), `goodput_mbit` (what
+        the link carried, measured with plain sockets), `tokens_per_second` (of the median step) with
+        `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`, `speedup_fp32` (the same
+        stage with full precision), `share_of_unlimited` (of the fastest boundary on the unlimited link),
+        `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
+        `compute_seconds`, `codec_seconds`, `wait_seconds` (of a step, mean over the ranks), `loss` (of the last step;
+        all boundaries of a link have done the same steps), `state_bytes` (kept between steps, all ranks), `steps`.
+
+    Raises:
+        LinkUnavailable: a limited link is asked for and this machine does not permit one.
+        ChildProcessError: a rank failed.
+    """
+    measured = Measurements(settings)
+    with started(settings.ranks, settings.links) as (link, ranks):
+        _open(settings, ranks)
+        for rate in settings.links:
+            measured.goodput[rate] = set_rate(link, rate)
+            for boundary in settings.boundaries * settings.rounds:
+                measured.take(ranks, rate, boundary)
+                if on_rows:
+                    on_rows(measured.rows())
+    return Report(
+        command="bench pipeline", settings=settings, machine=machine(), rows=measured.rows()
+    )
+
+
+def _open(settings: Settings, ranks: Ranks) -> None:
+    """Set up all boundaries' runs, and let each visit every sample."""
+    with tempfile.TemporaryDirectory() as folder:
+        for boundary in settings.boundaries:
+            config = recipe(
+                settings,
+                boundary,
+                data={"max_bytes": 2 * settings.samples * settings.sequence},
+                run={"output": f"{folder}/{boundary}"},
+            )
+            ranks.ask("open", name=boundary, config=config, samples=settings.samples)
+            ranks.ask("steps", name=boundary, count=settings.samples // settings.batch)
+
+
+class Measurements:
+    """What has been measured so far."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.goodput: dict[float | None, float | None] = {}
+        self.steps: dict[tuple[float | None, str], list[dict[str, Any]]] = {}
+        self.state_bytes: dict[str, int] = {}
+        self._settings = settings
+
+    def take(self, ranks: Ranks, rate: float | None, boundary: str) -> None:
+        """Give a boundary its turn. Its first step meets cold caches and a TCP that starts anew, and does not count."""
+        done = step(ranks, boundary, 1 + self._settings.steps)[1:]
+        self.steps.setdefault((rate, boundary), []).extend(done)
+        self.state_bytes[boundary] = sum(ranks.ask("state_bytes", name=boundary))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each link and boundary, in the order of the settings."""
+        speed = {key: _median(steps, "tokens_per_second") for key, steps in self.steps.items()}
+        unlimited = max((s for (rate, _), s in speed.items() if rate is None), default=None)
+        rows = []
+        for rate, boundary in product(self._settings.links, self._settings.boundaries):
+            if steps := self.steps.get((rate, boundary)):
+                mine = speed[rate, boundary]
+                row = {"boundary": boundary, "link_mbit": rate, "goodput_mbit": self.goodput[rate]}
+                for name in ("stock-fp32", "fp32"):
+                    other = speed.get((rate, name))
+                    row[f"speedup_{name.replace('-', '_')}"] = mine / other if other else None
+                row["share_of_unlimited"] = mine / unlimited if unlimited else None
+                rows.append(row | _summary(steps) | {"state_bytes": self.state_bytes[boundary]})
+        return rows
+
+
+def recipe(settings: Any, boundary: str, **more: Mapping[str, Any]) -> dict[str, Any]:
+    """The training run of one boundary, as `lowbit.train.config_file.from_mapping` takes it.
+
+    Args:
+        settings: with the fields of `Settings` that describe model, data and pipeline.
+        boundary: a name in `STOCK` or a codec; more: further entries, by section.
+    """
+    pipeline: dict[str, Any] = {
+        "ranks": settings.ranks,
+        "stages_per_rank": settings.stages_per_rank,
+        "schedule": settings.schedule,
+        "microbatches": settings.microbatches,
+        "warmup_steps": 0,
+    }
+    if boundary in STOCK:
+        pipeline["boundary"] = boundary
+    else:
+        alike = isinstance(parse(boundary), Cast)
+        pipeline |= {"forward": boundary, "backward": boundary if alike else settings.backward}
+    sections: dict[str, dict[str, Any]] = {
+        "model": {name: getattr(settings, name) for name in _MODEL},
+        "data": {"batch": settings.batch, "sequence": settings.sequence},
+        "pipeline": pipeline,
+        "run": {
+            "precision": settings.precision,
+            "seed": settings.seed,
+            "progress": False,
+            "tensorboard": False,
+            "checkpoint_every": 0,
+        },
+    }
+    for section, entries in more.items():
+        sections.setdefault(section, {}).update(entries)
+    return sections
+
+
+@contextmanager
+def started(count: int, links: Sequence[float | None]) -> Iterator[tuple[SlowLink | None, Ranks]]:
+    """Ranks on the hosts of an unlimited link; on this machine's loopback where no link has to be limited or can be.
+
+    Raises:
+        LinkUnavailable: one of `links` is limited and this machine does not permit that.
+    """
+    reason = SlowLink.available()
+    if reason and set(links) != {None}:
+        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
+    if reason:
+        with Ranks(None, count) as ranks:
+            yield None, ranks
+    else:
+        with SlowLink(hosts=count, rate_mbit=None) as link, Ranks(link, count) as ranks:
+            yield link, ranks
+
+
+def set_rate(link: SlowLink | None, rate: float | None) -> float | None:
+    """Limit the link; returns the Mbit/s of payload that it then really carries (None without a link)."""
+    if link is None:
+        return None
+    link.set_rate(rate)
+    return goodput(link, [(0, 1)], _PROBE_SECONDS)[0]
+
+
+def step(ranks: Ranks, name: str, count: int) -> list[dict[str, Any]]:
+    """Steps of a run: metrics over all ranks, with the time of the slowest."""
+    answers = ranks.ask("steps", name=name, count=count)
+    merged = []
+    for step in zip(*answers, strict=True):
+        seconds = max(metrics["seconds"] for metrics in step)
+        speed = step[0]["tokens_per_second"] * step[0]["seconds"] / seconds
+        merged.append({**step[0], "seconds": seconds, "tokens_per_second": speed})
+    return merged
+
+
+def check_at_least(settings: Any, **least: int) -> None:
+    """Check lower limits of whole numbers.
+
+    Raises:
+        ValueError: a field below its limit.
+    """
+    for name, low in least.items():
+        if getattr(settings, name) < low:
+            raise ValueError(f"{name} is {getattr(settings, name)}; allowed: at least {low}")
+
+
+def check_recipes(settings: Any) -> None:
+    """Check that every boundary makes a training run that can start.
+
+    Raises:
+        ValueError: it does not; the text says why, and what is allowed.
+    """
+    parse(settings.backward)
+    for boundary in settings.boundaries:
+        config = from_mapping(recipe(settings, boundary))
+        make_plan(config.pipeline, ranks=settings.ranks, layers=settings.layers)
+
+
+def parse_link(text: str) -> float | None:
+    """Mbit/s of "25mbit", "1gbit", "2.5gbit"; None for "unlimited".
+
+    Raises:
+        ValueError: anything else.
+    """
+    text = text.strip().lower()
+    if text == "unlimited":
+        return None
+    for unit, factor in (("mbit", 1.0), ("gbit", 1000.0)):
+        number = text.removesuffix(unit)
+        if number != text and number.replace(".", "", 1).isdigit() and float(number) > 0:
+            return float(number) * factor
+    raise ValueError(f"link is {text!r}; allowed: such as 25mbit, 1gbit, or unlimited")
+
+
+def _summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    speeds = [step["tokens_per_second"] for step in steps]
+    medians = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "wait_seconds")
+    return {
+        "tokens_per_second": statistics.median(speeds),
+        "tokens_per_second_low": min(speeds),
+        "tokens_per_second_high": max(speeds),
+        "seconds_per_step": _median(steps, "seconds"),
+        "bytes_per_step": round(_median(steps, "bytes_sent")),
+        **{name: _median(steps, name) for name in medians},
+        "loss": steps[-1]["loss"],
+        "steps": len(steps),
+    }
+
+
+def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
+    return statistics.median(step[name] for step in steps)

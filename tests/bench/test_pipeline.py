@@ -1,0 +1,185 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lowbit.bench import pipeline, speeds
+from lowbit.bench.pipeline import Measurements, Settings, parse_link, recipe, run, started
+from lowbit.bench.report import Report
+from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.train.config_file import from_mapping
+
+TINY = Settings(
+    links=(None,),
+    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", "aq-sgd"),
+    stages_per_rank=2,
+    microbatches=2,
+    dim=64,
+    layers=4,
+    heads=2,
+    batch=4,
+    sequence=32,
+    rounds=2,
+    steps=1,
+    samples=8,
+    precision="fp32",
+)
+BYTES_FP32 = 4 * TINY.batch * TINY.sequence * TINY.dim * 3 * 2  # 3 boundaries, both ways
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """One real run: two processes, on a slow link where this machine permits one."""
+    links = (None,) if SlowLink.available() else (40.0, None)
+    seen: list[int] = []
+    done = run(dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
+    assert seen[0] == 1
+    assert seen[-1] == len(done.rows) == len(links) * len(TINY.boundaries)
+    return done
+
+
+def rows_of(report: Report, rate: float | None = None) -> dict[str, Any]:
+    return {row["boundary"]: row for row in report.rows if row["link_mbit"] == rate}
+
+
+def test_every_boundary_travels_in_its_bits(report: Report):
+    rows = rows_of(report)
+    assert list(rows) == list(TINY.boundaries)
+    for name, bits in (("stock-fp32", 32), ("fp32", 32), ("stock-bf16", 16)):
+        assert (rows[name]["bits_forward"], rows[name]["bits_backward"]) == (bits, bits)
+        assert rows[name]["bytes_per_step"] == BYTES_FP32 * bits // 32
+    assert rows["tah-quant"]["bits_forward"] < 4.6
+    assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
+    assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
+
+
+def test_only_aq_sgd_keeps_something(report: Report):
+    rows = rows_of(report)
+    memory = 4 * TINY.samples * TINY.sequence * TINY.dim * 3 * 2  # both ends of 3 boundaries
+    assert {name: row["state_bytes"] for name, row in rows.items()} == dict.fromkeys(rows, 0) | {
+        "aq-sgd": memory
+    }
+
+
+def test_losses_are_those_of_the_same_steps(report: Report):
+    losses = {name: row["loss"] for name, row in rows_of(report).items()}
+    assert losses["fp32"] == pytest.approx(losses["stock-fp32"], abs=1e-5)
+    assert losses["tah-quant"] != losses["fp32"]
+    assert losses["tah-quant"] == pytest.approx(losses["fp32"], abs=0.1)
+
+
+def test_ratios_follow_from_the_speeds(report: Report):
+    rows = rows_of(report)
+    fastest = max(row["tokens_per_second"] for row in rows.values())
+    for row in rows.values():
+        speed = row["tokens_per_second"]
+        assert row["tokens_per_second_low"] <= speed <= row["tokens_per_second_high"]
+        assert row["steps"] == TINY.rounds * TINY.steps
+        assert row["speedup_fp32"] == speed / rows["fp32"]["tokens_per_second"]
+        assert row["speedup_stock_fp32"] == speed / rows["stock-fp32"]["tokens_per_second"]
+        assert row["share_of_unlimited"] == speed / fastest
+
+
+@pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
+def test_a_slow_link_holds_up_full_precision(report: Report):
+    rows = rows_of(report, 40.0)
+    assert rows["fp32"]["goodput_mbit"] == pytest.approx(40 * 0.956, rel=0.05)
+    least = BYTES_FP32 / 2 * 8 / 40e6  # seconds that the bytes of one direction take
+    assert rows["fp32"]["seconds_per_step"] > least
+    assert rows["tah-quant"]["seconds_per_step"] < rows["stock-fp32"]["seconds_per_step"]
+
+
+def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
+    with (console := Console(width=80)).capture() as shown:
+        console.print(speeds.show(report))
+    assert "tah-quant" in shown.get()
+    assert "…" not in shown.get(), "fits on 80 columns"
+    speeds.draw(report, tmp_path / "speeds.png")
+    assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_what_is_there_so_far():
+    measured = Measurements(TINY)
+    measured.goodput[None] = None
+    step = {"bits_forward": 4.0, "bits_backward": 6.0, "compute_seconds": 1.0, "codec_seconds": 0.5}
+    step |= {"wait_seconds": 0.5, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
+    speeds = (10.0, 30.0, 20.0)
+    measured.steps[None, "tah-quant"] = [step | {"tokens_per_second": s} for s in speeds]
+    measured.state_bytes["tah-quant"] = 0
+    (row,) = measured.rows()
+    assert row["tokens_per_second"] == 20.0
+    assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (10.0, 30.0)
+    assert row["speedup_fp32"] is None
+    assert row["share_of_unlimited"] == 1.0
+
+
+def test_recipe_of_a_boundary():
+    low = from_mapping(recipe(TINY, "int4"))
+    assert (low.pipeline.boundary, low.pipeline.forward) == ("lowbit", ("int4",))
+    assert low.pipeline.backward == (TINY.backward,)
+    assert low.codec_warmup_steps == 0
+    assert from_mapping(recipe(TINY, "bf16")).pipeline.backward == ("bf16",)
+    assert from_mapping(recipe(TINY, "stock-bf16")).pipeline.boundary == "stock-bf16"
+
+
+def test_no_link_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
+    with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
+        run(dataclasses.replace(TINY, links=(100.0, None)))
+
+
+def test_unlimited_needs_no_link(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
+    monkeypatch.setattr(pipeline, "Ranks", FakeRanks)
+    with started(2, (None,)) as (link, ranks):
+        assert link is None
+        assert isinstance(ranks, FakeRanks)
+        assert ranks.arguments == (None, 2)
+    assert pipeline.set_rate(None, None) is None
+
+
+class FakeRanks:
+    def __init__(self, *arguments: object):
+        self.arguments = arguments
+
+    def __enter__(self) -> "FakeRanks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("25mbit", 25.0), ("1gbit", 1000.0), ("2.5Gbit", 2500.0), (" unlimited ", None)],
+)
+def test_links_are_parsed(text: str, rate: float | None):
+    assert parse_link(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "100", "mbit", "-1mbit", "0mbit", "1.2.3mbit", "1kbit"])
+def test_bad_links_are_refused(text: str):
+    with pytest.raises(ValueError, match="allowed: such as 25mbit, 1gbit, or unlimited"):
+        parse_link(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 1}, "ranks is 1; allowed: at least 2"),
+        ({"rounds": 0}, "rounds is 0; allowed: at least 1"),
+        ({"samples": 6}, "samples is 6; allowed: a multiple of batch"),
+        ({"samples": 0}, "samples is 0; allowed: at least 4"),
+        ({"links": ()}, "links is"),
+        ({"boundaries": ("int4", "int4")}, "boundaries is"),
+        ({"boundaries": ("int9",)}, "codec is 'int9'"),
+        ({"backward": "what"}, "codec is 'what'"),
+        ({"layers": 3}, "4 stages"),
+        ({"dim": 63}, "model.dim is 63"),
+    ],
+)
+def test_bad_settings_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)

@@ -1,0 +1,91 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lowbit.bench import race
+from lowbit.bench.race import Racer, Settings, finish_line, seconds_until
+
+TINY = Settings(
+    links=(None,),
+    boundaries=("fp32", "tah-quant", "aq-sgd"),
+    stages_per_rank=1,
+    microbatches=2,
+    schedule="1F1B",
+    dim=32,
+    layers=2,
+    heads=2,
+    batch=4,
+    sequence=32,
+    start_steps=2,
+    samples=8,
+    epochs=2,
+    evaluations=1,
+    eval_batches=1,
+    lr=1e-3,
+    precision="fp32",
+)
+
+
+def racer(boundary: str, curve: list[tuple[float, float]]) -> Racer:
+    made = object.__new__(Racer)
+    made.boundary, made.curve, made.state_bytes = boundary, curve, 0
+    made.steps = [{"bits_forward": 4.0, "bits_backward": 6.0, "bytes_sent": 1e6}]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("target", "seconds"), [(2.0, 0.0), (1.5, 5.0), (1.0, 10.0), (0.9, 12.0), (0.5, None)]
+)
+def test_seconds_between_evaluations_by_a_straight_line(target: float, seconds: float | None):
+    curve = [(0.0, 2.0), (10.0, 1.0), (11.0, 1.1), (13.0, 0.7)]
+    found = seconds_until(curve, target)
+    assert found == (seconds if seconds is None else pytest.approx(seconds))
+
+
+def test_the_target_is_what_all_have_reached():
+    racers = [
+        racer("fp32", [(0, 2.0), (40, 1.0), (80, 0.9)]),
+        racer("tah-quant", [(0, 2.0), (10, 1.2), (20, 1.0)]),
+        racer("aq-sgd", [(0, 2.0), (30, 1.2), (40, 0.8)]),
+    ]
+    rows = {row["boundary"]: row for row in finish_line(racers, {"link_mbit": 100.0})}
+    assert {row["target_loss"] for row in rows.values()} == {1.0}
+    assert [rows[name]["seconds_to_loss"] for name in rows] == [40, 20, 35]
+    assert rows["tah-quant"]["speedup_aq_sgd"] == 1.75
+    assert rows["tah-quant"]["speedup_fp32"] == 2.0
+
+
+def test_a_real_race(tmp_path: Path):
+    report = race.run(TINY)
+    rows: dict[str, Any] = {row["boundary"]: row for row in report.rows}
+    assert list(rows) == list(TINY.boundaries)
+    starts = {row["curve"][0] for row in rows.values()}
+    assert len(starts) == 1, "all start from the same weights"
+    assert all(len(row["curve"]) == 3 for row in rows.values())
+    assert all(row["seconds_to_loss"] is not None for row in rows.values())
+    # The first epoch of AQ-SGD is full precision, the second is int4: a little over 18 bits on the average.
+    assert rows["aq-sgd"]["bits_forward"] == pytest.approx((32 + 4.5) / 2, abs=0.6)
+    assert rows["aq-sgd"]["state_bytes"] == 2 * 8 * 32 * 32 * 4
+    assert rows["tah-quant"]["state_bytes"] == 0
+    with (console := Console(width=100)).capture() as shown:
+        console.print(race.show(report))
+    assert "aq-sgd" in shown.get()
+    race.draw(report, tmp_path / "race.png")
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": 0}, "epochs is 0; allowed: at least 1"),
+        ({"samples": 6}, "samples is 6; allowed: a multiple of batch"),
+        ({"evaluations": 3}, r"evaluations is 3; allowed: at most the steps of an epoch \(2\)"),
+        ({"boundaries": ("int9",)}, "codec is 'int9'"),
+    ],
+)
+def test_bad_settings_are_refused(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)

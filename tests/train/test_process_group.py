@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit.train.process_group import interface_towards, joined, world
+from lowbit.train.section import ConfigError
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch):
+    for name in WHOLE:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_the_launcher_tells_the_rank(environment: pytest.MonkeyPatch):
+    assert world() == (0, 1)
+    for name, value in WHOLE.items():
+        environment.setenv(name, value)
+    assert world() == (1, 3)
+
+
+def test_half_an_environment_is_refused(environment: pytest.MonkeyPatch):
+    environment.setenv("RANK", "0")
+    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ConfigError, match="has RANK, MASTER_ADDR but not WORLD_SIZE, MASTER_PORT"):
+        world()
+
+
+def test_one_process_needs_no_launcher():
+    with joined(torch.device("cpu"), 5):
+        assert dist.get_world_size() == 1
+        with joined(torch.device("cpu"), 5):  # the group there is
+            assert world() == (0, 1)
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_ranks_that_do_not_come_are_waited_for_so_long_only(environment: pytest.MonkeyPatch):
+    for name, value in (WHOLE | {"RANK": "0", "MASTER_PORT": "0", "WORLD_SIZE": "2"}).items():
+        environment.setenv(name, value)
+    with (
+        pytest.raises(ConnectionError, match="rank 0 did not meet all 2 ranks at 127.0.0.1:0"),
+        joined(torch.device("cpu"), 1),
+    ):
+        pass
+
+
+def test_the_interface_is_the_one_that_leads_there():
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no.such.host.invalid") is None
