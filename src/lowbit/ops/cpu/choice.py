@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowbit.ops.cpu.jit import get, helper, kernel, put
-from lowbit.ops.cpu.operations import add32, flags_of_byte, greater32, lesser32, byte_of_flags
-from lowbit.ops.cpu.planes import load64, store64
+from lowbit.ops.cpu.jit import helper, kernel
+from lowbit.ops.cpu.memory import get_byte, get_int, get_word, put_byte, put_word
+from lowbit.ops.cpu.operations import add32, byte_of_flags, flags_of_byte, greater32, lesser32
 
 
 @kernel
@@ -18,41 +18,41 @@ def choose(keys, per_scope, low, flags, start, stop):
     for first in range(start * per_scope, stop * per_scope, per_scope):
         below, most = np.int32(2**31 - 1), np.int32(-(2**31))
         for i in range(first, first + per_scope):
-            below, most = lesser32(below, get(keys, i)), greater32(most, get(keys, i))
+            below, most = lesser32(below, get_int(keys, i)), greater32(most, get_int(keys, i))
         # At most `fewer` < low keys are <= below, and at least `low` are <= most.
         below, most, fewer, found = np.int64(below) - 1, np.int64(most), 0, per_scope
         while most - below > 1 and found != low:
             middle = (below + most) >> 1
             count = np.int32(0)
             for i in range(first, first + per_scope):
-                count = add32(count, get(keys, i) <= middle)
+                count = add32(count, get_int(keys, i) <= middle)
             if count >= low:
                 most, found = middle, np.int64(count)
             else:
                 below, fewer = middle, np.int64(count)
         if found == low:
             for i in range(first, first + per_scope):
-                put(flags, i, get(keys, i) <= most)
+                put_byte(flags, i, get_int(keys, i) <= most)
         else:
             equal = low - fewer
             for i in range(first, first + per_scope):
-                tie = get(keys, i) == most and equal > 0
-                put(flags, i, tie or get(keys, i) < most)
+                tie = get_int(keys, i) == most and equal > 0
+                put_byte(flags, i, tie or get_int(keys, i) < most)
                 equal -= tie
 
 
 @kernel
-def write_flags(flags, payload, to, size):
-    """Write flags (one byte each, a multiple of 8) as a bitmap of `size` bytes."""
-    for i in range(size):
-        put(payload, to + i, byte_of_flags(load64(flags, 8 * i)))
+def write_flags(flags, count, bitmap) -> None:
+    """Write flags (one byte each, a multiple of 8) as bits."""
+    for i in range(count >> 3):
+        put_byte(bitmap, i, byte_of_flags(get_word(flags, i)))
 
 
 @kernel
-def read_flags(payload, start, size, flags):
+def read_flags(bitmap, count, flags) -> None:
     """Inverse of `write_flags`."""
-    for i in range(size):
-        store64(flags, 8 * i, flags_of_byte(get(payload, start + i)))
+    for i in range(count >> 3):
+        put_word(flags, i, flags_of_byte(get_byte(bitmap, i)))
 
 
 @helper
@@ -60,5 +60,5 @@ def count_flags(flags, stop):
     """How many of the first `stop` flags are set."""
     total = 0
     for i in range(stop):
-        total += get(flags, i)
+        total += get_byte(flags, i)
     return total

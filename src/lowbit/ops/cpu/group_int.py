@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from lowbit.ops.cpu.floats import FLOAT32, as_arrays, store_line, widen, zero_gaps
-from lowbit.ops.cpu.jit import get, helper, kernel, put
+from lowbit.ops.cpu.jit import helper, kernel
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, narrow, sections, widen, zero_gaps
+from lowbit.ops.cpu.memory import (
+    get_float,
+    get_half,
+    get_int,
+    put_byte,
+    put_float,
+    put_half,
+    put_int,
+)
 from lowbit.ops.cpu.operations import (
-    bits_float,
     code_below,
     float_bits,
     from_bf16,
@@ -20,7 +29,6 @@ from lowbit.ops.cpu.operations import (
     round_signed,
     uniform,
 )
-from lowbit.ops.cpu.planes import load16, pack, store16, unpack
 from lowbit.ops.cpu.threads import over_rows
 from lowbit.ops.cpu.tiles import (
     HALF,
@@ -29,14 +37,15 @@ from lowbit.ops.cpu.tiles import (
     SMALLEST,
     ZERO,
     are_finite,
+    decode_run,
+    encode_run,
     extremes,
-    quantize,
-    restore,
+    pack,
 )
-from lowbit.ops.layout import Layout, ceil_div, group_int_layout
+from lowbit.ops.layout import ceil_div, group_int_layout
+from lowbit.ops.reference import NAN_SCALE
 
-BLOCK = 4096  # elements whose parameters are computed together: 16 KB, which stays in the first cache
-NAN = 0x7FC0  # as bfloat16
+BLOCK = 4096  # elements whose parameters are computed together: they stay in the first cache
 
 
 def group_int_encode(
@@ -44,15 +53,17 @@ def group_int_encode(
 ) -> None:
     """The reference's bytes."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
-    floats, halves, kind = as_arrays(x)
-    target, at = payload.numpy(), _offsets(layout)
-    zero_gaps(target, layout)
+    at = sections(payload, layout)
+    zero_gaps(payload, layout)
+    per_block = max(1, BLOCK // group)
 
     def work(start: int, stop: int) -> None:
+        scratch = torch.empty(per_block * (16 + 4 * group) + group, dtype=torch.uint8)
         _encode(
-            *(floats, halves, kind, x.numel(), target, *at),
-            *(bits, group, symmetric, seed is not None, (seed or 0) & (2**32 - 1), start, stop),
-        )
+            x.data_ptr(), KINDS[x.dtype], x.numel(), at["scales"], at["mids"], at["codes"],
+            bits, group, symmetric, seed is not None, (seed or 0) % 2**32,
+            per_block, scratch.data_ptr(), start, stop,
+        )  # fmt: skip
 
     over_rows(work, ceil_div(x.numel(), group), x.nbytes)
 
@@ -61,74 +72,68 @@ def group_int_decode(
     payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
 ) -> None:
     """The reference's numbers."""
-    layout = group_int_layout(out.numel(), bits, group, symmetric)
-    floats, halves, kind = as_arrays(out)
-    source, at = payload.numpy(), _offsets(layout)
+    at = sections(payload, group_int_layout(out.numel(), bits, group, symmetric))
 
     def work(start: int, stop: int) -> None:
+        scratch = torch.empty(5 * group, dtype=torch.uint8)
         _decode(
-            *(source, *at, floats, halves, kind, out.numel()),
-            *(bits, group, symmetric, accumulate, start, stop),
-        )
+            at["scales"], at["mids"], at["codes"], out.data_ptr(), KINDS[out.dtype], out.numel(),
+            bits, group, symmetric, accumulate, scratch.data_ptr(), start, stop,
+        )  # fmt: skip
 
     over_rows(work, ceil_div(out.numel(), group), out.nbytes)
 
 
-def _offsets(layout: Layout) -> tuple[int, int, int]:
-    return layout.offsets["scales"], layout.offsets["mids"], layout.offsets["codes"]
-
-
 @kernel
 def _encode(
-    floats, halves, kind, total, payload, at_scales, at_mids, at_codes,
-    bits, group, symmetric, stochastic, seed, start, stop,
-):  # fmt: skip
-    per_block = max(1, BLOCK // group)
-    low, high = np.empty(per_block, np.int32), np.empty(per_block, np.int32)
-    step, shift = np.empty(per_block, np.float32), np.empty(per_block, np.float32)
-    codes = np.empty(group + 8, np.uint8)
-    line = np.empty(0 if kind == FLOAT32 else per_block * group, np.float32)
+    source, kind, total, scales, mids, planes,
+    bits, group, symmetric, stochastic, seed, per_block, scratch, start, stop,
+) -> None:  # fmt: skip
+    low, high = scratch, scratch + 4 * per_block
+    step, shift = high + 4 * per_block, high + 8 * per_block
+    line = high + 12 * per_block
+    codes = line + 4 * per_block * group
     center = np.float32(2.0 ** (bits - 1) - 1 if symmetric else (2.0**bits - 1) / 2)
     top = np.float32(2) * center
     for first in range(start, stop, per_block):
         groups, begin = min(per_block, stop - first), first * group
         length = min(groups * group, total - begin)
-        x, base = floats, begin
+        x = source + 4 * begin
         if kind != FLOAT32:
-            widen(halves, kind, begin, length, line)
-            x, base = line, 0
+            widen(source, kind, begin, length, line)
+            x = line
         for g in range(groups):
             count = min(group, length - g * group)
-            low[g], high[g] = extremes(x, base + g * group, count)
-        at = at_scales + 2 * first, at_mids + 2 * first
-        _parameters(low, high, groups, bits, symmetric, center, step, shift, payload, at)
+            least, most = extremes(x + 4 * g * group, count)
+            put_int(low, g, least)
+            put_int(high, g, most)
+        _parameters(
+            low, high, groups, bits, symmetric, center, step, shift,
+            scales + 2 * first, mids + 2 * first,
+        )  # fmt: skip
         for g in range(groups):
             count = min(group, length - g * group)
-            padded = (count + 7) & -8
-            for j in range(count, padded):
-                put(codes, j, 0)
-            divisor = step[g] if step[g] > ZERO else ONE
-            if not are_finite(low[g], high[g]):
+            at, to = x + 4 * g * group, planes + (first + g) * (group >> 3) * bits
+            divisor, added = get_float(step, g), get_float(shift, g)
+            limit = top if are_finite(get_int(low, g), get_int(high, g)) else ZERO
+            if stochastic:
                 for j in range(count):
-                    put(codes, j, 0)
-            elif stochastic:
-                for j in range(count):
-                    i = g * group + j
-                    v = get(x, base + i) / divisor + shift[g]
-                    put(codes, j, code_below(v + uniform(begin + i, seed), top))
+                    v = get_float(at, j) / divisor + added
+                    v += uniform(begin + g * group + j, seed)
+                    put_byte(codes, j, code_below(v, limit))
+                pack(codes, count, bits, to)
             else:
-                quantize(x, base + g * group, count, divisor, shift[g], top, codes, 0)
-            pack(codes, 0, padded, bits, payload, at_codes + (first + g) * (group >> 3) * bits)
+                encode_run(at, count, divisor, added, limit, bits, to, codes)
 
 
 @helper
-def _parameters(low, high, groups, bits, symmetric, center, step, shift, payload, at):
-    """Each group's scale, and what is added to x / scale; both go into the payload."""
+def _parameters(low, high, groups, bits, symmetric, center, step, shift, scales, mids):
+    """Each group's scale and middle, as they are divided by and as they travel."""
     reach = np.float32(center / (127 * 2.0**bits))
     unit = np.float32(2.0**bits / 256)
     for g in range(groups):
-        least = greater(key_value(get(low, g)), -LARGEST)
-        most = lesser(key_value(get(high, g)), LARGEST)
+        least = greater(key_value(get_int(low, g)), -LARGEST)
+        most = lesser(key_value(get_int(high, g)), LARGEST)
         mid = ZERO if symmetric else most * HALF + least * HALF
         half = most * HALF - least * HALF
         extent = greater(most, -least) if symmetric else greater(half, magnitude(mid) * reach)
@@ -136,31 +141,30 @@ def _parameters(low, high, groups, bits, symmetric, center, step, shift, payload
         divisor = scale if scale > ZERO else ONE
         m = round_signed(mid / divisor * (ONE / unit))
         m = lesser(greater(m, -32767), 32767)
-        finite = are_finite(get(low, g), get(high, g))
-        store16(payload, at[0] + 2 * g, float_bits(scale) >> 16 if finite else NAN)
+        finite = are_finite(get_int(low, g), get_int(high, g))
+        put_half(scales, g, float_bits(scale) >> 16 if finite else NAN_SCALE)
         if not symmetric:
-            store16(payload, at[1] + 2 * g, np.int64(m) if finite else 0)
-        put(step, g, scale)
-        put(shift, g, center - m * unit)
+            put_half(mids, g, np.int64(m) if finite else 0)
+        put_float(step, g, divisor)
+        put_float(shift, g, center - m * unit)
 
 
 @kernel
 def _decode(
-    payload, at_scales, at_mids, at_codes, floats, halves, kind, total,
-    bits, group, symmetric, accumulate, start, stop,
-):  # fmt: skip
-    codes, line = np.empty(group + 64, np.uint8), np.empty(group, np.float32)
+    scales, mids, planes, target, kind, total,
+    bits, group, symmetric, accumulate, scratch, start, stop,
+) -> None:  # fmt: skip
+    line, codes = scratch, scratch + 4 * group
     center = np.float32(2.0 ** (bits - 1) - 1 if symmetric else (2.0**bits - 1) / 2)
     unit = np.float32(2.0**bits / 256)
     for g in range(start, stop):
-        begin = g * group
+        begin, at = g * group, planes + g * (group >> 3) * bits
         count = min(group, total - begin)
-        unpack(payload, at_codes + g * (group >> 3) * bits, (count + 7) & -8, bits, codes, 0)
-        scale, offset = from_bf16(load16(payload, at_scales + 2 * g)), -center
+        scale, offset = from_bf16(get_half(scales, g)), -center
         if not symmetric:
-            offset += np.float32(np.int16(load16(payload, at_mids + 2 * g))) * unit
+            offset += np.float32(np.int16(get_half(mids, g))) * unit
         if kind == FLOAT32 and not accumulate:
-            restore(codes, 0, count, offset, scale, floats, begin)
+            decode_run(at, count, bits, offset, scale, target + 4 * begin, codes)
         else:
-            restore(codes, 0, count, offset, scale, line, 0)
-            store_line(line, floats, halves, kind, begin, count, accumulate)
+            decode_run(at, count, bits, offset, scale, line, codes)
+            narrow(line, target, kind, begin, count, accumulate)

@@ -1,9 +1,9 @@
 """How kernels are compiled and cached, and how machine operations that Python cannot spell become functions for them.
 
 Kernels run without the interpreter's lock and without fast-math: no step may be contracted with its neighbour or
-reordered, or their bytes would differ from the reference's. Numba's front end takes most of the compile time and widens
-arithmetic on small integers to 64 bits, so elementwise formulas are built as LLVM instructions (`operation`), while
-loops and indices stay in Python.
+reordered, or their bytes would differ from the reference's. Numba's front end takes most of the compile time, widens
+arithmetic on small integers to 64 bits, and counts references to arrays in inner loops. So kernels take addresses
+instead of arrays, and elementwise formulas are built as LLVM instructions (`operation`); loops stay in Python.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils, config
+from numba.core import config
 from numba.extending import intrinsic
 
 log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Compile a function that is always inlined: arrays passed to one that is not cost four fifths of the speed."""
+    """Compile a function that is inlined into the kernels that use it."""
     return numba.njit(forceinline=True, no_cpython_wrapper=True, **OPTIONS)(function)
 
 
@@ -62,51 +60,18 @@ def operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], A
 
     Args:
         result: numba type of what it returns.
-        parameters: numba types of the operands, to which kernels' values are converted; `types.Array` stands for any
-            array and hands over the address of its first element.
+        parameters: numba types of the operands, to which kernels' values are converted.
     """
 
     def decorate(build: Callable[..., Any]) -> Any:
         def define(typingctx: Any, *operands: Any) -> Any:
-            kinds = [o if p is types.Array else p for o, p in zip(operands, parameters, strict=True)]
-
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                given = [
-                    cgutils.create_struct_proxy(kind)(context, builder, value).data
-                    if parameter is types.Array
-                    else value
-                    for kind, parameter, value in zip(kinds, parameters, values, strict=True)
-                ]
-                return build(builder, *given) or context.get_dummy_value()
+                return build(builder, *values) or context.get_dummy_value()
 
-            return result(*kinds), generate
+            return result(*parameters), generate
 
         functools.update_wrapper(define, build)
         define.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
         return intrinsic(define)
 
     return decorate
-
-
-@intrinsic
-def get(typingctx, array, index):  # noqa: ANN201
-    """`array[index]` without the branch for negative indices, which keeps loops from vectorising."""
-
-    def generate(context, builder, signature, values):  # noqa: ANN202
-        data = cgutils.create_struct_proxy(signature.args[0])(context, builder, values[0]).data
-        return builder.load(builder.gep(data, [values[1]], inbounds=True))
-
-    return array.dtype(array, types.intp), generate
-
-
-@intrinsic
-def put(typingctx, array, index, value):  # noqa: ANN201
-    """`array[index] = value` likewise; the value is converted to the array's type."""
-
-    def generate(context, builder, signature, values):  # noqa: ANN202
-        data = cgutils.create_struct_proxy(signature.args[0])(context, builder, values[0]).data
-        builder.store(values[2], builder.gep(data, [values[1]], inbounds=True))
-        return context.get_dummy_value()
-
-    return types.none(array, types.intp, array.dtype), generate
-

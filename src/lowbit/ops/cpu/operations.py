@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba.types import float32, int32, uint8, uint16, uint64
 
 from lowbit.ops.cpu.jit import operation
+from lowbit.ops.cpu.memory import F32, I8, I16, I32, I64
 from lowbit.ops.exact import LOG2_COEFFICIENTS
 
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 MAGNITUDE = 0x7FFFFFFF
 TO_INTEGER = 2.0**23  # adding it rounds 0 <= v < 2^23 to nearest even, into the low bits
 INTEGER_BITS = 0x4B000000  # of 2^23
@@ -88,19 +87,6 @@ def round_signed(b: Any, v: Any) -> Any:
 def round_bf16(b: Any, x: Any) -> Any:
     """The nearest bfloat16 of a finite number, ties to even, as float32."""
     return b.bitcast(b.and_(_carry(b, b.bitcast(x, I32), 16), I32(-0x10000)), F32)
-
-
-@operation(float32, float32, float32, float32)
-def quotient(b: Any, x: Any, step: Any, inverse: Any) -> Any:
-    """The correctly rounded x / step in a third of a division's time, given inverse = 1 / step.
-
-    An estimate by the reciprocal, then one Newton step whose remainder a fused multiply-add computes exactly. That this
-    rounds correctly for steps of at most 8 significant bits was proven by trying all mantissas. For exponents far
-    from zero the remainder could underflow.
-    """
-    estimate = b.fmul(x, inverse)
-    remainder = b.fma(b.fneg(estimate), step, x)
-    return b.fma(remainder, inverse, estimate)
 
 
 @operation(uint8, float32, float32)

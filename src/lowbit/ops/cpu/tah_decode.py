@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from lowbit.ops.cpu.choice import count_flags, read_flags
-from lowbit.ops.cpu.floats import FLOAT32, as_arrays, store_line
-from lowbit.ops.cpu.jit import get, helper, kernel, put
+from lowbit.ops.cpu.jit import helper, kernel
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, narrow, sections
+from lowbit.ops.cpu.memory import get_byte, get_float, get_half, put_float
 from lowbit.ops.cpu.operations import bits_float
-from lowbit.ops.cpu.planes import load16, unpack
 from lowbit.ops.cpu.threads import over_rows
-from lowbit.ops.cpu.tiles import ONE, ZERO, restore, rotate, swap
+from lowbit.ops.cpu.tiles import HALF, ONE, ZERO, decode_run, rotate, swap
 from lowbit.ops.layout import ceil_div, tah_geometry
 
 NAN = np.float32(np.nan)
@@ -38,16 +41,18 @@ def tah_quant_decode(
         allocation=allocation,
         pivot=pivot,
     )
-    source, target, at = payload.numpy(), as_arrays(out), geo.layout.offsets
-    flags = np.zeros(ceil_div(geo.scopes * geo.per_scope, 8) * 8, np.uint8)
+    at = sections(payload, geo.layout)
+    flags = torch.zeros(ceil_div(geo.scopes * geo.per_scope, 8) * 8, dtype=torch.uint8)
     if geo.low:
-        read_flags(source, at["widths"], len(flags) // 8, flags)
+        read_flags(at["widths"], len(flags), flags.data_ptr())
 
     def decode(start: int, stop: int) -> None:
+        scratch = torch.empty(4 * geo.channels + 5 * tile, dtype=torch.uint8)
         _decode(
-            source, at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
-            geo.row_bytes, geo.saved, flags, *target, geo.channels, tile, geo.tiles, geo.full,
-            high_bits, low_bits, allocation == "token", pivot, accumulate, tile**-0.5, start, stop,
+            at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
+            geo.row_bytes, geo.saved, flags.data_ptr(), out.data_ptr(), KINDS[out.dtype],
+            geo.channels, tile, geo.tiles, geo.full, high_bits, low_bits, allocation == "token",
+            pivot, accumulate, tile**-0.5, scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     over_rows(decode, geo.rows, out.nbytes)
@@ -55,50 +60,47 @@ def tah_quant_decode(
 
 @kernel
 def _decode(
-    payload, at_exponents, at_scales, at_mids, at_pivots, at_codes, row_bytes, saved, flags,
-    floats, halves, kind, channels, tile, tiles, full,
-    high_bits, low_bits, by_token, pivot, accumulate, norm, start, stop,
-):  # fmt: skip
-    codes, spun = np.empty(tile + 64, np.uint8), np.empty(tile, np.float32)
+    exponents, scales, mids, pivots, codes_at, row_bytes, saved, flags, target, kind,
+    channels, tile, tiles, full, high_bits, low_bits, by_token,
+    pivot, accumulate, norm, scratch, start, stop,
+) -> None:  # fmt: skip
+    line, spun = scratch, scratch + 4 * channels
+    codes = spun + 4 * tile
     direct = kind == FLOAT32 and not accumulate
-    line = np.empty(0 if direct else channels, np.float32)
+    chosen = start if by_token else start * full
+    at = codes_at + start * row_bytes - count_flags(flags, chosen) * saved
     norm = np.float32(norm)
-    per_row = 1 if by_token else full
-    at = at_codes + start * row_bytes - count_flags(flags, start * per_row) * saved
     for row in range(start, stop):
-        y, base = floats, row * channels
-        if not direct:
-            y, base = line, 0
-        top = np.int64(get(payload, at_exponents + row)) * 16 + 15
+        y = target + 4 * row * channels if direct else line
+        top = np.int64(get_byte(exponents, row)) * 16 + 15
         for t in range(tiles):
-            i = row * tiles + t
-            low = t < full and get(flags, row if by_token else row * full + t)
-            low = get(flags, row) if by_token else low
-            bits = low_bits if low else high_bits
-            count = tile if t < full else channels - t * tile
-            at = unpack(payload, at, (count + 7) & -8, bits, codes, 0)
-            step, offset = _parameters(payload, at_scales + i, at_mids, i, top, bits, pivot)
-            position = get(payload, at_pivots + i) if pivot else 0
-            if position:
-                restore(codes, 0, tile, offset, step, spun, 0)
+            low = t < full and get_byte(flags, row * full + t) > 0
+            if by_token:
+                low = get_byte(flags, row) > 0
+            bits, i = low_bits if low else high_bits, row * tiles + t
+            step, offset = _parameters(scales, mids, i, top, bits, pivot)
+            to, count = y + 4 * t * tile, min(tile, channels - t * tile)
+            if pivot and get_byte(pivots, i):
+                at = decode_run(at, tile, bits, offset, step, spun, codes)
                 rotate(spun, tile, norm)
-                swap(spun, position & 127)
+                swap(spun, get_byte(pivots, i) & 127)
                 for j in range(tile):
-                    put(y, base + t * tile + j, get(spun, j))
+                    put_float(to, j, get_float(spun, j))
             else:
-                restore(codes, 0, count, offset, step, y, base + t * tile)
+                at = decode_run(at, count, bits, offset, step, to, codes)
         if not direct:
-            store_line(line, floats, halves, kind, row * channels, channels, accumulate)
+            narrow(line, target, kind, row * channels, channels, accumulate)
 
 
 @helper
-def _parameters(payload, at_scale, at_mids, i, top, bits, pivot):
+def _parameters(scales, mids, i, top, bits, pivot) -> Any:
     """A tile's step, and what is added to its codes."""
-    below = np.int64(get(payload, at_scale))
+    below = np.int64(get_byte(scales, i))
     step = bits_float(max(top - below, 16) << 19) if below != 255 else ZERO
-    cells = np.float32(1 << bits)
+    cells = bits_float((127 + bits) << 23)
     if pivot:
-        m, none, unit = np.int64(np.int16(load16(payload, at_mids + 2 * i))), -32768, cells / np.float32(256)
+        m, none, units = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(256)
     else:
-        m, none, unit = np.int64(np.int8(get(payload, at_mids + i))), -128, cells / np.float32(64)
-    return NAN if m == none else step, np.float32(m) * unit - (cells - ONE) / np.float32(2)
+        m, none, units = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(64)
+    step = NAN if m == none else step
+    return step, np.float32(m) * (cells / units) - (cells - ONE) * HALF

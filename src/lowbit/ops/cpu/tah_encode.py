@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from lowbit.ops.cpu.choice import choose, count_flags, write_flags
-from lowbit.ops.cpu.floats import FLOAT32, as_arrays, widen, zero_gaps
-from lowbit.ops.cpu.jit import get, helper, kernel, put
+from lowbit.ops.cpu.entropy import tile_key, token_key
+from lowbit.ops.cpu.jit import helper, kernel
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, sections, widen, zero_gaps
+from lowbit.ops.cpu.memory import (
+    get_byte,
+    get_float,
+    get_int,
+    put_byte,
+    put_float,
+    put_half,
+    put_int,
+)
 from lowbit.ops.cpu.operations import (
     add32,
     bits_float,
@@ -16,30 +29,24 @@ from lowbit.ops.cpu.operations import (
     greater32,
     key_value,
     lesser,
-    lesser32,
-    level,
-    log2,
     magnitude,
     order_key,
     round_signed,
-    weighted_log,
 )
-from lowbit.ops.cpu.planes import pack, store16
 from lowbit.ops.cpu.threads import over_rows
 from lowbit.ops.cpu.tiles import (
     HALF,
-    KEY_INFINITY,
     LARGEST,
     ONE,
     SMALLEST,
     ZERO,
     are_finite,
+    encode_run,
     extremes,
-    quantize,
     spin,
 )
 from lowbit.ops.layout import ceil_div, tah_geometry
-from lowbit.ops.reference import MID_LIMIT, MID_REACH, MID_UNITS, NAN_MID, ROTATABLE
+from lowbit.ops.reference import MID_REACH, ROTATABLE
 
 RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
 ALLOCATIONS = {"range": RANGE, "tile": TILE, "token": TOKEN}
@@ -66,95 +73,99 @@ def tah_quant_encode(
         allocation=allocation,
         pivot=pivot_ratio is not None,
     )
-    source, target, at = as_arrays(x), payload.numpy(), geo.layout.offsets
-    extents = np.empty(geo.rows * geo.tiles, np.float32)
-    mids = np.empty_like(extents)
-    keys = np.empty(geo.scopes * geo.per_scope, np.int32)
-    flags = np.zeros(ceil_div(len(keys), 8) * 8, np.uint8)
+    at = sections(payload, geo.layout)
+    zero_gaps(payload, geo.layout)
+    candidates = geo.scopes * geo.per_scope
+    extents, mids = torch.empty(2, geo.rows * geo.tiles)
+    keys = torch.empty(candidates, dtype=torch.int32)
+    flags = torch.zeros(ceil_div(candidates, 8) * 8, dtype=torch.uint8)
     width = 1 if pivot_ratio is None else 2
-    mode = ALLOCATIONS[allocation] if geo.low else NONE
-    sizes = (geo.channels, tile, geo.tiles, geo.full)
-    zero_gaps(target, geo.layout)
+    shape = (geo.channels, tile, geo.tiles, geo.full)
+    measured = (extents.data_ptr(), mids.data_ptr())
+    room = 4 * geo.channels + 16 * geo.tiles + 5 * tile
 
     def measure(start: int, stop: int) -> None:
+        scratch = torch.empty(room, dtype=torch.uint8)
         _measure(
-            *source, *sizes, mode, MID_REACH[width], pivot_ratio or 0.0, tile**-0.5,
-            extents, mids, keys, target, at["pivots"], start, stop,
+            x.data_ptr(), KINDS[x.dtype], *shape, ALLOCATIONS[allocation] if geo.low else NONE,
+            MID_REACH[width], pivot_ratio or 0.0, tile**-0.5, *measured, keys.data_ptr(),
+            at["pivots"], scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     def code(start: int, stop: int) -> None:
+        scratch = torch.empty(room, dtype=torch.uint8)
         _code(
-            *source, *sizes, high_bits, low_bits, allocation == "token", width, tile**-0.5,
-            extents, mids, flags, target, at["exponents"], at["scales"], at["mids"], at["pivots"],
-            at["codes"], geo.row_bytes, geo.saved, start, stop,
+            x.data_ptr(), KINDS[x.dtype], *shape, high_bits, low_bits, allocation == "token",
+            width, tile**-0.5, *measured, flags.data_ptr(), at["exponents"], at["scales"],
+            at["mids"], at["pivots"], at["codes"], geo.row_bytes, geo.saved,
+            scratch.data_ptr(), start, stop,
         )  # fmt: skip
+
+    def select(start: int, stop: int) -> None:
+        choose(keys.data_ptr(), geo.per_scope, geo.low, flags.data_ptr(), start, stop)
 
     over_rows(measure, geo.rows, x.nbytes)
     if geo.low:
-        over_rows(
-            lambda start, stop: choose(keys, geo.per_scope, geo.low, flags, start, stop),
-            geo.scopes,
-            keys.nbytes,
-        )
-        write_flags(flags, target, at["widths"], len(flags) // 8)
+        over_rows(select, geo.scopes, keys.nbytes)
+        write_flags(flags.data_ptr(), len(flags), at["widths"])
     over_rows(code, geo.rows, x.nbytes)
 
 
 @kernel
 def _measure(
-    floats, halves, kind, channels, tile, tiles, full, mode, reach, ratio, norm,
-    extents, mids, keys, payload, at_pivots, start, stop,
-):  # fmt: skip
+    source, kind, channels, tile, tiles, full, mode, reach, ratio, norm,
+    extents, mids, keys, pivots, scratch, start, stop,
+) -> None:  # fmt: skip
     """Half range and middle of every tile (Inf and 0 for one with NaN or Inf), pivots, and the keys for `choose`."""
-    line = np.empty(0 if kind == FLOAT32 else channels, np.float32)
-    low, high = np.empty(tiles, np.int32), np.empty(tiles, np.int32)
-    spun = np.empty(tile, np.float32)
+    line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
+    spun = high + 4 * tiles
     reach, ratio, norm = np.float32(reach), np.float32(ratio), np.float32(norm)
     for row in range(start, stop):
-        x, base = floats, row * channels
+        x, first = source + 4 * row * channels, row * tiles
         if kind != FLOAT32:
-            widen(halves, kind, base, channels, line)
-            x, base = line, 0
+            widen(source, kind, row * channels, channels, line)
+            x = line
         for t in range(tiles):
-            count = tile if t < full else channels - t * tile
-            low[t], high[t] = extremes(x, base + t * tile, count)
-        if mode == TOKEN:
-            put(keys, row, _token_key(x, base, channels, tile, tiles, low, high))
-        first = row * tiles
+            least, most = extremes(x + 4 * t * tile, min(tile, channels - t * tile))
+            put_int(low, t, least)
+            put_int(high, t, most)
         for t in range(tiles):
-            _set_extent(get(low, t), get(high, t), reach, extents, mids, first + t)
-        for t in range(full):
-            at = base + t * tile
-            if mode == TILE:
-                put(keys, row * full + t, _tile_key(x, at, tile, get(low, t), get(high, t)))
-            if ratio > ZERO:
-                pivot = _find_pivot(x, at, tile, get(low, t), get(high, t), ratio)
-                put(payload, at_pivots + first + t, pivot)
+            _put_extent(get_int(low, t), get_int(high, t), reach, extents, mids, first + t)
+        if ratio > ZERO:
+            for t in range(tiles):
+                pivot, at = 0, x + 4 * t * tile
+                if t < full:
+                    pivot = _find_pivot(at, tile, get_int(low, t), get_int(high, t), ratio)
+                put_byte(pivots, first + t, pivot)
                 if pivot:
-                    spin(x, at, tile, pivot & 127, norm, spun)
-                    least, most = extremes(spun, 0, tile)
-                    _set_extent(least, most, reach, extents, mids, first + t)
-        if ratio > ZERO and full < tiles:
-            put(payload, at_pivots + first + full, 0)
+                    spin(at, tile, pivot & 127, norm, spun)
+                    least, most = extremes(spun, tile)
+                    _put_extent(least, most, reach, extents, mids, first + t)
         if mode == RANGE:
             for t in range(full):
-                put(keys, row * full + t, order_key(get(extents, first + t)))
+                put_int(keys, row * full + t, order_key(get_float(extents, first + t)))
+        elif mode == TILE:
+            for t in range(full):
+                key = tile_key(x + 4 * t * tile, tile, get_int(low, t), get_int(high, t))
+                put_int(keys, row * full + t, key)
+        elif mode == TOKEN:
+            put_int(keys, row, token_key(x, channels, tile, tiles, low, high))
 
 
 @helper
-def _set_extent(low, high, reach, extents, mids, i):
+def _put_extent(low, high, reach, extents, mids, i):
     least = greater(key_value(low), -LARGEST)
     most = lesser(key_value(high), LARGEST)
     half = most * HALF - least * HALF
     mid = most * HALF + least * HALF
     extent = greater(half, magnitude(mid) / reach)
     finite = are_finite(low, high)
-    put(extents, i, extent if finite else INFINITY)
-    put(mids, i, mid if finite else ZERO)
+    put_float(extents, i, extent if finite else INFINITY)
+    put_float(mids, i, mid if finite else ZERO)
 
 
 @helper
-def _find_pivot(x, base, tile, low, high, ratio):
+def _find_pivot(x, count, low, high, ratio) -> Any:
     """128 + position of the tile's pivot, or 0."""
     least, most = key_value(low), key_value(high)
     first, other = greater(most, -least), lesser(most, -least)
@@ -162,149 +173,94 @@ def _find_pivot(x, base, tile, low, high, ratio):
     if not (are_finite(low, high) and ZERO < first < ROTATABLE) or other * ratio > first:
         return 0
     top, second, equal = float_bits(first), np.int32(0), np.int32(0)
-    for j in range(tile):
-        a = float_bits(magnitude(get(x, base + j)))
+    for j in range(count):
+        a = float_bits(magnitude(get_float(x, j)))
         equal = add32(equal, a == top)
         second = greater32(second, a if a < top else 0)
     if equal > 1 or not first >= bits_float(second) * ratio:
         return 0
     position = 0
-    while magnitude(get(x, base + position)) != first:
+    while magnitude(get_float(x, position)) != first:
         position += 1
     return 128 + position
 
 
-@helper
-def _tile_key(x, base, count, low, high):
-    if not are_finite(low, high):
-        return KEY_INFINITY
-    scale = _entropy_scale(greater(key_value(high), -key_value(low)))
-    total, terms = _entropy_sums(x, base, count, scale)
-    return np.int64(order_key(_entropy(total, terms)))
-
-
-@helper
-def _token_key(x, base, channels, tile, tiles, low, high):
-    least, most = get(low, 0), get(high, 0)
-    for t in range(1, tiles):
-        least, most = lesser32(least, get(low, t)), greater32(most, get(high, t))
-    if not are_finite(least, most):
-        return KEY_INFINITY
-    scale = _entropy_scale(greater(key_value(most), -key_value(least)))
-    total, terms = 0, 0
-    for t in range(tiles):
-        count = min(tile, channels - t * tile)
-        more, more_terms = _entropy_sums(x, base + t * tile, count, scale)
-        total += more
-        terms += more_terms
-    return np.int64(order_key(_entropy(total, terms)))
-
-
-@helper
-def _entropy_scale(most):
-    exponent = min(max(float_bits(most) >> 23, 27), 254)
-    return bits_float((127 + 14 + 127 - exponent) << 23)
-
-
-@helper
-def _entropy_sums(x, base, count, scale):
-    """Sums of integers below 2^31 for up to 128 elements, so that 32 bits suffice."""
-    total, terms = np.int32(0), np.int32(0)
-    for j in range(count):
-        total = add32(total, level(get(x, base + j), scale))
-        terms = add32(terms, weighted_log(get(x, base + j), scale))
-    return np.int64(total), np.int64(terms)
-
-
-@helper
-def _entropy(total, terms):
-    weight = np.float32(max(total, 1))
-    return log2(weight) - np.float32(terms) * np.float32(0.0625) / weight
-
-
 @kernel
 def _code(
-    floats, halves, kind, channels, tile, tiles, full, high_bits, low_bits, by_token, width, norm,
-    extents, mids, flags, payload, at_exponents, at_scales, at_mids, at_pivots,
-    at_codes, row_bytes, saved, start, stop,
-):  # fmt: skip
+    source, kind, channels, tile, tiles, full, high_bits, low_bits, by_token, width, norm,
+    extents, mids, flags, exponents, scales, middles, pivots, codes_to, row_bytes, saved,
+    scratch, start, stop,
+) -> None:  # fmt: skip
     """Parameters and codes of every tile."""
-    line = np.empty(0 if kind == FLOAT32 else channels, np.float32)
-    codes, spun = np.empty(tile + 8, np.uint8), np.empty(tile, np.float32)
-    octave, bits = np.empty(tiles, np.int32), np.empty(tiles, np.int32)
-    step, shift = np.empty(tiles, np.float32), np.empty(tiles, np.float32)
-    per_row = 1 if by_token else full
-    to = at_codes + start * row_bytes - count_flags(flags, start * per_row) * saved
+    line, octave, bits = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
+    step, shift = bits + 4 * tiles, bits + 8 * tiles
+    spun = shift + 4 * tiles
+    codes = spun + 4 * tile
+    chosen = start if by_token else start * full
+    to = codes_to + start * row_bytes - count_flags(flags, chosen) * saved
     norm = np.float32(norm)
     for row in range(start, stop):
-        x, base = floats, row * channels
+        x, first = source + 4 * row * channels, row * tiles
         if kind != FLOAT32:
-            widen(halves, kind, base, channels, line)
-            x, base = line, 0
-        first = row * tiles
+            widen(source, kind, row * channels, channels, line)
+            x = line
+        _set_bits(flags, row, tiles, full, by_token, high_bits, low_bits, bits)
+        exponent = _set_octaves(extents + 4 * first, tiles, bits, octave)
+        put_byte(exponents, row, exponent)
         for t in range(tiles):
-            low = t < full and get(flags, row if by_token else row * full + t)
-            low = get(flags, row) if by_token else low
-            put(bits, t, low_bits if low else high_bits)
-        exponent = _octaves(extents, first, tiles, bits, octave)
-        put(payload, at_exponents + row, exponent)
-        top = exponent * 16 + 15
-        for t in range(tiles):
-            _parameters(
-                get(octave, t), top, get(bits, t), get(extents, first + t), get(mids, first + t),
-                width, payload, at_scales + first + t, at_mids + width * (first + t), step, shift, t,
+            size, added, m = _parameters(
+                get_int(octave, t), exponent * 16 + 15, get_int(bits, t),
+                get_float(mids, first + t), width, scales + first + t,
             )  # fmt: skip
-        for t in range(tiles):
-            count = tile if t < full else channels - t * tile
-            padded = (count + 7) & -8
-            limit = np.float32((1 << get(bits, t)) - 1)
-            for j in range(count, padded):
-                put(codes, j, 0)
-            if get(step, t) == ZERO:
-                for j in range(count):
-                    put(codes, j, 0)
-            elif width == 2 and get(payload, at_pivots + first + t):
-                position = get(payload, at_pivots + first + t) & 127
-                spin(x, base + t * tile, tile, position, norm, spun)
-                quantize(spun, 0, tile, get(step, t), get(shift, t), limit, codes, 0)
+            put_float(step, t, size)
+            put_float(shift, t, added)
+            finite = get_float(extents, first + t) < INFINITY
+            if width == 1:
+                put_byte(middles, first + t, m if finite else -128)
             else:
-                at = base + t * tile
-                quantize(x, at, count, get(step, t), get(shift, t), limit, codes, 0)
-            to = pack(codes, 0, padded, get(bits, t), payload, to)
+                put_half(middles, first + t, m if finite else -32768)
+        for t in range(tiles):
+            at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
+            top = np.float32((1 << b) - 1) if get_int(octave, t) else ZERO
+            pivot = get_byte(pivots, first + t) if width == 2 else 0
+            if pivot:
+                spin(at, tile, pivot & 127, norm, spun)
+                at = spun
+            size, added = get_float(step, t), get_float(shift, t)
+            to = encode_run(at, count, size, added, top, b, to, codes)
 
 
 @helper
-def _octaves(extents, first, tiles, bits, octave):
+def _set_bits(flags, row, tiles, full, by_token, high_bits, low_bits, bits):
+    for t in range(tiles):
+        low = t < full and get_byte(flags, row * full + t) > 0
+        if by_token:
+            low = get_byte(flags, row) > 0
+        put_int(bits, t, low_bits if low else high_bits)
+
+
+@helper
+def _set_octaves(extents, tiles, bits, octave) -> Any:
     """Each tile's step in sixteenths of an octave (0: all zero, or not finite); the largest one's float32 exponent."""
     largest = np.int32(0)
     for t in range(tiles):
-        extent, b = get(extents, first + t), get(bits, t)
-        # 2^(1 - bits)
-        step = greater(extent * bits_float((128 - b) << 23), SMALLEST)
-        rounding = (1 << 18) if b < 6 else (1 << 19) - 1
-        n = (float_bits(step) + rounding) >> 19
+        extent, b = get_float(extents, t), get_int(bits, t)
+        step = greater(extent * bits_float((128 - b) << 23), SMALLEST)  # / 2^(b - 1)
+        n = (float_bits(step) + (1 << 18 if b < 6 else (1 << 19) - 1)) >> 19
         n = n if ZERO < extent < INFINITY else 0
-        put(octave, t, n)
+        put_int(octave, t, n)
         largest = greater32(largest, n)
     return np.int64(largest) >> 4
 
 
 @helper
-def _parameters(octave, top, bits, extent, mid, width, payload, at_scale, at_mid, step, shift, t):
-    """Write a tile's parameters, and keep its step and shift as they will be read."""
+def _parameters(octave, top, bits, mid, width, scale) -> Any:
+    """Write a tile's scale; its step, what is added to x / step, and its middle as an integer."""
     below = min(max(top - octave, 0), 254)
-    n = max(top - below, 16)
-    size = bits_float(n << 19)
-    cells = np.float32(1 << bits)
-    units, limit = (np.float32(64), 127) if width == 1 else (np.float32(256), 32767)
-    m = round_signed(mid / size * (units / cells))
-    m = lesser(greater(m, -limit), limit)
-    m = m if octave > 0 else ZERO
-    put(payload, at_scale, below if octave > 0 else 255)
-    stored = np.int64(m) if extent < INFINITY else (-128 if width == 1 else -32768)
-    if width == 1:
-        put(payload, at_mid, stored)
-    else:
-        store16(payload, at_mid, stored)
-    put(step, t, size if octave > 0 else ZERO)
-    put(shift, t, (cells - ONE) / np.float32(2) - m * (cells / units))
+    put_byte(scale, 0, below if octave else 255)
+    size = bits_float(max(top - below, 16) << 19) if octave else ONE
+    cells = bits_float((127 + bits) << 23)
+    units, limit = (64, 127) if width == 1 else (256, 32767)
+    m = round_signed(mid / size * (np.float32(units) / cells))
+    m = lesser(greater(m, -limit), limit) if octave else ZERO
+    return size, (cells - ONE) * HALF - m * (cells / np.float32(units)), np.int64(m)

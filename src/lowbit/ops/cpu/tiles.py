@@ -1,85 +1,145 @@
-"""What both formats do to a run of elements that shares one scale. All of it is inlined into the kernels.
+"""What both formats do to a run of elements that shares one scale: a group, or a tile.
 
-`x` and `y` are float32 arrays, `codes` has one byte for each element; runs start at `base` or `at`.
+Arguments are addresses: `x`, `y`, `s` of float32 numbers, `codes` of scratch with a byte for each element of a run.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from lowbit.ops.cpu.jit import get, helper, put
-from lowbit.ops.cpu.operations import code, greater32, lesser32, order_key, quotient
+from lowbit.ops.cpu.jit import helper
+from lowbit.ops.cpu.memory import get_byte, get_float, put_byte, put_float
+from lowbit.ops.cpu.operations import code, greater32, lesser32, order_key
+from lowbit.ops.cpu.words import decode_words, encode_words
 
 LARGEST = np.float32(2.0**127)
 SMALLEST = np.float32(2.0**-126)
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 KEY_INFINITY, KEY_MINUS_INFINITY = 0x7F800000, 0x807FFFFF - 2**32
-FEWEST, MOST = np.float32(2.0**-60), np.float32(2.0**100)
+# Steps in between give the quotient of `encode_words` no underflow that matters: what is below 2^-101, where its remainder
+# is no longer exact, is less than 2^-33 of them, too little to change a sum with a shift.
+FEWEST, MOST = np.float32(2.0**-68), np.float32(2.0**120)
 
 
 @helper
-def extremes(x, base, count):  # noqa: ANN201
+def extremes(x, count) -> Any:
     """Order keys of the smallest and the largest element."""
     low, high = np.int32(2**31 - 1), np.int32(-(2**31))
     for j in range(count):
-        key = order_key(get(x, base + j))
+        key = order_key(get_float(x, j))
         low = lesser32(low, key)
         high = greater32(high, key)
     return low, high
 
 
 @helper
-def are_finite(low, high):  # noqa: ANN201
+def are_finite(low, high) -> Any:
     """Whether a run with these extremes holds neither NaN nor Inf."""
     return low > KEY_MINUS_INFINITY and high < KEY_INFINITY
 
 
 @helper
-def quantize(x, base, count, step, shift, top, codes, at):  # noqa: ANN201
-    """codes = x / step + shift, rounded and cut to [0, top]; `step` has at most 8 significant bits."""
-    if FEWEST < step < MOST:
-        inverse = ONE / step
-        for j in range(count):
-            put(codes, at + j, code(quotient(get(x, base + j), step, inverse) + shift, top))
-    else:
-        for j in range(count):
-            put(codes, at + j, code(get(x, base + j) / step + shift, top))
+def encode_run(x, count, step, shift, top, bits, to, codes) -> Any:
+    """Codes x / step + shift, rounded and cut to [0, top], as bit planes from address `to` on; their end.
 
-
-@helper
-def restore(codes, at, count, offset, step, y, base):  # noqa: ANN201
-    """y = (codes + offset) * step, where the sum is exact, so that it may stand for the formula's two."""
+    `count` is rounded up to a multiple of 8 with codes of 0; `step` has at most 8 significant bits.
+    """
+    padded = (count + 7) & -8
+    part = (padded * (bits & -bits)) >> 3
+    if part & 7 == 0 and count == padded and FEWEST < step < MOST:
+        for i in range(0, part, 8):
+            encode_words(x + 4 * i, part, step, ONE / step, shift, top, bits, to + i)
+        return to + (padded >> 3) * bits
     for j in range(count):
-        put(y, base + j, (np.float32(get(codes, at + j)) + offset) * step)
+        put_byte(codes, j, code(get_float(x, j) / step + shift, top))
+    return pack(codes, count, bits, to)
 
 
 @helper
-def rotate(s, count, norm):
+def decode_run(start, count, bits, offset, step, y, codes) -> Any:
+    """y = (code + offset) * step of a run's codes from address `start` on; their end.
+
+    The sum is exact, so it may stand for the two in the formula.
+    """
+    padded = (count + 7) & -8
+    part = (padded * (bits & -bits)) >> 3
+    if part & 7 == 0 and count == padded:
+        for i in range(0, part, 8):
+            decode_words(start + i, part, bits, offset, step, y + 4 * i)
+    else:
+        _unpack(start, padded, bits, codes)
+        for j in range(count):
+            put_float(y, j, (np.float32(get_byte(codes, j)) + offset) * step)
+    return start + (padded >> 3) * bits
+
+
+@helper
+def pack(codes, count, bits, to) -> Any:
+    """Pack codes into bit planes byte by byte, in any number (see `encode_run`)."""
+    padded, done, width = (count + 7) & -8, 0, 8
+    for j in range(count, padded):
+        put_byte(codes, j, 0)
+    while width:
+        if bits & width:
+            size = (padded >> 3) * width
+            for byte in range(size):
+                value, shift = 0, 0
+                for j in range(byte, padded, size):
+                    value |= ((get_byte(codes, j) >> done) & ((1 << width) - 1)) << shift
+                    shift += width
+                put_byte(to, 0, value)
+                to += 1
+            done += width
+        width >>= 1
+    return to
+
+
+@helper
+def _unpack(start, padded, bits, codes):
+    done, width = 0, 8
+    while width:
+        if bits & width:
+            size = (padded >> 3) * width
+            for byte in range(size):
+                value = np.int64(get_byte(start, 0))
+                for j in range(byte, padded, size):
+                    field = (value & ((1 << width) - 1)) << done
+                    put_byte(codes, j, field | get_byte(codes, j) if done else field)
+                    value >>= width
+                start += 1
+            done += width
+        width >>= 1
+
+
+@helper
+def spin(x, count, position, norm, s) -> None:
+    """`s[:count]` = the rotated tile, its pivot swapped to the front."""
+    for j in range(count):
+        put_float(s, j, get_float(x, j))
+    swap(s, position)
+    rotate(s, count, norm)
+
+
+@helper
+def rotate(s, count, norm) -> None:
     """Walsh-Hadamard transform of `s[:count]` in place, times `norm`."""
     half = 1
     while half < count:
         for first in range(0, count, 2 * half):
             for j in range(first, first + half):
-                a, b = get(s, j), get(s, j + half)
-                put(s, j, a + b)
-                put(s, j + half, a - b)
+                a, b = get_float(s, j), get_float(s, j + half)
+                put_float(s, j, a + b)
+                put_float(s, j + half, a - b)
         half *= 2
     for j in range(count):
-        put(s, j, get(s, j) * norm)
+        put_float(s, j, get_float(s, j) * norm)
 
 
 @helper
-def swap(s, position):
+def swap(s, position) -> None:
     """Exchange `s[0]` and `s[position]`."""
-    first = get(s, 0)
-    put(s, 0, get(s, position))
-    put(s, position, first)
-
-
-@helper
-def spin(x, base, count, position, norm, s):
-    """`s[:count]` = the rotated tile, its pivot swapped to the front."""
-    for j in range(count):
-        put(s, j, get(x, base + j))
-    swap(s, position)
-    rotate(s, count, norm)
+    first = get_float(s, 0)
+    put_float(s, 0, get_float(s, position))
+    put_float(s, position, first)

@@ -1,0 +1,72 @@
+"""float32, bfloat16 and float16 elements, so that one compiled kernel serves all three.
+
+What is not float32 passes through a line of float32 numbers that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.ops.cpu.jit import helper
+from lowbit.ops.cpu.memory import get_float, get_half, put_float, put_half
+from lowbit.ops.cpu.operations import from_bf16, from_fp16, to_bf16, to_fp16
+from lowbit.ops.layout import Layout
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+
+def sections(payload: Tensor, layout: Layout) -> dict[str, int]:
+    """Address of each section of a payload."""
+    start = payload.data_ptr()
+    return {name: start + offset for name, offset in layout.offsets.items()}
+
+
+def zero_gaps(payload: Tensor, layout: Layout) -> None:
+    """Clear the bytes between sections."""
+    end = 0
+    for name, start in layout.offsets.items():
+        if start > end:
+            payload[end:start] = 0
+        end = start + layout.sizes[name]
+
+
+@helper
+def widen(x, kind, start, count, line) -> None:
+    """Convert `count` elements from `start` on to float32, exactly."""
+    if kind == BFLOAT16:
+        for j in range(count):
+            put_float(line, j, from_bf16(get_half(x, start + j)))
+    else:
+        for j in range(count):
+            put_float(line, j, from_fp16(get_half(x, start + j)))
+
+
+@helper
+def narrow(line, y, kind, start, count, accumulate) -> None:
+    """Write `count` float32 numbers to the elements from `start` on, or add them, rounding once."""
+    if accumulate:
+        _add(y, kind, start, count, line)
+    if kind == FLOAT32:
+        for j in range(count):
+            put_float(y, start + j, get_float(line, j))
+    elif kind == BFLOAT16:
+        for j in range(count):
+            put_half(y, start + j, to_bf16(get_float(line, j)))
+    else:
+        for j in range(count):
+            put_half(y, start + j, to_fp16(get_float(line, j)))
+
+
+@helper
+def _add(y, kind, start, count, line):
+    if kind == FLOAT32:
+        for j in range(count):
+            put_float(line, j, get_float(y, start + j) + get_float(line, j))
+    elif kind == BFLOAT16:
+        for j in range(count):
+            put_float(line, j, from_bf16(get_half(y, start + j)) + get_float(line, j))
+    else:
+        for j in range(count):
+            put_float(line, j, from_fp16(get_half(y, start + j)) + get_float(line, j))
