@@ -9,6 +9,7 @@ from lowbit.bench import pipeline, speeds
 from lowbit.bench.pipeline import Measurements, Settings, parse_link, recipe, run, started
 from lowbit.bench.report import Report
 from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.network.shape import burst_bytes
 from lowbit.train.config_file import from_mapping
 
 TINY = Settings(
@@ -26,13 +27,14 @@ TINY = Settings(
     samples=8,
     precision="fp32",
 )
+SLOW = 8.0  # Mbit/s
 BYTES_FP32 = 4 * TINY.batch * TINY.sequence * TINY.dim * 3 * 2  # 3 boundaries, both ways
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
     """One real run: two processes, on a slow link where this machine permits one."""
-    links = (None,) if SlowLink.available() else (40.0, None)
+    links = (None,) if SlowLink.available() else (SLOW, None)
     seen: list[int] = []
     done = run(dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
     assert seen[0] == 1
@@ -84,10 +86,10 @@ def test_ratios_follow_from_the_speeds(report: Report):
 
 @pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
 def test_a_slow_link_holds_up_full_precision(report: Report):
-    rows = rows_of(report, 40.0)
-    assert rows["fp32"]["goodput_mbit"] == pytest.approx(40 * 0.956, rel=0.05)
-    least = BYTES_FP32 / 2 * 8 / 40e6  # seconds that the bytes of one direction take
-    assert rows["fp32"]["seconds_per_step"] > least
+    rows = rows_of(report, SLOW)
+    assert rows["fp32"]["goodput_mbit"] == pytest.approx(SLOW * 0.956, rel=0.1)
+    at_least = (BYTES_FP32 / 2 - burst_bytes(SLOW)) * 8e-6 / SLOW  # seconds for one direction
+    assert rows["fp32"]["seconds_per_step"] > at_least
     assert rows["tah-quant"]["seconds_per_step"] < rows["stock-fp32"]["seconds_per_step"]
 
 

@@ -24,7 +24,7 @@ from lowbit.network import LinkUnavailable, SlowLink
 from lowbit.train.config import TrainConfig
 from lowbit.train.config_file import from_mapping
 from lowbit.train.generate import generate
-from lowbit.train.metrics import StepMetrics, describe, read_metrics
+from lowbit.train.metrics import StepMetrics, read_metrics
 from lowbit.train.summary import read_summary
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 RATE_MBIT = 100.0
 PROMPT = "def "
+MODEL = {"dim": 128, "layers": 8, "heads": 4, "kv_heads": 1, "ffn": 256}
+DATA = {"sequence": 128, "batch": 32}
+PIPELINE = {
+    "ranks": 2, "stages_per_rank": 4, "schedule": "Interleaved1F1B", "microbatches": 4
+}  # fmt: skip
 _SMOOTHED_STEPS = 8
 _POLL_SECONDS = 0.2
 
@@ -71,7 +76,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
 
     console = console or Console()
     rows = []
-    with _link(console) as link:
+    with open_link(console) as link:
         rate = link.rate_mbit if link else None
         with _progress(console) as show:
             for contestant in CONTESTANTS:
@@ -98,15 +103,9 @@ def recipe(contestant: Contestant, output: Path) -> TrainConfig:
     """
     return from_mapping(
         {
-            "model": {"dim": 128, "layers": 8, "heads": 4, "kv_heads": 1, "ffn": 256},
-            "data": {"sequence": 128, "batch": 32},
-            "pipeline": {
-                "ranks": 2,
-                "stages_per_rank": 4,
-                "schedule": "Interleaved1F1B",
-                "microbatches": 4,
-                **contestant.pipeline,
-            },
+            "model": MODEL,
+            "data": DATA,
+            "pipeline": PIPELINE | contestant.pipeline,
             "optimizer": {"lr": 2e-3, "lr_end": 1.0, "lr_warmup_steps": 10},
             "run": {
                 "output": str(output),
@@ -183,18 +182,18 @@ COLUMNS = (
     Column(title="boundaries", field="title"),
     Column(title="tokens/s", field="tokens_per_second", show="{:,.0f}".format),
     Column(title="over\nfp32", field="speedup_fp32", show="{:.2f}x".format),
-    Column(title="bits\nfwd", field="bits_forward", show="{:.2f}".format),
-    Column(title="bits\nbwd", field="bits_backward", show="{:.2f}".format),
+    Column(title="bits\nfwd/bwd", field="bits"),
     Column(title="MB a\nstep", field="megabytes", show="{:.1f}".format),
     Column(title="steps", field="steps"),
     Column(title="seconds", field="seconds", show="{:.0f}".format),
     Column(title="loss", field="loss", show="{:.3f}".format),
-    Column(title="same loss\nafter", field="seconds_to_loss", show="{:.0f} s".format),
+    Column(title="same\nloss at", field="seconds_to_loss", show="{:.0f} s".format),
 )
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "megabytes": row["bytes_per_step"] / 1e6}
+    bits = f"{row['bits_forward']:.3g}/{row['bits_backward']:.3g}"
+    return {**row, "megabytes": row["bytes_per_step"] / 1e6, "bits": bits}
 
 
 def _compare(rows: list[dict[str, Any]]) -> None:
@@ -205,7 +204,16 @@ def _compare(rows: list[dict[str, Any]]) -> None:
         row["seconds_to_loss"] = seconds_until(row["curve"], target)
 
 
+def _told(metrics: StepMetrics) -> str:
+    """A step in half a line."""
+    bits = f"{metrics.bits_forward or 0:.1f}/{metrics.bits_backward or 0:.1f} bits"
+    return f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  {bits}"
+
+
 def _say_what_it_wrote(console: Console, output: Path) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     model = output / CONTESTANTS[-1].name / "model"
     text = generate(model, PROMPT, tokens=100)
     console.print(f"\n{CONTESTANTS[-1].title} after {CONTESTANTS[-1].steps} steps writes:")
@@ -214,7 +222,7 @@ def _say_what_it_wrote(console: Console, output: Path) -> None:
 
 
 @contextmanager
-def _link(console: Console) -> Iterator[SlowLink | None]:
+def open_link(console: Console) -> Iterator[SlowLink | None]:
     """The slow link; where this machine does not permit one, none, and a word about it."""
     reason = SlowLink.available()
     if reason:
@@ -238,7 +246,7 @@ def _progress(console: Console) -> Iterator[Callable[[Contestant, StepMetrics], 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.fields[title]}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[title]}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )  # fmt: skip
     with Progress(*columns, console=console) as bars:
@@ -251,7 +259,7 @@ def _progress(console: Console) -> Iterator[Callable[[Contestant, StepMetrics], 
             task = tasks[contestant.name]
             if metrics.step == 0:
                 bars.start_task(task)
-            bars.update(task, completed=metrics.step + 1, description=describe(metrics))
+            bars.update(task, completed=metrics.step + 1, description=_told(metrics))
             if metrics.step + 1 == contestant.steps:
                 bars.stop_task(task)
 

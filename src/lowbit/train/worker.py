@@ -46,6 +46,8 @@ def complain(error: Exception) -> None:
 
 
 def _tell_launcher(cause: str) -> None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return  # whoever started this keeps no store
     from torch._C._distributed_c10d import TCPStore
 
     with contextlib.suppress(RuntimeError):  # it is gone, too

@@ -1,0 +1,56 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lowbit.bench import demo
+from lowbit.network import SlowLink
+
+
+def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(demo, "MODEL", {"dim": 32, "layers": 4, "heads": 2})
+    monkeypatch.setattr(demo, "DATA", {"sequence": 32, "batch": 8, "max_bytes": 60_000})
+    monkeypatch.setattr(demo, "PIPELINE", demo.PIPELINE | {"stages_per_rank": 2})
+    small = tuple(replace(c, steps=3 + i) for i, c in enumerate(demo.CONTESTANTS))
+    monkeypatch.setattr(demo, "CONTESTANTS", small)
+    with (console := Console(width=80)).capture() as shown:
+        report = demo.run(tmp_path / "demo", console=console)
+    fp32, few = report.rows
+    assert (fp32["boundary"], fp32["steps"], len(fp32["curve"])) == ("fp32", 3, 3)
+    assert (few["boundary"], few["steps"], len(few["curve"])) == ("tah-quant", 4, 4)
+    assert (fp32["bits_forward"], fp32["speedup_fp32"]) == (32.0, 1.0)
+    assert few["bytes_per_step"] < fp32["bytes_per_step"] / 4
+    assert fp32["curve"][0][1] == pytest.approx(few["curve"][0][1], abs=0.05)
+    assert {row["link_mbit"] for row in report.rows} == {None if SlowLink.available() else 100.0}
+    text = shown.get()
+    for part in ("FP32, stock", "TAH-Quant", "tokens/s", "def ", "demo.png"):
+        assert part in text
+    assert "…" not in text, "fits on 80 columns"
+    assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "demo" / "report.json").read_text())["command"] == "demo"
+
+
+def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No namespaces here."))
+    console = Console(width=80)
+    with console.capture() as shown, demo.open_link(console) as link:
+        assert link is None
+    assert "No namespaces here." in shown.get()
+    assert "Going on without a limit" in shown.get()
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path):
+    contestant = replace(demo.CONTESTANTS[1], pipeline={"ranks": 1, "stages_per_rank": 99})
+    config = demo.recipe(contestant, tmp_path)
+    with pytest.raises(ChildProcessError, match="rank 0 failed: exit status 1, .*99 stages"):
+        demo.train(None, config, print)
+
+
+def test_curve_is_a_mean_of_the_last_steps():
+    metrics = [{"seconds": 2.0, "loss": float(i)} for i in range(20)]
+    points = demo.curve(metrics)
+    assert points[0] == (2.0, 0.0)
+    assert points[1] == (4.0, 0.5)
+    assert points[-1] == (40.0, pytest.approx(15.5))  # of losses 12 to 19
