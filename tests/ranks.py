@@ -56,7 +56,7 @@ class Ranks:
         self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60
     ) -> list[Any]:
         """What `function(*args)` returned on each rank, or the `Failure` that it met there."""
-        self._start(ranks)
+        self.start(ranks)
         self._runs += 1
         for rank in range(ranks):
             self._workers[rank][1].send((function, args, rank, ranks, f"run{self._runs}"))
@@ -88,7 +88,8 @@ class Ranks:
                 outcomes[rank] = Failure("ended", f"exit code {self._workers[rank][0].exitcode}")
         return outcomes
 
-    def _start(self, count: int) -> None:
+    def start(self, count: int) -> None:
+        """Have so many processes ready; `run` and `outcomes` do so themselves."""
         assert count <= self.size
         while len(self._workers) < count:
             self._workers.append(self._new())

@@ -49,6 +49,7 @@ def test_equal_facts_pass_again_and_again(ranks: Ranks):
 
 
 def test_every_rank_raises_the_same(ranks: Ranks):
+    ranks.start(3)
     start = time.monotonic()
     outcomes = ranks.outcomes(agrees, [SAME, SAME | {"codec": "int8"}, SAME], 60.0, ranks=3)
     assert time.monotonic() - start < 20

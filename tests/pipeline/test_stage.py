@@ -20,6 +20,11 @@ INT4 = GroupInt(bits=4, group=64)
 INT6 = GroupInt(bits=6, group=32, symmetric=True)
 
 
+# PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot, and takes no integers between stages.
+OLD = not hasattr(PipelineStage, "_is_same_rank")
+new_only = pytest.mark.skipif(OLD, reason=f"stock stages of PyTorch {torch.__version__} cannot")
+
+
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -40,14 +45,16 @@ def equals_stock(schedule: str, evaluate: bool) -> int:
     return len(ours.losses)
 
 
-@pytest.mark.parametrize("schedule", toy.SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [name for name in toy.SCHEDULES if not (OLD and name == "zbv")]
+)
 def test_an_fp32_wire_changes_no_loss_and_no_gradient(ranks: Ranks, schedule: str):
     stock_evaluates = schedule != "zbv"  # stock V schedules cannot
     losses = ranks.run(equals_stock, schedule, stock_evaluates)
     assert sorted(losses) == [0, 3 * toy.MICRO_BATCHES]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-2", pytest.param("zbv", marks=new_only)])
 def test_four_ranks_likewise(ranks: Ranks, schedule: str):
     losses = ranks.run(equals_stock, schedule, False, ranks=4)
     assert sorted(losses) == [0, 0, 0, 3 * toy.MICRO_BATCHES]
@@ -202,6 +209,7 @@ def several(forward: Codec, backward: Codec) -> Any:
     return several_tensors(toy.lowbit(forward=forward, backward=backward, timeout=30))
 
 
+@new_only
 def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
     (_, grads, traffic), (losses, more, _) = ranks.run(several, FP32, FP32)
     expected_losses, expected_grads = reference_of_several()
@@ -213,6 +221,7 @@ def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
     assert traffic.forward_bytes == toy.MICRO_BATCHES * each
 
 
+@new_only
 def test_integers_and_masks_are_never_coded(ranks: Ranks):
     (_, _, traffic), (losses, _, _) = ranks.run(several, INT4, INT6)
     shape, rows = (toy.ROWS, 3, toy.WIDTH), toy.ROWS

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lowbit.codecs import GroupInt
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.failure import FailureBoard
-from lowbit.pipeline import Traffic
+from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.transport import Early, InOrder, Route, choose
 from tests.pipeline import toy
@@ -72,6 +72,36 @@ def without_waiting() -> float:
 
 def test_sending_does_not_wait(ranks: Ranks):
     assert ranks.run(without_waiting)[0] < 0.8
+
+
+def steps_leave_nothing_behind() -> int:
+    """Sends of a step, training or not, have left before the step returns."""
+    drained, most = Early.drain, 0
+
+    def drain(self: Early) -> None:
+        nonlocal most
+        most = max(most, len(self._outbox))
+        drained(self)
+
+    Early.drain = drain
+    try:
+        for schedule in ("gpipe", "interleaved-2", "zbv"):
+            run = toy.Run(schedule, toy.lowbit(forward=INT4, backward=INT6))
+            for step in (run.train, run.evaluate, run.train):
+                step(0)
+                for stage in run.stages:
+                    assert isinstance(stage, LowBitStage)
+                    assert isinstance(stage._transport, Early)
+                    assert stage._transport._outbox == []
+                    assert stage._transport._posted == {}
+    finally:
+        Early.drain = drained
+    return most
+
+
+def test_a_step_waits_for_its_sends_once_at_its_end(ranks: Ranks):
+    # Rank 0 of the interleaved schedule: stages 0 and 2 send forward, stage 2 also backward.
+    assert ranks.run(steps_leave_nothing_behind)[0] == 3 * toy.MICRO_BATCHES
 
 
 def leftover() -> None:

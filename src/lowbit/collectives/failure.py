@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -70,9 +71,11 @@ class FailureBoard:
         text = f"{self._names[suspect]} {how}"
         if culprit != suspect:
             text += f", because {self._names[culprit]} had failed before"
-        if not finished.is_set():
+        if not finished.is_set() and suspect != 0:
             text += f"; so did the store, which {self._names[0]} hosts unless a launcher does"
-        return PeerError(f"{text} (seen by {self._names[self._rank]}: {cause})", culprit)
+        # Gloo wraps the reason in a source position and advice.
+        reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause))
+        return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
 
     def _trace(self, chain: list[int], silent: bool, finished: threading.Event) -> None:
         """Extend `chain` by following notes, for as long as new ones may come."""

@@ -25,6 +25,7 @@ _REQUIRED = (
     "get_bwd_send_ops",
     "forward_one_chunk",
     "perform_reduce_grad",
+    "_get_init_p2p_neighbors_ops",
     "_prepare_forward_infra",
     "_prepare_backward_infra",
     "_retrieve_recv_activations",
@@ -110,6 +111,11 @@ class HookedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self.step_begins()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # PyTorch 2.11 opens connections with this, in V schedules even to the rank itself, which Gloo cannot.
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
