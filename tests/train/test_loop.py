@@ -114,7 +114,7 @@ def _loss_of_saved(config: TrainConfig) -> float:
     from lowbit.train.data import load_data
 
     folder = Path(config.run.output) / "model"
-    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)  # pyright: ignore[reportGeneralTypeIssues]
     assert not any(loading.values()), loading
     text = Path(config.data.text[0]).read_text()
     windows = load_data(config.data).held_out

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ def _stages(model, cuts: list[int], **kwargs) -> list[StageModule]:
         StageModule(
             model, layers=range(low, high), first=low == 0, last=high == bounds[-1], **kwargs
         )
-        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
+        for low, high in itertools.pairwise(bounds)
     ]
 
 

@@ -62,7 +62,6 @@ def _start(reports: SimpleQueue, threads: int) -> None:
     global _reports
     _reports = reports
     torch.set_num_threads(threads)
-    pass
 
 
 def _follow_parent() -> None:

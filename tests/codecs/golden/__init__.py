@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent
 
 
 def sample() -> torch.Tensor:
-    """A (2, 5, 200) tensor from integers alone, so that it is the same on every machine: outliers, zeros, tiny values."""
+    """A (2, 5, 200) tensor from integers alone, the same on every machine: outliers, zeros, tiny values."""
     n = torch.arange(2000, dtype=torch.int64)
     h = (n * 2654435761) % 4294967296
     x = (h.double() / 2**31 - 1).float() * torch.exp2((h >> 7) % 5 - 2.0)
