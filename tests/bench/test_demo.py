@@ -6,13 +6,16 @@ import pytest
 from rich.console import Console
 
 from lowbit.bench import demo
+from lowbit.bench.pipeline import Settings
 from lowbit.network import SlowLink
+from lowbit.train.config import PipelineConfig
+
+TINY = Settings(dim=32, layers=4, heads=2, stages_per_rank=2, batch=8, sequence=32, samples=8)
+ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B")
 
 
 def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(demo, "MODEL", {"dim": 32, "layers": 4, "heads": 2})
-    monkeypatch.setattr(demo, "DATA", {"sequence": 32, "batch": 8, "max_bytes": 60_000})
-    monkeypatch.setattr(demo, "PIPELINE", demo.PIPELINE | {"stages_per_rank": 2})
+    monkeypatch.setattr(demo, "SETTINGS", TINY)
     small = tuple(replace(c, steps=3 + i) for i, c in enumerate(demo.CONTESTANTS))
     monkeypatch.setattr(demo, "CONTESTANTS", small)
     with (console := Console(width=80)).capture() as shown:
@@ -42,9 +45,9 @@ def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path):
-    contestant = replace(demo.CONTESTANTS[1], pipeline={"ranks": 1, "stages_per_rank": 99})
-    config = demo.recipe(contestant, tmp_path)
-    with pytest.raises(ChildProcessError, match="rank 0 failed: exit status 1, .*99 stages"):
+    config = demo.recipe(demo.CONTESTANTS[1], tmp_path)
+    config = replace(config, model=replace(config.model, layers=7), pipeline=ONE_RANK)
+    with pytest.raises(ChildProcessError, match="rank 0 failed: exit status 1, .*8 stages"):
         demo.train(None, config, print)
 
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.bench import charts
 from lowbit.bench.launch import Ranks
+from lowbit.bench.pipeline import Settings
+from lowbit.bench.pipeline import recipe as pipeline_recipe
 from lowbit.bench.race import seconds_until
 from lowbit.bench.report import Column, Report, machine, table
 from lowbit.bench.speeds import link_name
@@ -32,29 +34,25 @@ if TYPE_CHECKING:
 
 RATE_MBIT = 100.0
 PROMPT = "def "
-MODEL = {"dim": 128, "layers": 8, "heads": 4, "kv_heads": 1, "ffn": 256}
-DATA = {"sequence": 128, "batch": 32}
-PIPELINE = {
-    "ranks": 2, "stages_per_rank": 4, "schedule": "Interleaved1F1B", "microbatches": 4
-}  # fmt: skip
+SETTINGS = Settings()
 _SMOOTHED_STEPS = 8
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One of the runs: its name on the screen and in files, how long it trains, and what its boundaries are."""
+    """One of the runs: its name on the screen and in files, what its boundaries are, and how long it trains."""
 
     name: str
     title: str
+    boundary: str
     steps: int
-    pipeline: dict[str, Any]
 
 
-# At 100 Mbit/s both take about as long: one FP32 step of this model is over two seconds of network.
+# At 100 Mbit/s both take about as long: one FP32 step of this model is two seconds of network.
 CONTESTANTS = (
-    Contestant(name="fp32", title="FP32, stock", steps=45, pipeline={"boundary": "stock-fp32"}),
-    Contestant(name="tah-quant", title="TAH-Quant", steps=180, pipeline={"warmup_steps": 0}),
+    Contestant(name="fp32", title="FP32, stock", boundary="stock-fp32", steps=45),
+    Contestant(name="tah-quant", title="TAH-Quant", boundary="tah-quant", steps=180),
 )
 
 OnMetrics = Callable[[StepMetrics], None]
@@ -95,28 +93,22 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
 
 
 def recipe(contestant: Contestant, output: Path) -> TrainConfig:
-    """The training run of a contestant.
+    """The training run of a contestant: the model and the pipeline that `lowbit bench pipeline` measures.
 
-    The model is thin (a narrow feed-forward, one key-value head) so that two CPU cores compute it fast enough for the
-    link to be what holds it up, as it would hold up graphics cards with a large one. The learning rate stays constant
-    after its rise, so that runs of different length can be compared all the way.
+    The learning rate stays constant after its rise, so that runs of different length can be compared all the way.
     """
     return from_mapping(
-        {
-            "model": MODEL,
-            "data": DATA,
-            "pipeline": PIPELINE | contestant.pipeline,
-            "optimizer": {"lr": 2e-3, "lr_end": 1.0, "lr_warmup_steps": 10},
-            "run": {
+        pipeline_recipe(
+            SETTINGS,
+            contestant.boundary,
+            optimizer={"lr": 2e-3, "lr_end": 1.0, "lr_warmup_steps": 10},
+            run={
                 "output": str(output),
                 "overwrite": True,
                 "steps": contestant.steps,
-                "checkpoint_every": 0,
                 "eval_batches": 4,
-                "progress": False,
-                "tensorboard": False,
             },
-        }
+        )
     )
 
 

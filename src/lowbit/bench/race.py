@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from lowbit.bench.pipeline import (
 )
 from lowbit.bench.report import Column, Report, Row, machine, table
 from lowbit.bench.speeds import link_name
+from lowbit.network import SlowLink
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,17 +67,17 @@ class Settings:
     stages_per_rank: int = 4
     schedule: str = "Interleaved1F1B"
     microbatches: int = 4
-    dim: int = 256
+    dim: int = 128
     layers: int = 8
     heads: int = 4
-    kv_heads: int = 0
-    ffn: int = 0
-    batch: int = 8
-    sequence: int = 256
+    kv_heads: int = 1
+    ffn: int = 128
+    batch: int = 32
+    sequence: int = 128
     start_text: tuple[str, ...] = ()
-    start_steps: int = 150
+    start_steps: int = 200
     text: tuple[str, ...] = ()
-    samples: int = 160
+    samples: int = 640
     epochs: int = 5
     lr: float = 2e-4
     evaluations: int = 2
@@ -130,16 +132,32 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
     ):
         ranks.ask("train", config=_start_recipe(settings, f"{folder}/start"))
         for rate in settings.links:
-            racers = [Racer(settings, b, ranks, f"{folder}/{rate}") for b in settings.boundaries]
             about = {"link_mbit": rate, "goodput_mbit": set_rate(link, rate)}
+            with _not_timed(link):
+                racers = [
+                    Racer(settings, boundary, ranks, f"{folder}/{rate}")
+                    for boundary in settings.boundaries
+                ]
             for racer in racers * (settings.epochs * settings.evaluations):
-                racer.advance()
+                racer.train()
+                with _not_timed(link):
+                    racer.evaluate()
                 if on_rows:
                     on_rows(rows + finish_line(racers, about))
             rows += finish_line(racers, about)
-            if link:
-                link.set_rate(None)
     return Report(command="bench race", settings=settings, machine=machine(), rows=rows)
+
+
+@contextmanager
+def _not_timed(link: SlowLink | None) -> Iterator[None]:
+    """Lift the link's limit for what the clocks leave out, so that nobody has to wait for it."""
+    if link is None:
+        yield
+        return
+    rate = link.rate_mbit
+    link.set_rate(None)
+    yield
+    link.set_rate(rate)
 
 
 class Racer:
@@ -158,17 +176,19 @@ class Racer:
         self._turns = _split(settings.samples // settings.batch, settings.evaluations)
         config = _race_recipe(settings, boundary, self._name, Path(folder).with_name("start"))
         ranks.ask("open", name=self._name, config=config, samples=settings.samples)
-        self.curve: list[tuple[float, float]] = [(0.0, self._held_out())]
+        self.curve: list[tuple[float, float]] = []
+        self.evaluate()
 
-    def advance(self) -> None:
-        """Train until the next evaluation, and evaluate."""
+    def train(self) -> None:
+        """Train until the next evaluation is due."""
         turn = (len(self.curve) - 1) % len(self._turns)
         self.steps += step(self._ranks, self._name, self._turns[turn])
-        self.curve.append((sum(step["seconds"] for step in self.steps), self._held_out()))
         self.state_bytes = sum(self._ranks.ask("state_bytes", name=self._name))
 
-    def _held_out(self) -> float:
-        return self._ranks.ask("evaluate", name=self._name)[0]["held_out_loss"]
+    def evaluate(self) -> None:
+        """Add a point to the curve."""
+        seconds = sum(step["seconds"] for step in self.steps)
+        self.curve.append((seconds, self._ranks.ask("held_out_loss", name=self._name)[0]))
 
 
 def finish_line(racers: Sequence[Racer], about: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -58,9 +58,12 @@ class Rank:
         done = [self._trainers[name].step(step) for step in range(start, start + count)]
         return [dataclasses.asdict(metrics) for metrics in done]
 
-    def evaluate(self, name: str) -> dict[str, float]:
-        """Losses on held-out text, see `Trainer.evaluate`."""
-        return self._trainers[name].evaluate(self._steps[name])
+    def held_out_loss(self, name: str) -> float:
+        """Loss on held-out text, with full precision at the boundaries."""
+        trainer = self._trainers[name]
+        batch, batches = trainer.config.data.batch, trainer.config.run.eval_batches
+        held_out = trainer.prepared.data.held_out
+        return trainer.evaluation.loss(held_out, batch=batch, batches=batches)
 
     def state_bytes(self, name: str) -> int:
         """Bytes that this rank's codecs keep between steps."""
