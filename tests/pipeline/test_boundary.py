@@ -188,11 +188,13 @@ def test_bad_sample_ids(ids: Any, error: type[Exception]):
 
 
 def test_codecs_for_boundaries():
-    assert codec_at("forward", INT4, 5) is INT4
-    assert codec_at("forward", {5: INT4}, 5) is INT4
-    with pytest.raises(ValueError, match="forward has no codec for boundary 2; given: 0, 5"):
-        codec_at("forward", {5: INT4, 0: INT4}, 2)
+    assert codec_at("forward", INT4, 5, 6) is INT4
+    assert codec_at("forward", {5: INT4}, 5, 6) is INT4
+    with pytest.raises(ValueError, match="forward has no codec for boundary 2; given: 5, 0"):
+        codec_at("forward", {5: INT4, 0: INT4}, 2, 6)
+    with pytest.raises(ValueError, match="codecs for boundaries 5, 0; there are 0 to 4"):
+        codec_at("forward", {5: INT4, 0: INT4}, 0, 5)
     with pytest.raises(TypeError, match="backward is 4"):
-        codec_at("backward", 4, 0)  # type: ignore[arg-type]
+        codec_at("backward", 4, 0, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="forward is None"):
-        codec_at("forward", {1: None}, 1)  # type: ignore[dict-item]
+        codec_at("forward", {1: None}, 1, 2)  # type: ignore[dict-item]

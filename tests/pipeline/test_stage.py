@@ -60,6 +60,22 @@ def test_four_ranks_likewise(ranks: Ranks, schedule: str):
     assert sorted(losses) == [0, 0, 0, 3 * toy.MICRO_BATCHES]
 
 
+def in_subgroups() -> list[Tensor]:
+    """Two pipelines side by side, whose ranks in their groups are not those in the job."""
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    own = groups[dist.get_rank() % 2]
+    run = toy.Run("interleaved-2", toy.lowbit(forward=FP32, backward=FP32), group=own)
+    for step in range(2):
+        run.train(step)
+    return run.losses
+
+
+def test_pipelines_side_by_side_in_groups_of_their_own(ranks: Ranks):
+    _, _, first, second = ranks.run(in_subgroups, ranks=4)
+    assert len(first) == 2 * toy.MICRO_BATCHES
+    assert same(first, second)
+
+
 def evaluates_as_one_process(schedule: str) -> None:
     run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32, timeout=30))
     run.train(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,15 +76,15 @@ class Run:
     schedule: str
     make: Callable[..., PipelineStage]
     kind: Callable[[], nn.Module] = Block
-    options: Mapping[str, Any] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
     losses: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         schedule, each = SCHEDULES[self.schedule]
         modules = blocks(each * ranks, self.kind)
         self.stages = [
-            self.make(modules[i], i, len(modules), CPU, **self.options)
+            self.make(modules[i], i, len(modules), CPU, group=self.group)
             for i in held(self.schedule, rank, ranks)
         ]
         own = self.stages[0] if each == 1 else self.stages

@@ -52,6 +52,9 @@ class FailureBoard:
         self._names = list(names)
         self._rank = dist.get_rank(group)
         self._timeout = timeout
+        # Unless a launcher does, the job's first rank hosts the store; it need not be in this group.
+        ranks = dist.get_process_group_ranks(group)
+        self._host = ranks.index(0) if 0 in ranks else None
 
     @property
     def patience(self) -> timedelta:
@@ -71,8 +74,9 @@ class FailureBoard:
         text = f"{self._names[suspect]} {how}"
         if culprit != suspect:
             text += f", because {self._names[culprit]} had failed before"
-        if not finished.is_set() and suspect != 0:
-            text += f"; so did the store, which {self._names[0]} hosts unless a launcher does"
+        if not finished.is_set() and suspect != self._host:
+            host = "the job's rank 0" if self._host is None else self._names[self._host]
+            text += f"; so did the store, which {host} hosts unless a launcher does"
         # Gloo wraps the reason in a source position and advice.
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause))
         return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
@@ -94,7 +98,7 @@ class FailureBoard:
                 time.sleep(_POLL)
             self._note(f"seen/{self._rank}", {})
             finished.set()
-            if self._rank == 0:
+            if self._rank == self._host:
                 self._linger(chain[-1], min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
 
     def _linger(self, culprit: int, seconds: float) -> None:

@@ -172,17 +172,23 @@ class Lane:
         self._traffic.codec_seconds += time.perf_counter() - start
 
 
-def codec_at(argument: str, codecs: Codec | Mapping[int, Codec], boundary: int) -> Codec:
-    """The codec of one boundary, from one for all or a mapping.
+def codec_at(
+    argument: str, codecs: Codec | Mapping[int, Codec], boundary: int, boundaries: int
+) -> Codec:
+    """The codec of one of so many boundaries, from one for all or a mapping.
 
     Raises:
         TypeError: not a codec.
-        ValueError: the mapping has none for this boundary.
+        ValueError: the mapping has none for this boundary, or one for a boundary that does not exist.
     """
     if isinstance(codecs, Mapping):
+        given = ", ".join(map(str, codecs)) or "none"
         if boundary not in codecs:
-            given = ", ".join(map(str, sorted(codecs))) or "none"
             raise ValueError(f"{argument} has no codec for boundary {boundary}; given: {given}")
+        if not set(codecs) <= set(range(boundaries)):
+            raise ValueError(
+                f"{argument} has codecs for boundaries {given}; there are 0 to {boundaries - 1}"
+            )
         codecs = codecs[boundary]
     if not isinstance(codecs, Codec):
         raise TypeError(

@@ -56,7 +56,8 @@ def emulate_(
     if len(set(at)) != len(at):
         raise ValueError(f"at is {list(at)}; a name must not occur twice")
     codecs = [
-        (codec_at("forward", forward, i), codec_at("backward", backward, i)) for i in range(len(at))
+        (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at)))
+        for i in range(len(at))
     ]
     emulation = Emulation(warmup_steps, in_evaluation)
     for boundary, (name, pair) in enumerate(zip(at, codecs, strict=True)):

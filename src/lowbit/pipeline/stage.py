@@ -254,7 +254,7 @@ class LowBitStage(HookedStage):
             (direction, outgoing): Lane(
                 boundary,
                 direction,
-                codec_at(direction, codecs[direction], boundary),
+                codec_at(direction, codecs[direction], boundary, self.num_stages - 1),
                 self.device,
                 self.traffic,
             )
