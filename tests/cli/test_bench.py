@@ -45,7 +45,7 @@ def test_a_report_is_shown_written_and_drawn(tmp_path: Path):
         *("--json", str(file), "--png", str(picture)),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "GroupInt(bits=4, group=32)" in result.stdout
+    assert "GroupInt(4, 32)" in result.stdout
     written = json.loads(file.read_text())
     assert written["command"] == "bench codecs"
     assert [row["codec"] for row in written["rows"]] == ["bf16", "GroupInt(bits=4, group=32)"]

@@ -1,4 +1,7 @@
-"""Keys of tiles and tokens in the order of their entropy (`lowbit.ops.exact.entropy`), Inf where one is not finite."""
+"""Keys of tiles and tokens in the order of their entropy (`lowbit.ops.exact.entropy`), Inf where one is not finite.
+
+`low` and `high` are addresses of the order keys of every tile's extremes, `sums` of scratch for two numbers a tile.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from lowbit.ops.cpu.formulas import INTEGER_BITS
 from lowbit.ops.cpu.jit import helper
-from lowbit.ops.cpu.memory import get_float, get_int
+from lowbit.ops.cpu.memory import get_float, get_int, put_int
 from lowbit.ops.cpu.operations import (
     add32,
     bits_float,
@@ -22,35 +26,40 @@ from lowbit.ops.cpu.operations import (
     weighted_log,
 )
 from lowbit.ops.cpu.tiles import KEY_INFINITY, are_finite
+from lowbit.ops.cpu.words import entropy_sums_64
 
 
 @helper
-def tile_key(x, count, low, high) -> Any:
-    """Key of `count` elements whose extremes have the order keys `low` and `high`."""
-    if not are_finite(low, high):
-        return KEY_INFINITY
-    total, terms = _sums(x, count, _scale(low, high))
-    return _key(total, terms)
+def put_tile_keys(x, tile, full, low, high, keys, sums) -> None:
+    """Keys of a token's full tiles."""
+    for t in range(full):
+        scale = _scale(get_int(low, t), get_int(high, t))
+        _put_sums(x + 4 * t * tile, tile, scale, sums + 4 * t, sums + 4 * (full + t))
+    for t in range(full):
+        total, terms = get_int(sums, t), get_int(sums, full + t)
+        key = _key(np.float32(greater32(total, 1)), np.float32(terms))
+        finite = are_finite(get_int(low, t), get_int(high, t))
+        put_int(keys, t, key if finite else KEY_INFINITY)
 
 
 @helper
-def token_key(x, channels, tile, tiles, low, high) -> Any:
-    """Key of a token, given the addresses of its tiles' extremes."""
+def put_token_key(x, channels, tile, tiles, low, high, key, sums) -> None:
+    """Key of a whole token."""
     least, most = get_int(low, 0), get_int(high, 0)
     for t in range(1, tiles):
         least, most = lesser32(least, get_int(low, t)), greater32(most, get_int(high, t))
-    if not are_finite(least, most):
-        return KEY_INFINITY
     total, terms, scale = 0, 0, _scale(least, most)
     for t in range(tiles):
-        some, some_terms = _sums(x + 4 * t * tile, min(tile, channels - t * tile), scale)
-        total += some
-        terms += some_terms
-    return _key(total, terms)
+        count = min(tile, channels - t * tile)
+        _put_sums(x + 4 * t * tile, count, scale, sums, sums + 4)
+        total += get_int(sums, 0)
+        terms += get_int(sums, 1)
+    found = _key(np.float32(max(total, 1)), np.float32(terms))
+    put_int(key, 0, found if are_finite(least, most) else KEY_INFINITY)
 
 
 @helper
-def _scale(low, high):
+def _scale(low, high) -> Any:
     """The power of two that makes the largest magnitude a 15-bit integer."""
     most = greater(key_value(high), -key_value(low))
     exponent = min(max(float_bits(most) >> 23, 27), 254)
@@ -58,16 +67,20 @@ def _scale(low, high):
 
 
 @helper
-def _sums(x, count, scale):
-    """Of up to 128 integers and their weighted logarithms: below 2^31, so that 32 bits suffice."""
-    total, terms = np.int32(0), np.int32(0)
+def _put_sums(x, count, scale, total, terms) -> None:
+    """Of up to 128 integers and of their weighted logarithms: below 2^31, so that 32 bits suffice."""
+    if count == 64:
+        entropy_sums_64(x, scale, total, terms)
+        return
+    some, some_terms = np.int32(0), np.int32(0)
     for j in range(count):
-        total = add32(total, level(get_float(x, j), scale))
-        terms = add32(terms, weighted_log(get_float(x, j), scale))
-    return np.int64(total), np.int64(terms)
+        found = level(get_float(x, j), scale)
+        some = add32(some, float_bits(found) - INTEGER_BITS)
+        some_terms = add32(some_terms, float_bits(weighted_log(found)) - 0x49000000)
+    put_int(total, 0, some)
+    put_int(terms, 0, some_terms)
 
 
 @helper
-def _key(total, terms):
-    weight = np.float32(max(total, 1))
-    return np.int64(order_key(log2(weight) - np.float32(terms) * np.float32(0.0625) / weight))
+def _key(weight, terms) -> Any:
+    return order_key(log2(weight) - terms * np.float32(0.0625) / weight)

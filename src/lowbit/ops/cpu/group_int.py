@@ -25,8 +25,10 @@ from lowbit.ops.cpu.operations import (
     key_value,
     lesser,
     magnitude,
+    power_of_two,
     round_bf16,
     round_signed,
+    truncate,
     uniform,
 )
 from lowbit.ops.cpu.threads import over_rows
@@ -39,8 +41,8 @@ from lowbit.ops.cpu.tiles import (
     are_finite,
     decode_run,
     encode_run,
-    extremes,
     pack,
+    put_extremes,
 )
 from lowbit.ops.layout import ceil_div, group_int_layout
 from lowbit.ops.reference import NAN_SCALE
@@ -58,7 +60,7 @@ def group_int_encode(
     per_block = max(1, BLOCK // group)
 
     def work(start: int, stop: int) -> None:
-        scratch = torch.empty(per_block * (16 + 4 * group) + group, dtype=torch.uint8)
+        scratch = torch.empty(per_block * (24 + 4 * group) + group, dtype=torch.uint8)
         _encode(
             x.data_ptr(), KINDS[x.dtype], x.numel(), at["scales"], at["mids"], at["codes"],
             bits, group, symmetric, seed is not None, (seed or 0) % 2**32,
@@ -89,12 +91,10 @@ def _encode(
     source, kind, total, scales, mids, planes,
     bits, group, symmetric, stochastic, seed, per_block, scratch, start, stop,
 ) -> None:  # fmt: skip
-    low, high = scratch, scratch + 4 * per_block
-    step, shift = high + 4 * per_block, high + 8 * per_block
-    line = high + 12 * per_block
+    low, high, middle = scratch, scratch + 4 * per_block, scratch + 8 * per_block
+    step, shift, top = middle + 4 * per_block, middle + 8 * per_block, middle + 12 * per_block
+    line = top + 4 * per_block
     codes = line + 4 * per_block * group
-    center = np.float32(2.0 ** (bits - 1) - 1 if symmetric else (2.0**bits - 1) / 2)
-    top = np.float32(2) * center
     for first in range(start, stop, per_block):
         groups, begin = min(per_block, stop - first), first * group
         length = min(groups * group, total - begin)
@@ -104,18 +104,17 @@ def _encode(
             x = line
         for g in range(groups):
             count = min(group, length - g * group)
-            least, most = extremes(x + 4 * g * group, count)
-            put_int(low, g, least)
-            put_int(high, g, most)
+            put_extremes(x + 4 * g * group, count, low + 4 * g, high + 4 * g)
         _parameters(
-            low, high, groups, bits, symmetric, center, step, shift,
-            scales + 2 * first, mids + 2 * first,
-        )  # fmt: skip
+            low, high, groups, bits, symmetric, step, shift, top, scales + 2 * first, middle
+        )
+        if not symmetric:
+            for g in range(groups):
+                put_half(mids, first + g, get_int(middle, g))
         for g in range(groups):
             count = min(group, length - g * group)
             at, to = x + 4 * g * group, planes + (first + g) * (group >> 3) * bits
-            divisor, added = get_float(step, g), get_float(shift, g)
-            limit = top if are_finite(get_int(low, g), get_int(high, g)) else ZERO
+            divisor, added, limit = get_float(step, g), get_float(shift, g), get_float(top, g)
             if stochastic:
                 for j in range(count):
                     v = get_float(at, j) / divisor + added
@@ -127,26 +126,33 @@ def _encode(
 
 
 @helper
-def _parameters(low, high, groups, bits, symmetric, center, step, shift, scales, mids):
-    """Each group's scale and middle, as they are divided by and as they travel."""
-    reach = np.float32(center / (127 * 2.0**bits))
-    unit = np.float32(2.0**bits / 256)
+def _parameters(low, high, groups, bits, symmetric, step, shift, top, scales, middle):
+    """Each group's scale as it travels and is divided by, its middle, what is added to x / scale, and the last code."""
+    cells, center = power_of_two(bits), _center(bits, symmetric)
+    reach = center / (np.float32(127) * cells)
+    unit, units = cells / np.float32(256), np.float32(256) / cells
     for g in range(groups):
         least = greater(key_value(get_int(low, g)), -LARGEST)
         most = lesser(key_value(get_int(high, g)), LARGEST)
         mid = ZERO if symmetric else most * HALF + least * HALF
         half = most * HALF - least * HALF
         extent = greater(most, -least) if symmetric else greater(half, magnitude(mid) * reach)
-        scale = round_bf16(greater(extent / center, SMALLEST)) if extent > ZERO else ZERO
+        scale = round_bf16(greater(extent / center, SMALLEST))
+        scale = scale if extent > ZERO else ZERO
         divisor = scale if scale > ZERO else ONE
-        m = round_signed(mid / divisor * (ONE / unit))
-        m = lesser(greater(m, -32767), 32767)
+        m = lesser(greater(round_signed(mid / divisor * units), -32767), 32767)
         finite = are_finite(get_int(low, g), get_int(high, g))
         put_half(scales, g, float_bits(scale) >> 16 if finite else NAN_SCALE)
-        if not symmetric:
-            put_half(mids, g, np.int64(m) if finite else 0)
+        put_int(middle, g, truncate(m) if finite else 0)
         put_float(step, g, divisor)
         put_float(shift, g, center - m * unit)
+        put_float(top, g, center + center if finite else ZERO)
+
+
+@helper
+def _center(bits, symmetric):
+    """The code of the middle."""
+    return power_of_two(bits - 1) - ONE if symmetric else power_of_two(bits - 1) - HALF
 
 
 @kernel
@@ -155,8 +161,7 @@ def _decode(
     bits, group, symmetric, accumulate, scratch, start, stop,
 ) -> None:  # fmt: skip
     line, codes = scratch, scratch + 4 * group
-    center = np.float32(2.0 ** (bits - 1) - 1 if symmetric else (2.0**bits - 1) / 2)
-    unit = np.float32(2.0**bits / 256)
+    center, unit = _center(bits, symmetric), power_of_two(bits - 8)
     for g in range(start, stop):
         begin, at = g * group, planes + g * (group >> 3) * bits
         count = min(group, total - begin)

@@ -5,15 +5,20 @@ What is not float32 passes through a line of float32 numbers that stays in the c
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
 from torch import Tensor
 
 from lowbit.ops.cpu.jit import helper
 from lowbit.ops.cpu.memory import get_float, get_half, put_float, put_half
 from lowbit.ops.cpu.operations import from_bf16, from_fp16, to_bf16, to_fp16
-from lowbit.ops.layout import Layout
+from lowbit.ops.layout import Layout, tah_geometry
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+geometry = functools.lru_cache(tah_geometry)
+
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
@@ -27,8 +32,7 @@ def zero_gaps(payload: Tensor, layout: Layout) -> None:
     """Clear the bytes between sections."""
     end = 0
     for name, start in layout.offsets.items():
-        if start > end:
-            payload[end:start] = 0
+        ctypes.memset(payload.data_ptr() + end, 0, start - end)
         end = start + layout.sizes[name]
 
 

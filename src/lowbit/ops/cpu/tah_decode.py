@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lowbit.ops.cpu.choice import count_flags, read_flags
 from lowbit.ops.cpu.jit import helper, kernel
-from lowbit.ops.cpu.lines import FLOAT32, KINDS, narrow, sections
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, geometry, narrow, sections
 from lowbit.ops.cpu.memory import get_byte, get_float, get_half, put_float
-from lowbit.ops.cpu.operations import bits_float
+from lowbit.ops.cpu.operations import power_of_two, step_below
 from lowbit.ops.cpu.threads import over_rows
-from lowbit.ops.cpu.tiles import HALF, ONE, ZERO, decode_run, rotate, swap
-from lowbit.ops.layout import ceil_div, tah_geometry
+from lowbit.ops.cpu.tiles import HALF, ONE, decode_run, rotate, swap
+from lowbit.ops.layout import ceil_div
 
 NAN = np.float32(np.nan)
 
@@ -32,7 +32,7 @@ def tah_quant_decode(
     accumulate: bool,
 ) -> None:
     """The reference's numbers."""
-    geo = tah_geometry(
+    geo = geometry(
         *out.shape,
         tile=tile,
         high_bits=high_bits,
@@ -95,12 +95,10 @@ def _decode(
 @helper
 def _parameters(scales, mids, i, top, bits, pivot) -> Any:
     """A tile's step, and what is added to its codes."""
-    below = np.int64(get_byte(scales, i))
-    step = bits_float(max(top - below, 16) << 19) if below != 255 else ZERO
-    cells = bits_float((127 + bits) << 23)
+    step, cells = step_below(get_byte(scales, i), top), power_of_two(bits)
     if pivot:
-        m, none, units = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(256)
+        m, nan, unit = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(1 / 256)
     else:
-        m, none, units = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(64)
-    step = NAN if m == none else step
-    return step, np.float32(m) * (cells / units) - (cells - ONE) * HALF
+        m, nan, unit = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(1 / 64)
+    step = NAN if m == nan else step
+    return step, np.float32(m) * (cells * unit) - (cells - ONE) * HALF

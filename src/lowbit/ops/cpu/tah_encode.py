@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lowbit.ops.cpu.choice import choose, count_flags, write_flags
-from lowbit.ops.cpu.entropy import tile_key, token_key
+from lowbit.ops.cpu.entropy import put_tile_keys, put_token_key
 from lowbit.ops.cpu.jit import helper, kernel
-from lowbit.ops.cpu.lines import FLOAT32, KINDS, sections, widen, zero_gaps
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, geometry, sections, widen, zero_gaps
 from lowbit.ops.cpu.memory import (
     get_byte,
     get_float,
@@ -31,7 +31,11 @@ from lowbit.ops.cpu.operations import (
     lesser,
     magnitude,
     order_key,
+    power_of_two,
     round_signed,
+    step_below,
+    steps_below,
+    truncate,
 )
 from lowbit.ops.cpu.threads import over_rows
 from lowbit.ops.cpu.tiles import (
@@ -42,10 +46,10 @@ from lowbit.ops.cpu.tiles import (
     ZERO,
     are_finite,
     encode_run,
-    extremes,
+    put_extremes,
     spin,
 )
-from lowbit.ops.layout import ceil_div, tah_geometry
+from lowbit.ops.layout import ceil_div
 from lowbit.ops.reference import MID_REACH, ROTATABLE
 
 RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
@@ -64,7 +68,7 @@ def tah_quant_encode(
     pivot_ratio: float | None,
 ) -> None:
     """The reference's bytes."""
-    geo = tah_geometry(
+    geo = geometry(
         *x.shape,
         tile=tile,
         high_bits=high_bits,
@@ -76,13 +80,14 @@ def tah_quant_encode(
     at = sections(payload, geo.layout)
     zero_gaps(payload, geo.layout)
     candidates = geo.scopes * geo.per_scope
-    extents, mids = torch.empty(2, geo.rows * geo.tiles)
+    extents = torch.empty(geo.rows * geo.tiles)
+    mids = torch.empty_like(extents)
     keys = torch.empty(candidates, dtype=torch.int32)
     flags = torch.zeros(ceil_div(candidates, 8) * 8, dtype=torch.uint8)
     width = 1 if pivot_ratio is None else 2
     shape = (geo.channels, tile, geo.tiles, geo.full)
     measured = (extents.data_ptr(), mids.data_ptr())
-    room = 4 * geo.channels + 16 * geo.tiles + 5 * tile
+    room = 4 * geo.channels + 20 * geo.tiles + 5 * tile + 8
 
     def measure(start: int, stop: int) -> None:
         scratch = torch.empty(room, dtype=torch.uint8)
@@ -118,7 +123,8 @@ def _measure(
 ) -> None:  # fmt: skip
     """Half range and middle of every tile (Inf and 0 for one with NaN or Inf), pivots, and the keys for `choose`."""
     line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
-    spun = high + 4 * tiles
+    sums = high + 4 * tiles
+    spun = sums + 8 * tiles
     reach, ratio, norm = np.float32(reach), np.float32(ratio), np.float32(norm)
     for row in range(start, stop):
         x, first = source + 4 * row * channels, row * tiles
@@ -126,11 +132,15 @@ def _measure(
             widen(source, kind, row * channels, channels, line)
             x = line
         for t in range(tiles):
-            least, most = extremes(x + 4 * t * tile, min(tile, channels - t * tile))
-            put_int(low, t, least)
-            put_int(high, t, most)
+            put_extremes(
+                x + 4 * t * tile, min(tile, channels - t * tile), low + 4 * t, high + 4 * t
+            )
         for t in range(tiles):
             _put_extent(get_int(low, t), get_int(high, t), reach, extents, mids, first + t)
+        if mode == TILE:
+            put_tile_keys(x, tile, full, low, high, keys + 4 * row * full, sums)
+        elif mode == TOKEN:
+            put_token_key(x, channels, tile, tiles, low, high, keys + 4 * row, sums)
         if ratio > ZERO:
             for t in range(tiles):
                 pivot, at = 0, x + 4 * t * tile
@@ -139,17 +149,11 @@ def _measure(
                 put_byte(pivots, first + t, pivot)
                 if pivot:
                     spin(at, tile, pivot & 127, norm, spun)
-                    least, most = extremes(spun, tile)
-                    _put_extent(least, most, reach, extents, mids, first + t)
+                    put_extremes(spun, tile, low + 4 * t, high + 4 * t)
+                    _put_extent(get_int(low, t), get_int(high, t), reach, extents, mids, first + t)
         if mode == RANGE:
             for t in range(full):
                 put_int(keys, row * full + t, order_key(get_float(extents, first + t)))
-        elif mode == TILE:
-            for t in range(full):
-                key = tile_key(x + 4 * t * tile, tile, get_int(low, t), get_int(high, t))
-                put_int(keys, row * full + t, key)
-        elif mode == TOKEN:
-            put_int(keys, row, token_key(x, channels, tile, tiles, low, high))
 
 
 @helper
@@ -193,8 +197,8 @@ def _code(
 ) -> None:  # fmt: skip
     """Parameters and codes of every tile."""
     line, octave, bits = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
-    step, shift = bits + 4 * tiles, bits + 8 * tiles
-    spun = shift + 4 * tiles
+    step, shift, middle = bits + 4 * tiles, bits + 8 * tiles, bits + 12 * tiles
+    spun = middle + 4 * tiles
     codes = spun + 4 * tile
     chosen = start if by_token else start * full
     to = codes_to + start * row_bytes - count_flags(flags, chosen) * saved
@@ -207,21 +211,18 @@ def _code(
         _set_bits(flags, row, tiles, full, by_token, high_bits, low_bits, bits)
         exponent = _set_octaves(extents + 4 * first, tiles, bits, octave)
         put_byte(exponents, row, exponent)
+        _parameters(
+            octave, exponent * 16 + 15, bits, extents + 4 * first, mids + 4 * first, tiles, width,
+            scales + first, step, shift, middle,
+        )  # fmt: skip
         for t in range(tiles):
-            size, added, m = _parameters(
-                get_int(octave, t), exponent * 16 + 15, get_int(bits, t),
-                get_float(mids, first + t), width, scales + first + t,
-            )  # fmt: skip
-            put_float(step, t, size)
-            put_float(shift, t, added)
-            finite = get_float(extents, first + t) < INFINITY
             if width == 1:
-                put_byte(middles, first + t, m if finite else -128)
+                put_byte(middles, first + t, get_int(middle, t))
             else:
-                put_half(middles, first + t, m if finite else -32768)
+                put_half(middles, first + t, get_int(middle, t))
         for t in range(tiles):
             at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
-            top = np.float32((1 << b) - 1) if get_int(octave, t) else ZERO
+            top = power_of_two(b) - ONE if get_int(octave, t) else ZERO
             pivot = get_byte(pivots, first + t) if width == 2 else 0
             if pivot:
                 spin(at, tile, pivot & 127, norm, spun)
@@ -245,22 +246,30 @@ def _set_octaves(extents, tiles, bits, octave) -> Any:
     largest = np.int32(0)
     for t in range(tiles):
         extent, b = get_float(extents, t), get_int(bits, t)
-        step = greater(extent * bits_float((128 - b) << 23), SMALLEST)  # / 2^(b - 1)
-        n = (float_bits(step) + (1 << 18 if b < 6 else (1 << 19) - 1)) >> 19
-        n = n if ZERO < extent < INFINITY else 0
+        step = greater(extent * power_of_two(1 - b), SMALLEST)
+        n = np.int32((float_bits(step) + (1 << 18 if b < 6 else (1 << 19) - 1)) >> 19)
+        n = n if ZERO < extent < INFINITY else np.int32(0)
         put_int(octave, t, n)
         largest = greater32(largest, n)
     return np.int64(largest) >> 4
 
 
 @helper
-def _parameters(octave, top, bits, mid, width, scale) -> Any:
-    """Write a tile's scale; its step, what is added to x / step, and its middle as an integer."""
-    below = min(max(top - octave, 0), 254)
-    put_byte(scale, 0, below if octave else 255)
-    size = bits_float(max(top - below, 16) << 19) if octave else ONE
-    cells = bits_float((127 + bits) << 23)
-    units, limit = (64, 127) if width == 1 else (256, 32767)
-    m = round_signed(mid / size * (np.float32(units) / cells))
-    m = lesser(greater(m, -limit), limit) if octave else ZERO
-    return size, (cells - ONE) * HALF - m * (cells / np.float32(units)), np.int64(m)
+def _parameters(octave, top, bits, extents, mids, tiles, width, scales, step, shift, middle):
+    """Each tile's scale as it travels, its step, what is added to x / step, and its middle as an integer."""
+    units, limit = (
+        (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
+    )
+    nan = -128 if width == 1 else -32768
+    for t in range(tiles):
+        below = steps_below(get_int(octave, t), top)
+        put_byte(scales, t, below)
+        size, cells = step_below(below, top), power_of_two(get_int(bits, t))
+        empty = size == ZERO
+        size = ONE if empty else size
+        m = round_signed(get_float(mids, t) / size * (units * power_of_two(-get_int(bits, t))))
+        m = lesser(greater(m, -limit), limit)
+        m = ZERO if empty else m
+        put_float(step, t, size)
+        put_float(shift, t, (cells - ONE) * HALF - m * (cells * (ONE / units)))
+        put_int(middle, t, truncate(m) if get_float(extents, t) < INFINITY else nan)

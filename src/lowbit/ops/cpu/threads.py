@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ def over_rows(work: Callable[[int, int], object], rows: int, nbytes: int) -> Non
         work(0, rows)
         return
     bounds = [rows * i // threads for i in range(threads + 1)]
-    others = [_workers().submit(work, *b) for b in zip(bounds[1:-1], bounds[2:], strict=True)]
+    others = [_workers().submit(work, *b) for b in itertools.pairwise(bounds[1:])]
     try:
         work(bounds[0], bounds[1])
     finally:

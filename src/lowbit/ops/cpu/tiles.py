@@ -10,28 +10,32 @@ from typing import Any
 import numpy as np
 
 from lowbit.ops.cpu.jit import helper
-from lowbit.ops.cpu.memory import get_byte, get_float, put_byte, put_float
-from lowbit.ops.cpu.operations import code, greater32, lesser32, order_key
-from lowbit.ops.cpu.words import decode_words, encode_words
+from lowbit.ops.cpu.memory import get_byte, get_float, put_byte, put_float, put_int
+from lowbit.ops.cpu.operations import code, greater32, lesser32, order_key, restored
+from lowbit.ops.cpu.words import decode_words, encode_64, encode_words, extremes_64
 
 LARGEST = np.float32(2.0**127)
 SMALLEST = np.float32(2.0**-126)
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 KEY_INFINITY, KEY_MINUS_INFINITY = 0x7F800000, 0x807FFFFF - 2**32
-# Steps in between give the quotient of `encode_words` no underflow that matters: what is below 2^-101, where its remainder
+# Steps in between give `formulas.quotient` no underflow that matters: what is below 2^-101, where its remainder
 # is no longer exact, is less than 2^-33 of them, too little to change a sum with a shift.
 FEWEST, MOST = np.float32(2.0**-68), np.float32(2.0**120)
 
 
 @helper
-def extremes(x, count) -> Any:
-    """Order keys of the smallest and the largest element."""
-    low, high = np.int32(2**31 - 1), np.int32(-(2**31))
+def put_extremes(x, count, low, high) -> None:
+    """Write the order keys of the smallest and the largest element to the addresses `low` and `high`."""
+    if count == 64:
+        extremes_64(x, low, high)
+        return
+    least, most = np.int32(2**31 - 1), np.int32(-(2**31))
     for j in range(count):
         key = order_key(get_float(x, j))
-        low = lesser32(low, key)
-        high = greater32(high, key)
-    return low, high
+        least = lesser32(least, key)
+        most = greater32(most, key)
+    put_int(low, 0, least)
+    put_int(high, 0, most)
 
 
 @helper
@@ -48,7 +52,11 @@ def encode_run(x, count, step, shift, top, bits, to, codes) -> Any:
     """
     padded = (count + 7) & -8
     part = (padded * (bits & -bits)) >> 3
-    if part & 7 == 0 and count == padded and FEWEST < step < MOST:
+    usual = FEWEST < step < MOST
+    if count == 64 and usual:
+        encode_64(x, step, ONE / step, shift, top, bits, to)
+        return to + 8 * bits
+    if part & 7 == 0 and count == padded and usual:
         for i in range(0, part, 8):
             encode_words(x + 4 * i, part, step, ONE / step, shift, top, bits, to + i)
         return to + (padded >> 3) * bits
@@ -59,10 +67,7 @@ def encode_run(x, count, step, shift, top, bits, to, codes) -> Any:
 
 @helper
 def decode_run(start, count, bits, offset, step, y, codes) -> Any:
-    """y = (code + offset) * step of a run's codes from address `start` on; their end.
-
-    The sum is exact, so it may stand for the two in the formula.
-    """
+    """y = (code + offset) * step of a run's codes from address `start` on; their end."""
     padded = (count + 7) & -8
     part = (padded * (bits & -bits)) >> 3
     if part & 7 == 0 and count == padded:
@@ -71,7 +76,7 @@ def decode_run(start, count, bits, offset, step, y, codes) -> Any:
     else:
         _unpack(start, padded, bits, codes)
         for j in range(count):
-            put_float(y, j, (np.float32(get_byte(codes, j)) + offset) * step)
+            put_float(y, j, restored(get_byte(codes, j), offset, step))
     return start + (padded >> 3) * bits
 
 
