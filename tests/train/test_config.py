@@ -54,7 +54,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(section, values, message):
 
 
 def test_sections_may_not_contradict_each_other():
-    with pytest.raises(ConfigError, match="data.batch is 6; allowed: a multiple of .* \\(4\\)"):
+    with pytest.raises(ConfigError, match=r"data.batch is 6; allowed: a multiple of .* \(4\)"):
         TrainConfig(data=DataConfig(batch=6))
 
 

@@ -61,10 +61,10 @@ def test_a_wrong_override_is_one_clear_line(overrides, message):
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="absent.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"absent.toml: No such file"):
         load(tmp_path / "absent.toml")
     (tmp_path / "broken.toml").write_text("[run\n")
-    with pytest.raises(ConfigError, match="broken.toml is not TOML"):
+    with pytest.raises(ConfigError, match=r"broken.toml is not TOML"):
         load(tmp_path / "broken.toml")
 
 

@@ -70,9 +70,9 @@ def test_a_dataset_on_disk(tmp_path):
     assert list(documents(DataConfig(dataset=one))) == [b"one", "zwölf".encode()]
     assert list(documents(DataConfig(dataset=both))) == [b"one", "zwölf".encode()]
     assert list(documents(DataConfig(dataset=both, dataset_split="rest"))) == ["zwölf".encode()]
-    with pytest.raises(ConfigError, match="data.column is 'body'; .* has: text, label"):
+    with pytest.raises(ConfigError, match=r"data.column is 'body'; .* has: text, label"):
         list(documents(DataConfig(dataset=one, column="body")))
-    with pytest.raises(ConfigError, match="data.dataset_split is 'test'; .* has: train, rest"):
+    with pytest.raises(ConfigError, match=r"data.dataset_split is 'test'; .* has: train, rest"):
         list(documents(DataConfig(dataset=both, dataset_split="test")))
-    with pytest.raises(ConfigError, match="data.dataset '.*' can not be opened"):
+    with pytest.raises(ConfigError, match=r"data.dataset '.*' can not be opened"):
         list(documents(DataConfig(dataset=str(tmp_path))))

@@ -123,7 +123,7 @@ def test_a_saved_model_is_measured_and_loaded(tmp_path):
 
 
 def test_what_can_not_be_loaded_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="model.pretrained is 'absent'; .* allowed: a folder"):
+    with pytest.raises(ConfigError, match=r"model.pretrained is 'absent'; .* allowed: a folder"):
         count_layers(ModelConfig(pretrained="absent"))
     (tmp_path / "config.json").write_text('{"model_type": "t5", "vocab_size": 9}')
     with pytest.raises(ConfigError, match="a model of type 't5'; allowed: llama"):
@@ -131,7 +131,7 @@ def test_what_can_not_be_loaded_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
     with pytest.raises(ConfigError, match="vocabulary has 9 entries, the tokenizer 256"):
         vocabulary(ModelConfig(pretrained=str(tmp_path)), 256)
-    with pytest.raises(ConfigError, match="model.pretrained .* can not be loaded"):
+    with pytest.raises(ConfigError, match=r"model.pretrained .* can not be loaded"):
         build_model(ModelConfig(pretrained=str(tmp_path)), vocab=9, sequence=8, seed=0)
     with pytest.raises(ConfigError, match="vocabulary has 9 entries"):
         vocabulary(ModelConfig(vocab=9), 256)

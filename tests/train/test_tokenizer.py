@@ -41,7 +41,7 @@ def test_a_folder_tokenizer_ends_documents(folder):
 
 def test_a_folder_without_tokenizer_is_named(tmp_path):
     with pytest.raises(
-        ConfigError, match="data.tokenizer is 'nowhere'; allowed: bytes, or a folder"
+        ConfigError, match=r"data.tokenizer is 'nowhere'; allowed: bytes, or a folder"
     ):
         load_tokenizer("nowhere")
     with pytest.raises(ConfigError, match="can not be loaded"):

@@ -65,7 +65,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     with joined(prepared.device, config.run.timeout_seconds):
         if ranks == 1:
             return Trainer(prepared).run(on_step)
-        peers = Peers(default_group())
+        peers = Peers(default_group(), timeout=config.run.timeout_seconds)
         try:
             return Trainer(prepared).run(on_step)
         except (AgreementError, DivergedError):

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from lowbit.collectives import PeerError
 from lowbit.collectives.agreement import next_round
 
-_BEAT_SECONDS = 1.0
-_STALE_SECONDS = 4.0
+_BEAT_SECONDS = 0.5
+_STALE_SECONDS = 4.0  # at most; less where the run's own time limit is short
 _LAST_WORDS_SECONDS = 5.0
 _STORE_GONE = "rank 0 stopped answering: it, its launcher, or the network to its machine is gone"
 
@@ -24,16 +24,18 @@ _STORE_GONE = "rank 0 stopped answering: it, its launcher, or the network to its
 class Peers:
     """Signs of life of all ranks, in the store that they met in.
 
-    Each rank writes a beat every second from a thread of its own. Nobody looks at the beats while all goes well, so a
+    Each rank writes a beat twice a second from a thread of its own. Nobody looks at the beats while all goes well, so a
     busy machine can not stop a run. When communication fails, `explain` looks whose beat has stopped. The rank that
     finds the cause first writes it down as the alarm. Who is still blocked a few seconds after that, in a wait for
     a peer that is not coming, is ended: its process exits with the alarm on standard error.
 
     Args:
         group: the ranks concerned; their store carries the beats.
+        timeout: seconds in which a failure is to be noticed and explained.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
+        self._patience = min(_STALE_SECONDS, max(3 * _BEAT_SECONDS, 0.15 * timeout))
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._prefix = f"lowbit/peers/{next_round(group, 'peers')}"
         self._group = group
@@ -61,7 +63,7 @@ class Peers:
     def linger(self) -> None:
         """Give the others time to read the alarm, where this process may be the one that keeps the store."""
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3 * _BEAT_SECONDS)
+            time.sleep(4 * _BEAT_SECONDS)
 
     def _connect(self) -> Store:
         """A connection of its own: a wait on one must not hold up the other."""
@@ -78,7 +80,7 @@ class Peers:
     def _silent_peer(self) -> _Cause | None:
         """The alarm, or the ranks whose beat has stopped; None if all others are alive."""
         before, start = self._beats(), time.monotonic()
-        while time.monotonic() - start < _STALE_SECONDS:
+        while time.monotonic() - start < self._patience:
             if alarm := _read_alarm(self._store):
                 return alarm
             time.sleep(0.2)

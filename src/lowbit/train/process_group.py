@@ -44,7 +44,9 @@ def joined(device: torch.device, timeout: float) -> Iterator[None]:
     """Be part of the default process group: the one there is, or one made from the environment for this block.
 
     Args:
-        device: CUDA uses NCCL, with Gloo beside it for what lies on the CPU. timeout: seconds for each operation.
+        device: CUDA uses NCCL, with Gloo beside it for what lies on the CPU.
+        timeout: seconds in which the failure of a peer is to end every rank: most of it for an operation that waits for
+            the peer, the rest to find out which one it was.
 
     Raises:
         ConnectionError: the other ranks did not come in time.
@@ -54,7 +56,7 @@ def joined(device: torch.device, timeout: float) -> Iterator[None]:
         return
     rank, ranks = world()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    limit = timedelta(seconds=timeout)
+    limit = timedelta(seconds=0.8 * timeout)
     try:
         if ranks == 1 and "RANK" not in os.environ:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
