@@ -19,6 +19,9 @@ LOG2_COEFFICIENTS = (
 )  # log2(1 + t) / t on [0, 1], error 1.4e-6
 
 
+BEND, TILT = 0.42286539077758789, -0.15922018885612488  # of `quick_log2`
+
+
 def store(y: Tensor, out: Tensor, accumulate: bool) -> None:
     """Write float32 `y` to `out` or add it, in float32, rounding once; finite stays finite in float16."""
     if accumulate:
@@ -49,18 +52,30 @@ def log2(x: Tensor) -> Tensor:
     return exponent + p * t
 
 
+def quick_log2(x: Tensor) -> Tensor:
+    """log2 within 9e-4 in a third of the steps: a float's bits are its logarithm already, but for a bend.
+
+    Zero gives -127.
+    """
+    bits = x.view(torch.int32)
+    straight = (bits - 0x3F800000).float() * 2.0**-23
+    t = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32) - 1.0
+    return straight + (t - t * t) * (t * TILT + BEND)
+
+
 def entropy(x: Tensor) -> Tensor:
     """Entropy, in bits, of p = |x| / sum|x| along the last dimension, from magnitudes as 15-bit integers.
 
     The largest magnitude sets the binary point. Sums are of integers, so their order cannot matter:
-    H = log2(A) - (sum of a log2 a) / A with A = sum of a, where a log2 a is rounded to 1/16.
+    H = log2(A) - (sum of a log2 a) / A with A = sum of a, where a log2 a is rounded to 1/16 and its logarithm a quick
+    one: that costs less than the magnitudes' 15 bits do, and is most of the work of choosing tiles by entropy.
     """
     magnitude = x.abs().float()
     exponent = (magnitude.amax(-1, keepdim=True).view(torch.int32) >> 23).clamp(min=27, max=254)
     scale = ((127 + 14 + 127 - exponent) << 23).view(torch.float32)
     a = (magnitude * scale).round()
     total = a.long().sum(-1)
-    terms = (a * log2(a.clamp(min=1)) * 16).round().long().sum(-1)
+    terms = (a * quick_log2(a) * 16).round().long().sum(-1)
     weight = total.clamp(min=1).float()
     return log2(weight) - (terms.float() * 0.0625) / weight
 

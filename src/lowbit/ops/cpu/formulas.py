@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from lowbit.ops.cpu.memory import F32, I8, I16, I32, I64
-from lowbit.ops.exact import LOG2_COEFFICIENTS
+from lowbit.ops.exact import BEND, LOG2_COEFFICIENTS, TILT
 
 MAGNITUDE = 0x7FFFFFFF
 TO_INTEGER = 2.0**23  # adding it rounds 0 <= v < 2^23 to nearest even, into the low bits
@@ -138,7 +138,7 @@ def weighted_log(b: Any, level: Any) -> Any:
     """2^19 + a log2(a), the product rounded to 1/16, for a level 2^23 + a."""
     a = b.fsub(level, _f32(TO_INTEGER, level))
     # Numbers from 2^19 on are multiples of 1/16. For a = 0 the logarithm is -127 here, and the product 0.
-    return b.fadd(b.fmul(a, log2(b, a)), _f32(2.0**19, a))
+    return b.fadd(b.fmul(a, quick_log2(b, a)), _f32(2.0**19, a))
 
 
 def log2(b: Any, x: Any) -> Any:
@@ -151,6 +151,17 @@ def log2(b: Any, x: Any) -> Any:
     for c in LOG2_COEFFICIENTS[-2::-1]:
         p = b.fadd(b.fmul(p, t), _f32(c, x))
     return b.fadd(b.sitofp(exponent, shaped(F32, x)), b.fmul(p, t))
+
+
+def quick_log2(b: Any, x: Any) -> Any:
+    """`lowbit.ops.exact.quick_log2`."""
+    bits = float_bits(b, x)
+    shifted = b.sitofp(b.sub(bits, _i32(0x3F800000, x)), shaped(F32, x))
+    fraction = b.or_(b.and_(bits, _i32(0x7FFFFF, x)), _i32(0x3F800000, x))
+    t = b.fsub(bits_float(b, fraction), _f32(1, x))
+    bend = b.fadd(b.fmul(t, _f32(TILT, x)), _f32(BEND, x))
+    straight = b.fmul(shifted, _f32(2.0**-23, x))
+    return b.fadd(straight, b.fmul(b.fsub(t, b.fmul(t, t)), bend))
 
 
 def steps_below(b: Any, octave: Any, top: Any) -> Any:
