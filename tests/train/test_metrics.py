@@ -71,6 +71,6 @@ def test_progress_says_what_matters(tmp_path, capsys):
     recorder.record_evaluation(10, {"held_out_loss": 3.0, "held_out_loss_codecs": 3.5})
     recorder.close()
     told = capsys.readouterr().err
-    assert "step 10/10  loss 2.5000  256 tokens/s  4.00 bits forward  7.00 backward" in told
+    assert "step 10/10  loss 2.5000  256 tok/s  bits 4.00 fwd 7.00 bwd  0.0 MB/step saved" in told
     assert "held out loss 3.0000, held out loss codecs 3.5000" in told
     assert describe(_metrics(0)) in told

@@ -212,7 +212,7 @@ class RunConfig(Section):
     choices: ClassVar = {"device": ("auto", "cpu", "cuda"), "precision": ("auto", "fp32", "bf16")}
 
     output: str = "runs/train"
-    steps: int = 300
+    steps: int = 200
     seed: int = 0
     device: str = "auto"
     precision: str = "auto"

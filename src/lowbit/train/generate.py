@@ -28,9 +28,11 @@ def generate(
         ValueError: an empty prompt.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     if not prompt:
         raise ValueError("prompt is ''; allowed: at least one character")
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -182,13 +182,11 @@ class _Display:
                 TimeRemainingColumn,
             )
 
-            columns = (
-                MofNCompleteColumn(),
-                BarColumn(24),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-            )
-            self._progress = Progress(*columns, console=Console(stderr=True))
+            console = Console(stderr=True)
+            columns = [MofNCompleteColumn(), TextColumn("{task.description}", markup=False)]
+            if console.width >= 110:  # what a step came to is worth more than the bar
+                columns.append(BarColumn(24))
+            self._progress = Progress(*columns, TimeRemainingColumn(compact=True), console=console)
             self._task = self._progress.add_task("", total=steps, completed=start)
             self._progress.start()
 
@@ -213,11 +211,9 @@ class _Display:
 
 def describe(metrics: StepMetrics) -> str:
     """A step in one line: loss, speed, bits each way, and what the link was spared."""
-    text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s"
-    if metrics.bits_forward is not None:
-        text += f"  {metrics.bits_forward:.2f} bits forward"
-    if metrics.bits_backward is not None:
-        text += f"  {metrics.bits_backward:.2f} backward"
+    text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tok/s"
+    if metrics.bits_forward is not None and metrics.bits_backward is not None:
+        text += f"  bits {metrics.bits_forward:.2f} fwd {metrics.bits_backward:.2f} bwd"
     if metrics.bytes_saved:
-        text += f"  {metrics.bytes_saved / 1e6:.1f} MB a step saved"
+        text += f"  {metrics.bytes_saved / 1e6:.1f} MB/step saved"
     return text

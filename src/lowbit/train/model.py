@@ -83,11 +83,13 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
         ConfigError: a folder that Hugging Face can not load.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     config = hugging_face_config(model, vocab=vocab, sequence=sequence)
     torch.manual_seed(seed)
     if not model.pretrained:
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(
             model.pretrained, config=config, dtype=torch.float32, attn_implementation="sdpa"
