@@ -25,7 +25,7 @@ from lowbit.cli import app
 from lowbit.train import ConfigError, from_mapping, load
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 100
+SECONDS = 280
 PAGES = [
     path
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
