@@ -214,6 +214,32 @@ def to_bf16(b: Any, x: Any) -> Any:
     return b.trunc(b.select(b.fcmp_unordered("uno", x, x), I32(0x7FC0), rounded), I16)
 
 
+def from_fp16(b: Any, half: Any) -> Any:
+    """Exactly, subnormal numbers too, whatever the mode for them."""
+    h = b.zext(half, I32)
+    sign = b.shl(b.and_(h, I32(0x8000)), I32(16))
+    a = b.shl(b.and_(h, I32(0x7FFF)), I32(13))
+    tiny = b.fsub(b.bitcast(b.add(a, I32(0x38800000)), F32), F32(2.0**-14))
+    bits = b.add(a, I32(0x38000000))
+    bits = b.select(b.icmp_unsigned(">=", a, I32(0x0F800000)), b.or_(a, I32(0x7F800000)), bits)
+    bits = b.select(b.icmp_unsigned("<", a, I32(0x00800000)), b.bitcast(tiny, I32), bits)
+    return b.bitcast(b.or_(bits, sign), F32)
+
+
+def to_fp16(b: Any, x: Any) -> Any:
+    """Round to nearest even; what is finite stays finite."""
+    bits = b.bitcast(x, I32)
+    sign = b.and_(b.lshr(bits, I32(16)), I32(0x8000))
+    a, most, infinity = b.and_(bits, I32(MAGNITUDE)), I32(0x477FE000), I32(0x7F800000)
+    c = b.select(b.icmp_unsigned(">", a, most), most, a)
+    normal = b.lshr(b.sub(_carry(b, c, 13), I32(0x38000000)), I32(13))
+    tiny = b.sub(b.bitcast(b.fadd(b.bitcast(c, F32), F32(0.5)), I32), I32(0x3F000000))
+    h = b.select(b.icmp_unsigned("<", c, I32(0x38800000)), tiny, normal)
+    h = b.select(b.icmp_unsigned("==", a, infinity), I32(0x7C00), h)
+    h = b.select(b.icmp_unsigned(">", a, infinity), I32(0x7E00), h)
+    return b.trunc(b.or_(h, sign), I16)
+
+
 def _f32(value: float, like: Any) -> ir.Constant:
     return constant(F32, value, like)
 

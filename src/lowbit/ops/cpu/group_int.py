@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.ops.cpu.jit import helper, kernel
-from lowbit.ops.cpu.lines import narrow, readable, sections, widen, writable, zero_gaps
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, narrow, sections, widen, zero_gaps
 from lowbit.ops.cpu.memory import (
     get_float,
     get_half,
@@ -55,16 +55,16 @@ def group_int_encode(
 ) -> None:
     """The reference's bytes."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
-    at, x = sections(payload, layout), readable(x)
+    at = sections(payload, layout)
     zero_gaps(payload, layout)
     per_block = max(1, BLOCK // group)
 
     def work(start: int, stop: int) -> None:
         scratch = torch.empty(per_block * (24 + 4 * group) + group, dtype=torch.uint8)
         _encode(
-            x.data_ptr(), x.dtype == torch.bfloat16, x.numel(),
-            at["scales"], at["mids"], at["codes"], bits, group, symmetric,
-            None if seed is None else seed % 2**32, per_block, scratch.data_ptr(), start, stop,
+            x.data_ptr(), KINDS[x.dtype], x.numel(), at["scales"], at["mids"], at["codes"],
+            bits, group, symmetric, seed is not None, (seed or 0) % 2**32,
+            per_block, scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     over_rows(work, ceil_div(x.numel(), group), x.nbytes)
@@ -75,23 +75,21 @@ def group_int_decode(
 ) -> None:
     """The reference's numbers."""
     at = sections(payload, group_int_layout(out.numel(), bits, group, symmetric))
-    with writable(out, accumulate) as (y, add):
 
-        def work(start: int, stop: int) -> None:
-            scratch = torch.empty(5 * group, dtype=torch.uint8)
-            _decode(
-                at["scales"], at["mids"], at["codes"],
-                y.data_ptr(), y.dtype == torch.bfloat16, y.numel(),
-                bits, group, symmetric, add, scratch.data_ptr(), start, stop,
-            )  # fmt: skip
+    def work(start: int, stop: int) -> None:
+        scratch = torch.empty(5 * group, dtype=torch.uint8)
+        _decode(
+            at["scales"], at["mids"], at["codes"], out.data_ptr(), KINDS[out.dtype], out.numel(),
+            bits, group, symmetric, accumulate, scratch.data_ptr(), start, stop,
+        )  # fmt: skip
 
-        over_rows(work, ceil_div(y.numel(), group), y.nbytes)
+    over_rows(work, ceil_div(out.numel(), group), out.nbytes)
 
 
 @kernel
 def _encode(
-    source, half, total, scales, mids, planes,
-    bits, group, symmetric, seed, per_block, scratch, start, stop,
+    source, kind, total, scales, mids, planes,
+    bits, group, symmetric, stochastic, seed, per_block, scratch, start, stop,
 ) -> None:  # fmt: skip
     low, high, middle = scratch, scratch + 4 * per_block, scratch + 8 * per_block
     step, shift, top = middle + 4 * per_block, middle + 8 * per_block, middle + 12 * per_block
@@ -101,8 +99,8 @@ def _encode(
         groups, begin = min(per_block, stop - first), first * group
         length = min(groups * group, total - begin)
         x = source + 4 * begin
-        if half:
-            widen(source, begin, length, line)
+        if kind != FLOAT32:
+            widen(source, kind, begin, length, line)
             x = line
         for g in range(groups):
             count = min(group, length - g * group)
@@ -117,7 +115,7 @@ def _encode(
             count = min(group, length - g * group)
             at, to = x + 4 * g * group, planes + (first + g) * (group >> 3) * bits
             divisor, added, limit = get_float(step, g), get_float(shift, g), get_float(top, g)
-            if seed is not None:
+            if stochastic:
                 for j in range(count):
                     v = get_float(at, j) / divisor + added
                     v += uniform(begin + g * group + j, seed)
@@ -159,7 +157,7 @@ def _center(bits, symmetric):
 
 @kernel
 def _decode(
-    scales, mids, planes, target, half, total,
+    scales, mids, planes, target, kind, total,
     bits, group, symmetric, accumulate, scratch, start, stop,
 ) -> None:  # fmt: skip
     line, codes = scratch, scratch + 4 * group
@@ -170,8 +168,8 @@ def _decode(
         scale, offset = from_bf16(get_half(scales, g)), -center
         if not symmetric:
             offset += np.float32(np.int16(get_half(mids, g))) * unit
-        if not (half or accumulate):
+        if kind == FLOAT32 and not accumulate:
             decode_run(at, count, bits, offset, scale, target + 4 * begin, codes)
         else:
             decode_run(at, count, bits, offset, scale, line, codes)
-            narrow(line, target, half, begin, count, accumulate)
+            narrow(line, target, kind, begin, count, accumulate)

@@ -32,11 +32,7 @@ def helper(function: Callable[..., Any]) -> Any:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function called from Python, at its first call or from the cache on disk if one can be written.
-
-    Branches on an argument that is None fall away before they are compiled: that keeps rare features out of the time
-    that the first call takes.
-    """
+    """Compile a function called from Python, at its first call or from the cache on disk if one can be written."""
     before, config.CACHE_DIR = config.CACHE_DIR, _cache_folder()
     try:
         return numba.njit(cache=True, **OPTIONS)(function)

@@ -1,42 +1,25 @@
-"""What kernels take and give: addresses, and lines of float32 numbers.
+"""float32, bfloat16 and float16 elements, so that one compiled kernel serves all three.
 
-Kernels read and write float32 and bfloat16; bfloat16 passes through a line of float32 numbers that stays in the cache.
-float16, rare on a CPU, passes through a float32 copy of the tensor.
+What is not float32 passes through a line of float32 numbers that stays in the cache.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from lowbit.ops.cpu.jit import helper
 from lowbit.ops.cpu.memory import get_float, get_half, put_float, put_half
-from lowbit.ops.cpu.operations import from_bf16, to_bf16
-from lowbit.ops.exact import store
+from lowbit.ops.cpu.operations import from_bf16, from_fp16, to_bf16, to_fp16
 from lowbit.ops.layout import Layout, tah_geometry
 
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 geometry = functools.lru_cache(tah_geometry)
 
-
-def readable(x: Tensor) -> Tensor:
-    """The tensor in a dtype that kernels read."""
-    return x.float() if x.dtype == torch.float16 else x
-
-
-@contextlib.contextmanager
-def writable(out: Tensor, accumulate: bool) -> Iterator[tuple[Tensor, bool]]:
-    """A tensor that kernels write for `out`, and whether they are to add to it."""
-    if out.dtype != torch.float16:
-        yield out, accumulate
-    else:
-        y = torch.empty_like(out, dtype=torch.float32)
-        yield y, False
-        store(y, out, accumulate)
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 def sections(payload: Tensor, layout: Layout) -> dict[str, int]:
@@ -54,21 +37,40 @@ def zero_gaps(payload: Tensor, layout: Layout) -> None:
 
 
 @helper
-def widen(x, start, count, line) -> None:
-    """Convert `count` bfloat16 elements from `start` on to float32."""
-    for j in range(count):
-        put_float(line, j, from_bf16(get_half(x, start + j)))
+def widen(x, kind, start, count, line) -> None:
+    """Convert `count` elements from `start` on to float32, exactly."""
+    if kind == BFLOAT16:
+        for j in range(count):
+            put_float(line, j, from_bf16(get_half(x, start + j)))
+    else:
+        for j in range(count):
+            put_float(line, j, from_fp16(get_half(x, start + j)))
 
 
 @helper
-def narrow(line, y, half, start, count, accumulate) -> None:
-    """Write `count` float32 numbers to elements from `start` on, bfloat16 ones if `half`, or add them; round once."""
-    if accumulate and half:
+def narrow(line, y, kind, start, count, accumulate) -> None:
+    """Write `count` float32 numbers to the elements from `start` on, or add them, rounding once."""
+    if accumulate:
+        _add(y, kind, start, count, line)
+    if kind == FLOAT32:
         for j in range(count):
-            put_float(line, j, from_bf16(get_half(y, start + j)) + get_float(line, j))
-    elif accumulate:
-        for j in range(count):
-            put_float(y, start + j, get_float(y, start + j) + get_float(line, j))
-    if half:
+            put_float(y, start + j, get_float(line, j))
+    elif kind == BFLOAT16:
         for j in range(count):
             put_half(y, start + j, to_bf16(get_float(line, j)))
+    else:
+        for j in range(count):
+            put_half(y, start + j, to_fp16(get_float(line, j)))
+
+
+@helper
+def _add(y, kind, start, count, line):
+    if kind == FLOAT32:
+        for j in range(count):
+            put_float(line, j, get_float(y, start + j) + get_float(line, j))
+    elif kind == BFLOAT16:
+        for j in range(count):
+            put_float(line, j, from_bf16(get_half(y, start + j)) + get_float(line, j))
+    else:
+        for j in range(count):
+            put_float(line, j, from_fp16(get_half(y, start + j)) + get_float(line, j))

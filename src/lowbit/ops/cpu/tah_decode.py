@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.ops.cpu.choice import count_flags, read_flags
 from lowbit.ops.cpu.jit import helper, kernel
-from lowbit.ops.cpu.lines import geometry, narrow, sections, writable
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, geometry, narrow, sections
 from lowbit.ops.cpu.memory import get_byte, get_float, get_half, put_float
 from lowbit.ops.cpu.operations import power_of_two, step_below
 from lowbit.ops.cpu.threads import over_rows
@@ -46,30 +46,27 @@ def tah_quant_decode(
     if geo.low:
         read_flags(at["widths"], len(flags), flags.data_ptr())
 
-    with writable(out, accumulate) as (y, add):
+    def decode(start: int, stop: int) -> None:
+        scratch = torch.empty(4 * geo.channels + 5 * tile, dtype=torch.uint8)
+        _decode(
+            at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
+            geo.row_bytes, geo.saved, flags.data_ptr(), out.data_ptr(), KINDS[out.dtype],
+            geo.channels, tile, geo.tiles, geo.full, high_bits, low_bits, allocation == "token",
+            pivot, accumulate, tile**-0.5, scratch.data_ptr(), start, stop,
+        )  # fmt: skip
 
-        def decode(start: int, stop: int) -> None:
-            scratch = torch.empty(4 * geo.channels + 5 * tile, dtype=torch.uint8)
-            _decode(
-                at["exponents"], at["scales"], at["mids"], at["pivots"] if pivot else None,
-                at["codes"], geo.row_bytes, geo.saved, flags.data_ptr(),
-                y.data_ptr(), y.dtype == torch.bfloat16, geo.channels, tile, geo.tiles, geo.full,
-                high_bits, low_bits, allocation == "token", add, tile**-0.5,
-                scratch.data_ptr(), start, stop,
-            )  # fmt: skip
-
-        over_rows(decode, geo.rows, y.nbytes)
+    over_rows(decode, geo.rows, out.nbytes)
 
 
 @kernel
 def _decode(
-    exponents, scales, mids, pivots, codes_at, row_bytes, saved, flags, target, half,
-    channels, tile, tiles, full, high_bits, low_bits, by_token, accumulate, norm,
-    scratch, start, stop,
+    exponents, scales, mids, pivots, codes_at, row_bytes, saved, flags, target, kind,
+    channels, tile, tiles, full, high_bits, low_bits, by_token,
+    pivot, accumulate, norm, scratch, start, stop,
 ) -> None:  # fmt: skip
     line, spun = scratch, scratch + 4 * channels
     codes = spun + 4 * tile
-    direct = not (half or accumulate)
+    direct = kind == FLOAT32 and not accumulate
     chosen = start if by_token else start * full
     at = codes_at + start * row_bytes - count_flags(flags, chosen) * saved
     norm = np.float32(norm)
@@ -81,13 +78,9 @@ def _decode(
             if by_token:
                 low = get_byte(flags, row) > 0
             bits, i = low_bits if low else high_bits, row * tiles + t
-            m = np.int64(np.int8(get_byte(mids, i)))
-            if pivots is not None:
-                m = np.int64(np.int16(get_half(mids, i)))
-            limit = 127 if pivots is None else 32767
-            step, offset = _parameters(get_byte(scales, i), top, m, limit, bits)
+            step, offset = _parameters(scales, mids, i, top, bits, pivot)
             to, count = y + 4 * t * tile, min(tile, channels - t * tile)
-            if pivots is not None and get_byte(pivots, i):
+            if pivot and get_byte(pivots, i):
                 at = decode_run(at, tile, bits, offset, step, spun, codes)
                 rotate(spun, tile, norm)
                 swap(spun, get_byte(pivots, i) & 127)
@@ -96,13 +89,16 @@ def _decode(
             else:
                 at = decode_run(at, count, bits, offset, step, to, codes)
         if not direct:
-            narrow(line, target, half, row * channels, channels, accumulate)
+            narrow(line, target, kind, row * channels, channels, accumulate)
 
 
 @helper
-def _parameters(below, top, m, limit, bits) -> Any:
+def _parameters(scales, mids, i, top, bits, pivot) -> Any:
     """A tile's step, and what is added to its codes."""
-    step = step_below(below, top)
-    step = step if m >= -limit else NAN
-    cells, units = power_of_two(bits), np.float32(64 if limit < 128 else 256)
-    return step, np.float32(m) * (cells / units) - (cells - ONE) * HALF
+    step, cells = step_below(get_byte(scales, i), top), power_of_two(bits)
+    if pivot:
+        m, nan, unit = np.int64(np.int16(get_half(mids, i))), -32768, np.float32(1 / 256)
+    else:
+        m, nan, unit = np.int64(np.int8(get_byte(mids, i))), -128, np.float32(1 / 64)
+    step = NAN if m == nan else step
+    return step, np.float32(m) * (cells * unit) - (cells - ONE) * HALF

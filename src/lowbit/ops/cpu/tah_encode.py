@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.ops.cpu.choice import choose, count_flags, write_flags
 from lowbit.ops.cpu.entropy import put_tile_keys, put_token_key
 from lowbit.ops.cpu.jit import helper, kernel
-from lowbit.ops.cpu.lines import geometry, readable, sections, widen, zero_gaps
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, geometry, sections, widen, zero_gaps
 from lowbit.ops.cpu.memory import (
     get_byte,
     get_float,
@@ -52,6 +52,8 @@ from lowbit.ops.cpu.tiles import (
 from lowbit.ops.layout import ceil_div
 from lowbit.ops.reference import MID_REACH, ROTATABLE
 
+RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
+ALLOCATIONS = {"range": RANGE, "tile": TILE, "token": TOKEN}
 INFINITY = np.float32(np.inf)
 
 
@@ -75,34 +77,33 @@ def tah_quant_encode(
         allocation=allocation,
         pivot=pivot_ratio is not None,
     )
-    at, x = sections(payload, geo.layout), readable(x)
+    at = sections(payload, geo.layout)
     zero_gaps(payload, geo.layout)
     candidates = geo.scopes * geo.per_scope
     extents = torch.empty(geo.rows * geo.tiles)
     mids = torch.empty_like(extents)
     keys = torch.empty(candidates, dtype=torch.int32)
     flags = torch.zeros(ceil_div(candidates, 8) * 8, dtype=torch.uint8)
-    source = (x.data_ptr(), x.dtype == torch.bfloat16, geo.channels, tile, geo.tiles, geo.full)
+    width = 1 if pivot_ratio is None else 2
+    shape = (geo.channels, tile, geo.tiles, geo.full)
     measured = (extents.data_ptr(), mids.data_ptr())
-    pivots = at["pivots"] if pivot_ratio else None
-    by_token = allocation == "token"
     room = 4 * geo.channels + 20 * geo.tiles + 5 * tile + 8
 
     def measure(start: int, stop: int) -> None:
         scratch = torch.empty(room, dtype=torch.uint8)
         _measure(
-            *source, keys.data_ptr() if geo.low else None,
-            None if allocation == "range" else by_token,
-            pivots, pivot_ratio, MID_REACH[2 if pivots else 1], tile**-0.5,
-            *measured, scratch.data_ptr(), start, stop,
+            x.data_ptr(), KINDS[x.dtype], *shape, ALLOCATIONS[allocation] if geo.low else NONE,
+            MID_REACH[width], pivot_ratio or 0.0, tile**-0.5, *measured, keys.data_ptr(),
+            at["pivots"], scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     def code(start: int, stop: int) -> None:
         scratch = torch.empty(room, dtype=torch.uint8)
         _code(
-            *source, high_bits, low_bits, by_token, *measured, flags.data_ptr(),
-            at["exponents"], at["scales"], at["mids"], pivots, at["codes"], geo.row_bytes,
-            geo.saved, tile**-0.5, scratch.data_ptr(), start, stop,
+            x.data_ptr(), KINDS[x.dtype], *shape, high_bits, low_bits, allocation == "token",
+            width, tile**-0.5, *measured, flags.data_ptr(), at["exponents"], at["scales"],
+            at["mids"], at["pivots"], at["codes"], geo.row_bytes, geo.saved,
+            scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     def select(start: int, stop: int) -> None:
@@ -117,18 +118,18 @@ def tah_quant_encode(
 
 @kernel
 def _measure(
-    source, half, channels, tile, tiles, full, keys, by_token, pivots, ratio, reach, norm,
-    extents, mids, scratch, start, stop,
+    source, kind, channels, tile, tiles, full, mode, reach, ratio, norm,
+    extents, mids, keys, pivots, scratch, start, stop,
 ) -> None:  # fmt: skip
     """Half range and middle of every tile (Inf and 0 for one with NaN or Inf), pivots, and the keys for `choose`."""
     line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
     sums = high + 4 * tiles
     spun = sums + 8 * tiles
-    reach, norm = np.float32(reach), np.float32(norm)
+    reach, ratio, norm = np.float32(reach), np.float32(ratio), np.float32(norm)
     for row in range(start, stop):
         x, first = source + 4 * row * channels, row * tiles
-        if half:
-            widen(source, row * channels, channels, line)
+        if kind != FLOAT32:
+            widen(source, kind, row * channels, channels, line)
             x = line
         for t in range(tiles):
             put_extremes(
@@ -136,23 +137,21 @@ def _measure(
             )
         for t in range(tiles):
             _put_extent(get_int(low, t), get_int(high, t), reach, extents, mids, first + t)
-        if keys is not None and by_token is not None:
-            if by_token:
-                put_token_key(x, channels, tile, tiles, low, high, keys + 4 * row, sums)
-            else:
-                put_tile_keys(x, tile, full, low, high, keys + 4 * row * full, sums)
-        if pivots is not None:
+        if mode == TILE:
+            put_tile_keys(x, tile, full, low, high, keys + 4 * row * full, sums)
+        elif mode == TOKEN:
+            put_token_key(x, channels, tile, tiles, low, high, keys + 4 * row, sums)
+        if ratio > ZERO:
             for t in range(tiles):
                 pivot, at = 0, x + 4 * t * tile
                 if t < full:
-                    least, most = get_int(low, t), get_int(high, t)
-                    pivot = _find_pivot(at, tile, least, most, np.float32(ratio))
+                    pivot = _find_pivot(at, tile, get_int(low, t), get_int(high, t), ratio)
                 put_byte(pivots, first + t, pivot)
                 if pivot:
                     spin(at, tile, pivot & 127, norm, spun)
                     put_extremes(spun, tile, low + 4 * t, high + 4 * t)
                     _put_extent(get_int(low, t), get_int(high, t), reach, extents, mids, first + t)
-        if keys is not None and by_token is None:
+        if mode == RANGE:
             for t in range(full):
                 put_int(keys, row * full + t, order_key(get_float(extents, first + t)))
 
@@ -192,8 +191,8 @@ def _find_pivot(x, count, low, high, ratio) -> Any:
 
 @kernel
 def _code(
-    source, half, channels, tile, tiles, full, high_bits, low_bits, by_token,
-    extents, mids, flags, exponents, scales, middles, pivots, codes_to, row_bytes, saved, norm,
+    source, kind, channels, tile, tiles, full, high_bits, low_bits, by_token, width, norm,
+    extents, mids, flags, exponents, scales, middles, pivots, codes_to, row_bytes, saved,
     scratch, start, stop,
 ) -> None:  # fmt: skip
     """Parameters and codes of every tile."""
@@ -206,30 +205,28 @@ def _code(
     norm = np.float32(norm)
     for row in range(start, stop):
         x, first = source + 4 * row * channels, row * tiles
-        if half:
-            widen(source, row * channels, channels, line)
+        if kind != FLOAT32:
+            widen(source, kind, row * channels, channels, line)
             x = line
         _set_bits(flags, row, tiles, full, by_token, high_bits, low_bits, bits)
         exponent = _set_octaves(extents + 4 * first, tiles, bits, octave)
         put_byte(exponents, row, exponent)
-        limit = np.float32(127 if pivots is None else 32767)
         _parameters(
-            octave, exponent * 16 + 15, bits, extents + 4 * first, mids + 4 * first, tiles, limit,
+            octave, exponent * 16 + 15, bits, extents + 4 * first, mids + 4 * first, tiles, width,
             scales + first, step, shift, middle,
         )  # fmt: skip
         for t in range(tiles):
-            if pivots is None:
+            if width == 1:
                 put_byte(middles, first + t, get_int(middle, t))
             else:
                 put_half(middles, first + t, get_int(middle, t))
         for t in range(tiles):
             at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
             top = power_of_two(b) - ONE if get_int(octave, t) else ZERO
-            if pivots is not None:
-                pivot = get_byte(pivots, first + t)
-                if pivot:
-                    spin(at, tile, pivot & 127, norm, spun)
-                    at = spun
+            pivot = get_byte(pivots, first + t) if width == 2 else 0
+            if pivot:
+                spin(at, tile, pivot & 127, norm, spun)
+                at = spun
             size, added = get_float(step, t), get_float(shift, t)
             to = encode_run(at, count, size, added, top, b, to, codes)
 
@@ -258,7 +255,7 @@ def _set_octaves(extents, tiles, bits, octave) -> Any:
 
 
 @helper
-def _parameters(octave, top, bits, extents, mids, tiles, limit, scales, step, shift, middle):
+def _parameters(octave, top, bits, extents, mids, tiles, width, scales, step, shift, middle):
     """Each tile's scale as it travels, its step, what is added to x / step, and its middle as an integer."""
     units, limit = (
         (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
@@ -275,4 +272,4 @@ def _parameters(octave, top, bits, extents, mids, tiles, limit, scales, step, sh
         m = ZERO if empty else m
         put_float(step, t, size)
         put_float(shift, t, (cells - ONE) * HALF - m * (cells * (ONE / units)))
-        put_int(middle, t, truncate(m if get_float(extents, t) < INFINITY else -limit - ONE))
+        put_int(middle, t, truncate(m) if get_float(extents, t) < INFINITY else nan)
