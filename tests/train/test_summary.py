@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
+from lowbit.train.metrics import StepMetrics, Work, step_metrics
+from lowbit.train.plan import make_plan
+from lowbit.train.summary import Summary, read_summary, summarize
+
+
+def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
+    return step_metrics(
+        step=step, loss=float(step), lr=0.1, grad_norm=1.0, tokens=2048, seconds=seconds, ranks=2,
+        work=Work(nbytes, 1000, nbytes, 1000, 1.0, 0.5, 0.25),
+    )  # fmt: skip
+
+
+def _summary(steps: list[StepMetrics], **pipeline: object) -> Summary:
+    config = TrainConfig(
+        pipeline=PipelineConfig(warmup_steps=3, **pipeline), run=RunConfig(steps=20)
+    )  # pyright: ignore[reportArgumentType]
+    plan = make_plan(config.pipeline, ranks=2, layers=8)
+    return summarize(config, plan, steps, {"held_out_loss": 2.0}, model=None)
+
+
+def test_pace_and_bits_are_those_of_the_settled_run():
+    warmup = [_step(step, seconds=9.0, nbytes=4000) for step in range(3)]
+    settled = [_step(3, seconds=50.0), *(_step(step) for step in range(4, 20))]
+    found = _summary(warmup + settled)
+    assert (found.seconds_per_step, found.tokens_per_second) == (1.0, 2048)
+    assert (found.bits_forward, found.bytes_per_step) == (4.0, 1000)
+    assert found.bytes_sent == 3 * 8000 + 17 * 1000
+    assert found.loss == sum(range(10, 20)) / 10
+    assert (found.held_out_loss, found.held_out_loss_codecs) == (2.0, None)
+    stock = _summary(warmup + settled, boundary="stock-fp32")
+    assert stock.bits_forward != 4.0  # it has no warm-up to leave out
+
+
+def test_a_run_that_ends_in_its_warmup_or_before_has_a_summary():
+    assert _summary([_step(0)]).bits_forward == 4.0
+    nothing = _summary([])
+    assert nothing.loss is None
+    assert nothing.tokens_per_second is None
+    assert nothing.steps_here == 0
+
+
+def test_a_summary_survives_its_file(tmp_path: Path):
+    summary = _summary([_step(step) for step in range(6)])
+    (tmp_path / "summary.json").write_text(json.dumps(dataclasses.asdict(summary)))
+    assert read_summary(tmp_path / "summary.json") == summary
