@@ -62,6 +62,7 @@ def _start(reports: SimpleQueue, threads: int) -> None:
     global _reports
     _reports = reports
     torch.set_num_threads(threads)
+    threading.Thread(target=_follow_parent, daemon=True).start()
 
 
 def _follow_parent() -> None:
