@@ -11,7 +11,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -129,7 +129,9 @@ class Codec(ABC):
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that two peers compare before they talk: format, version and configuration."""
-        text = f"{type(self).__name__}/{self.wire_version}/{self!r}"
+        parts = [getattr(self, field.name) for field in fields(self)]
+        inner = "".join("/" + part.fingerprint() for part in parts if isinstance(part, Codec))
+        text = f"{type(self).__name__}/{self.wire_version}/{self!r}{inner}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def open(
