@@ -109,14 +109,15 @@ def test_wrong_settings_are_refused() -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend is 'gpu'; allowed: 'auto'"), ops.backend("gpu"):
+    with pytest.raises(ValueError, match="backend is 'tpu'; allowed: 'auto'"), ops.backend("tpu"):
         pass
 
 
 def test_a_missing_backend_is_said_once_or_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(contract, "_cpu_kernels", None)
+    monkeypatch.setattr(contract, "_kernels", {})
+    monkeypatch.setattr(contract, "_told", set())
     monkeypatch.setitem(sys.modules, "lowbit.ops.cpu", None)
     x = torch.randn(64)
     with caplog.at_level(logging.WARNING):

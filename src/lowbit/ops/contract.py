@@ -39,10 +39,12 @@ SCHEMAS = {
     "tah_quant_decode": "(Tensor payload, Tensor(a!) out, int tile, int high_bits, int low_bits, "
     "float low_fraction, str allocation, bool pivot, bool accumulate) -> ()",
 }
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "gpu")
+NEEDS = {"cpu": "numba", "gpu": "Triton"}
 
 _chosen: contextvars.ContextVar[str] = contextvars.ContextVar("lowbit_backend", default="auto")
-_cpu_kernels: Any = None
+_kernels: dict[str, Any] = {}  # modules of kernels by backend, or why one is missing
+_told: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -50,8 +52,9 @@ def backend(name: str) -> Iterator[None]:
     """Compute operators with one backend inside a `with` block (this thread or task only).
 
     Args:
-        name: "auto" (the fastest there is, a missing one logged once), "reference" (plain PyTorch), or "cpu" (numba;
-            an error where it is missing or the tensor is elsewhere).
+        name: "auto" (the fastest there is, a missing one logged once), "reference" (plain PyTorch), "cpu" (numba) or
+            "gpu" (Triton). The last two are an error where they are missing or the tensor is elsewhere; Triton's
+            interpreter (TRITON_INTERPRET=1 in the environment) takes CPU tensors as well.
 
     Raises:
         ValueError: another name.
@@ -65,43 +68,47 @@ def backend(name: str) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def _kernels() -> Any:
-    """The numba kernels, or None (said once in the log, an error if asked for by name)."""
-    global _cpu_kernels
-    if _cpu_kernels is None:
+def _implementation(name: str, home: str | None, device: torch.device) -> Callable[..., None]:
+    """What computes an operator on a device, whose kernels are the backend `home`'s (None: nobody's)."""
+    chosen = _chosen.get()
+    if chosen == "reference":
+        return getattr(reference, name)
+    if chosen not in ("auto", home):
+        kernels = _load("gpu") if (chosen, home) == ("gpu", "cpu") else None
+        if getattr(kernels, "interpreted", False):
+            return getattr(kernels, name)
+        kind = {"cpu": "the CPU", "gpu": "a GPU"}[chosen]
+        raise RuntimeError(f"backend {chosen!r} needs tensors on {kind}; found {device}")
+    why = "there are no kernels for them"
+    if home:
+        kernels = _load(home)
+        if not isinstance(kernels, ImportError):
+            return getattr(kernels, name)
+        why = f"{NEEDS[home]} cannot be imported ({kernels})"
+        if chosen == home:
+            raise RuntimeError(
+                f"backend {home!r} needs {NEEDS[home]}, which {why.split(' ', 1)[1]}"
+            )
+    if device.type not in _told:
+        _told.add(device.type)
+        log.warning("%s tensors take the slow reference path: %s", device.type, why)
+    return getattr(reference, name)
+
+
+def _load(name: str) -> Any:
+    """A backend's kernels, or why they cannot be imported."""
+    if name not in _kernels:
         try:
-            _cpu_kernels = importlib.import_module("lowbit.ops.cpu")
+            _kernels[name] = importlib.import_module(f"lowbit.ops.{name}")
         except ImportError as error:
-            if _chosen.get() == "cpu":
-                raise RuntimeError(
-                    f"backend 'cpu' needs numba, which cannot be imported: {error}"
-                ) from error
-            log.warning("numba is missing (%s): CPU tensors take the slow reference path", error)
-            _cpu_kernels = False
-    if _cpu_kernels is False and _chosen.get() == "cpu":
-        raise RuntimeError("backend 'cpu' needs numba, which cannot be imported")
-    return _cpu_kernels or None
+            _kernels[name] = error
+    return _kernels[name]
 
 
-def _on_cpu(name: str) -> Callable[..., None]:
-    slow = getattr(reference, name)
-
+def _on(name: str, home: str | None) -> Callable[..., None]:
     def run(*args: Any) -> None:
         CHECKS[name](*args)
-        kernels = None if _chosen.get() == "reference" else _kernels()
-        (getattr(kernels, name) if kernels else slow)(*args)
-
-    return run
-
-
-def _elsewhere(name: str) -> Callable[..., None]:
-    slow = getattr(reference, name)
-
-    def run(*args: Any) -> None:
-        CHECKS[name](*args)
-        if _chosen.get() == "cpu":
-            raise RuntimeError(f"backend 'cpu' needs tensors on the CPU; found {args[0].device}")
-        slow(*args)
+        _implementation(name, home, args[0].device)(*args)
 
     return run
 
@@ -173,8 +180,9 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("lowbit", "DEF")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        library.impl(name, _on_cpu(name), "CPU")
-        library.impl(name, _elsewhere(name), "CompositeExplicitAutograd")
+        library.impl(name, _on(name, "cpu"), "CPU")
+        library.impl(name, _on(name, "gpu"), "CUDA")
+        library.impl(name, _on(name, None), "CompositeExplicitAutograd")
         torch.library.register_fake(f"lowbit::{name}", CHECKS[name], lib=library)
     return library
 

@@ -1,0 +1,21 @@
+"""The operators on GPU tensors, in Triton: the reference's bytes at the speed of memory.
+
+With TRITON_INTERPRET=1 in the environment, before Triton is first imported, the same kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from triton import knobs
+
+from lowbit.ops.gpu.group_int import group_int_decode, group_int_encode
+from lowbit.ops.gpu.tah_quant import tah_quant_decode, tah_quant_encode
+
+interpreted: bool = knobs.runtime.interpret
+
+__all__ = [
+    "group_int_decode",
+    "group_int_encode",
+    "interpreted",
+    "tah_quant_decode",
+    "tah_quant_encode",
+]

@@ -1,0 +1,104 @@
+"""Which candidates get the low bits, without sorting: the threshold's bits are found two at a time by counting."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(4096)
+
+
+@triton.jit
+def ordered(key, there):
+    """int32 keys as unsigned numbers in the same order; what is not there comes last."""
+    return tl.where(there, key.to(tl.uint32, bitcast=True) ^ 0x80000000, 0xFFFFFFFF)
+
+
+@triton.jit
+def _counts(u, threshold, unit, DIGITS: tl.constexpr):
+    """How many numbers are below three thresholds, in DIGITS bits each."""
+    kind = tl.int32 if DIGITS == 10 else tl.int64
+    one = (u < threshold + unit).to(kind)
+    two = (u < threshold + unit * 2).to(kind)
+    three = (u < threshold + unit * 3).to(kind)
+    return tl.sum(one + (two << DIGITS) + (three << (2 * DIGITS)))
+
+
+@triton.jit
+def _raised(threshold, unit, counts, low, DIGITS: tl.constexpr):
+    """The threshold, raised past those of the three that have fewer than `low` numbers below."""
+    mask: tl.constexpr = (1 << DIGITS) - 1
+    below = ((counts & mask) < low).to(tl.uint32)
+    below += (((counts >> DIGITS) & mask) < low).to(tl.uint32)
+    return threshold + (below + ((counts >> (2 * DIGITS)) < low).to(tl.uint32)) * unit
+
+
+@triton.jit
+def smallest(u, low):
+    """Flags (int32) of the `low` smallest numbers; of equal ones, the first."""
+    DIGITS: tl.constexpr = 10 if u.shape[0] < 1024 else 21
+    threshold = tl.full((), 0, tl.uint32)
+    for i in range(16):
+        unit = tl.full((), 1, tl.uint32) << (30 - 2 * i)
+        threshold = _raised(threshold, unit, _counts(u, threshold, unit, DIGITS), low, DIGITS)
+    below, equal = (u < threshold).to(tl.int32), (u == threshold).to(tl.int32)
+    admitted = tl.cumsum(equal, axis=0) <= low - tl.sum(below)
+    return below | (equal & admitted.to(tl.int32))
+
+
+@triton.jit
+def bitmap(flags, SIZE: tl.constexpr):
+    """Flags (8 SIZE,) as SIZE bytes."""
+    eights = tl.reshape(flags, (SIZE, 8)) << tl.arange(0, 8)[None, :]
+    return tl.sum(eights, axis=1).to(tl.uint8)
+
+
+@triton.jit
+def choose(keys, widths, low, flag_bytes, per_scope: tl.constexpr):
+    """Write the bitmap of a scope that is too long for registers: one program for each."""
+    scope = tl.program_id(0).to(tl.int64)
+    keys += scope * per_scope
+    widths += scope * flag_bytes
+    i = tl.arange(0, CHUNK)
+    threshold = tl.full((), 0, tl.uint32)
+    for d in range(16):
+        unit = tl.full((), 1, tl.uint32) << (30 - 2 * d)
+        counts = tl.full((), 0, tl.int64)
+        for start in range(0, per_scope, CHUNK):
+            there = start + i < per_scope
+            u = ordered(tl.load(keys + start + i, mask=there, other=0), there)
+            counts += _counts(u, threshold, unit, 21)
+        threshold = _raised(threshold, unit, counts, low, 21)
+    fewer = tl.full((), 0, tl.int32)
+    for start in range(0, per_scope, CHUNK):
+        there = start + i < per_scope
+        u = ordered(tl.load(keys + start + i, mask=there, other=0), there)
+        fewer += tl.sum((u < threshold).to(tl.int32))
+    left = low - fewer
+    for start in range(0, per_scope, CHUNK):
+        there = start + i < per_scope
+        u = ordered(tl.load(keys + start + i, mask=there, other=0), there)
+        equal = (u == threshold).to(tl.int32)
+        admitted = tl.cumsum(equal, axis=0) <= left
+        flags = (u < threshold).to(tl.int32) | (equal & admitted.to(tl.int32))
+        left -= tl.sum(equal)
+        byte = start // 8 + tl.arange(0, CHUNK // 8)
+        tl.store(widths + byte, bitmap(flags, CHUNK // 8), mask=byte < flag_bytes)
+
+
+@triton.jit
+def count_before(widths, count):
+    """How many of a bitmap's first `count` flags are set."""
+    total = tl.full((), 0, tl.int32)
+    count = count.to(tl.int32)
+    byte = tl.arange(0, CHUNK)
+    start = tl.full((), 0, tl.int32)
+    while start < count:  # a range's bounds cannot be computed in Triton's interpreter
+        left = tl.minimum(tl.maximum(count - start - 8 * byte, 0), 8)
+        bits = tl.load(widths + start // 8 + byte, mask=left > 0, other=0).to(tl.int32)
+        bits &= (1 << left) - 1
+        bits = (bits & 0x55) + ((bits >> 1) & 0x55)
+        bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+        total += tl.sum((bits & 15) + (bits >> 4))
+        start += 8 * CHUNK
+    return total

@@ -1,0 +1,158 @@
+"""`group_int_encode` and `group_int_decode` (see `lowbit.codecs.GroupInt`): one launch each, a lane for each group."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.ops.gpu import eighths
+from lowbit.ops.gpu.launch import launch, power_of_two_from, warps_for
+from lowbit.ops.gpu.numbers import (
+    bits_of,
+    code_below,
+    code_of,
+    inverse_of,
+    number_of,
+    of_bits,
+    round_bf16,
+    round_signed,
+    uniform,
+)
+from lowbit.ops.layout import ceil_div, group_int_layout
+from lowbit.ops.reference import LARGEST, NAN_SCALE, SMALLEST
+
+LARGEST_, SMALLEST_, NAN_SCALE_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, NAN_SCALE))
+AT_ONCE = 16384  # elements that a program holds in registers
+
+
+def group_int_encode(
+    x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None
+) -> None:
+    """The reference's bytes."""
+    at = group_int_layout(x.numel(), bits, group, symmetric).offsets
+    launch(
+        _encode, *_shape(x.numel(), group), x, payload, x.numel(), seed or 0, at["mids"], at["codes"],
+        BITS=bits, GROUP=group, SYMMETRIC=symmetric, STOCHASTIC=seed is not None,
+    )  # fmt: skip
+
+
+def group_int_decode(
+    payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
+) -> None:
+    """The reference's numbers."""
+    at = group_int_layout(out.numel(), bits, group, symmetric).offsets
+    launch(
+        _decode, *_shape(out.numel(), group), payload, out, out.numel(), at["mids"], at["codes"],
+        BITS=bits, GROUP=group, SYMMETRIC=symmetric, ACCUMULATE=accumulate,
+    )  # fmt: skip
+
+
+def _shape(numel: int, group: int) -> tuple[int, int, dict[str, int | bool]]:
+    """Programs, warps, and the shape of a program's tensors."""
+    width = power_of_two_from(group // 8)
+    groups = max(1, AT_ONCE // (8 * width))
+    shape = {"GROUPS": groups, "WIDTH": width, "RAGGED": numel % group > 0}
+    return ceil_div(ceil_div(numel, group), groups), warps_for(groups * width), shape
+
+
+@triton.jit
+def _lanes(
+    numel, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr
+):
+    """A program's groups (GROUPS,); and, with a second dimension for an eighth: lanes that exist, elements, eighths."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    begin = group * GROUP
+    count = tl.minimum(numel - begin, GROUP)[:, None]
+    j = tl.arange(0, WIDTH)[None, :]
+    v = tl.full((1, 1), GROUP // 8, tl.int64)
+    if RAGGED:
+        v = (count + 7) // 8
+    return group, begin[:, None] + j, count, j, v, (count > 0) & (j < v)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _encode(
+    x, payload, numel, seed, mids_at, codes_at,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    group, at, count, j, v, keep = _lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
+    there = group * GROUP < numel
+    parts = eighths.load(x, at, v, keep, count, j, RAGGED)
+    low, high, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
+
+    low, high = tl.maximum(low, -LARGEST_), tl.minimum(high, LARGEST_)
+    if SYMMETRIC:
+        center: tl.constexpr = 2.0 ** (BITS - 1) - 1
+        top: tl.constexpr = 2 * center
+        mid = tl.zeros_like(low)
+        extent = tl.maximum(high, -low)
+    else:
+        center: tl.constexpr = (2.0**BITS - 1) / 2
+        top: tl.constexpr = 2.0**BITS - 1
+        mid = high * 0.5 + low * 0.5
+        extent = tl.maximum(high * 0.5 - low * 0.5, tl.abs(mid) * (center / (127 * 2.0**BITS)))
+    scale = round_bf16(tl.maximum(extent * (1 / center), SMALLEST_))
+    scale = tl.where(extent > 0, scale, 0.0)
+    inverse = inverse_of(scale)
+    m = round_signed(mid * inverse * (256 * 2.0**-BITS))
+    m = tl.minimum(tl.maximum(m, -32767.0), 32767.0)
+    shift = center - m * (2.0**BITS / 256)
+    limit = tl.where(finite, top, 0.0)
+
+    scales = payload.to(tl.pointer_type(tl.int16))
+    tl.store(
+        scales + group, tl.where(finite, bits_of(scale) >> 16, NAN_SCALE_).to(tl.int16), mask=there
+    )
+    if not SYMMETRIC:
+        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+        tl.store(mids + group, tl.where(finite, m, 0.0).to(tl.int16), mask=there)
+    codes = ()
+    for k in tl.static_range(8):
+        if STOCHASTIC:
+            random = uniform(at + k * v, seed)
+            code = code_below(parts[k], inverse[:, None], shift[:, None], limit[:, None], random)
+        else:
+            code = code_of(parts[k], inverse[:, None], shift[:, None], limit[:, None])
+        if RAGGED:
+            code = tl.where(k * v + j < count, code, 0)
+        codes = codes + (code,)
+    to = payload + codes_at + (group * BITS * (GROUP // 8))[:, None] + j
+    eighths.store_codes(to, codes, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
+    if tl.program_id(0) == 0:
+        _zero_gaps(payload, (numel + GROUP - 1) // GROUP, mids_at, codes_at, SYMMETRIC)
+
+
+@triton.jit
+def _zero_gaps(payload, groups, mids_at, codes_at, SYMMETRIC: tl.constexpr):
+    gap = tl.arange(0, 16)
+    end = groups * 2
+    if not SYMMETRIC:
+        tl.store(payload + end + gap, 0, mask=end + gap < mids_at)
+        end = mids_at + groups * 2
+    tl.store(payload + end + gap, 0, mask=end + gap < codes_at)
+
+
+@triton.jit
+def _decode(
+    payload, out, numel, mids_at, codes_at,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, ACCUMULATE: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    group, at, count, j, v, keep = _lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
+    there = group * GROUP < numel
+    scales = payload.to(tl.pointer_type(tl.int16))
+    scale = of_bits(tl.load(scales + group, mask=there, other=0).to(tl.int32) << 16)
+    if SYMMETRIC:
+        offset = tl.full((GROUPS,), -(2.0 ** (BITS - 1) - 1), tl.float32)
+    else:
+        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+        m = tl.load(mids + group, mask=there, other=0).to(tl.float32)
+        offset = m * (2.0**BITS / 256) - (2.0**BITS - 1) / 2
+    start = payload + codes_at + (group * BITS * (GROUP // 8))[:, None] + j
+    codes = eighths.load_codes(start, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
+    y = ()
+    for k in tl.static_range(8):
+        y = y + ((number_of(codes[k]) + offset[:, None]) * scale[:, None],)
+    eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

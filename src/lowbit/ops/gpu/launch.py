@@ -1,0 +1,29 @@
+"""How kernels are launched: on the tensor's device and the current stream, without fusing multiply and add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def launch(
+    kernel: Any, programs: int, warps: int, shape: dict[str, Any], *arguments: Any, **settings: Any
+) -> None:
+    """Queue `programs` programs of a kernel; the first argument that is a tensor names the device."""
+    tensor = next(a for a in arguments if isinstance(a, Tensor))
+    with torch.cuda.device(tensor.device if tensor.is_cuda else -1):
+        kernel[(programs,)](
+            *arguments, **settings, **shape, num_warps=warps, enable_fp_fusion=False
+        )
+
+
+def power_of_two_from(n: int) -> int:
+    """The least power of two that is at least n, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def warps_for(lanes: int) -> int:
+    """Warps of a program whose tensors have this many lanes of eight elements."""
+    return min(32, max(1, lanes // 256))

@@ -1,0 +1,324 @@
+"""`tah_quant_encode` and `tah_quant_decode` (see `lowbit.codecs.TAHQuant`).
+
+A program holds whole tokens in registers, a lane for each tile, so the tensor is read once. Where low bits are shared
+out among a program's own tiles ("range", "tile"), encoding is one launch. Among the tokens of a sequence it is three:
+each token's entropy, the choice, the codes. Decoding is always one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.ops.gpu import eighths
+from lowbit.ops.gpu.choose import choose, ordered, smallest
+from lowbit.ops.gpu.launch import launch, power_of_two_from, warps_for
+from lowbit.ops.gpu.numbers import (
+    bits_of,
+    code_of,
+    entropy_key,
+    entropy_terms,
+    inverse_of,
+    magnitude_scale,
+    number_of,
+    of_bits,
+    power_of_two,
+    round_signed,
+    widened,
+)
+from lowbit.ops.gpu.rotation import find_pivots, restore_pivots, rotate_pivots
+from lowbit.ops.gpu.tiles import (
+    code_offsets,
+    lanes,
+    load_flags,
+    low_before,
+    row_maximum,
+    step_of,
+    store_bitmap,
+)
+from lowbit.ops.layout import SCOPE_TILES, TAHGeometry, ceil_div, tah_geometry
+from lowbit.ops.reference import LARGEST, MID_LIMIT, MID_SHARE, MID_UNITS, NAN_MID, SMALLEST
+
+LARGEST_, SMALLEST_ = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+CHUNK = 4096
+
+
+def tah_quant_encode(
+    x: Tensor,
+    payload: Tensor,
+    tile: int,
+    high_bits: int,
+    low_bits: int,
+    low_fraction: float,
+    allocation: str,
+    pivot_ratio: float | None,
+) -> None:
+    """The reference's bytes."""
+    geo = tah_geometry(
+        *x.shape, tile=tile, high_bits=high_bits, low_bits=low_bits, low_fraction=low_fraction,
+        allocation=allocation, pivot=pivot_ratio is not None,
+    )  # fmt: skip
+    mode = allocation if geo.low else "none"
+    at = geo.layout.offsets
+    if mode == "token":
+        keys = torch.empty(geo.rows, dtype=torch.int32, device=x.device)
+        launch(_measure, geo.rows, 4, {}, x, keys, channels=geo.channels, CHUNK=CHUNK)
+        launch(
+            choose, geo.scopes, 4, {}, keys, payload[at["widths"] :], geo.low, geo.flag_bytes,
+            per_scope=geo.per_scope,
+        )  # fmt: skip
+    width = 1 if pivot_ratio is None else 2
+    launch(
+        _encode, *_shape(geo, mode, high_bits, low_bits), x, payload, pivot_ratio or 0.0, tile**-0.5,
+        *_numbers(geo), MODE=mode, MID_WIDTH=width, SHARE=MID_SHARE[width], LIMIT=float(MID_LIMIT[width]),
+        UNITS=float(MID_UNITS[width]), NAN_MID=NAN_MID[width],
+    )  # fmt: skip
+
+
+def tah_quant_decode(
+    payload: Tensor,
+    out: Tensor,
+    tile: int,
+    high_bits: int,
+    low_bits: int,
+    low_fraction: float,
+    allocation: str,
+    pivot: bool,
+    accumulate: bool,
+) -> None:
+    """The reference's numbers."""
+    geo = tah_geometry(
+        *out.shape, tile=tile, high_bits=high_bits, low_bits=low_bits, low_fraction=low_fraction,
+        allocation=allocation, pivot=pivot,
+    )  # fmt: skip
+    width = 2 if pivot else 1
+    mode = allocation if geo.low else "none"
+    launch(
+        _decode, *_shape(geo, mode, high_bits, low_bits), payload, out, tile**-0.5, *_numbers(geo),
+        MODE=mode, MID_WIDTH=width, UNITS=float(MID_UNITS[width]), NAN_MID=NAN_MID[width], ACCUMULATE=accumulate,
+    )  # fmt: skip
+
+
+def _shape(
+    geo: TAHGeometry, mode: str, high_bits: int, low_bits: int
+) -> tuple[int, int, dict[str, Any]]:
+    """Programs, warps, and the shape of a program's tensors."""
+    rows = geo.scope_rows
+    if mode in ("token", "none"):
+        rows = min(geo.rows, max(1, SCOPE_TILES // geo.tiles))
+    lanes, width = power_of_two_from(rows * geo.tiles), geo.tile // 8
+    shape = {
+        "C": geo.channels, "TILE": geo.tile, "T": geo.tiles, "ROWS": rows, "NT": lanes,
+        "RP": power_of_two_from(rows), "WIDTH": width, "HIGH": high_bits, "LOW": low_bits,
+    }  # fmt: skip
+    return ceil_div(geo.rows, rows), warps_for(lanes * width), shape
+
+
+def _numbers(geo: TAHGeometry) -> tuple[int, ...]:
+    at = geo.layout.offsets
+    return (
+        geo.rows, geo.scope_rows, geo.per_scope, geo.per_last, geo.low, geo.low_last, geo.flag_bytes,
+        at["scales"], at["mids"], at["pivots"], at["widths"], at["codes"],
+    )  # fmt: skip
+
+
+@triton.jit
+def _encode(
+    x, payload, ratio, norm,
+    rows, length, per_scope, per_last, low, low_last, flag_bytes,
+    scales_at, mids_at, pivots_at, widths_at, codes_at,
+    MODE: tl.constexpr, MID_WIDTH: tl.constexpr, SHARE: tl.constexpr, LIMIT: tl.constexpr,
+    UNITS: tl.constexpr, NAN_MID: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr,
+    RP: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    RAGGED: tl.constexpr = C % TILE > 0
+    first, row, t, there, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
+    parts = eighths.load(x, at, v, keep, count, j, RAGGED)
+    least, most, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
+    index = first * T + tl.arange(0, NT)
+
+    candidate = there & (t < C // TILE)
+    if MODE == "tile":
+        key = _tile_keys(parts, tl.maximum(most, -least), finite)
+    if MID_WIDTH == 2:
+        pivot = find_pivots(parts, finite & candidate, j, TILE // 8, ratio)
+        tl.store(payload + pivots_at + index, pivot.to(tl.uint8), mask=there)
+        if tl.max(pivot, axis=0) > 0:
+            parts = rotate_pivots(parts, pivot, j, TILE // 8, norm, WIDTH, NT)
+            least, most, whole = eighths.extremes(parts, v, keep, count, j, RAGGED)
+    least, most = tl.maximum(least, -LARGEST_), tl.minimum(most, LARGEST_)
+    mid = most * 0.5 + least * 0.5
+    extent = tl.maximum(most * 0.5 - least * 0.5, tl.abs(mid) * SHARE)
+
+    bits = tl.full((NT,), HIGH, tl.int32)
+    before = tl.full((), 0, tl.int64)
+    if MODE == "range":
+        key = tl.where(finite, bits_of(extent) & 0x7FFFFFFF, 0x7F800000)
+    if MODE == "range" or MODE == "tile":
+        last = tl.program_id(0) == tl.num_programs(0) - 1
+        flags = smallest(ordered(key, candidate), tl.where(last, low_last, low))
+        store_bitmap(
+            flags,
+            payload + widths_at,
+            tl.where(last, per_last, per_scope),
+            flag_bytes,
+            C,
+            TILE,
+            T,
+            NT,
+        )
+        bits = tl.where(flags > 0, LOW, HIGH)
+        before = low_before(payload + widths_at, first, length, low, flag_bytes, False)
+    if MODE == "token":
+        flags = load_flags(
+            payload + widths_at, first, row, t, there, length, flag_bytes, C, TILE, True
+        )
+        bits = tl.where(flags > 0, LOW, HIGH)
+        before = low_before(payload + widths_at, first, length, low, flag_bytes, True)
+
+    exponent, below = _steps(extent, finite & there, bits, row, T, ROWS, NT, RP)
+    step = of_bits(step_of(below, exponent))
+    inverse, cells = inverse_of(step), power_of_two(bits)
+    m = round_signed(mid * inverse * (UNITS * power_of_two(-bits)))
+    m = tl.where(step > 0, tl.minimum(tl.maximum(m, -LIMIT), LIMIT), 0.0)
+    shift = (cells - 1) * 0.5 - m * (cells * (1 / UNITS))
+    top = tl.where(step > 0, cells - 1, 0.0)
+
+    tl.store(payload + first + row, exponent.to(tl.uint8), mask=there & (t == 0))
+    tl.store(payload + scales_at + index, below.to(tl.uint8), mask=there)
+    middle = tl.where(finite, m.to(tl.int32), NAN_MID)
+    if MID_WIDTH == 1:
+        tl.store(payload + mids_at + index, middle.to(tl.uint8), mask=there)
+    else:
+        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+        tl.store(mids + index, middle.to(tl.int16), mask=there)
+    codes = ()
+    for k in tl.static_range(8):
+        code = code_of(parts[k], inverse[:, None], shift[:, None], top[:, None])
+        if RAGGED:
+            code = tl.where(k * v + j < count, code, 0)
+        codes = codes + (code,)
+    start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, MODE == "token")
+    eighths.store_codes(payload + codes_at + start + j, codes, v, bits[:, None], keep, HIGH | LOW)
+    if tl.program_id(0) == 0:
+        _zero_gaps(
+            payload, rows, T, MID_WIDTH, tl.cdiv(rows, length) * flag_bytes,
+            scales_at, mids_at, pivots_at, widths_at, codes_at,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile_keys(parts, largest, finite):
+    """Tiles in the order of their entropy."""
+    scale = magnitude_scale(largest)[:, None]
+    total = tl.zeros(parts[0].shape, tl.int32)
+    terms = tl.zeros(parts[0].shape, tl.int32)
+    for k in tl.static_range(8):
+        some, more = entropy_terms(parts[k], scale)
+        total += some
+        terms += more
+    return entropy_key(tl.sum(total, axis=1), tl.sum(terms, axis=1), finite)
+
+
+@triton.jit
+def _steps(
+    extent, finite, bits, row,
+    T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """Each token's exponent, at all its tiles, and each tile's step below it (see `lowbit.ops.reference`)."""
+    step = bits_of(tl.maximum(extent * power_of_two(1 - bits), SMALLEST_))
+    octave = (step + tl.where(bits < 6, 1 << 18, (1 << 19) - 1)) >> 19
+    octave = tl.where(finite & (extent > 0), octave, 0)
+    exponent = row_maximum(octave, row, T, ROWS, NT, RP) >> 4
+    below = tl.minimum(tl.maximum(exponent * 16 + 15 - octave, 0), 254)
+    return exponent, tl.where(octave > 0, below, 255)
+
+
+@triton.jit
+def _zero_gaps(
+    payload, rows, T, MID_WIDTH: tl.constexpr, flags, scales_at, mids_at, pivots_at, widths_at, codes_at
+):  # fmt: skip
+    """Clear the bytes between sections."""
+    gap = tl.arange(0, 16)
+    tiles = rows.to(tl.int64) * T
+    tl.store(payload + rows + gap, 0, mask=rows + gap < scales_at)
+    tl.store(payload + scales_at + tiles + gap, 0, mask=scales_at + tiles + gap < mids_at)
+    end = mids_at + tiles * MID_WIDTH
+    if MID_WIDTH == 2:
+        tl.store(payload + end + gap, 0, mask=end + gap < pivots_at)
+        end = pivots_at + tiles
+    tl.store(payload + end + gap, 0, mask=end + gap < widths_at)
+    end = widths_at + flags  # a section of no bytes begins where the one before it ends
+    tl.store(payload + end + gap, 0, mask=end + gap < codes_at)
+
+
+@triton.jit
+def _measure(x, keys, channels: tl.constexpr, CHUNK: tl.constexpr):
+    """Key of a token, in the order of entropy."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * channels
+    i = tl.arange(0, CHUNK)
+    most, nothing = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, channels, CHUNK):
+        part = widened(tl.load(x + start + i, mask=start + i < channels, other=0.0))
+        most = tl.maximum(most, tl.abs(part))
+        nothing = tl.fma(part, 0.0, nothing)
+    scale = magnitude_scale(tl.max(most, axis=0))
+    total, terms = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
+    for start in range(0, channels, CHUNK):
+        part = widened(tl.load(x + start + i, mask=start + i < channels, other=0.0))
+        some, more = entropy_terms(part, scale)
+        total += some
+        terms += more
+    finite = tl.sum(nothing, axis=0) == 0
+    tl.store(keys + row, entropy_key(tl.sum(total, axis=0), tl.sum(terms, axis=0), finite))
+
+
+@triton.jit
+def _decode(
+    payload, out, norm,
+    rows, length, per_scope, per_last, low, low_last, flag_bytes,
+    scales_at, mids_at, pivots_at, widths_at, codes_at,
+    MODE: tl.constexpr, MID_WIDTH: tl.constexpr, UNITS: tl.constexpr, NAN_MID: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr,
+    RP: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    RAGGED: tl.constexpr = C % TILE > 0
+    BY_TOKEN: tl.constexpr = MODE == "token"
+    first, row, t, there, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
+    index = first * T + tl.arange(0, NT)
+    bits = tl.full((NT,), HIGH, tl.int32)
+    before = tl.full((), 0, tl.int64)
+    if MODE != "none":
+        flags = load_flags(
+            payload + widths_at, first, row, t, there, length, flag_bytes, C, TILE, BY_TOKEN
+        )
+        bits = tl.where(flags > 0, LOW, HIGH)
+        before = low_before(payload + widths_at, first, length, low, flag_bytes, BY_TOKEN)
+    start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, BY_TOKEN)
+    codes = eighths.load_codes(payload + codes_at + start + j, v, bits[:, None], keep, HIGH | LOW)
+
+    exponent = tl.load(payload + first + row, mask=there, other=0).to(tl.int32)
+    below = tl.load(payload + scales_at + index, mask=there, other=0).to(tl.int32)
+    if MID_WIDTH == 1:
+        mids = (payload + mids_at).to(tl.pointer_type(tl.int8))
+    else:
+        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+    m = tl.load(mids + index, mask=there, other=0).to(tl.int32)
+    step = of_bits(tl.where(m == NAN_MID, 0x7FC00000, step_of(below, exponent)))
+    cells = power_of_two(bits)
+    offset = m.to(tl.float32) * (cells * (1 / UNITS)) - (cells - 1) * 0.5
+    y = ()
+    for k in tl.static_range(8):
+        y = y + ((number_of(codes[k]) + offset[:, None]) * step[:, None],)
+    if MID_WIDTH == 2:
+        pivot = tl.load(payload + pivots_at + index, mask=there, other=0).to(tl.int32)
+        if tl.max(pivot, axis=0) > 0:
+            y = restore_pivots(y, pivot, j, TILE // 8, norm, WIDTH, NT)
+    eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

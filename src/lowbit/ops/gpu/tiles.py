@@ -1,0 +1,122 @@
+"""A program's tiles: whole tokens after each other, a lane for each tile; and what is said of tiles, tokens and scopes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lowbit.ops.gpu.choose import bitmap, count_before
+
+
+@triton.jit
+def lanes(
+    rows, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
+    NT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program's first token, tiles (NT,): token from the first, position in it, whether it exists; and with a second
+    dimension for an eighth: elements, their offset, the tile's elements, eighths, lanes that exist.
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    i = tl.arange(0, NT)
+    row, t = i // T, i % T
+    there = (row < ROWS) & (first + row < rows)
+    j = tl.arange(0, WIDTH)[None, :]
+    at = ((first + row) * C + t * TILE)[:, None] + j
+    count = tl.full((NT, 1), TILE, tl.int32)
+    v = tl.full((1, 1), TILE // 8, tl.int32)
+    if C % TILE > 0:
+        count = tl.where(t < C // TILE, TILE, C % TILE)[:, None]
+        v = (count + 7) // 8
+    return first, row, t, there, j, at, count, v, there[:, None] & (j < v)
+
+
+@triton.jit
+def row_maximum(
+    value, row, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr
+):
+    """The largest of each token's values, which are not negative, at each of its tiles."""
+    if ROWS == 1:
+        return tl.full((NT,), 0, tl.int32) + tl.max(value, axis=0)
+    elif ROWS * T == NT:
+        largest = tl.max(tl.reshape(value, (ROWS, T)), axis=1)
+        return tl.reshape(tl.broadcast_to(largest[:, None], (ROWS, T)), (NT,))
+    else:
+        of_row = row[None, :] == tl.arange(0, RP)[:, None]
+        largest = tl.max(tl.where(of_row, value[None, :], 0), axis=1)
+        return tl.max(tl.where(of_row, largest[:, None], 0), axis=0)
+
+
+@triton.jit
+def store_bitmap(
+    flags, widths, per_scope, flag_bytes,
+    C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, NT: tl.constexpr,
+):  # fmt: skip
+    """Write the flags of a program's tiles, which make up a scope."""
+    if C % TILE > 0:  # a ragged last tile is no candidate
+        full: tl.constexpr = C // TILE
+        candidate = tl.arange(0, NT)
+        index = tl.minimum(candidate // full * T + candidate % full, NT - 1)
+        flags = tl.where(candidate < per_scope, tl.gather(flags, index, axis=0), 0)
+    if NT >= 8:
+        byte = tl.arange(0, NT // 8)
+        packed = bitmap(flags, NT // 8)
+    else:
+        byte = tl.arange(0, 1)
+        packed = tl.sum(flags << tl.arange(0, NT), axis=0, keep_dims=True).to(tl.uint8)
+    scope = tl.program_id(0).to(tl.int64)
+    tl.store(widths + scope * flag_bytes + byte, packed, mask=byte < flag_bytes)
+
+
+@triton.jit
+def load_flags(
+    widths, first, row, t, there, length, flag_bytes,
+    C: tl.constexpr, TILE: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Flags of a program's tiles, from their bitmaps."""
+    full: tl.constexpr = C // TILE
+    if BY_TOKEN:
+        token = first + row
+        scope, candidate = token // length, token % length
+    else:
+        scope = tl.program_id(0).to(tl.int64)
+        candidate = row * full + t
+        there = there & (t < full)
+    byte = tl.load(widths + scope * flag_bytes + candidate // 8, mask=there, other=0).to(tl.int32)
+    return (byte >> (candidate % 8).to(tl.int32)) & 1
+
+
+@triton.jit
+def low_before(widths, first, length, low, flag_bytes, BY_TOKEN: tl.constexpr):
+    """How many candidates before a program's first token have the low bits."""
+    if BY_TOKEN:
+        scope = first // length
+        return scope * low + count_before(widths + scope * flag_bytes, first % length)
+    else:
+        return tl.program_id(0).to(tl.int64) * low
+
+
+@triton.jit
+def code_offsets(
+    first, bits, v, before, there, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Where each tile's codes begin in their section: (NT, 1) int64."""
+    if C % TILE > 0:
+        ragged: tl.constexpr = (C % TILE + 7) // 8
+        eighths: tl.constexpr = C // TILE * (TILE // 8) + ragged
+        saved: tl.constexpr = (eighths if BY_TOKEN else TILE // 8) * (HIGH - LOW)
+        size = tl.where(there, bits * tl.sum(v, axis=1), 0)
+        start = first * (eighths * HIGH) - before * saved
+        return (start + (tl.cumsum(size, axis=0) - size))[:, None]
+    else:  # in eighths, so that the compiler sees that they are aligned
+        size = tl.where(there, bits, 0)
+        saved: tl.constexpr = (T if BY_TOKEN else 1) * (HIGH - LOW)
+        start = first * (T * HIGH) - before * saved
+        return ((start + (tl.cumsum(size, axis=0) - size)) * (TILE // 8))[:, None]
+
+
+@triton.jit
+def step_of(below, exponent):
+    """Bits of float32 steps (see `lowbit.ops.reference.tile_steps`)."""
+    octave = tl.maximum(exponent * 16 + 15 - below, 16)
+    return tl.where(below == 255, 0, octave << 19)

@@ -1,0 +1,221 @@
+"""The Triton kernels give the reference's bytes: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import ops
+from lowbit.codecs import Codec, GroupInt, TAHQuant
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(2, 3, 256), (3, 5, 100), (1, 4, 7), (2, 9, 64), (1, 3, 200)]
+needs_gpu = pytest.mark.skipif(
+    DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams"
+)
+
+PUBLISHED = {"high_bits": 4, "low_bits": 3, "high_fraction": 0.8}
+TAH = [
+    TAHQuant(),
+    TAHQuant.published(),
+    TAHQuant(allocation="token", **PUBLISHED),
+    TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
+    TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
+    TAHQuant(tile=16, high_bits=7, low_bits=6, allocation="tile", high_fraction=0.5),
+    TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
+    TAHQuant(high_bits=4, low_bits=4),
+]
+GROUP = [
+    *(GroupInt(bits=bits, group=64) for bits in range(2, 9)),
+    GroupInt(bits=6, group=32, symmetric=True),
+    GroupInt(bits=2, group=8, symmetric=True),
+    GroupInt(bits=4, group=24),
+    GroupInt(bits=5, group=1000),
+]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
+    """Gaussian; numbers on a coarse grid, where codes lie on boundaries; or everything that is hard at once."""
+    g = torch.Generator().manual_seed(len(shape) + shape[-1])
+    x = torch.randn(shape, generator=g)
+    if kind == "grid":
+        x = (x * 4).round() / 4
+    if kind == "hard":
+        x = x * torch.randn(shape, generator=g) ** 3
+        x = x * torch.exp(3 * torch.randn((*shape[:-1], 1), generator=g))
+        flat = x.view(-1)
+        flat[::50] *= -100
+        flat[: shape[-1]] *= 1e-38  # denormals
+        flat[flat.numel() // 2] = torch.nan
+        flat[flat.numel() // 2 + 1] = torch.inf
+        x.view(-1, shape[-1])[-1] = 0
+    return x.to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def check(codec: Codec, x: Tensor) -> None:
+    """Equal bytes from reference and kernel, and equal numbers from both, written and added."""
+    x = x.to(DEVICE)
+    size = codec.nbytes(x.shape)
+    made, read = {}, {}
+    for name in ("reference", "gpu"):
+        with ops.backend(name):
+            torch.manual_seed(1)  # of stochastic rounding
+            payload = torch.full((size,), 77, dtype=torch.uint8, device=DEVICE)
+            made[name] = codec.encode(x, out=payload)
+            written = codec.decode(made[name], shape=x.shape, dtype=x.dtype)
+            added = codec.decode(made[name], shape=x.shape, out=torch.ones_like(x), accumulate=True)
+            read[name] = written, added
+    different = (made["reference"] != made["gpu"]).nonzero().flatten()
+    assert not len(different), f"{len(different)} of {size} bytes, the first at {different[:9]}"
+    assert all(same(*pair) for pair in zip(read["reference"], read["gpu"], strict=True))
+
+
+@pytest.mark.parametrize("codec", TAH, ids=repr)
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(DTYPES[0], "hard"), (DTYPES[1], "grid"), (DTYPES[2], "gaussian")]
+)
+def test_tah_quant(codec: TAHQuant, dtype: torch.dtype, kind: str) -> None:
+    for shape in SHAPES:
+        check(codec, tensor(shape, dtype, kind))
+
+
+@pytest.mark.parametrize("codec", GROUP, ids=repr)
+def test_group_int(codec: GroupInt) -> None:
+    for numel, dtype, kind in (
+        (777, torch.float32, "hard"), (5000, torch.bfloat16, "grid"), (4096, torch.float16, "gaussian"), (1, torch.float32, "grid")
+    ):  # fmt: skip
+        check(codec, tensor((1, numel), dtype, kind))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_stochastic_rounding_takes_the_same_random_numbers(symmetric: bool) -> None:
+    codec = GroupInt(bits=4, group=32, symmetric=symmetric, rounding="stochastic")
+    check(codec, tensor((3, 333), torch.float32, "gaussian"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_with_everything_that_is_hard(dtype: torch.dtype) -> None:
+    check(TAHQuant(pivot_ratio=2.0), tensor((2, 3, 300), dtype, "hard"))
+    check(GroupInt(bits=3, group=32), tensor((2, 300), dtype, "hard"))
+
+
+def test_scopes_of_several_programs_and_a_shorter_last_one() -> None:
+    """300 tokens of one tile: scopes of 256 and 44 tiles."""
+    check(TAHQuant(tile=16), tensor((3, 100, 16), torch.float32, "gaussian"))
+
+
+def test_a_scope_longer_than_registers() -> None:
+    """Tokens chosen among 4500: more than the choice looks at at once, with many equal keys."""
+    x = torch.randint(0, 3, (2, 4500, 8), generator=torch.Generator().manual_seed(0)).float()
+    codec = TAHQuant(tile=8, allocation="token", **PUBLISHED)
+    geometry = codec._geometry(x.shape)
+    with ops.backend("reference"):
+        expected = geometry.layout.section(codec.encode(x), "widths")
+    if DEVICE == "cuda":
+        check(codec, x)
+        return
+    # In the interpreter 9000 tokens would take minutes: the choice alone, with the reference's keys.
+    from lowbit.ops.exact import entropy
+    from lowbit.ops.gpu.choose import choose
+    from lowbit.ops.gpu.launch import launch
+
+    keys = entropy(x.view(-1, 8)).view(torch.int32)
+    keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
+    widths = torch.zeros_like(expected)
+    launch(
+        choose, 2, 4, {}, keys, widths, geometry.low, geometry.flag_bytes, per_scope=geometry.per_scope
+    )  # fmt: skip
+    assert torch.equal(widths, expected)
+
+
+def test_strided_and_unaligned_input() -> None:
+    x = torch.randn(4, 100, 3)[..., 1].to(DEVICE)
+    flat = torch.randn(401).to(DEVICE)[1:]
+    for codec in (TAHQuant(), GroupInt()):
+        for given in (x, flat):
+            with ops.backend("reference"):
+                expected = codec.encode(given)
+            with ops.backend("gpu"):
+                assert torch.equal(codec.encode(given), expected)
+
+
+@needs_gpu
+def test_nothing_waits_for_the_gpu() -> None:
+    x = torch.randn(4, 256, 1024, device=DEVICE)
+    codecs = (TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token"), GroupInt())
+    for codec in codecs:
+        codec.round_trip(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for codec in codecs:
+            codec.round_trip(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("codec", [TAHQuant(), TAHQuant.published(), GroupInt()], ids=repr)
+def test_in_a_cuda_graph(codec: Codec) -> None:
+    x = torch.randn(4, 256, 1024, device=DEVICE, dtype=torch.bfloat16)
+    codec.round_trip(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = codec.round_trip(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, codec.round_trip(x))
+
+
+@needs_gpu
+def test_on_a_side_stream() -> None:
+    x, side = torch.randn(64, 256, 1024, device=DEVICE), torch.cuda.Stream()
+    expected = TAHQuant().round_trip(x)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = TAHQuant().round_trip(x)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(found, expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("codec", "encode", "decode"),
+    [(TAHQuant(), 1, 1), (TAHQuant.published(), 1, 1), (TAHQuant(allocation="token"), 3, 1), (GroupInt(), 1, 1)],
+)  # fmt: skip
+def test_launches(codec: Codec, encode: int, decode: int) -> None:
+    x = torch.randn(4, 256, 1024, device=DEVICE)
+    payload, y = codec.encode(x), torch.empty_like(x)
+    codec.decode(payload, shape=x.shape, out=y)
+    for expected, call in (
+        (encode, lambda: codec.encode(x, out=payload)),
+        (decode, lambda: codec.decode(payload, shape=x.shape, out=y)),
+    ):
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
+        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        assert len(kernels) == expected, [e.name for e in kernels]
+
+
+@needs_gpu
+@pytest.mark.parametrize("codec", [TAHQuant(), GroupInt()], ids=repr)
+def test_more_than_2_to_the_31_elements(codec: Codec) -> None:
+    shape = (2**31 + 2**20) // 4096, 4096
+    x = torch.randn(1, 4096, device=DEVICE, dtype=torch.bfloat16).expand(shape).contiguous()
+    y = codec.round_trip(x)
+    assert torch.equal(y[-512:], codec.round_trip(x[-512:]))
+
+
+def test_by_name_on_a_tensor_elsewhere() -> None:
+    if DEVICE == "cpu":
+        pytest.skip("Triton's interpreter takes CPU tensors")
+    with ops.backend("gpu"), pytest.raises(RuntimeError, match="needs tensors on a GPU; found cpu"):
+        GroupInt().encode(torch.randn(8))
