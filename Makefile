@@ -6,16 +6,19 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test gpu-test lint format clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 and in 4 bits, side by side
 	@$(BIN)/lowbit demo
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
+
+gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
+	@PYTHONPATH=src $(PYTHON) -m pytest tests/ops/test_gpu.py $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, format and types
 	@$(BIN)/ruff check

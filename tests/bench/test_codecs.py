@@ -19,7 +19,7 @@ def report(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("activations") / "x.pt"
     torch.save([drawn("gaussian", (2, 8, 128), seed=5)], path)
     with pytest.MonkeyPatch.context() as patch, ops.backend("reference"):
-        patch.setattr(timing, "last_level_cache", lambda: 2**20)
+        patch.setattr(timing, "last_level_cache", lambda device: 2**20)
         return run(
             Settings(
                 codecs=NAMES,
@@ -71,7 +71,7 @@ def test_speeds_stand_beside_a_copy_and_eager_pytorch(report):
 
 
 def test_a_codec_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "last_level_cache", lambda: 2**10)
+    monkeypatch.setattr(timing, "last_level_cache", lambda device: 2**10)
     monkeypatch.setattr(GroupInt, "_encode", lambda self, x, payload: torch.arange(10**7).sum())
     settings = Settings(
         codecs=("int4",), dtypes=("float32",), threads=(1,), data=("gaussian",), shape=(1, 64, 512), rounds=3

@@ -12,7 +12,12 @@ from lowbit.codecs import Codec, GroupInt, TAHQuant
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(2, 3, 256), (3, 5, 100), (1, 4, 7), (2, 9, 64), (1, 3, 200)]
+SHAPES = [
+    (2, 2, 256),
+    (1, 3, 100),
+    (1, 2, 7),
+    (2, 3, 200),
+]  # an interpreted program takes 20 ms or more
 needs_gpu = pytest.mark.skipif(
     DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams"
 )
@@ -77,21 +82,20 @@ def check(codec: Codec, x: Tensor) -> None:
     assert all(same(*pair) for pair in zip(read["reference"], read["gpu"], strict=True))
 
 
-@pytest.mark.parametrize("codec", TAH, ids=repr)
-@pytest.mark.parametrize(
-    ("dtype", "kind"), [(DTYPES[0], "hard"), (DTYPES[1], "grid"), (DTYPES[2], "gaussian")]
-)
-def test_tah_quant(codec: TAHQuant, dtype: torch.dtype, kind: str) -> None:
-    for shape in SHAPES:
-        check(codec, tensor(shape, dtype, kind))
+@pytest.mark.parametrize("index", range(len(TAH)), ids=map(repr, TAH))
+def test_tah_quant(index: int) -> None:
+    kinds = [(torch.float32, "hard"), (torch.bfloat16, "grid"), (torch.float16, "gaussian")]
+    for dtype, kind in kinds if index < 2 else [kinds[index % 3]]:
+        for shape in SHAPES:
+            check(TAH[index], tensor(shape, dtype, kind))
 
 
 @pytest.mark.parametrize("codec", GROUP, ids=repr)
 def test_group_int(codec: GroupInt) -> None:
-    for numel, dtype, kind in (
-        (777, torch.float32, "hard"), (5000, torch.bfloat16, "grid"), (4096, torch.float16, "gaussian"), (1, torch.float32, "grid")
-    ):  # fmt: skip
-        check(codec, tensor((1, numel), dtype, kind))
+    check(codec, tensor((1, 777), torch.float32, "hard"))
+    check(codec, tensor((1, 5000), torch.bfloat16, "grid"))
+    check(codec, tensor((1, 4096), torch.float16, "gaussian"))
+    check(codec, tensor((1, 1), torch.float32, "grid"))
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -100,9 +104,9 @@ def test_stochastic_rounding_takes_the_same_random_numbers(symmetric: bool) -> N
     check(codec, tensor((3, 333), torch.float32, "gaussian"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_with_everything_that_is_hard(dtype: torch.dtype) -> None:
-    check(TAHQuant(pivot_ratio=2.0), tensor((2, 3, 300), dtype, "hard"))
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_half_precision_with_everything_that_is_hard(dtype: torch.dtype) -> None:
+    check(TAHQuant(pivot_ratio=2.0), tensor((1, 3, 300), dtype, "hard"))
     check(GroupInt(bits=3, group=32), tensor((2, 300), dtype, "hard"))
 
 
@@ -201,8 +205,8 @@ def test_launches(codec: Codec, encode: int, decode: int) -> None:
         with torch.profiler.profile(activities=activities) as profile:
             call()
             torch.cuda.synchronize()
-        kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        assert len(kernels) == expected, [e.name for e in kernels]
+        kernels = [e.name for e in profile.events() or () if e.device_type.name == "CUDA"]
+        assert len(kernels) == expected, kernels
 
 
 @needs_gpu

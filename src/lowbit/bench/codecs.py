@@ -1,6 +1,7 @@
 """`lowbit bench codecs`: what formats cost in time, in bits and in accuracy, beside a copy and eager PyTorch.
 
-Speeds are gigabytes of input a second, from cold caches; a copy of the same tensor takes its turn in every round.
+Speeds are gigabytes of input a second, from cold caches; a copy of the same tensor takes its turn in every round. A
+copy moves every byte twice, coding less than that: so the share of the copy's rate counts bytes read and written.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Settings:
         codecs: formats by name or in full; also tah-quant-token (allocation by token), and published-procedure and
             published-procedure-token (what the paper's research code does: its errors and bits, not its speed).
         dtypes: of the tensors: float32, bfloat16, float16.
-        threads: numbers of threads to measure with; 0: all cores.
+        device: cpu or cuda.
+        threads: numbers of threads to measure with on the CPU; 0: all cores.
         data: what the tensors hold: gaussian, student-t (heavy tails anywhere), outliers (few large channels), real
             (activations between the layers of a language model).
         shape: sequences, tokens and channels of a tensor; real activations keep their channels, and their tokens are
@@ -64,6 +66,7 @@ class Settings:
         "tah-quant-token", "published-procedure", "published-procedure-token",
     )  # fmt: skip
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    device: str = "cpu"
     threads: tuple[int, ...] = (1, 0)
     data: tuple[str, ...] = DATA
     shape: tuple[int, int, int] = (1, 1024, 4096)
@@ -79,6 +82,10 @@ class Settings:
             values = getattr(self, field)
             if not values or set(values) - set(allowed):
                 raise ValueError(f"{field} is {values}; allowed: {', '.join(allowed)}")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device!r}; allowed: 'cpu', 'cuda'")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is 'cuda', but PyTorch finds no GPU here")
         cores = _cores()
         if not self.threads or not all(0 <= count <= cores for count in self.threads):
             raise ValueError(f"threads is {self.threads}; allowed: 0 (all cores) to {cores}")
@@ -96,7 +103,8 @@ def run(settings: Settings) -> Report:
         A report whose rows have `codec`, `device`, `dtype`, `threads`, `data`, `shape`; `encode_gb_s`, `decode_gb_s`,
         `copy_gb_s` (medians), `encode_best_gb_s` (the fastest round), `encode_spread` (interquartile range over median)
         and the same of the others; `encode_share_of_copy`, `decode_share_of_copy` (medians of what the rounds gave);
-        `reference_encode_gb_s`, `reference_decode_gb_s` (eager PyTorch); `bits_per_element` (every byte counted) and
+        `encode_share_of_rate`, `decode_share_of_rate` (the same, of bytes read and written); `reference_encode_gb_s`,
+        `reference_decode_gb_s` (eager PyTorch); `bits_per_element` (every byte counted) and
         `relative_error` (root mean square of the error over that of the tensor).
 
     Raises:
@@ -122,12 +130,12 @@ def _rows(settings: Settings, data: str) -> Iterator[Row]:
     timed = samples.filled(tensors, math.prod(settings.shape))
     reference = settings.reference and data == settings.data[0]
     for dtype in (getattr(torch, name) for name in settings.dtypes):
-        inputs = _Inputs(timed.to(dtype))
+        inputs = _Inputs(timed.to(settings.device, dtype))
         for name in settings.codecs:
             codec = _codec(name)
             about = {
-                "codec": name, "device": "cpu", "dtype": str(dtype).removeprefix("torch."), "data": data,
-                "shape": list(timed.shape), **_accuracy(codec, [t.to(dtype) for t in tensors]),
+                "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
+                "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
             }  # fmt: skip
             for count in _counts(settings):
                 speed = {}
@@ -141,7 +149,7 @@ class _Inputs:
     """Equal tensors, more than the caches hold, with room for what is made of them."""
 
     def __init__(self, x: Tensor) -> None:
-        self.count = timing.buffers_for(x.numel() * x.element_size())
+        self.count = timing.buffers_for(x.numel() * x.element_size(), x.device)
         self.tensors = [x.clone() for _ in range(self.count)]
         self.outs = [torch.zeros_like(x) for _ in range(self.count)]
         self.nbytes = x.numel() * x.element_size()
@@ -169,7 +177,9 @@ def _speed(codec: Codec, inputs: _Inputs, rounds: int, *, reference: bool) -> di
             "reference_decode": _eagerly(decode),
         }
     fewer = {name: REFERENCE_ROUNDS for name in operations if name.startswith("reference")}
-    seconds = timing.in_turn(operations, rounds=rounds, buffers=inputs.count, fewer=fewer)
+    seconds = timing.in_turn(
+        operations, rounds=rounds, buffers=inputs.count, fewer=fewer, device=xs[0].device
+    )
     found = {
         f"{name}_gb_s": inputs.nbytes / statistics.median(s) / 1e9 for name, s in seconds.items()
     }
@@ -178,7 +188,8 @@ def _speed(codec: Codec, inputs: _Inputs, rounds: int, *, reference: bool) -> di
         found[f"{name}_spread"] = timing.spread(seconds[name])
     for name in ("encode", "decode"):
         shares = [c / s for c, s in zip(seconds["copy"], seconds[name], strict=True)]
-        found[f"{name}_share_of_copy"] = statistics.median(shares)
+        found[f"{name}_share_of_copy"] = share = statistics.median(shares)
+        found[f"{name}_share_of_rate"] = share * (1 + len(payloads[0]) / inputs.nbytes) / 2
     return found
 
 
@@ -222,7 +233,9 @@ def _codec(name: str) -> Codec | PublishedProcedure:
 
 
 def _counts(settings: Settings) -> list[int]:
-    """Numbers of threads to measure with, each once."""
+    """Numbers of threads to measure with, each once; a GPU's rows say 1, the one that feeds it."""
+    if settings.device == "cuda":
+        return [1]
     return list(dict.fromkeys(count or _cores() for count in settings.threads))
 
 
@@ -234,8 +247,10 @@ SPEED_COLUMNS = (
     Column(title="codec", field="codec", show=lambda codec: _label(codec)),
     Column(title="encode", field="encode_gb_s", show="{:.2f}".format),
     Column(title="of copy", field="encode_share_of_copy", show="{:.0%}".format),
+    Column(title="of its rate", field="encode_share_of_rate", show="{:.0%}".format),
     Column(title="decode", field="decode_gb_s", show="{:.2f}".format),
     Column(title="of copy", field="decode_share_of_copy", show="{:.0%}".format),
+    Column(title="of its rate", field="decode_share_of_rate", show="{:.0%}".format),
     Column(title="copy", field="copy_gb_s", show="{:.1f}".format),
     Column(title="eager enc", field="reference_encode_gb_s", show="{:.2f}".format),
     Column(title="dec", field="reference_decode_gb_s", show="{:.2f}".format),

@@ -20,27 +20,50 @@ def in_turn(
     rounds: int,
     buffers: int,
     fewer: Mapping[str, int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, list[float]]:
     """Seconds of each operation in each round; in a round every operation has its turn.
+
+    On a GPU they are its own: events before and after, while the next operations are queued already.
 
     Args:
         operations: by name; each is called once beforehand, which is not timed.
         rounds: how many times.
         buffers: sets of buffers to go round; an operation meets the same ones again after all others.
         fewer: rounds of operations that are too slow to do as many.
+        device: where the operations run.
     """
+    measured = _on_gpu if torch.device(device).type == "cuda" else _here
     for operation in operations.values():
         operation(0)
-    seconds: dict[str, list[float]] = {name: [] for name in operations}
+    timers: dict[str, list[Callable[[], float]]] = {name: [] for name in operations}
     turn = 0
     for index in range(rounds):
         for name, operation in operations.items():
             if index >= (fewer or {}).get(name, rounds):
                 continue
             turn += 1
-            start = time.perf_counter()
-            operation(turn % buffers)
-            seconds[name].append(time.perf_counter() - start)
+            timers[name].append(measured(operation, turn % buffers))
+    return {name: [seconds() for seconds in found] for name, found in timers.items()}
+
+
+def _here(operation: Operation, buffer: int) -> Callable[[], float]:
+    start = time.perf_counter()
+    operation(buffer)
+    seconds = time.perf_counter() - start
+    return lambda: seconds
+
+
+def _on_gpu(operation: Operation, buffer: int) -> Callable[[], float]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    operation(buffer)
+    end.record()
+
+    def seconds() -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
     return seconds
 
 
@@ -52,13 +75,15 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def buffers_for(nbytes: int) -> int:
+def buffers_for(nbytes: int, device: torch.device | str = "cpu") -> int:
     """Sets of buffers of this size that are together twice what the last-level cache holds, at least three."""
-    return max(3, -(-2 * last_level_cache() // max(1, nbytes)) + 1)
+    return max(3, -(-2 * last_level_cache(device) // max(1, nbytes)) + 1)
 
 
-def last_level_cache() -> int:
-    """Bytes of the largest cache of the first core; 64 MiB where the system does not tell."""
+def last_level_cache(device: torch.device | str = "cpu") -> int:
+    """Bytes of a GPU's cache, or of the largest one of the first core; 64 MiB where the system does not tell."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     found = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):

@@ -1,8 +1,8 @@
 """Runs of elements that share a scale (tiles, groups), cut into eight parts, one element of each in the same lane.
 
 A run of n elements, n a multiple of 8, has codes in bit planes (see `lowbit.ops.packing`): byte j of a plane of p bits
-holds elements j, j + w, j + 2 w, ... with w = n p / 8. With v = n / 8, element k v + j is element j of eighth k, and byte
-m v + j of the plane holds eighths m, m + p, m + 2 p, ... So eight tensors (runs, v) pack and unpack lane by lane,
+holds elements j, j + w, j + 2 w, ... with w = n p / 8. With v = n / 8, element k v + j is element j of eighth k, and
+byte m v + j of the plane holds eighths m, m + p, m + 2 p, ... So eight tensors (runs, v) pack and unpack lane by lane,
 whatever the widths, and a lane that holds whole runs needs no other lane.
 """
 
@@ -65,7 +65,7 @@ def store_plane(to, codes, v, done, keep, P: tl.constexpr):
         byte = (codes[m] >> done) & ((1 << P) - 1)
         for a in tl.static_range(1, 8 // P):
             byte |= ((codes[m + P * a] >> done) & ((1 << P) - 1)) << (P * a)
-        tl.store(to + (P * 0 + m) * v + v * done, byte.to(tl.uint8), mask=keep)
+        tl.store(to + m * v + v * done, byte.to(tl.uint8), mask=keep)
 
 
 @triton.jit

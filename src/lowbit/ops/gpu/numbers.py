@@ -1,7 +1,8 @@
 """Formulas on float32 and 32-bit integers in Triton, each step with one rounding, as the reference has them.
 
-Kernels are launched with fusion of multiply and add switched off; the only division is `tl.div_rn`, which rounds correctly
-(`/` would be approximate). What is rounded to integers is added to a power of two, whose low bits then are the integer.
+Kernels are launched with fusion of multiply and add switched off; the only division is `tl.div_rn`, which rounds
+correctly (`/` would be approximate). To round to an integer, a power of two is added whose low bits then are that
+integer.
 """
 
 from __future__ import annotations

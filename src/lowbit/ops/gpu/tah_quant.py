@@ -150,7 +150,7 @@ def _encode(
         tl.store(payload + pivots_at + index, pivot.to(tl.uint8), mask=there)
         if tl.max(pivot, axis=0) > 0:
             parts = rotate_pivots(parts, pivot, j, TILE // 8, norm, WIDTH, NT)
-            least, most, whole = eighths.extremes(parts, v, keep, count, j, RAGGED)
+            least, most, _ = eighths.extremes(parts, v, keep, count, j, RAGGED)
     least, most = tl.maximum(least, -LARGEST_), tl.minimum(most, LARGEST_)
     mid = most * 0.5 + least * 0.5
     extent = tl.maximum(most * 0.5 - least * 0.5, tl.abs(mid) * SHARE)

@@ -1,4 +1,4 @@
-"""A program's tiles: whole tokens after each other, a lane for each tile; and what is said of tiles, tokens and scopes."""
+"""A program's tiles, a lane for each: whole tokens after each other; and what is said of tiles, tokens and scopes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ def lanes(
     rows, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
     NT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A program's first token, tiles (NT,): token from the first, position in it, whether it exists; and with a second
-    dimension for an eighth: elements, their offset, the tile's elements, eighths, lanes that exist.
+    """A program's first token and its tiles.
+
+    Returns:
+        The first token; of each tile, (NT,): its token, counted from the first, its position there, whether it exists;
+        and for element j of an eighth, (NT, WIDTH) or one that broadcasts: j, its offset in the tensor, the tile's
+        elements, the length of its eighths, and whether there is such an element.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = tl.arange(0, NT)

@@ -1,0 +1,149 @@
+"""What Triton's compiler makes of the kernels for an H200, without one: `python -m tests.ops.assembly`.
+
+Prints a row of JSON for each kernel: instructions for each element (straight through: what a loop repeats counts as
+often as it stands there), registers of a thread, bytes spilled, and what would break the reference's rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # a process compiles or interprets
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowbit.codecs import Codec, GroupInt, TAHQuant
+from lowbit.ops import gpu
+from lowbit.ops.gpu import group_int, launch, tah_quant
+
+KERNELS: dict[str, tuple[Codec, bool]] = {
+    "TAHQuant() encode": (TAHQuant(), True),
+    "TAHQuant() decode": (TAHQuant(), False),
+    "GroupInt() encode": (GroupInt(), True),
+    "GroupInt() decode": (GroupInt(), False),
+}
+SHAPE = (8, 4096, 4096)
+POINTERS = {torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32"}
+
+
+def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
+    """Kernels that a call launches, caught before they run: kernel, warps, shape, arguments, settings."""
+    caught = []
+
+    def catch(
+        kernel: Any, programs: int, warps: int, shape: dict, *arguments: Any, **settings: Any
+    ) -> None:
+        caught.append((kernel, warps, shape, arguments, settings))
+
+    x = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
+    payload = torch.empty(codec.nbytes(SHAPE), dtype=torch.uint8, device="meta")
+    before = launch.launch
+    for module in (group_int, tah_quant):
+        module.launch = catch
+    try:
+        name = {GroupInt: "group_int", TAHQuant: "tah_quant"}[type(codec)]
+        function = getattr(gpu, f"{name}_{'encode' if encode else 'decode'}")
+        tensors = (x, payload) if encode else (payload, x)
+        function(
+            *(t.view(-1) if isinstance(codec, GroupInt) and t is x else t for t in tensors),
+            *_settings(codec, encode),
+        )
+    finally:
+        for module in (group_int, tah_quant):
+            module.launch = before
+    return caught
+
+
+def _settings(codec: Codec, encode: bool) -> tuple:
+    if isinstance(codec, GroupInt):
+        return codec.bits, codec.group, codec.symmetric, None if encode else False
+    assert isinstance(codec, TAHQuant)
+    last = (codec.pivot_ratio,) if encode else (codec.pivot_ratio is not None, False)
+    return (
+        codec.tile,
+        codec.high_bits,
+        codec.low_bits,
+        1 - codec.high_fraction,
+        codec.allocation,
+        *last,
+    )
+
+
+def compiled(kernel: Any, warps: int, shape: dict, arguments: tuple, settings: dict) -> Any:
+    """The kernel for compute capability 9.0, specialised as a launch would have it."""
+    constants = shape | settings
+    given = dict(zip((n for n in kernel.arg_names if n not in constants), arguments, strict=True))
+    signature: dict[str, str] = {}
+    aligned = {}
+    for index, name in enumerate(kernel.arg_names):
+        value = given.get(name)
+        if name in constants:
+            signature[name] = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            signature[name], aligned[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            assert isinstance(value, int)
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                aligned[(index,)] = [["tt.divisibility", 16]]
+    by_index = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, by_index, aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def row(name: str, found: Any, elements: int) -> dict[str, Any]:
+    """What the kernel's assembly says."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        sass = _output(tools / "nvdisasm", "-c", file.name)
+        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+\S", sass, re.MULTILINE))
+    ptx = found.asm["ptx"]
+    return {
+        "kernel": name,
+        "triton": triton.__version__,
+        "instructions_per_element": round(
+            instructions * 32 * found.metadata.num_warps / elements, 1
+        ),
+        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+        "spilled_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
+        "shared_bytes": found.metadata.shared,
+        "vector_loads": len(re.findall(r"LDG\.E\.(?:64|128)", sass)),
+        "vector_stores": len(re.findall(r"STG\.E\.(?:64|128)", sass)),
+        "approximate": len(re.findall(r"\.approx|\.full\.f32", ptx)),
+        "flushed": len(re.findall(r"\.ftz", ptx)),
+    }
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=True
+    ).stdout
+
+
+def main(names: list[str]) -> None:
+    for name in names or KERNELS:
+        codec, encode = KERNELS[name]
+        for kernel, warps, shape, arguments, settings in launches(codec, encode):
+            found = compiled(kernel, warps, shape, arguments, settings)
+            lanes = shape.get("NT") or shape["GROUPS"]
+            print(json.dumps(row(name, found, lanes * shape["WIDTH"] * 8)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
