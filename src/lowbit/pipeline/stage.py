@@ -42,6 +42,9 @@ class LowBitStage(HookedStage):
 
     With Gloo, all receives of a step are posted when it starts and sends are not waited for before it ends, so that the
     link carries both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
+    From and to a GPU, Gloo's payloads pass through pinned memory of the host, coded and copied beside the computation.
+    A stage's output is read there after `forward` has returned: nothing may write to its memory before the step ends,
+    as replaying a CUDA graph would.
 
     Before the first byte, all ranks compare codecs, versions, shapes and payload sizes; see `AgreementError`.
 
@@ -135,6 +138,10 @@ class LowBitStage(HookedStage):
 
     # What `HookedStage` asks for, in the order of a step.
 
+    @property
+    def wire(self) -> torch.device:
+        return self._transport.device
+
     def step_begins(self) -> None:
         if self._board is None:
             self._identity.check(self._stage_names(), self._timeout)
@@ -162,11 +169,11 @@ class LowBitStage(HookedStage):
         self._ready()
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
-            payload = lane.encode(index, self._step, micro_batch, tensor)
-            if payload.numel():
-                ops += self._transport.send(
-                    self._route(direction, True, micro_batch, index), payload
-                )
+            with self._transport.leaving(tensor):
+                payload = lane.encode(index, self._step, micro_batch, tensor)
+                if payload.numel():
+                    route = self._route(direction, True, micro_batch, index)
+                    ops += self._transport.send(route, payload)
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
@@ -180,8 +187,9 @@ class LowBitStage(HookedStage):
         for index, buffer in enumerate(buffers):
             if nbytes := lane.nbytes(index, self._step, micro_batch):
                 route = self._route(direction, False, micro_batch, index)
-                payload = self._transport.take(route, nbytes)
-                lane.decode(index, self._step, micro_batch, payload, buffer)
+                with self._transport.arriving():
+                    payload = self._transport.take(route, nbytes)
+                    lane.decode(index, self._step, micro_batch, payload, buffer)
 
     def step_ends(self) -> None:
         self._transport.drain()
