@@ -19,7 +19,6 @@ import lowbit
 from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
-from lowbit.train.boundaries import compile_kernels
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.evaluate import Evaluation
@@ -100,9 +99,6 @@ class Trainer:
         device = prepared.device
         self.pipeline = Pipeline(self.config, self.plan, self.modules, prepared.codecs, device)
         width = next(iter(self.modules.values())).width
-        rows = self.config.data.batch // self.config.pipeline.microbatches
-        shape = (rows, self.config.data.sequence, width)
-        compile_kernels(prepared.codecs, shape, device)
         self.evaluation = Evaluation(
             self.plan, self.modules, width=width, device=device, group=self.side
         )
