@@ -129,7 +129,8 @@ def _prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
     model = build_model(recipe.model, vocab=vocab, sequence=recipe.data.sequence, seed=seed)
     if recipe.start:
         model.load_state_dict(torch.load(recipe.start, map_location="cpu", weights_only=True))
-    return data, model.to(torch.device(recipe.device)).train()
+    nn.Module.to(model, torch.device(recipe.device))
+    return data, model.train()
 
 
 def _steps(
