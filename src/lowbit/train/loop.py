@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -31,6 +32,8 @@ from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.stages import Pipeline
 from lowbit.train.summary import Summary, summarize
 from lowbit.train.tied import TiedWeights
+
+log = logging.getLogger(__name__)
 
 _LOCAL = {  # settings that may differ between machines
     "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained",
@@ -219,6 +222,8 @@ class Trainer:
         if run.resume and (done := self.checkpoints.latest(self.side)) is not None:
             state.restore(self.pipeline, self.optimizer, self.checkpoints.load(done))
             return done
+        if run.resume and self.rank == 0:
+            log.warning("no checkpoint in %s: starting with step 0", self.checkpoints.folder)
         if run.overwrite and local_rank() == 0:
             for name in OUTPUTS:
                 path = self.output / name

@@ -31,7 +31,11 @@ class Prepared:
     vocab: int
     device: torch.device
     backend: str
-    autocast: torch.dtype | None
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What matrix products are computed in; None: as the weights. Only asked for where a rank computes."""
+        return choose_autocast(self.config.run.precision, self.device)
 
     @property
     def wire(self) -> torch.dtype:
@@ -75,7 +79,6 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         vocab=vocabulary(config.model, data.tokenizer.size),
         device=device,
         backend=backend,
-        autocast=choose_autocast(config.run.precision, device),
     )
     if config.run.resume:
         _check_resume(found, rank)
