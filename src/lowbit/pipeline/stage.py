@@ -60,7 +60,7 @@ class LowBitStage(HookedStage):
     Raises:
         TypeError, ValueError: an argument that cannot be; the text names it.
         AgreementError: (in the first step) ranks that contradict each other or are missing, the same on every rank.
-        PeerError: (in any step) a peer that ended or does not answer.
+        PeerError: (in any step, over Gloo) a peer that ended or does not answer. NCCL has a watchdog of its own.
     """
 
     def __init__(
