@@ -125,6 +125,20 @@ class HookedStage(PipelineStage):
             ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
 
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch 2.11: a trial run, and exchanges before and after it.
+        submod, device = self.submod, self.device
+
+        def there(*args: Any, **kwargs: Any) -> Any:
+            return submod(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+        self.submod = there
+        try:
+            with self._on_wire():
+                return super()._shape_inference(*args, **kwargs)
+        finally:
+            self.submod = submod
+
     # PyTorch 2.13 exchanges shapes with these.
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,15 +167,6 @@ class HookedStage(PipelineStage):
             self.device = before
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        if (
-            self.device.type != self.wire.type
-            and not hasattr(PipelineStage, "_recv_meta")
-            and getattr(self, "inputs_meta", None) is None
-        ):
-            raise RuntimeError(
-                f"PyTorch {torch.__version__} can not infer shapes on {self.device} over Gloo: "
-                "give the stage input_args and output_args, or use PyTorch 2.13"
-            )
         result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
         self._micro_batches = num_microbatches
         if not self.has_backward:
