@@ -272,10 +272,11 @@ def _read(file: Path, settings: Settings) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file)
+    found = Settings().identity() | earlier.settings  # a setting that is newer than the file was as by default
     for name, value in settings.identity().items():
-        if earlier.settings.get(name) != value:
+        if found[name] != value:
             raise ValueError(
-                f"{file} holds runs with {name} {earlier.settings.get(name)!r}; this call has {value!r}: "
+                f"{file} holds runs with {name} {found[name]!r}; this call has {value!r}: "
                 "name another file"
             )
     return list(earlier.rows)
