@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowbit.bench import convergence
 from lowbit.bench.convergence import Settings, planned, recipe, run
@@ -106,6 +107,47 @@ def test_real_runs_in_two_processes(settings: Settings, tmp_path: Path):
     assert [path.suffix for path in Path(settings.folder).iterdir()] == [".pt"]
 
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_real_run_of_another_model_in_bfloat16(settings: Settings, device: str):
+    settings = dataclasses.replace(
+        settings, regimes=("scratch-warmup", "finetune"), seeds=(0,), family="gpt2", vocab=300, precision="bf16",
+        max_bytes=4000, lr_warmup_steps=1, device=device,
+    )  # fmt: skip
+    report = run(settings)
+    assert len(report.rows) == 4
+    plain, coded = (
+        next(r for r in report.rows if (r["regime"], r["boundary"]) == ("scratch-warmup", name))
+        for name in ("fp32", "int4")
+    )
+    assert 5.5 < plain["loss"] < 6.0  # ln 300 is 5.7
+    assert 4 < coded["bits_forward"] < 5
+    assert 0 < abs(coded["over_fp32"]) < 0.1
+    weights = torch.load(next(Path(settings.folder).glob("*.pt")), map_location="cpu")
+    assert weights["transformer.wte.weight"].shape == (300, 32)
+
+
+def test_a_gpu_that_is_not_there_is_an_error(settings: Settings, trained: list[str]):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="device is cuda; this machine has none"):
+        run(dataclasses.replace(settings, device="cuda"))
+    assert trained == []
+
+
+def test_a_vocabulary_that_is_too_small_is_an_error(settings: Settings, trained: list[str]):
+    with pytest.raises(ValueError, match="vocabulary has 7 entries, the tokenizer 256"):
+        run(dataclasses.replace(settings, vocab=7))
+    assert trained == []
+
+
 def test_formats_with_memory_need_samples_that_come_again():
     jobs = planned(Settings(boundaries=("fp32", "aq-sgd"), seeds=(0,)))
     assert [job.regime for job in jobs if job.boundary == "aq-sgd"] == ["finetune"]
@@ -118,8 +160,9 @@ def test_regimes_differ_in_warm_up_steps_rate_and_start(settings: Settings):
     assert tuned.optimizer.lr < cold.optimizer.lr
     assert tuned.start
     assert not cold.start
-    other = dataclasses.replace(settings, pretrain_steps=9)
-    assert recipe(other, "finetune").start != tuned.start
+    for change in ({"pretrain_steps": 9}, {"held_out": ("h.txt",)}, {"precision": "bf16"}):
+        other = dataclasses.replace(settings, **change)
+        assert recipe(other, "finetune").start != tuned.start
 
 
 def test_the_default_texts_are_on_this_machine_and_apart():
@@ -140,6 +183,9 @@ def test_the_default_texts_are_on_this_machine_and_apart():
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
         ({"stages": 9}, r"stages is 9; allowed: at most layers \(8\)"),
         ({"jobs": 0}, "jobs is 0"),
+        ({"device": "gpu"}, "device is 'gpu'; allowed: 'cpu', 'cuda'"),
+        ({"precision": "fp16"}, "precision is 'fp16'; allowed: 'fp32', 'bf16'"),
+        ({"family": "gpt3"}, "model.family is 'gpt3'; allowed: llama"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict, message: str):

@@ -120,6 +120,14 @@ def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Recipe
     assert evaluate(model, held_out, recipe) == pytest.approx(sum(expected) / 6, rel=1e-5)
 
 
+def test_precision_is_that_of_the_computation(recipe: Recipe):
+    rounded = dataclasses.replace(recipe, precision="bf16")
+    assert first_losses(rounded, FP32, FP32) != first_losses(recipe, FP32, FP32)
+    assert first_losses(rounded, FP32, FP32) == pytest.approx(
+        first_losses(recipe, FP32, FP32), rel=0.01
+    )
+
+
 def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
     torch.save(
         build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt"

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from lowbit.bench import race
@@ -86,6 +87,11 @@ def test_a_real_race(tmp_path: Path):
         ({"samples": 6}, "samples is 6; allowed: a multiple of batch"),
         ({"evaluations": 3}, r"evaluations is 3; allowed: at most the steps of an epoch \(2\)"),
         ({"boundaries": ("int9",)}, "codec is 'int9'"),
+        pytest.param(
+            {"device": "cuda"},
+            "this machine has 0 devices",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_bad_settings_are_refused(change: dict[str, Any], message: str):

@@ -198,3 +198,24 @@ def test_codecs_for_boundaries():
         codec_at("backward", 4, 0, 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="forward is None"):
         codec_at("forward", {1: None}, 1, 2)  # type: ignore[dict-item]
+
+
+def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
+    used: list[tuple[str, torch.dtype]] = []
+    monkeypatch.setattr(
+        GroupInt, "_encode", lambda self, x, payload: used.append(("encode", x.dtype))
+    )
+    monkeypatch.setattr(
+        GroupInt, "_decode", lambda self, payload, out, add: used.append(("decode", out.dtype))
+    )
+    slots = (torch.Size((5, 7)), torch.bfloat16), (torch.Size((5,)), torch.int64)
+    for _ in range(2):
+        warm = lane(GroupInt(bits=7, group=40), *slots)
+        warm.warm_up()
+    assert used == [("encode", torch.bfloat16), ("decode", torch.bfloat16)]
+    used.clear()
+    warm = lane(AQSGD(inner=GroupInt(bits=7, group=40)), *slots)
+    warm.warm_up()
+    assert ("encode", torch.float32) in used  # of the differences, which a first visit has not
+    assert warm.state_bytes() == 0
+    assert warm._traffic == Traffic()

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import Cast, GroupInt
+from lowbit.collectives.agreement import Agreement
 from lowbit.pipeline import LowBitStage
+from lowbit.pipeline.stage import _number
 from tests.pipeline import toy
 from tests.ranks import Failure, Ranks
 
@@ -104,6 +106,67 @@ def test_shapes_that_differ_are_an_error(ranks: Ranks):
     assert {o.kind for o in outcomes} == {"AgreementError"}
     assert len({o.text for o in outcomes}) == 1
     assert "boundary 0 forward tensors: float32 (2, 3, 24)" in outcomes[0].text
+
+
+def other_lengths(lengths: list[int]) -> None:
+    """Each rank takes the pipeline to have another number of stages."""
+    rank, length = dist.get_rank(), lengths[dist.get_rank()]
+    stages = [
+        LowBitStage(toy.Block(), i, length, toy.CPU, timeout=30.0, **FIT)
+        for i in range(rank, length, 2)
+    ]
+    if len(stages) == 1:
+        runner = ScheduleGPipe(stages[0], toy.MICRO_BATCHES, loss_fn=toy.loss_of)
+    else:
+        runner = ScheduleInterleaved1F1B(stages, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
+    x, target = toy.batch(0)
+    runner.step(*([x] if rank == 0 else []), target=target if rank else None)
+
+
+@pytest.mark.parametrize("lengths", [[2, 4], [4, 2], [4, 6]])
+def test_pipelines_of_different_lengths_are_an_error_within_seconds(
+    ranks: Ranks, lengths: list[int]
+):
+    ranks.start(2)
+    start = time.monotonic()
+    outcomes = ranks.outcomes(other_lengths, lengths)
+    assert time.monotonic() - start < 25
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert f"number of stages: {lengths[0]} on rank 0 (stage 0)" in outcomes[0].text
+
+
+def compiled_first() -> int:
+    """Codecs have been used by the time that a rank says what its boundaries carry."""
+    used, states, stated = [], [], Agreement.state
+    encode = GroupInt._encode
+
+    def state(self: Agreement, member: int, facts: Mapping[str, str]) -> None:
+        states.append((len(used), any("payload bytes" in name for name in facts)))
+        stated(self, member, facts)
+
+    GroupInt._encode = lambda self, x, payload: (used.append(self), encode(self, x, payload))
+    Agreement.state = state
+    try:
+        run = toy.Run("1f1b", toy.lowbit(forward=GroupInt(bits=3, group=56), backward=INT6))
+        run.train(0)
+    finally:
+        GroupInt._encode, Agreement.state = encode, stated
+    return next(count for count, about_shapes in states if about_shapes)
+
+
+def test_kernels_are_compiled_before_a_peer_waits_for_a_message(ranks: Ranks):
+    assert min(ranks.run(compiled_first)) >= 1
+
+
+def test_stages_find_their_pipeline_whatever_the_order_they_are_made_in():
+    class Group:
+        pass
+
+    group, other = Group(), Group()
+    made = [_number(group, length, 2) for length in (4, 2, 4, 4, 8, 2, 8, 4, 8, 8, 4)]
+    assert made == [0, 1, 0, 2, 3, 4, 3, 2, 3, 3, 5]
+    assert _number(other, 4, 2) == 0
 
 
 def several_pipelines() -> None:

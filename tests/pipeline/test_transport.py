@@ -14,6 +14,7 @@ from lowbit.collectives.agreement import default_group
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
+from lowbit.pipeline import transport as transport_module
 from lowbit.pipeline.transport import Early, InOrder, Route, choose
 from tests.pipeline import toy
 from tests.ranks import Ranks
@@ -150,10 +151,34 @@ def test_the_schedules_order_gives_the_same_losses(ranks: Ranks):
         assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
-def chosen() -> list[str]:
-    group = default_group()
-    return [type(choose(group, device, Traffic())).__name__ for device in ("cpu", "cuda")]
+def chosen(device: str, backends: str) -> str:
+    before = dist.get_backend_config, transport_module.CudaStreams
+    dist.get_backend_config = lambda group: backends
+    transport_module.CudaStreams = lambda device: None
+    try:
+        return type(choose(default_group(), device, Traffic())).__name__
+    finally:
+        dist.get_backend_config, transport_module.CudaStreams = before
 
 
-def test_the_transport_follows_the_backend(ranks: Ranks):
-    assert ranks.run(chosen, ranks=1) == [["Early", "InOrder"]]
+@pytest.mark.parametrize(
+    ("device", "backends", "expected"),
+    [
+        ("cpu", "cpu:gloo,cuda:gloo", "Early"),
+        ("cpu", "cpu:gloo,cuda:nccl", "Early"),
+        ("cpu", "cpu:gloo", "Early"),
+        ("cpu", "cpu:mpi", "InOrder"),
+        ("cuda", "cpu:gloo,cuda:gloo", "Staged"),
+        ("cuda", "cpu:gloo", "Staged"),
+        ("cuda", "cpu:gloo,cuda:nccl", "InOrder"),
+        ("cuda", "cuda:nccl", "InOrder"),
+    ],
+)
+def test_the_transport_follows_the_backend(ranks: Ranks, device: str, backends: str, expected: str):
+    assert ranks.run(chosen, device, backends, ranks=1) == [expected]
+
+
+def test_gloo_reaches_no_other_devices(ranks: Ranks):
+    assert ranks.outcomes(chosen, "mps", "cpu:gloo", ranks=1)[0].text == (
+        "device is mps; allowed with Gloo: cpu or cuda"
+    )

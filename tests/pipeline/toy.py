@@ -77,6 +77,7 @@ class Run:
     make: Callable[..., PipelineStage]
     kind: Callable[[], nn.Module] = Block
     group: dist.ProcessGroup | None = None
+    device: torch.device = CPU
     losses: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ class Run:
         schedule, each = SCHEDULES[self.schedule]
         modules = blocks(each * ranks, self.kind)
         self.stages = [
-            self.make(modules[i], i, len(modules), CPU, group=self.group)
+            self.make(modules[i].to(self.device), i, len(modules), self.device, group=self.group)
             for i in held(self.schedule, rank, ranks)
         ]
         own = self.stages[0] if each == 1 else self.stages
@@ -102,7 +103,7 @@ class Run:
 
     def train(self, step: int) -> list[Tensor]:
         """One step; returns the gradients of this rank's parameters."""
-        x, target = batch(step)
+        x, target = (t.to(self.device) for t in batch(step))
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
         self.runner.step(
@@ -116,7 +117,7 @@ class Run:
 
     def evaluate(self, step: int) -> Tensor | None:
         """Outputs of the last stage, where this rank has it."""
-        x, target = batch(step)
+        x, target = (t.to(self.device) for t in batch(step))
         with torch.no_grad():
             return self.runner.eval(
                 *([x] if self.first else []), target=target if self.last else None, losses=[]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -77,6 +79,17 @@ def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypat
     again = load_data(config, cache=tmp_path / "cache")
     assert again.fingerprint() == first.fingerprint()
     assert again.train.batch(torch.tensor([0]))[0].tolist() == [[2, 3, 2, 3]]
+
+
+def test_ids_of_a_tokenizer_that_was_replaced_are_not_taken(tmp_path, folder):
+    (tmp_path / "text.txt").write_text("few bits " * 100)
+    config = DataConfig(
+        text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0
+    )
+    load_data(config, cache=tmp_path / "cache")
+    file = Path(folder) / "tokenizer.json"
+    file.write_text(file.read_text().replace('"few"', '"many"'))
+    assert load_data(config, cache=tmp_path / "cache").train.tokens[:2].tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(

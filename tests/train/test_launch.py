@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,3 +115,26 @@ def _toml(config: TrainConfig) -> str:
         lines.append(f"[{section}]")
         lines += [f"{k} = {json.dumps(v)}" for k, v in values.items() if v is not None]
     return "\n".join(lines)
+
+
+PASS_ON = """
+import os, signal, subprocess, sys
+from lowbit.train import LaunchError, launch, from_mapping
+
+launch._start = lambda config, rank, port: subprocess.Popen(
+    [sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE, text=True
+)
+wait = launch._wait
+launch._wait = lambda ranks: (os.kill(os.getpid(), signal.SIGTERM), wait(ranks))[1]
+try:
+    launch.start_ranks(from_mapping({}))
+except LaunchError as error:
+    print(error)
+"""
+
+
+def test_an_interrupted_run_says_so_and_leaves_no_rank():
+    done = subprocess.run(
+        [sys.executable, "-c", PASS_ON], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "interrupted by SIGTERM; all ranks were ended\n"

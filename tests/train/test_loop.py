@@ -153,6 +153,12 @@ def test_a_finished_run_can_be_prolonged_and_fine_tuned(tmp_path: Path):
     assert train(tuned).held_out_loss == before.held_out_loss
 
 
+def test_a_resume_without_a_checkpoint_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    resuming = {"resume": True, "overwrite": False, "steps": 1}
+    assert train(tiny(tmp_path, pipeline=ONE, run=resuming)).steps_here == 1
+    assert f"no checkpoint in {tmp_path}/run/checkpoints: starting with step 0" in caplog.text
+
+
 def _other_batch(config: TrainConfig, change: dict[str, Any]) -> None:
     train(again(config, data=change) if dist.get_rank() else config)
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lowbit.train.process_group import interface_towards, joined, world
@@ -32,9 +31,9 @@ def test_half_an_environment_is_refused(environment: pytest.MonkeyPatch):
 
 
 def test_one_process_needs_no_launcher():
-    with joined(torch.device("cpu"), 5):
+    with joined(5):
         assert dist.get_world_size() == 1
-        with joined(torch.device("cpu"), 5):  # the group there is
+        with joined(5):  # the group there is
             assert world() == (0, 1)
         assert dist.is_initialized()
     assert not dist.is_initialized()
@@ -45,7 +44,7 @@ def test_ranks_that_do_not_come_are_waited_for_so_long_only(environment: pytest.
         environment.setenv(name, value)
     with (
         pytest.raises(ConnectionError, match=r"rank 0 did not meet all 2 ranks at 127.0.0.1:0"),
-        joined(torch.device("cpu"), 1),
+        joined(1),
     ):
         pass
 

@@ -19,14 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowbit.bench.emulated import Recipe
 from lowbit.bench.jobs import Job, Task, finish
 from lowbit.bench.losses import REFERENCE
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import parse
+from lowbit.codecs.base import check_choice
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
+from lowbit.train.model import vocabulary
 
 REGIMES = ("scratch-warmup", "scratch", "finetune")
 PRETRAIN_SEED = 1234  # apart from the seeds that are compared
@@ -43,12 +47,18 @@ class Settings:
             runs in fine-tuning only: from scratch no sample is seen twice.
         backward: format of the gradients beside low-bit forward formats; fp32, bf16 and fp16 travel alike both ways.
         seeds: of weights and data order.
+        device: "cpu" or "cuda"; with several devices, runs at the same time take them in turn.
+        precision: of the computation: "fp32", or "bf16" (autocast).
         text: files or folders to train on from scratch, and for the checkpoint; absent: Python's standard library.
         held_out: likewise, to evaluate on; absent: the last part of the text.
         finetune_text: files or folders to fine-tune on; absent: Python's language reference (pydoc_data/topics.py).
         finetune_held_out: likewise, to evaluate on; absent: the last part of the text.
+        max_bytes: read no more text than this.
+        tokenizer: "bytes", or a local folder with a Hugging Face tokenizer.
         pretrained: local Hugging Face folder to fine-tune instead of a checkpoint trained here.
-        dim: width of the Llama that is trained.
+        family: architecture of the model that is trained: llama, gpt2, ... as in `lowbit train`.
+        vocab: entries of its embedding; 0: as many as the tokenizer has.
+        dim: its width.
         layers: its decoder layers.
         heads: its attention heads.
         stages: how many the pipeline would have; it has one boundary fewer.
@@ -56,7 +66,7 @@ class Settings:
         batch: samples of a step.
         steps: from scratch.
         warmup_steps: so many of them at full precision, where the regime has a warm-up.
-        lr: highest learning rate from scratch.
+        lr: highest learning rate from scratch; lr_warmup_steps: of its rise.
         pretrain_steps: of the checkpoint that is fine-tuned.
         finetune_steps: of fine-tuning.
         finetune_lr: highest learning rate of fine-tuning.
@@ -71,11 +81,17 @@ class Settings:
     boundaries: tuple[str, ...] = ("fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd")
     backward: str = "GroupInt(bits=6, group=32, symmetric=True)"
     seeds: tuple[int, ...] = (0, 1, 2)
+    device: str = "cpu"
+    precision: str = "fp32"
     text: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     finetune_text: tuple[str, ...] = ()
     finetune_held_out: tuple[str, ...] = ()
+    max_bytes: int = 16_000_000
+    tokenizer: str = "bytes"
     pretrained: str = ""
+    family: str = "llama"
+    vocab: int = 0
     dim: int = 256
     layers: int = 8
     heads: int = 4
@@ -85,6 +101,7 @@ class Settings:
     steps: int = 400
     warmup_steps: int = 100
     lr: float = 1e-3
+    lr_warmup_steps: int = 20
     pretrain_steps: int = 400
     finetune_steps: int = 120
     finetune_lr: float = 1e-4
@@ -98,6 +115,9 @@ class Settings:
         unknown = [regime for regime in self.regimes if regime not in REGIMES]
         if unknown or not self.regimes:
             raise ValueError(f"regimes is {self.regimes}; allowed: {', '.join(REGIMES)}")
+        check_choice("device", self.device, ("cpu", "cuda"))
+        check_choice("precision", self.precision, ("fp32", "bf16"))
+        _model(self, pretrained=False)
         for boundary in (*self.boundaries, self.backward):
             parse(boundary)
         for name, least in _LEAST.items():
@@ -115,7 +135,7 @@ class Settings:
 
 _LEAST = {
     "stages": 2, "sequence": 8, "batch": 1, "steps": 1, "warmup_steps": 0, "pretrain_steps": 1, "finetune_steps": 1,
-    "finetune_samples": 1, "eval_windows": 1, "jobs": 1, "threads": 1,
+    "finetune_samples": 1, "eval_windows": 1, "jobs": 1, "threads": 1, "lr_warmup_steps": 0, "max_bytes": 1,
 }  # fmt: skip
 
 
@@ -132,14 +152,16 @@ def run(settings: Settings, *, file: Path | None = None) -> Report:
         `lowbit.bench.emulated.train` measures.
 
     Raises:
-        ValueError: `file` holds rows of other settings, or text, folder or checkpoint can not be used.
+        ValueError: `file` holds rows of other settings, or text, folder, checkpoint or device can not be used.
     """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
     rows = _read(file, settings) if file else []
     known = {(row["regime"], row["boundary"], row["seed"]) for row in rows}
     jobs = [job for job in planned(settings) if (job.regime, job.boundary, job.seed) not in known]
     recipes = {regime: recipe(settings, regime) for regime in {job.regime for job in jobs}}
-    for needed in recipes.values():
-        load_data(needed.data)  # missing or short text is an error here, not in a worker
+    for needed in recipes.values():  # what can not work is an error here, not in a worker
+        vocabulary(needed.model, load_data(needed.data).tokenizer.size)
     report = _report(settings, rows)
     for row in _train_all(settings, jobs, recipes):
         report = _report(settings, [*report.rows, row])
@@ -171,24 +193,30 @@ def recipe(settings: Settings, regime: str) -> Recipe:
         data=DataConfig(
             text=text or (_language_reference() if finetune else _library()),
             held_out=held_out,
-            tokenizer=(finetune and settings.pretrained) or "bytes",
+            tokenizer=(finetune and settings.pretrained) or settings.tokenizer,
+            max_bytes=settings.max_bytes,
             sequence=settings.sequence,
             batch=settings.batch,
         ),
-        optimizer=OptimizerConfig(lr=lr, lr_warmup_steps=10 if finetune else 20),
+        optimizer=OptimizerConfig(
+            lr=lr, lr_warmup_steps=10 if finetune else settings.lr_warmup_steps
+        ),
         steps=steps.get(regime, settings.steps),
         warmup_steps=settings.warmup_steps if regime == "scratch-warmup" else 0,
         stages=settings.stages,
         samples=settings.finetune_samples if finetune else 0,
         eval_windows=settings.eval_windows,
         start=str(_checkpoint(settings)) if finetune and not settings.pretrained else "",
+        device=settings.device,
+        precision=settings.precision,
     )
 
 
 def _model(settings: Settings, *, pretrained: bool) -> ModelConfig:
     if pretrained and settings.pretrained:
         return ModelConfig(pretrained=settings.pretrained)
-    return ModelConfig(dim=settings.dim, layers=settings.layers, heads=settings.heads)
+    names = ("family", "vocab", "dim", "layers", "heads")
+    return ModelConfig(**{name: getattr(settings, name) for name in names})
 
 
 def _library() -> tuple[str, ...]:
@@ -202,7 +230,10 @@ def _language_reference() -> tuple[str, ...]:
 
 def _checkpoint(settings: Settings) -> Path:
     """Where the weights lie that fine-tuning starts from; a name for each way of making them."""
-    names = ("text", "dim", "layers", "heads", "sequence", "batch", "pretrain_steps", "lr")
+    names = (
+        "text", "held_out", "max_bytes", "tokenizer", "family", "vocab", "dim", "layers", "heads", "sequence", "batch",
+        "pretrain_steps", "lr", "lr_warmup_steps", "precision",
+    )  # fmt: skip
     text = repr([getattr(settings, name) for name in names])
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return Path(settings.folder) / f"pretrained-{digest}.pt"
@@ -241,10 +272,11 @@ def _read(file: Path, settings: Settings) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file)
+    found = Settings().identity() | earlier.settings  # a setting that is newer than the file was as by default
     for name, value in settings.identity().items():
-        if earlier.settings.get(name) != value:
+        if found[name] != value:
             raise ValueError(
-                f"{file} holds runs with {name} {earlier.settings.get(name)!r}; this call has {value!r}: "
+                f"{file} holds runs with {name} {found[name]!r}; this call has {value!r}: "
                 "name another file"
             )
     return list(earlier.rows)

@@ -42,6 +42,7 @@ class Recipe:
         samples: distinct windows to train on, seen again in every epoch; 0: all of the text.
         eval_windows: held-out windows of the final evaluation, spread evenly over the text.
         start: file with weights to start from; empty: random ones.
+        device: "cpu" or "cuda" (the current device); precision: "fp32", or "bf16" for matrix products.
     """
 
     model: ModelConfig
@@ -53,6 +54,8 @@ class Recipe:
     samples: int = 0
     eval_windows: int = 256
     start: str = ""
+    device: str = "cpu"
+    precision: str = "fp32"
 
 
 def codec_pair(boundary: str, backward: str) -> tuple[Codec, Codec]:
@@ -113,7 +116,9 @@ def evaluate(model: PreTrainedModel, held_out: Windows, recipe: Recipe) -> float
     count = min(recipe.eval_windows, len(held_out))
     ids = torch.arange(count) * len(held_out) // count
     model.eval()
-    total = sum(_loss(model, *held_out.batch(part)).item() * len(part) for part in ids.split(8))
+    total = sum(
+        _loss(model, *held_out.batch(part), recipe).item() * len(part) for part in ids.split(8)
+    )
     model.train()
     return total / count
 
@@ -123,7 +128,8 @@ def _prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
     vocab = vocabulary(recipe.model, data.tokenizer.size)
     model = build_model(recipe.model, vocab=vocab, sequence=recipe.data.sequence, seed=seed)
     if recipe.start:
-        model.load_state_dict(torch.load(recipe.start, weights_only=True))
+        model.load_state_dict(torch.load(recipe.start, map_location="cpu", weights_only=True))
+    nn.Module.to(model, torch.device(recipe.device))
     return data, model.train()
 
 
@@ -146,7 +152,7 @@ def _steps(
         ids = order.ids(step)
         emulation.set_samples(ids)
         set_learning_rate(optimizer, learning_rate(recipe.optimizer, step=step, steps=recipe.steps))
-        loss = _loss(model, *windows.batch(ids))
+        loss = _loss(model, *windows.batch(ids), recipe)
         loss.backward()
         if recipe.optimizer.clip:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
@@ -173,8 +179,11 @@ def _since(earlier: Traffic, later: Traffic) -> Traffic:
     )
 
 
-def _loss(model: PreTrainedModel, inputs: Tensor, targets: Tensor) -> Tensor:
-    logits = model(input_ids=inputs, use_cache=False).logits
+def _loss(model: PreTrainedModel, inputs: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
+    autocast = recipe.precision == "bf16"
+    with torch.autocast(recipe.device, dtype=torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=inputs.to(recipe.device), use_cache=False).logits
+    targets = targets.to(recipe.device)
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 

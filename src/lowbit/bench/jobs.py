@@ -40,14 +40,17 @@ class Task(NamedTuple):
 
 
 def finish(tasks: list[Task], *, jobs: int, threads: int) -> Iterator[dict[str, Any]]:
-    """Run tasks, `jobs` at a time with `threads` each, and yield a row for each, as they end.
+    """Run tasks, `jobs` at a time with `threads` each, on CUDA devices in turn, and yield a row for each, as they end.
 
     Whoever stops iterating early stops what has not started; an error in a run is raised here.
     """
     context = multiprocessing.get_context("spawn")
-    reports = context.SimpleQueue()
+    reports, numbers = context.SimpleQueue(), context.SimpleQueue()
+    workers = min(jobs, max(1, len(tasks)))
+    for number in range(workers):
+        numbers.put(number)
     pool = ProcessPoolExecutor(
-        min(jobs, max(1, len(tasks))), context, initializer=_start, initargs=(reports, threads)
+        workers, context, initializer=_start, initargs=(reports, numbers, threads)
     )
     with _progress(tasks, reports):
         try:
@@ -58,9 +61,11 @@ def finish(tasks: list[Task], *, jobs: int, threads: int) -> Iterator[dict[str, 
             pool.shutdown(cancel_futures=True)
 
 
-def _start(reports: SimpleQueue, threads: int) -> None:
+def _start(reports: SimpleQueue, numbers: SimpleQueue, threads: int) -> None:
     global _reports
     _reports = reports
+    if torch.cuda.is_available():
+        torch.cuda.set_device(numbers.get() % torch.cuda.device_count())
     torch.set_num_threads(threads)
     threading.Thread(target=_follow_parent, daemon=True).start()
 

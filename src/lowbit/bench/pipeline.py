@@ -19,8 +19,10 @@ from typing import Any
 from lowbit.bench.launch import Ranks
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Cast, parse
+from lowbit.codecs.base import check_choice
 from lowbit.network import LinkUnavailable, SlowLink, goodput
 from lowbit.train.config_file import from_mapping
+from lowbit.train.device import choose_device
 from lowbit.train.plan import make_plan
 
 STOCK = ("stock-fp32", "stock-bf16")
@@ -49,6 +51,7 @@ class Settings:
         rounds: how often each format has its turn on each link; steps: timed steps of a turn, after one that is not.
         samples: distinct samples, a multiple of `batch`. All are visited once before anything is timed, so that
             formats which remember samples are timed at their best.
+        device: "cpu", or "cuda": ranks take the machine's devices in turn; PyTorch's own stage can not.
         precision: of the computation: "auto", "fp32" or "bf16".
         seed: of weights and data order.
     """
@@ -70,6 +73,7 @@ class Settings:
     rounds: int = 3
     steps: int = 2
     samples: int = 64
+    device: str = "cpu"
     precision: str = "auto"
     seed: int = 0
 
@@ -190,6 +194,8 @@ def recipe(settings: Any, boundary: str, **more: Mapping[str, Any]) -> dict[str,
         "data": {"batch": settings.batch, "sequence": settings.sequence},
         "pipeline": pipeline,
         "run": {
+            "device": settings.device,
+            "backend": "gloo",
             "precision": settings.precision,
             "seed": settings.seed,
             "progress": False,
@@ -251,15 +257,22 @@ def check_at_least(settings: Any, **least: int) -> None:
 
 
 def check_recipes(settings: Any) -> None:
-    """Check that every boundary makes a training run that can start.
+    """Check that every boundary makes a training run that can start, on the device of the settings.
 
     Raises:
         ValueError: it does not; the text says why, and what is allowed.
     """
     parse(settings.backward)
+    check_choice("device", settings.device, ("cpu", "cuda"))
     for boundary in settings.boundaries:
+        if boundary in STOCK and settings.device == "cuda":
+            raise ValueError(
+                f"boundaries has {boundary!r}; PyTorch's own stage can not use Gloo from a GPU; "
+                "allowed with device cuda: all other formats"
+            )
         config = from_mapping(recipe(settings, boundary))
         make_plan(config.pipeline, ranks=settings.ranks, layers=settings.layers)
+    choose_device(settings.device, settings.ranks)
 
 
 def parse_link(text: str) -> float | None:

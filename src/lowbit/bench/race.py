@@ -56,6 +56,7 @@ class Settings:
         samples: distinct samples, a multiple of `batch`; epochs: how often each is visited.
         lr: highest learning rate of the fine-tuning.
         evaluations: of the held-out loss in each epoch; eval_batches: batches of held-out text in each.
+        device: "cpu", or "cuda": ranks take the machine's devices in turn.
         precision: of the computation: "auto", "fp32" or "bf16".
         seed: of weights and data order.
     """
@@ -82,6 +83,7 @@ class Settings:
     lr: float = 2e-4
     evaluations: int = 2
     eval_batches: int = 8
+    device: str = "cpu"
     precision: str = "auto"
     seed: int = 0
 

@@ -100,7 +100,7 @@ def main() -> None:
     os.dup2(2, 1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     pin(rank, ranks)
-    with joined(torch.device("cpu"), TIMEOUT_SECONDS):
+    with joined(TIMEOUT_SECONDS):
         worker = Rank()
         for line in sys.stdin:
             method, arguments = json.loads(line)

@@ -6,6 +6,7 @@ Nothing here knows processes, so the pipeline and its emulation in one process s
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,15 @@ class Lane:
         for index, (_, dtype) in enumerate(self.slots):
             if dtype.is_floating_point:
                 self._session(index)
+
+    def warm_up(self) -> None:
+        """Use the codec on zeros in the shapes of the tensors that cross, so that its kernels are compiled.
+
+        Each combination once in a process; what sessions remember stays as it is.
+        """
+        for shape, dtype in self.slots:
+            if dtype.is_floating_point:
+                _use(self.codec, shape, dtype, self._device)
 
     def nbytes(self, index: int, step: Step, micro_batch: int) -> int:
         """Bytes of the next message of a tensor."""
@@ -170,6 +180,17 @@ class Lane:
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             yield
         self._traffic.codec_seconds += time.perf_counter() - start
+
+
+@functools.cache
+def _use(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    """Both ways through sessions of its own."""
+    key = tuple(range(shape[0])) if codec.needs_key else None
+    sender, receiver = (codec.open(shape=shape, dtype=dtype, device=device) for _ in range(2))
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        x = torch.zeros(shape, dtype=dtype, device=device)
+        for _ in range(2 if codec.needs_key else 1):  # a sample that comes back is coded otherwise
+            receiver.decode(sender.encode(x, key=key), key=key)
 
 
 def codec_at(

@@ -7,7 +7,9 @@ between these versions is the exchange of shapes before the first step, which go
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,6 +56,11 @@ class HookedStage(PipelineStage):
         check_torch()
         super().__init__(*args, **kwargs)
         self._micro_batches = 0
+
+    @property
+    @abstractmethod
+    def wire(self) -> torch.device:
+        """Where tensors must be for the process group to carry them: the CPU for Gloo."""
 
     @abstractmethod
     def step_begins(self) -> None:
@@ -114,8 +121,50 @@ class HookedStage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # PyTorch 2.11 opens connections with this, in V schedules even to the rank itself, which Gloo cannot.
-        ops = super()._get_init_p2p_neighbors_ops()
+        with self._on_wire():
+            ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
+
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch 2.11: a trial run, and exchanges before and after it.
+        submod, device = self.submod, self.device
+
+        def there(*args: Any, **kwargs: Any) -> Any:
+            return submod(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+        self.submod = there
+        try:
+            with self._on_wire():
+                return super()._shape_inference(*args, **kwargs)
+        finally:
+            self.submod = submod
+
+    # PyTorch 2.13 exchanges shapes with these.
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_wire():
+            return super()._warmup_forward_vote(*args, **kwargs)
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_wire():
+            return super()._warmup_backward_result(*args, **kwargs)
+
+    def _recv_meta(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_wire():
+            return super()._recv_meta(*args, **kwargs)
+
+    def _send_meta(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_wire():
+            return super()._send_meta(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _on_wire(self) -> Iterator[None]:
+        """PyTorch puts what it exchanges before the first step on the stage's device, from where Gloo cannot send."""
+        before, self.device = self.device, self.wire
+        try:
+            yield
+        finally:
+            self.device = before
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)

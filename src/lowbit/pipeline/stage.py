@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lowbit import __version__
 from lowbit.codecs.base import Codec, check_int
-from lowbit.collectives.agreement import Agreement, default_group, next_round
+from lowbit.collectives.agreement import Agreement, default_group
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline.boundary import (
     Direction,
@@ -42,6 +43,9 @@ class LowBitStage(HookedStage):
 
     With Gloo, all receives of a step are posted when it starts and sends are not waited for before it ends, so that the
     link carries both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
+    From and to a GPU, Gloo's payloads pass through pinned memory of the host, coded and copied beside the computation.
+    A stage's output is read there after `forward` has returned: nothing may write to its memory before the step ends,
+    as replaying a CUDA graph would.
 
     Before the first byte, all ranks compare codecs, versions, shapes and payload sizes; see `AgreementError`.
 
@@ -56,7 +60,7 @@ class LowBitStage(HookedStage):
     Raises:
         TypeError, ValueError: an argument that cannot be; the text names it.
         AgreementError: (in the first step) ranks that contradict each other or are missing, the same on every rank.
-        PeerError: (in any step) a peer that ended or does not answer.
+        PeerError: (in any step, over Gloo) a peer that ended or does not answer. NCCL has a watchdog of its own.
     """
 
     def __init__(
@@ -87,10 +91,7 @@ class LowBitStage(HookedStage):
             None  # the value of has_backward for which shapes are known
         )
         self._posted = False
-        # Pipelines of equal length in one group are told apart by counting: each has as many stages on every rank.
-        before = next_round(self._group, f"stages of {num_stages}")
-        instance = before // max(1, num_stages // self.group_size)
-        self._name = f"pipeline of {num_stages} stages/{instance}"
+        self._name = f"pipeline {_number(self._group, num_stages, self.group_size)}"
         self._board: FailureBoard | None = None
         self._shapes: Agreement | None = None  # stated, but not yet checked
         self._settled: Agreement | None = None  # the last one that was checked
@@ -135,6 +136,10 @@ class LowBitStage(HookedStage):
 
     # What `HookedStage` asks for, in the order of a step.
 
+    @property
+    def wire(self) -> torch.device:
+        return self._transport.device
+
     def step_begins(self) -> None:
         if self._board is None:
             self._identity.check(self._stage_names(), self._timeout)
@@ -151,6 +156,7 @@ class LowBitStage(HookedStage):
         for (direction, outgoing), lane in self._lanes.items():
             used = direction == "forward" or self.has_backward
             lane.prepare(self.slots(direction, outgoing) if used else [])
+            lane.warm_up()  # before anybody waits for a message
         self._prepared_for = self.has_backward
         self._shapes = Agreement(self._group, f"{self._name}/shapes/{self._shape_rounds}")
         self._shape_rounds += 1
@@ -162,11 +168,11 @@ class LowBitStage(HookedStage):
         self._ready()
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
-            payload = lane.encode(index, self._step, micro_batch, tensor)
-            if payload.numel():
-                ops += self._transport.send(
-                    self._route(direction, True, micro_batch, index), payload
-                )
+            with self._transport.leaving(tensor):
+                payload = lane.encode(index, self._step, micro_batch, tensor)
+                if payload.numel():
+                    route = self._route(direction, True, micro_batch, index)
+                    ops += self._transport.send(route, payload)
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
@@ -180,8 +186,9 @@ class LowBitStage(HookedStage):
         for index, buffer in enumerate(buffers):
             if nbytes := lane.nbytes(index, self._step, micro_batch):
                 route = self._route(direction, False, micro_batch, index)
-                payload = self._transport.take(route, nbytes)
-                lane.decode(index, self._step, micro_batch, payload, buffer)
+                with self._transport.arriving():
+                    payload = self._transport.take(route, nbytes)
+                    lane.decode(index, self._step, micro_batch, payload, buffer)
 
     def step_ends(self) -> None:
         self._transport.drain()
@@ -297,6 +304,26 @@ class LowBitStage(HookedStage):
             f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
             for rank, held in enumerate(stages)
         ]
+
+
+# Of each pipeline that this process has begun in a group: its length, and how many of its stages are to be made yet.
+_pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]]
+_pipelines = weakref.WeakKeyDictionary()
+
+
+def _number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> int:
+    """Which of the group's pipelines a stage belongs to: the first of this length that lacks one here, or a new one.
+
+    Ranks that begin their pipelines in the same order count alike, even where they disagree about a length, so that
+    they meet and can say so.
+    """
+    begun = _pipelines.setdefault(group, [])
+    for number, (length, missing) in enumerate(begun):
+        if length == num_stages and missing:
+            begun[number] = (length, missing - 1)
+            return number
+    begun.append((num_stages, max(1, num_stages // ranks) - 1))
+    return len(begun) - 1
 
 
 def _check_numbers(warmup_steps: object, timeout: object) -> None:

@@ -6,14 +6,26 @@ starts, sends leave as soon as there is something to send, and nobody waits befo
 of the link are then busy at once, and no order of sends can deadlock, because every receive is there already.
 
 NCCL matches messages by their order alone, so there `InOrder` hands the schedule its own operations back, with
-payloads in the place of tensors. On GPUs they run on streams of their own anyway.
+payloads in the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and
+what it receives is needed at once, so coding stays on the computation's stream there: on another one, the computation
+would wait for it all the same.
+
+Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads are coded and copied
+through pinned memory on side streams, and leave from a thread that waits for the copy, so that the schedule does not.
+The messages are those of `Early`: ranks with a GPU and ranks without one understand each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -21,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives.failure import FailureBoard
+from lowbit.pipeline.side_streams import CudaStreams, Event, SideStreams
 from lowbit.pipeline.traffic import Traffic
 
 
@@ -33,9 +46,23 @@ class Route:
 
 
 class Transport(Protocol):
-    """What a stage needs to move payloads. A step is `begin`, any of the others, `drain`."""
+    """What a stage needs to move payloads. A step is `begin`, any of the others, `drain`.
+
+    Attributes:
+        name: the same on ranks that understand each other.
+        device: where tensors must be for the process group to carry them.
+    """
 
     name: str
+    device: torch.device
+
+    def leaving(self, source: Tensor) -> AbstractContextManager[None]:
+        """Where a tensor is encoded and its payload handed to `send`."""
+        return contextlib.nullcontext()
+
+    def arriving(self) -> AbstractContextManager[None]:
+        """Where a payload comes from `take` and is decoded."""
+        return contextlib.nullcontext()
 
     def begin(self, board: FailureBoard) -> None:
         """Start a step."""
@@ -65,33 +92,45 @@ class Transport(Protocol):
 def choose(
     group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic
 ) -> Early | InOrder:
-    """The transport for a process group's backend: `Early` for Gloo between CPUs, otherwise `InOrder`."""
-    if dist.get_backend(group) == "gloo" and torch.device(device).type == "cpu":
-        return Early(group, device, traffic)
-    return InOrder(group, device)
+    """The transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for tensors on a GPU).
+
+    Raises:
+        ValueError: Gloo is to carry what lies neither on the CPU nor on a CUDA device.
+    """
+    device = torch.device(device)
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if backends.get(device.type, backends.get("cpu")) != "gloo":
+        return InOrder(group, device)
+    if device.type == "cpu":
+        return Early(group, traffic)
+    if device.type == "cuda":
+        return Staged(group, traffic, CudaStreams(device))
+    raise ValueError(f"device is {device}; allowed with Gloo: cpu or cuda")
 
 
 @dataclass
 class _Sent:
-    work: dist.Work
+    work: Callable[[], _Work]  # waits until the send has started
     payload: Tensor  # Gloo reads from it until the work is done
     peer: int
+
+
+class _Work(Protocol):
+    def wait(self, timeout: timedelta) -> object: ...
 
 
 # Sends of all stages of this rank: the last stage to finish a step waits for them.
 _outboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Sent]] = weakref.WeakKeyDictionary()
 
 
-class Early:
+class Early(Transport):
     """Receives posted when the step starts, sends waited for when it ends."""
 
     name = "early, with tags"
+    device = torch.device("cpu")
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self._group = group
-        self._device = device
         self._traffic = traffic
         self._posted: dict[Route, tuple[dist.Work, Tensor]] = {}
         self._outbox = _outboxes.setdefault(group, [])
@@ -107,7 +146,7 @@ class Early:
         self.drain()
 
     def post(self, route: Route, nbytes: int) -> None:
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        payload = self._buffer(nbytes)
         with self._blaming(route.peer):
             work = dist.irecv(payload, group=self._group, group_src=route.peer, tag=route.tag)
         assert work is not None  # only for ranks outside the group
@@ -125,17 +164,24 @@ class Early:
 
     def send(self, route: Route, payload: Tensor) -> list[dist.P2POp]:
         with self._blaming(route.peer):
-            work = dist.isend(payload, group=self._group, group_dst=route.peer, tag=route.tag)
-        assert work is not None
-        self._outbox.append(_Sent(work, payload, route.peer))
+            work = self._isend(route, payload)
+        self._outbox.append(_Sent(lambda: work, payload, route.peer))
         return []
 
     def drain(self) -> None:
         while self._outbox:
             sent = self._outbox.pop(0)
-            self._wait(sent.work, sent.peer)
+            self._wait(sent.work(), sent.peer)
 
-    def _wait(self, work: dist.Work, peer: int) -> None:
+    def _buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _isend(self, route: Route, payload: Tensor) -> dist.Work:
+        work = dist.isend(payload, group=self._group, group_dst=route.peer, tag=route.tag)
+        assert work is not None
+        return work
+
+    def _wait(self, work: _Work, peer: int) -> None:
         assert self._board is not None
         start = time.perf_counter()
         with self._blaming(peer):
@@ -147,14 +193,74 @@ class Early:
         return _Blaming(self._board, peer)
 
 
-class InOrder:
+class Staged(Early):
+    """`Early` for payloads on a device, which travel from and to buffers on the host.
+
+    Args:
+        group: of which Gloo carries what lies on the CPU; traffic: where to count.
+        streams: of the device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, streams: SideStreams) -> None:
+        super().__init__(group, traffic)
+        self._streams = streams
+
+    def leaving(self, source: Tensor) -> AbstractContextManager[None]:
+        return self._streams.leaving(source)
+
+    def arriving(self) -> AbstractContextManager[None]:
+        return self._streams.arriving()
+
+    def post(self, route: Route, nbytes: int) -> None:
+        if not self._posted:
+            # What was decoded in the step before may still be in use, in the memory that this step decodes to.
+            self._streams.fence()
+        super().post(route, nbytes)
+
+    def take(self, route: Route, nbytes: int) -> Tensor:
+        return self._streams.to_device(super().take(route, nbytes))
+
+    def send(self, route: Route, payload: Tensor) -> list[dist.P2POp]:
+        host, copied = self._streams.to_host(payload)
+        sending = _sender().submit(self._send_after, copied, route, host)
+        self._outbox.append(_Sent(sending.result, host, route.peer))
+        return []
+
+    def _buffer(self, nbytes: int) -> Tensor:
+        return self._streams.host_buffer(nbytes)
+
+    def _send_after(self, copied: Event, route: Route, host: Tensor) -> _Work:
+        copied.synchronize()  # an error of this device, which is nobody else's fault
+        try:
+            return self._isend(route, host)
+        except RuntimeError as error:
+            return _NotSent(error)
+
+
+class _NotSent:
+    """A send that could not start; who waits for it gets the error, and finds out whom to blame."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta) -> None:
+        raise self._error
+
+
+@cache
+def _sender() -> ThreadPoolExecutor:
+    """The thread that sends what has arrived on the host; in the order in which it was computed."""
+    return ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")
+
+
+class InOrder(Transport):
     """The schedule's own operations, in its own order; what they carry are payloads."""
 
     name = "in the schedule's order"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
         self._group = group
-        self._device = device
+        self.device = torch.device(device)
         self._arriving: dict[Route, Tensor] = {}
         self._leaving: list[Tensor] = []
 
@@ -167,7 +273,7 @@ class InOrder:
         """Nothing: messages are matched by their order, which is the schedule's."""
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._arriving[route] = payload
         return [dist.P2POp(dist.irecv, payload, group=self._group, group_peer=route.peer)]
 

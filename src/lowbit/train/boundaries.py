@@ -19,20 +19,6 @@ class Codecs:
     backward: tuple[Codec, ...]
 
 
-def compile_kernels(codecs: Codecs, shape: tuple[int, ...], device: torch.device) -> None:
-    """Use every codec once, so that kernels are compiled before a peer waits for them.
-
-    Args:
-        codecs: of all boundaries. shape: (batch, sequence, dim) of a micro-batch's activations.
-    """
-    x = torch.zeros(shape, device=device)
-    for codec in {*codecs.forward, *codecs.backward}:
-        key = tuple(range(shape[0])) if codec.needs_key else None
-        sender, receiver = (codec.open(shape=shape, dtype=x.dtype, device=device) for _ in range(2))
-        for _ in range(2):  # formats with a state code a sample otherwise when it comes back
-            receiver.decode(sender.encode(x, key=key), key=key)
-
-
 def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
     """The codecs that the configuration names.
 

@@ -153,8 +153,8 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Any:
-    """What `pack` was given: tensors, numbers, strings and containers of them."""
-    return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    """What `pack` was given, on the CPU: tensors, numbers, strings and containers of them."""
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def _write(path: Path, text: str) -> None:

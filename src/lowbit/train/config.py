@@ -193,7 +193,10 @@ class RunConfig(Section):
     Args:
         output: folder for metrics, checkpoints and the trained model.
         steps: optimizer steps; seed: of weights, data order and dropout.
-        device: "auto" (CUDA if there is one), "cpu" or "cuda".
+        device: "auto" (CUDA if each rank of a machine has a device to itself), "cpu", or "cuda" (the ranks of a machine
+            take its devices in turn).
+        backend: what carries messages between GPUs: "gloo" (for slow networks), "nccl" (for fast ones; a device for
+            each rank), or "auto": NCCL within a machine, Gloo between machines.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 where the device computes in it.
         threads: of PyTorch, for each rank; 0: the machine's cores divided among its ranks.
         timeout_seconds: longest wait for a peer before it counts as gone.
@@ -209,12 +212,15 @@ class RunConfig(Section):
         "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf), "eval_batches": (0, math.inf),
         "seed": (0, 2**63 - 1),
     }  # fmt: skip
-    choices: ClassVar = {"device": ("auto", "cpu", "cuda"), "precision": ("auto", "fp32", "bf16")}
+    choices: ClassVar = {
+        "device": ("auto", "cpu", "cuda"), "backend": ("auto", "gloo", "nccl"), "precision": ("auto", "fp32", "bf16"),
+    }  # fmt: skip
 
     output: str = "runs/train"
     steps: int = 200
     seed: int = 0
     device: str = "auto"
+    backend: str = "auto"
     precision: str = "auto"
     threads: int = 0
     timeout_seconds: float = 120.0

@@ -20,7 +20,7 @@ from torch import Tensor
 from lowbit.train import corpus
 from lowbit.train.config import DataConfig
 from lowbit.train.section import ConfigError
-from lowbit.train.tokenizer import Tokenizer, load_tokenizer
+from lowbit.train.tokenizer import Tokenizer, definition, load_tokenizer
 
 
 class Windows:
@@ -150,7 +150,7 @@ def _tokens(found: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None) ->
     if cache is None or tokenizer.size == 256:  # bytes cost nothing
         return _encode(found, tokenizer)
     texts = list(found)
-    digest = hashlib.sha256(repr(tokenizer.hugging_face()).encode())
+    digest = hashlib.sha256(definition(tokenizer.hugging_face()).encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text)
     path = cache / f"tokens-{digest.hexdigest()[:16]}.npy"

@@ -23,7 +23,7 @@ class Evaluation:
     Args:
         plan: where the stages are; modules: this rank's, by stage.
         width: elements of an activation; device: where the modules are.
-        group: process group apart from the training traffic.
+        group: process group apart from the training traffic; Gloo carries it, wherever the modules are.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Evaluation:
     ) -> tuple[dist.Work | None, Tensor]:
         """Start sending; the payload must live until the work is done."""
         session = codec.open(shape=x.shape, dtype=torch.float32, device=self._device)
-        payload = session.encode(x.float(), key=key if codec.needs_key else None)
+        payload = session.encode(x.float(), key=key if codec.needs_key else None).cpu()
         return dist.isend(payload, self._plan.rank_of(boundary + 1), group=self._group), payload
 
     def _receive(
@@ -109,6 +109,6 @@ class Evaluation:
     ) -> Tensor:
         session = codec.open(shape=shape, dtype=torch.float32, device=self._device)
         chosen = key if codec.needs_key else None
-        payload = torch.empty(session.nbytes(chosen), dtype=torch.uint8, device=self._device)
+        payload = torch.empty(session.nbytes(chosen), dtype=torch.uint8)
         dist.recv(payload, self._plan.rank_of(boundary), group=self._group)
-        return session.decode(payload, key=chosen)
+        return session.decode(payload.to(self._device), key=chosen)

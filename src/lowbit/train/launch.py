@@ -67,12 +67,14 @@ def start_ranks(config: TrainConfig) -> None:
     )
     ranks = [_start(config, rank, store.port) for rank in range(config.pipeline.ranks)]
     try:
-        with _signals_passed_to(ranks):
+        with _signals_passed_to(ranks) as passed:
             failed = _wait(ranks)
     finally:
         _stop(ranks)
     if failed is not None:
         cause = store.get(CAUSE).decode() if store.check([CAUSE]) else ""
+        if passed:
+            cause = f"interrupted by {passed[0].name}"
         raise LaunchError(_describe(failed, ranks[failed].returncode, cause, config))
 
 
@@ -135,20 +137,22 @@ def _stop(ranks: list[subprocess.Popen[str]]) -> None:
 
 
 @contextmanager
-def _signals_passed_to(ranks: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on; the ranks end, and this process sees them end."""
+def _signals_passed_to(ranks: list[subprocess.Popen[str]]) -> Iterator[list[signal.Signals]]:
+    """Pass SIGINT and SIGTERM on; the ranks end, and this process sees them end. Gives a list of those that came."""
+    passed: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield passed
         return
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        passed.append(signal.Signals(number))
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield passed
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -157,7 +161,7 @@ def _signals_passed_to(ranks: list[subprocess.Popen[str]]) -> Iterator[None]:
 def _describe(rank: int, code: int, cause: str, config: TrainConfig) -> str:
     """The first failure in one line: the signal that killed a rank, or what the ranks found out themselves."""
     what = cause or f"rank {rank} ended with exit code {code}"
-    if code < 0:
+    if code < 0 and not cause.startswith("interrupted"):
         what = f"rank {rank} was ended by {signal.Signals(-code).name}"
     latest = Path(config.run.output) / "checkpoints" / "latest"
     advice = ""

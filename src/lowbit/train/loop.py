@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import shutil
@@ -19,18 +20,20 @@ import lowbit
 from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
-from lowbit.train.boundaries import compile_kernels
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
+from lowbit.train.device import local_rank, local_ranks
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.peers import Peers
-from lowbit.train.prepare import OUTPUTS, Prepared, local_rank, prepare
+from lowbit.train.prepare import OUTPUTS, Prepared, prepare
 from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.stages import Pipeline
 from lowbit.train.summary import Summary, summarize
 from lowbit.train.tied import TiedWeights
+
+log = logging.getLogger(__name__)
 
 _LOCAL = {  # settings that may differ between machines
     "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained",
@@ -62,7 +65,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     prepared = prepare(config, ranks=ranks, rank=rank)
     if config.run.threads or ranks > 1:
         torch.set_num_threads(config.run.threads or threads_per_rank(ranks))
-    with joined(prepared.device, config.run.timeout_seconds):
+    with joined(config.run.timeout_seconds, backend=prepared.backend):
         if ranks == 1:
             return Trainer(prepared).run(on_step)
         peers = Peers(default_group(), timeout=config.run.timeout_seconds)
@@ -82,8 +85,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
 
 def threads_per_rank(ranks: int) -> int:
     """This machine's share of cores for each of its ranks."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return max(1, len(os.sched_getaffinity(0)) // here)
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks(ranks))
 
 
 class Trainer:
@@ -93,6 +95,8 @@ class Trainer:
         self.prepared, self.config, self.plan = prepared, prepared.config, prepared.plan
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.output = Path(self.config.run.output)
+        if prepared.device.type == "cuda":
+            torch.cuda.set_device(prepared.device)  # where NCCL and kernels go that are not told
         self._agree()
         self.side = new_group()  # for everything but the training traffic
         self.modules, tied = self._build_modules()
@@ -100,9 +104,6 @@ class Trainer:
         device = prepared.device
         self.pipeline = Pipeline(self.config, self.plan, self.modules, prepared.codecs, device)
         width = next(iter(self.modules.values())).width
-        rows = self.config.data.batch // self.config.pipeline.microbatches
-        shape = (rows, self.config.data.sequence, width)
-        compile_kernels(prepared.codecs, shape, device)
         self.evaluation = Evaluation(
             self.plan, self.modules, width=width, device=device, group=self.side
         )
@@ -183,6 +184,7 @@ class Trainer:
         """Stop before the first byte if a rank has another configuration, text or version."""
         facts = {"text": self.prepared.data.fingerprint()}
         facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__}
+        facts["backend"] = self.prepared.backend
         for section, values in dataclasses.asdict(self.config).items():
             names = (f"{section}.{key}" for key in values)
             facts |= {
@@ -220,6 +222,8 @@ class Trainer:
         if run.resume and (done := self.checkpoints.latest(self.side)) is not None:
             state.restore(self.pipeline, self.optimizer, self.checkpoints.load(done))
             return done
+        if run.resume and self.rank == 0:
+            log.warning("no checkpoint in %s: starting with step 0", self.checkpoints.folder)
         if run.overwrite and local_rank() == 0:
             for name in OUTPUTS:
                 path = self.output / name

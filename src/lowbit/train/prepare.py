@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from lowbit.train.boundaries import Codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import Checkpoints, run_facts
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
+from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.model import count_layers, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.section import ConfigError
@@ -30,7 +30,12 @@ class Prepared:
     data: Data
     vocab: int
     device: torch.device
-    autocast: torch.dtype | None
+    backend: str
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What matrix products are computed in; None: as the weights. Only asked for where a rank computes."""
+        return choose_autocast(self.config.run.precision, self.device)
 
     @property
     def wire(self) -> torch.dtype:
@@ -56,7 +61,8 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     """
     plan = make_plan(config.pipeline, ranks=ranks, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, plan.stages - 1)
-    device = _device(config.run.device)
+    device = choose_device(config.run.device, ranks)
+    backend = choose_backend(config, device, ranks)
     output = Path(config.run.output)
     _check_output(config, output)
     longest = longest_sequence(config.model)
@@ -72,16 +78,11 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         data=data,
         vocab=vocabulary(config.model, data.tokenizer.size),
         device=device,
-        autocast=_autocast(config.run.precision, device),
+        backend=backend,
     )
     if config.run.resume:
         _check_resume(found, rank)
     return found
-
-
-def local_rank() -> int:
-    """This process's number on its machine, as launchers tell it."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _check_output(config: TrainConfig, output: Path) -> None:
@@ -118,25 +119,3 @@ def _check_resume(found: Prepared, rank: int) -> None:
             facts=checkpoints.facts,
         )
         other.check(other.steps()[-1])
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if local_rank() >= torch.cuda.device_count():
-        raise ConfigError(
-            f"run.device is cuda; this machine has {torch.cuda.device_count()} devices; "
-            f"allowed: cpu, or one device for each rank (this is local rank {local_rank()})"
-        )
-    return torch.device("cuda", local_rank())
-
-
-def _autocast(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 if asked for, or if the device has it: CPUs without it emulate it, some 60 times slower than float32."""
-    if precision == "auto":
-        if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
-        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
-    return torch.bfloat16 if precision == "bf16" else None

@@ -10,7 +10,6 @@ import struct
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
@@ -40,13 +39,13 @@ def world() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def joined(device: torch.device, timeout: float) -> Iterator[None]:
+def joined(timeout: float, *, backend: str = "gloo") -> Iterator[None]:
     """Be part of the default process group: the one there is, or one made from the environment for this block.
 
     Args:
-        device: CUDA uses NCCL, with Gloo beside it for what lies on the CPU.
         timeout: seconds in which the failure of a peer is to end every rank: most of it for an operation that waits for
             the peer, the rest to find out which one it was.
+        backend: for what lies on GPUs, "gloo" or "nccl"; beside it, Gloo carries what lies on the CPU.
 
     Raises:
         ConnectionError: the other ranks did not come in time.
@@ -55,7 +54,7 @@ def joined(device: torch.device, timeout: float) -> Iterator[None]:
         yield
         return
     rank, ranks = world()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     limit = timedelta(seconds=0.8 * timeout)
     try:
         if ranks == 1 and "RANK" not in os.environ:

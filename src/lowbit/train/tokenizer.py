@@ -91,6 +91,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FolderTokenizer(name)
 
 
+def definition(tokenizer: PreTrainedTokenizerBase) -> str:
+    """All that its token ids depend on, as text: what `repr` shows is the same for another vocabulary of its size."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    inside = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+    return f"{tokenizer!r} {inside}"
+
+
 def _byte_characters() -> dict[int, str]:
     """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -1,0 +1,105 @@
+"""Streams of a GPU beside its computation, where payloads are coded and copied to and from the host.
+
+    computation   ... f(x1) ........ f(x2) ........ f(x3) ...      what the schedule launches
+    leaving          encode x1, copy   encode x2, copy             each waits for its tensor only
+    arriving      copy, decode y1   copy, decode y2                the computation waits where it uses y
+
+The host waits for none of them, but for the thread that sends: bytes cannot leave before they are on the host.
+`Staged` (in `transport`) knows the rules and no CUDA; `CudaStreams` is CUDA alone, so that tests put something else
+in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_FIRST = -1  # priority: these kernels are short, and a peer or the next computation waits for them
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all work before this point is done."""
+        ...
+
+
+class SideStreams(Protocol):
+    """What `Staged` needs of a device."""
+
+    def leaving(self, source: Tensor) -> AbstractContextManager[None]:
+        """A block whose work reads `source`, once the computation launched so far is done, and delays none."""
+        ...
+
+    def arriving(self) -> AbstractContextManager[None]:
+        """A block whose work runs beside the computation launched so far; what is launched later waits for it."""
+        ...
+
+    def fence(self) -> None:
+        """Let arriving work from now on wait for the computation launched so far."""
+        ...
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        """Memory of the host that the device copies from and to by itself: uint8 (nbytes,)."""
+        ...
+
+    def to_host(self, payload: Tensor) -> tuple[Tensor, Event]:
+        """Within `leaving`: start copying; the bytes are in the host buffer once the event has come."""
+        ...
+
+    def to_device(self, host: Tensor) -> Tensor:
+        """Within `arriving`: start copying; the host buffer may be let go of at once."""
+        ...
+
+
+class CudaStreams:
+    """`SideStreams` of a CUDA device.
+
+    Args:
+        device: with an index, or the current one.
+
+    Raises:
+        RuntimeError: as PyTorch raises it, where there is no such device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out = torch.cuda.Stream(device, priority=_FIRST)
+        self._in = torch.cuda.Stream(device, priority=_FIRST)
+
+    @contextlib.contextmanager
+    def leaving(self, source: Tensor) -> Iterator[None]:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        # The computation may let go of the tensor while this stream still reads it.
+        source.record_stream(self._out)
+        with torch.cuda.stream(self._out):
+            yield
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        with torch.cuda.stream(self._in):
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(self._in)
+
+    def fence(self) -> None:
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_host(self, payload: Tensor) -> tuple[Tensor, Event]:
+        host = self.host_buffer(payload.numel())
+        host.copy_(payload, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)  # the sending thread sleeps instead of spinning
+        event.record(self._out)
+        return host, event
+
+    def to_device(self, host: Tensor) -> Tensor:
+        # PyTorch gives pinned memory out again only after the copies from it.
+        return host.to(self._device, non_blocking=True)

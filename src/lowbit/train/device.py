@@ -1,0 +1,86 @@
+"""Where a rank computes, in which precision, and which backend carries its messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+
+from lowbit.train.config import TrainConfig
+from lowbit.train.section import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def local_rank() -> int:
+    """This process's number on its machine, as launchers tell it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_ranks(ranks: int) -> int:
+    """Ranks on this machine, as launchers tell it; all of them if none does."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
+def choose_device(name: str, ranks: int) -> torch.device:
+    """The device of this rank.
+
+    Args:
+        name: "cpu"; "cuda": ranks of a machine take its devices in turn; "auto": CUDA if each has one to itself.
+        ranks: of the whole run.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    devices, here = torch.cuda.device_count(), local_ranks(ranks)
+    if name == "auto" and 0 < devices < here:
+        log.warning(
+            "run.device is auto; this machine has %d CUDA devices for %d ranks: computing on the CPU "
+            "(run.device=cuda shares them)", devices, here
+        )  # fmt: skip
+    if name == "cpu" or (name == "auto" and devices < here):
+        return torch.device("cpu")
+    if not devices:
+        raise ConfigError("run.device is cuda; this machine has 0 devices; allowed: auto or cpu")
+    return torch.device("cuda", local_rank() % devices)
+
+
+def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str:
+    """What carries messages between the ranks' devices: "gloo" or "nccl". Between CPUs it is always Gloo.
+
+    Raises:
+        ConfigError: what the device, the number of devices or the kind of boundary rules out.
+    """
+    name, boundary = config.run.backend, config.pipeline.boundary
+    if device.type == "cpu":
+        if name == "nccl":
+            raise ConfigError("run.backend is nccl; allowed on the CPU: auto or gloo")
+        return "gloo"
+    devices, here = torch.cuda.device_count(), local_ranks(ranks)
+    stock = boundary != "lowbit" and ranks > 1
+    problem = ""
+    if not dist.is_nccl_available():
+        problem = "this PyTorch has no NCCL"
+    elif devices < here:
+        problem = f"NCCL needs a device for each rank, and {here} ranks share {devices}"
+    if name == "auto":
+        name = "nccl" if not problem and (stock or ranks == here) else "gloo"
+    if name == "nccl" and problem:
+        raise ConfigError(f"run.backend is nccl; {problem}; allowed: auto or gloo")
+    if name == "gloo" and stock:
+        raise ConfigError(
+            f"pipeline.boundary is {boundary!r}; PyTorch's own stage can not use Gloo from a GPU; "
+            "allowed: lowbit, or run.device=cpu, or NCCL" + (f" ({problem})" if problem else "")
+        )
+    return name
+
+
+def choose_autocast(precision: str, device: torch.device) -> torch.dtype | None:
+    """bfloat16 if asked for, or if the device has it: CPUs without it emulate it, some 60 times slower than float32."""
+    if precision == "auto":
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
+    return torch.bfloat16 if precision == "bf16" else None

@@ -1,0 +1,249 @@
+"""Payloads that pass through the host's memory, on streams that run late: no GPU is needed to get this wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from lowbit.codecs import AQSGD, GroupInt
+from lowbit.collectives import PeerError
+from lowbit.collectives.agreement import default_group
+from lowbit.collectives.failure import FailureBoard
+from lowbit.pipeline import LowBitStage, Traffic
+from lowbit.pipeline import stage as stage_module
+from lowbit.pipeline.transport import Early, Route, Staged
+from tests.pipeline import toy
+from tests.ranks import Ranks
+
+FIT = {
+    "forward": GroupInt(bits=4, group=64),
+    "backward": GroupInt(bits=6, group=32, symmetric=True),
+}
+
+
+class Late:
+    """A device whose copies to the host are done some time after they were asked for, or never."""
+
+    def __init__(self, seconds: float = 0.01, error: str = "") -> None:
+        self.seconds, self.error = seconds, error
+        self.stream = "computation"
+        self.log: list[str] = []
+        self.sources: list[Tensor] = []
+
+    def leaving(self, source: Tensor) -> contextlib.AbstractContextManager[None]:
+        self.sources.append(source)
+        return self._on("leaving")
+
+    def arriving(self) -> contextlib.AbstractContextManager[None]:
+        return self._on("arriving")
+
+    def fence(self) -> None:
+        assert self.stream == "computation"
+        self.log.append("fence")
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def to_host(self, payload: Tensor) -> tuple[Tensor, Copied]:
+        assert self.stream == "leaving"
+        host, copied = self.host_buffer(payload.numel()), Copied(self.error)
+        payload = payload.clone()
+
+        def copy() -> None:
+            host.copy_(payload)
+            copied.done.set()
+
+        threading.Timer(self.seconds, copy).start()
+        return host, copied
+
+    def to_device(self, host: Tensor) -> Tensor:
+        assert self.stream == "arriving"
+        self.log.append("arrival")
+        return host.clone()
+
+    @contextlib.contextmanager
+    def _on(self, stream: str) -> Iterator[None]:
+        assert self.stream == "computation"
+        self.stream = stream
+        yield
+        self.stream = "computation"
+
+
+class Copied:
+    def __init__(self, error: str) -> None:
+        self.done, self.error = threading.Event(), error
+
+    def synchronize(self) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        self.done.wait()
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@contextlib.contextmanager
+def staged_on(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Stages of these ranks take their tensors to lie on a late device."""
+    before = stage_module.choose
+    if dist.get_rank() in ranks:
+        stage_module.choose = lambda group, device, traffic: Staged(group, traffic, Late())
+    try:
+        yield
+    finally:
+        stage_module.choose = before
+
+
+def trained(schedule: str, staged: tuple[int, ...], options: Any) -> Any:
+    """Losses of some steps, and what evaluation between them gives."""
+    with staged_on(staged):
+        run = toy.Run(schedule, toy.lowbit(**options))
+    outputs = []
+    for step in range(3):
+        for stage in run.stages:
+            assert isinstance(stage, LowBitStage)
+            stage.set_samples(range(toy.ROWS * toy.MICRO_BATCHES))
+        run.train(step)
+        outputs.append(run.evaluate(step))
+    for stage in run.stages:
+        assert isinstance(stage, LowBitStage)
+        assert isinstance(stage._transport, Staged if dist.get_rank() in staged else Early)
+        assert stage._transport._outbox == []
+        assert stage._transport._posted == {}
+    return run.losses, [y for y in outputs if y is not None]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "staged", "options"),
+    [
+        ("1f1b", (0, 1), FIT | {"warmup_steps": 1}),
+        ("zbv", (0, 1), FIT),
+        ("interleaved-2", (1,), FIT),  # the other rank has no such device
+        ("gpipe", (0,), FIT | {"forward": AQSGD()}),
+    ],
+)
+def test_staging_changes_no_loss(
+    ranks: Ranks, schedule: str, staged: tuple[int, ...], options: Any
+):
+    found = ranks.run(trained, schedule, staged, options)
+    expected = ranks.run(trained, schedule, (), options)
+    for rank in range(2):
+        assert len(found[rank][0]) == len(expected[rank][0])
+        for ours, theirs in zip(chain(*found[rank]), chain(*expected[rank]), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def opened(late: Late, topic: str = "test", timeout: float = 10.0) -> Staged:
+    group = default_group()
+    transport = Staged(group, Traffic(), late)
+    names = [f"rank {rank}" for rank in range(dist.get_world_size())]
+    transport.begin(FailureBoard(group, topic, names, timeout))
+    return transport
+
+
+def without_waiting() -> None:
+    """Only `drain` waits for the device and for the peer; the tensor is known to be read meanwhile."""
+    late = Late(seconds=0.5)
+    transport, other = opened(late), 1 - dist.get_rank()
+    transport.post(Route(other, 0), 64)
+    transport.post(Route(other, 1), 64)
+    start, x = time.monotonic(), torch.ones(64)
+    with transport.leaving(x):
+        payload = torch.full((64,), 7, dtype=torch.uint8)
+        assert transport.send(Route(other, 0), payload) == []
+        assert transport.send(Route(other, 1), payload + 1) == []
+    assert time.monotonic() - start < 0.3
+    assert late.sources[0] is x
+    for tag in (1, 0):
+        with transport.arriving():
+            assert transport.take(Route(other, tag), 64).unique().tolist() == [7 + tag]
+    transport.drain()
+    assert time.monotonic() - start > 0.4
+    assert late.log == ["fence", "arrival", "arrival"]
+
+
+def test_the_schedule_does_not_wait_for_copies(ranks: Ranks):
+    ranks.run(without_waiting)
+
+
+def failing_device() -> None:
+    """The peer is not blamed for what the device of this rank did."""
+    transport = opened(Late(error="device lost"))
+    with transport.leaving(torch.ones(8)):
+        transport.send(Route(1 - dist.get_rank(), 0), torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="^device lost$") as caught:
+        transport.drain()
+    assert not isinstance(caught.value, PeerError)
+    dist.barrier()
+
+
+def test_a_device_that_fails_is_not_the_peers_fault(ranks: Ranks):
+    ranks.run(failing_device)
+
+
+def failing_peer() -> None:
+    if dist.get_rank() == 0:
+        transport, before = opened(Late()), dist.isend
+        dist.isend = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("reset"))
+        try:
+            with transport.leaving(torch.ones(8)):
+                transport.send(Route(1, 0), torch.zeros(8, dtype=torch.uint8))
+            with pytest.raises(PeerError, match="rank 1 closed its connection") as caught:
+                transport.drain()
+            assert caught.value.rank == 1
+        finally:
+            dist.isend = before
+    dist.barrier()
+
+
+def test_a_send_that_can_not_start_names_the_peer(ranks: Ranks):
+    ranks.run(failing_peer)
+
+
+def stage_out_of_reach() -> LowBitStage:
+    """On a device from which the process group cannot send."""
+    stage = LowBitStage(toy.Block().to("meta"), dist.get_rank(), 2, toy.CPU, **FIT)
+    stage.device = torch.device("meta")
+    assert all(op.tensor.device.type == "cpu" for op in stage._get_init_p2p_neighbors_ops())
+    return stage
+
+
+def exchange() -> Any:
+    stage, rank = stage_out_of_reach(), dist.get_rank()
+    votes = stage._warmup_forward_vote(True), None
+    if rank == 1:
+        votes = stage._warmup_backward_result(votes[0]), stage._send_meta("shapes", 0)
+    else:
+        votes = stage._warmup_backward_result(), stage._recv_meta(1)
+    assert stage.device.type == "meta"
+    return int(votes[0]), votes[1]
+
+
+def trial() -> Any:
+    stage = stage_out_of_reach()
+    x = torch.zeros(toy.ROWS, 3, toy.WIDTH)
+    stage._shape_inference((x,) if stage.is_first else ())
+    assert stage.device.type == "meta"
+    assert isinstance(stage.submod, toy.Block)
+    return [tuple(m.shape) for m in (*stage.inputs_meta, *stage.get_outputs_meta())]
+
+
+NEW = hasattr(PipelineStage, "_recv_meta")
+
+
+@pytest.mark.skipif(not NEW, reason="this PyTorch exchanges shapes otherwise")
+def test_shapes_are_exchanged_where_the_process_group_can_reach_them(ranks: Ranks):
+    assert ranks.run(exchange) == [(0, "shapes"), (0, None)]
+
+
+@pytest.mark.skipif(NEW, reason="this PyTorch exchanges shapes otherwise")
+def test_shapes_of_a_trial_run_are_exchanged_likewise(ranks: Ranks):
+    assert ranks.run(trial) == [[(toy.ROWS, 3, toy.WIDTH)] * 2] * 2

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
+from lowbit.train.device import choose_backend, choose_device
+from lowbit.train.prepare import prepare
+from lowbit.train.section import ConfigError
+from tests.ranks import Ranks
+from tests.train.runs import losses, tiny
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Pretend to be a local rank on a machine with so many ranks and devices."""
+
+    def pretend(*, devices: int, here: int, rank: int = 0, nccl: bool = True) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "here", "rank", "expected"),
+    [
+        ("auto", 0, 2, 0, "cpu"),
+        ("auto", 1, 2, 1, "cpu"),
+        ("auto", 2, 2, 1, "cuda:1"),
+        ("auto", 8, 2, 1, "cuda:1"),
+        ("cuda", 1, 2, 1, "cuda:0"),
+        ("cuda", 2, 2, 1, "cuda:1"),
+        ("cpu", 2, 2, 1, "cpu"),
+    ],
+)
+def test_each_rank_has_its_device(machine, name, devices, here, rank, expected):
+    machine(devices=devices, here=here, rank=rank)
+    assert str(choose_device(name, ranks=4)) == expected
+
+
+def test_devices_that_stay_unused_are_said(machine, caplog: pytest.LogCaptureFixture):
+    machine(devices=1, here=2)
+    with caplog.at_level(logging.WARNING):
+        choose_device("auto", ranks=2)
+    assert "1 CUDA devices for 2 ranks: computing on the CPU" in caplog.text
+
+
+def test_cuda_that_is_not_there_is_an_error(machine):
+    machine(devices=0, here=1)
+    with pytest.raises(ConfigError, match=r"run\.device is cuda; this machine has 0 devices"):
+        choose_device("cuda", ranks=1)
+
+
+def config(backend: str, boundary: str = "lowbit") -> TrainConfig:
+    return TrainConfig(run=RunConfig(backend=backend), pipeline=PipelineConfig(boundary=boundary))
+
+
+@pytest.mark.parametrize(
+    ("backend", "boundary", "here", "devices", "nccl", "expected"),
+    [
+        ("auto", "lowbit", 4, 4, True, "nccl"),  # one machine
+        ("auto", "lowbit", 2, 2, True, "gloo"),  # several
+        ("auto", "lowbit", 4, 1, True, "gloo"),  # shared
+        ("auto", "lowbit", 4, 4, False, "gloo"),
+        ("auto", "stock-fp32", 2, 2, True, "nccl"),
+        ("nccl", "lowbit", 2, 2, True, "nccl"),
+        ("gloo", "lowbit", 4, 4, True, "gloo"),
+    ],
+)
+def test_slow_networks_get_gloo(machine, backend, boundary, here, devices, nccl, expected):
+    machine(devices=devices, here=here, nccl=nccl)
+    assert choose_backend(config(backend, boundary), CUDA, ranks=4) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "boundary", "device", "devices", "nccl", "message"),
+    [
+        ("nccl", "lowbit", CPU, 0, False, "run.backend is nccl; allowed on the CPU: auto or gloo"),
+        ("nccl", "lowbit", CUDA, 4, False, "run.backend is nccl; this PyTorch has no NCCL"),
+        ("nccl", "lowbit", CUDA, 1, True, "a device for each rank, and 4 ranks share 1; allowed"),
+        ("gloo", "stock-fp32", CUDA, 4, True, "'stock-fp32'; PyTorch's own stage can not use Gloo"),
+        ("auto", "stock-bf16", CUDA, 1, True, r"or NCCL \(NCCL needs a device for each rank"),
+    ],
+)
+def test_what_no_backend_can_do_is_said(machine, backend, boundary, device, devices, nccl, message):
+    machine(devices=devices, here=4, nccl=nccl)
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(config(backend, boundary), device, ranks=4)
+
+
+def test_a_run_is_told_its_place(tmp_path: Path):
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="allowed on the CPU: auto or gloo"):
+            prepare(tiny(tmp_path, run={"backend": "nccl"}), ranks=2)
+    assert prepare(tiny(tmp_path, run={"device": "cpu"}), ranks=2).backend == "gloo"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
+def test_ranks_that_share_a_gpu_train_as_on_the_cpu(tmp_path: Path, ranks: Ranks, schedule: str):
+    stages = 1 if schedule == "1f1b" else 2
+    pipeline = {"schedule": schedule, "stages_per_rank": stages}
+    on = {
+        device: ranks.run(
+            losses, tiny(tmp_path / device, pipeline=pipeline, run={"device": device}), timeout=180
+        )
+        for device in ("cpu", "cuda")
+    }
+    for rank in range(2):
+        assert on["cuda"][rank] == pytest.approx(on["cpu"][rank], rel=1e-3)
