@@ -26,6 +26,7 @@ PUBLIC = {
     "lowbit.cli": "app main",
     "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec GroupInt Session TAHQuant parse",
     "lowbit.collectives": "AgreementError PeerError agree",
+    "lowbit.gradients": "GradientStorage",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": (
         "backend block_float8_decode block_float8_encode group_int_decode group_int_encode "
