@@ -43,9 +43,9 @@ class GradientStorage:
 
     The paper leaves the optimizer's side open; here `step` materialises gradients in portions no larger than the
     largest parameter's, and the update equals a whole step with these gradients, bit for bit. NaN and infinity in a
-    gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored dense. What has no gradient stays
-    without, so that optimizers skip it. Parameters that require no gradient now are left alone; those frozen
-    later keep what they hold until `zero_`.
+    gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored dense. What has no
+    gradient stays without, so that optimizers skip it. Parameters that require no gradient now are left alone; those
+    frozen later keep what they hold until `zero_`.
 
     Not with `DistributedDataParallel` (its buckets are full-precision copies; use `all_reduce` on the plain module)
     nor with sharded parameters (DTensor).
