@@ -21,8 +21,8 @@ class BlockFloat8(Codec):
     The format of AGoQ (arXiv 2605.00539) for gradients, in memory and in their all-reduce. The paper does not give its
     scales; ours are powers of two that take one byte.
 
-    Bytes on the wire, for n elements in g = ceil(n / block) blocks: g (scales), 0 to 3 (up to a multiple of 4) and n
-    (codes): 8.0625 bits an element at blocks of 128.
+    Bytes on the wire, for n elements in g = ceil(n / block) blocks: n (codes), 0 to 15 (up to a multiple of 16) and
+    g (scales): 8.0625 bits an element at blocks of 128.
 
     A scale s stands for 2^(s - 127), as in OCP's MX formats: the smallest with which the block's largest magnitude is
     at most the format's (448 for E4M3, 57344 for E5M2), 1 <= s <= 254 - top with top = 8 or 15.

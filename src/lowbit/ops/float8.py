@@ -39,7 +39,7 @@ FORMATS = {"e4m3": Format(3, 8, 121), "e5m2": Format(2, 15, 113)}
 
 def block_float8_layout(numel: int, block: int) -> Layout:
     """Payload of `block_float8_encode` (see `lowbit.codecs.BlockFloat8`)."""
-    return Layout.of(scales=ceil_div(numel, block), codes=numel)
+    return Layout.of(codes=numel, scales=ceil_div(numel, block))
 
 
 def block_float8_encode(
@@ -67,7 +67,7 @@ def block_float8_encode(
     code_GL = code_GL | ((bits_GL >> 24) & 0x80)
     finite_G = largest_G < 0x7F800000
     code_GL = torch.where(finite_G[:, None], code_GL, 0)
-    payload[layout.sizes["scales"] : layout.offsets["codes"]] = 0
+    payload[layout.sizes["codes"] : layout.offsets["scales"]] = 0
     layout.section(payload, "scales").copy_(torch.where(finite_G, scale_G, NAN_SCALE))
     layout.section(payload, "codes").copy_(code_GL.view(-1)[: x.numel()])
 

@@ -49,8 +49,8 @@ def block_float8_encode(
 ) -> None:
     """The reference's bytes."""
     layout, form = block_float8_layout(x.numel(), block), FORMATS[format]
-    at, gap = sections(payload, layout), layout.sizes["scales"]
-    ctypes.memset(payload.data_ptr() + gap, 0, layout.offsets["codes"] - gap)
+    at, end = sections(payload, layout), layout.sizes["codes"]
+    ctypes.memset(payload.data_ptr() + end, 0, layout.offsets["scales"] - end)
 
     def work(start: int, stop: int) -> None:
         scratch = torch.empty(5 * block, dtype=torch.uint8)
