@@ -39,6 +39,23 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
+def test_gradients_in_few_bits_train_too(recipe: Recipe):
+    plain, found = [], []
+    for gradients, losses in ((None, plain), (parse("fp8"), found)):
+        _, row = train(
+            recipe,
+            forward=FP32,
+            backward=FP32,
+            seed=0,
+            gradients=gradients,
+            on_step=lambda step, loss, losses=losses: losses.append(loss),
+        )
+        losses.append(row["loss"])
+    assert found[0] == pytest.approx(plain[0], rel=1e-6), "the same start and samples"
+    assert found[-1] != plain[-1]
+    assert found == pytest.approx(plain, abs=0.05)
+
+
 def first_losses(
     recipe: Recipe, forward: Codec, backward: Codec = INT6, *, seed: int = 0
 ) -> list[float]:

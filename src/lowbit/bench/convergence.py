@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from lowbit.bench.emulated import Recipe
+from lowbit.bench.emulated import Recipe, codec_pair, gradient_codec
 from lowbit.bench.jobs import Job, Task, finish
 from lowbit.bench.losses import REFERENCE
+from lowbit.bench.replicas import RANKS
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import parse
 from lowbit.codecs.base import check_choice
@@ -44,7 +45,8 @@ class Settings:
         regimes: scratch-warmup (from scratch, some steps at full precision first), scratch, finetune (from a
             full-precision checkpoint, on another text).
         boundaries: forward formats, by name or in full. aq-sgd, which codes what changed since a sample was last seen,
-            runs in fine-tuning only: from scratch no sample is seen twice.
+            runs in fine-tuning only: from scratch no sample is seen twice. "gradients:fp8": float32 at the boundaries,
+            and gradients kept between micro-batches of one sample, and all-reduced over two ranks, in this format.
         backward: format of the gradients beside low-bit forward formats; fp32, bf16 and fp16 travel alike both ways.
         seeds: of weights and data order.
         device: "cpu" or "cuda"; with several devices, runs at the same time take them in turn.
@@ -118,8 +120,11 @@ class Settings:
         check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("precision", self.precision, ("fp32", "bf16"))
         _model(self, pretrained=False)
-        for boundary in (*self.boundaries, self.backward):
-            parse(boundary)
+        parse(self.backward)
+        for boundary in self.boundaries:
+            codec_pair(boundary, self.backward)
+            if gradient_codec(boundary) and self.batch % RANKS:
+                raise ValueError(f"batch is {self.batch}; allowed: multiples of {RANKS}")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
@@ -176,7 +181,7 @@ def planned(settings: Settings) -> list[Job]:
         Job(regime, boundary, seed, settings.backward)
         for regime in settings.regimes
         for boundary in settings.boundaries
-        if regime == "finetune" or not parse(boundary).needs_key
+        if regime == "finetune" or not codec_pair(boundary, settings.backward)[0].needs_key
         for seed in settings.seeds
     ]
 
@@ -272,7 +277,9 @@ def _read(file: Path, settings: Settings) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file)
-    found = Settings().identity() | earlier.settings  # a setting that is newer than the file was as by default
+    found = (
+        Settings().identity() | earlier.settings
+    )  # a setting that is newer than the file was as by default
     for name, value in settings.identity().items():
         if found[name] != value:
             raise ValueError(

@@ -10,11 +10,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lowbit.bench.replicas import Replicas
 from lowbit.codecs import Cast, Codec, parse
 from lowbit.pipeline import Emulation, Traffic, emulate_
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CURVE_POINTS = 40
+GRADIENTS = "gradients:"
+"""Before a format that gradients are kept and all-reduced in, in place of a boundary's."""
 
 OnStep = Callable[[int, float], None]
 
@@ -59,19 +63,43 @@ class Recipe:
 
 
 def codec_pair(boundary: str, backward: str) -> tuple[Codec, Codec]:
-    """Codecs each way: plain numbers travel alike in both directions, low-bit formats get the backward format."""
-    forward = parse(boundary)
+    """Codecs each way: plain numbers travel alike in both directions, low-bit formats get the backward format.
+
+    Where gradients have a format of their own, boundaries carry float32.
+    """
+    forward = Cast() if boundary.startswith(GRADIENTS) else parse(boundary)
     return forward, forward if isinstance(forward, Cast) else parse(backward)
 
 
+def gradient_codec(boundary: str) -> Codec | None:
+    """What gradients are kept and all-reduced in ("gradients:fp8"); None for a boundary's format.
+
+    Raises:
+        ValueError: an unknown format, or one that remembers samples.
+    """
+    if not boundary.startswith(GRADIENTS):
+        return None
+    codec = parse(boundary.removeprefix(GRADIENTS))
+    if codec.needs_key:
+        raise ValueError(f"{boundary!r} remembers samples; allowed: codecs without state")
+    return codec
+
+
 def train(
-    recipe: Recipe, *, forward: Codec, backward: Codec, seed: int, on_step: OnStep | None = None
+    recipe: Recipe,
+    *,
+    forward: Codec,
+    backward: Codec,
+    seed: int,
+    gradients: Codec | None = None,
+    on_step: OnStep | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train once and evaluate on the held-out text.
 
     Args:
         recipe: the run; forward, backward: what every boundary carries.
         seed: of weights and data order.
+        gradients: what gradients are kept and all-reduced in (`lowbit.bench.replicas`); None: full precision.
         on_step: called after every step with the number of steps done and the loss.
 
     Returns:
@@ -89,7 +117,8 @@ def train(
         backward=backward,
         warmup_steps=recipe.warmup_steps,
     )
-    losses, result = _steps(recipe, model, emulation, data.train, seed, on_step)
+    replicas = Replicas(model, gradients) if gradients else None
+    losses, result = _steps(recipe, model, emulation, data.train, seed, replicas, on_step)
     through = None if forward.needs_key else evaluate(model, data.held_out, recipe)
     emulation.remove()
     result |= {
@@ -139,6 +168,7 @@ def _steps(
     emulation: Emulation,
     windows: Windows,
     seed: int,
+    replicas: Replicas | None,
     on_step: OnStep | None,
 ) -> tuple[list[float], dict[str, Any]]:
     """All steps: their losses, and what the boundaries sent."""
@@ -152,12 +182,16 @@ def _steps(
         ids = order.ids(step)
         emulation.set_samples(ids)
         set_learning_rate(optimizer, learning_rate(recipe.optimizer, step=step, steps=recipe.steps))
-        loss = _loss(model, *windows.batch(ids), recipe)
-        loss.backward()
-        if recipe.optimizer.clip:
-            nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        if replicas is None:
+            loss = _loss(model, *windows.batch(ids), recipe)
+            loss.backward()
+            if recipe.optimizer.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            loss = replicas.backward(partial(_loss, model, recipe=recipe), *windows.batch(ids))
+            replicas.step(optimizer, recipe.optimizer.clip)
         emulation.step()
         losses.append(loss.item())
         if on_step:

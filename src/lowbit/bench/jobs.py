@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowbit.bench.emulated import Recipe, codec_pair, train
+from lowbit.bench.emulated import Recipe, codec_pair, gradient_codec, train
 
 _reports: SimpleQueue | None = None  # in a worker: where its steps are told
 
@@ -86,7 +86,14 @@ def _work(task: Task) -> dict[str, Any]:
         if _reports is not None:
             _reports.put((str(job), step, loss))
 
-    model, result = train(recipe, forward=forward, backward=backward, seed=job.seed, on_step=tell)
+    model, result = train(
+        recipe,
+        forward=forward,
+        backward=backward,
+        seed=job.seed,
+        gradients=gradient_codec(job.boundary),
+        on_step=tell,
+    )
     if task.keep:
         _save(model.state_dict(), Path(task.keep))
     return {"boundary": job.boundary, "seed": job.seed, "regime": job.regime, **result}

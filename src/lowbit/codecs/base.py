@@ -118,6 +118,35 @@ class Codec(ABC):
                 out.copy_(target)
         return out
 
+    def add(self, payload: Tensor, x: Tensor) -> Tensor:
+        """Add a tensor to the one in a payload: decode, add in float32, code again.
+
+        Args:
+            payload: uint8, `nbytes(x.shape)` long, contiguous; changed in place.
+            x: float32, bfloat16 or float16, any shape and strides; not changed.
+
+        Returns:
+            The payload.
+
+        Raises:
+            TypeError: `x` is not a tensor of one of these dtypes.
+            ValueError: a payload of another length, dtype or device.
+        """
+        _check_float("x", x)
+        _check_payload("payload", payload, self.nbytes(x.shape), x.device)
+        if x.numel():
+            target = payload if _aligned(payload) else payload.clone()
+            self._add(target, x.detach().contiguous())
+            if target is not payload:
+                payload.copy_(target)
+        return payload
+
+    def _add(self, payload: Tensor, x: Tensor) -> None:
+        """`add` of a contiguous tensor; formats that need no float32 copy for it do better."""
+        total = x.float() if x.dtype != torch.float32 else x.clone()
+        self._decode(payload, total, True)
+        self._encode(total, payload)
+
     def bits_per_element(self, shape: Sequence[int]) -> float:
         """Every byte of the payload, divided by the elements (0 for an empty tensor)."""
         numel = math.prod(shape)

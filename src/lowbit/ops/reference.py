@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lowbit.ops.exact import entropy, rotate, smallest, store, uniform
+from lowbit.ops.float8 import block_float8_decode as block_float8_decode
+from lowbit.ops.float8 import block_float8_encode as block_float8_encode
 from lowbit.ops.layout import Layout, TAHGeometry, ceil_div, group_int_layout, tah_geometry
 from lowbit.ops.packing import pack, pack_flags, unpack, unpack_flags
 

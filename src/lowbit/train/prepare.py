@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from lowbit.codecs import Codec
 from lowbit.train.boundaries import Codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import Checkpoints, run_facts
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
+from lowbit.train.gradients import storage_codec
 from lowbit.train.model import count_layers, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.section import ConfigError
@@ -27,6 +29,7 @@ class Prepared:
     config: TrainConfig
     plan: Plan
     codecs: Codecs
+    storage: Codec | None
     data: Data
     vocab: int
     device: torch.device
@@ -63,6 +66,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     codecs = make_codecs(config.pipeline, plan.stages - 1)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
+    storage = storage_codec(config.gradients)
     output = Path(config.run.output)
     _check_output(config, output)
     longest = longest_sequence(config.model)
@@ -75,6 +79,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         config=config,
         plan=plan,
         codecs=codecs,
+        storage=storage,
         data=data,
         vocab=vocabulary(config.model, data.tokenizer.size),
         device=device,

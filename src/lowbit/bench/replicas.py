@@ -1,0 +1,66 @@
+"""Data parallelism in one process: what storage and all-reduce in few bits do to gradients, rank after rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.codecs import Codec
+from lowbit.gradients import GradientStorage
+
+RANKS = 2
+
+
+class Replicas:
+    """`RANKS` ranks that share a batch, one sample a micro-batch, and keep, send and sum gradients in one codec.
+
+    As in AGoQ's all-reduce: each rank's sum over its micro-batches is coded for the wire, the sum over the ranks is
+    float32, coded once more, and stored.
+
+    Args:
+        model: whose gradients are taken out of `.grad`. codec: of storage and wire.
+    """
+
+    def __init__(self, model: nn.Module, codec: Codec) -> None:
+        self.codec, self.storage = codec, GradientStorage(model, codec=codec)
+
+    def backward(
+        self, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
+    ) -> Tensor:
+        """Leave the mean gradient of a batch in the storage.
+
+        Args:
+            loss: mean loss of samples. inputs, targets: (samples, sequence), a multiple of `RANKS` samples.
+
+        Returns:
+            The batch's mean loss.
+
+        Raises:
+            ValueError: a number of samples that the ranks can not share.
+        """
+        if len(inputs) % RANKS:
+            raise ValueError(f"batch is {len(inputs)}; allowed: multiples of {RANKS}")
+        sums: dict[nn.Parameter, Tensor] = {}
+        losses: list[Tensor] = []
+        for mine in torch.arange(len(inputs)).chunk(RANKS):
+            self.storage.zero_()
+            for sample in mine.split(1):
+                one = loss(inputs[sample], targets[sample])
+                one.backward()
+                losses.append(one.detach())
+            for parameter, gradient in self.storage.gradients():
+                sent = self.codec.round_trip(gradient)
+                sums[parameter] = sums[parameter] + sent if parameter in sums else sent
+        for parameter, total in sums.items():
+            self.storage.put(parameter, self.codec.round_trip(total))
+        self.storage.scale_(1 / len(inputs))
+        return torch.stack(losses).mean()
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
+        """Clip to this norm (0: never), take the optimizer's step, and forget the gradients."""
+        if clip:
+            self.storage.clip_(clip)
+        self.storage.step(optimizer)
+        self.storage.zero_()
