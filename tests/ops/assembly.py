@@ -22,16 +22,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowbit.codecs import Codec, GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.ops import gpu
-from lowbit.ops.gpu import group_int, launch, tah_quant
+from lowbit.ops.gpu import block_float8, group_int, launch, tah_quant
 
 KERNELS: dict[str, tuple[Codec, bool]] = {
     "TAHQuant() encode": (TAHQuant(), True),
     "TAHQuant() decode": (TAHQuant(), False),
     "GroupInt() encode": (GroupInt(), True),
     "GroupInt() decode": (GroupInt(), False),
+    "BlockFloat8() encode": (BlockFloat8(), True),
+    "BlockFloat8() decode": (BlockFloat8(), False),
 }
+MODULES = {"BlockFloat8": block_float8, "GroupInt": group_int, "TAHQuant": tah_quant}
 SHAPE = (8, 4096, 4096)
 POINTERS = {torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32"}
 
@@ -48,10 +51,10 @@ def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any],
     x = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
     payload = torch.empty(codec.nbytes(SHAPE), dtype=torch.uint8, device="meta")
     before = launch.launch
-    for module in (group_int, tah_quant):
+    for module in MODULES.values():
         module.launch = catch
     try:
-        name = {GroupInt: "group_int", TAHQuant: "tah_quant"}[type(codec)]
+        name = MODULES[type(codec).__name__].__name__.rpartition(".")[2]
         function = getattr(gpu, f"{name}_{'encode' if encode else 'decode'}")
         tensors = (x, payload) if encode else (payload, x)
         function(
@@ -59,7 +62,7 @@ def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any],
             *_settings(codec, encode),
         )
     finally:
-        for module in (group_int, tah_quant):
+        for module in MODULES.values():
             module.launch = before
     return caught
 
@@ -67,6 +70,8 @@ def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any],
 def _settings(codec: Codec, encode: bool) -> tuple:
     if isinstance(codec, GroupInt):
         return codec.bits, codec.group, codec.symmetric, None if encode else False
+    if isinstance(codec, BlockFloat8):
+        return codec.format, codec.block, *((None, False) if encode else (False,))
     assert isinstance(codec, TAHQuant)
     last = (codec.pivot_ratio,) if encode else (codec.pivot_ratio is not None, False)
     return (
@@ -141,7 +146,7 @@ def main(names: list[str]) -> None:
         codec, encode = KERNELS[name]
         for kernel, warps, shape, arguments, settings in launches(codec, encode):
             found = compiled(kernel, warps, shape, arguments, settings)
-            lanes = shape.get("NT") or shape["GROUPS"]
+            lanes = shape.get("NT") or shape["GROUPS"] / (8 if "TOP" in shape else 1)
             print(json.dumps(row(name, found, lanes * shape["WIDTH"] * 8)), flush=True)
 
 

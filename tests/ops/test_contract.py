@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 from lowbit import ops
-from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, Cast, Codec, GroupInt, TAHQuant
 from lowbit.ops import contract, reference
 
 TAH = (64, 5, 4, 0.88, "range")
@@ -78,18 +78,25 @@ def test_opcheck(name: str, backend: str) -> None:
 
 
 def test_compiles_without_a_graph_break() -> None:
-    codec = GroupInt(bits=4)
+    x = torch.randn(1, 3, 200)
+    for codec in (GroupInt(bits=4), TAHQuant(), TAHQuant.published(), BlockFloat8(), Cast()):
+        through = torch.compile(codec.round_trip, backend="eager", fullgraph=True)
+        assert torch.equal(through(x), codec.round_trip(x))
 
-    @torch.compile(backend="eager", fullgraph=True)
-    def through(x: torch.Tensor) -> torch.Tensor:
-        payload = torch.empty(codec.nbytes(x.shape), dtype=torch.uint8)
-        ops.group_int_encode(x, payload, 4, 64, False, None)
-        y = torch.empty_like(x)
-        ops.group_int_decode(payload, y, 4, 64, False, False)
-        return y
 
-    x = torch.randn(1000)
-    assert torch.equal(through(x), codec.round_trip(x))
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
+    x = torch.randn(2, 3, 70)
+    for codec in (GroupInt(bits=5), TAHQuant(), BlockFloat8(), Cast(dtype=torch.bfloat16)):
+        with ops.backend(backend):
+            expected = codec.encode(x)
+            buffer = torch.zeros(offset + len(expected), dtype=torch.uint8)
+            codec.encode(x, out=buffer[offset:])
+            assert torch.equal(buffer[offset:], expected)
+            assert torch.equal(
+                codec.decode(buffer[offset:], shape=x.shape), codec.decode(expected, shape=x.shape)
+            )
 
 
 @pytest.mark.parametrize("name", CASES)

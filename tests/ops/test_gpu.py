@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit import ops
-from lowbit.codecs import Codec, GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,6 +98,28 @@ def test_group_int(codec: GroupInt) -> None:
     check(codec, tensor((1, 1), torch.float32, "grid"))
 
 
+@pytest.mark.parametrize(
+    "codec",
+    [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(rounding="stochastic")],
+    ids=repr,
+)
+def test_block_float8(codec: BlockFloat8) -> None:
+    for shape, dtype, kind in (
+        ((1, 777), torch.float32, "hard"), ((5, 300), torch.bfloat16, "hard"),
+        ((1, 4096), torch.float16, "gaussian"), ((1, 1), torch.float32, "grid"),
+    ):  # fmt: skip
+        x = tensor(shape, dtype, kind)
+        check(codec, x)
+        sums = []
+        for name in ("reference", "gpu"):
+            with ops.backend(name):
+                torch.manual_seed(2)
+                payload = codec.encode(x.to(DEVICE))
+                codec.add(payload, (x * 0.3).to(DEVICE))
+                sums.append(payload)
+        assert torch.equal(*sums)
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_stochastic_rounding_takes_the_same_random_numbers(symmetric: bool) -> None:
     codec = GroupInt(bits=4, group=32, symmetric=symmetric, rounding="stochastic")
@@ -165,7 +187,9 @@ def test_nothing_waits_for_the_gpu() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("codec", [TAHQuant(), TAHQuant.published(), GroupInt()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [TAHQuant(), TAHQuant.published(), GroupInt(), BlockFloat8()], ids=repr
+)
 def test_in_a_cuda_graph(codec: Codec) -> None:
     x = torch.randn(4, 256, 1024, device=DEVICE, dtype=torch.bfloat16)
     codec.round_trip(x)
@@ -191,7 +215,8 @@ def test_on_a_side_stream() -> None:
 @needs_gpu
 @pytest.mark.parametrize(
     ("codec", "encode", "decode"),
-    [(TAHQuant(), 1, 1), (TAHQuant.published(), 1, 1), (TAHQuant(allocation="token"), 3, 1), (GroupInt(), 1, 1)],
+    [(TAHQuant(), 1, 1), (TAHQuant.published(), 1, 1), (TAHQuant(allocation="token"), 3, 1),
+        (BlockFloat8(), 1, 1), (GroupInt(), 1, 1)],
 )  # fmt: skip
 def test_launches(codec: Codec, encode: int, decode: int) -> None:
     x = torch.randn(4, 256, 1024, device=DEVICE)
@@ -210,7 +235,7 @@ def test_launches(codec: Codec, encode: int, decode: int) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("codec", [TAHQuant(), GroupInt()], ids=repr)
+@pytest.mark.parametrize("codec", [TAHQuant(), GroupInt(), BlockFloat8()], ids=repr)
 def test_more_than_2_to_the_31_elements(codec: Codec) -> None:
     shape = (2**31 + 2**20) // 4096, 4096
     x = torch.randn(1, 4096, device=DEVICE, dtype=torch.bfloat16).expand(shape).contiguous()

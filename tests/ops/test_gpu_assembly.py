@@ -24,7 +24,7 @@ def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> N
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 4
+    assert len(rows) == 6
     for row in rows:
         assert row["spilled_bytes"] == row["approximate"] == row["flushed"] == 0, row
         assert row["registers"] <= 128, row
@@ -32,4 +32,4 @@ def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> N
         # Eight 16-byte loads of bfloat16 elements, or as many stores of them; codes move 8 bytes at a time.
         assert row["vector_loads" if encode else "vector_stores"] >= 8, row
         assert row["vector_stores" if encode else "vector_loads"] >= 4, row
-        assert row["instructions_per_element"] < (36 if encode else 15), row
+        assert row["instructions_per_element"] < (36 if encode else 20), row

@@ -17,8 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowbit.ops.layout import ALIGNMENT
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Key = tuple[int, ...]
@@ -68,7 +66,7 @@ class Codec(ABC):
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
         _check_payload("out", out, size, x.device)
         if x.numel():
-            target = out if _aligned(out) else torch.empty_like(out)
+            target = out if out.is_contiguous() else torch.empty_like(out)
             self._encode(x.detach().contiguous(), target)
             if target is not out:
                 out.copy_(target)
@@ -112,8 +110,7 @@ class Codec(ABC):
             )
         if out.numel():
             target = out if out.is_contiguous() else out.contiguous()
-            payload = payload.contiguous()
-            self._decode(payload if _aligned(payload) else payload.clone(), target, accumulate)
+            self._decode(payload.contiguous(), target, accumulate)
             if target is not out:
                 out.copy_(target)
         return out
@@ -135,7 +132,7 @@ class Codec(ABC):
         _check_float("x", x)
         _check_payload("payload", payload, self.nbytes(x.shape), x.device)
         if x.numel():
-            target = payload if _aligned(payload) else payload.clone()
+            target = payload.contiguous()
             self._add(target, x.detach().contiguous())
             if target is not payload:
                 payload.copy_(target)
@@ -231,11 +228,6 @@ class Session:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}"
             )
-
-
-def _aligned(payload: Tensor) -> bool:
-    """Whether sections can be read as words; part of a larger buffer may start anywhere."""
-    return payload.storage_offset() % ALIGNMENT == 0 and payload.is_contiguous()
 
 
 def _check_float(name: str, x: Tensor) -> None:

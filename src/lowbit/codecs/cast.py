@@ -36,6 +36,8 @@ class Cast(Codec):
         payload.copy_(saturating_cast(x, self.dtype).reshape(-1).view(torch.uint8))
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        if not torch.compiler.is_compiling() and payload.storage_offset() % self.dtype.itemsize:
+            payload = payload.clone()  # a part of a larger buffer may start anywhere
         y = payload.view(self.dtype).view(out.shape)
         if accumulate:
             y = out.float() + y.float()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lowbit.ops import reference
 from lowbit.ops.float8 import FORMATS, block_float8_layout
-from lowbit.ops.layout import group_int_layout, tah_geometry
+from lowbit.ops.layout import ALIGNMENT, group_int_layout, tah_geometry
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,17 @@ def _load(name: str) -> Any:
 def _on(name: str, home: str | None) -> Callable[..., None]:
     def run(*args: Any) -> None:
         CHECKS[name](*args)
-        _implementation(name, home, args[0].device)(*args)
+        function, payload = _implementation(name, home, args[0].device), args[place]
+        if payload.data_ptr() % ALIGNMENT == 0:
+            function(*args)
+            return
+        # Sections are read as words and vectors, but a part of a larger buffer may start anywhere.
+        aligned = payload.clone()
+        function(*args[:place], aligned, *args[place + 1 :])
+        if place:
+            payload.copy_(aligned)
 
+    place = 0 if name.endswith("decode") else 1
     return run
 
 

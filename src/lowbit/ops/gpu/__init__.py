@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from triton import knobs
 
+from lowbit.ops.gpu.block_float8 import block_float8_decode, block_float8_encode
 from lowbit.ops.gpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.gpu.tah_quant import tah_quant_decode, tah_quant_encode
 
 interpreted: bool = knobs.runtime.interpret
 
 __all__ = [
+    "block_float8_decode",
+    "block_float8_encode",
     "group_int_decode",
     "group_int_encode",
     "interpreted",
