@@ -272,7 +272,9 @@ def _read(file: Path, settings: Settings) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file)
-    found = Settings().identity() | earlier.settings  # a setting that is newer than the file was as by default
+    found = (
+        Settings().identity() | earlier.settings
+    )  # a setting that is newer than the file was as by default
     for name, value in settings.identity().items():
         if found[name] != value:
             raise ValueError(
