@@ -83,13 +83,10 @@ class Lane:
                 self._session(index)
 
     def warm_up(self) -> None:
-        """Use the codec on zeros in the shapes of the tensors that cross, so that its kernels are compiled.
-
-        Each combination once in a process; what sessions remember stays as it is.
-        """
+        """Have the codec's kernels compiled for the tensors that cross; what sessions remember stays as it is."""
         for shape, dtype in self.slots:
             if dtype.is_floating_point:
-                _use(self.codec, shape, dtype, self._device)
+                warm_up(self.codec, shape, dtype, self._device)
 
     def nbytes(self, index: int, step: Step, micro_batch: int) -> int:
         """Bytes of the next message of a tensor."""
@@ -183,8 +180,8 @@ class Lane:
 
 
 @functools.cache
-def _use(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-    """Both ways through sessions of its own."""
+def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+    """Use a codec on zeros, both ways, once in a process, so that its kernels are compiled before anybody waits."""
     key = tuple(range(shape[0])) if codec.needs_key else None
     sender, receiver = (codec.open(shape=shape, dtype=dtype, device=device) for _ in range(2))
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
+from lowbit.pipeline.boundary import warm_up
 from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.config import TrainConfig
 from lowbit.train.metrics import Work
@@ -85,6 +86,7 @@ class Pipeline:
             loss_fn=next_token_loss,
             scale_grads=storage is None,
         )
+        self._compile_kernels()
 
     @property
     def has_first(self) -> bool:
@@ -138,6 +140,16 @@ class Pipeline:
             warmup_steps=self.config.codec_warmup_steps,
             timeout=self.config.run.timeout_seconds,
         )
+
+    def _compile_kernels(self) -> None:
+        """Use the codecs of this rank's boundaries once, so that no step's time has compilation in it."""
+        rows, sequence = self.config.data.batch, self.config.data.sequence
+        shape = torch.Size((rows // self.config.pipeline.microbatches, sequence, self._width))
+        for index in self.modules:
+            for boundary in (index - 1, index):
+                if 0 <= boundary < self.plan.stages - 1 and self.plan.crosses(boundary):
+                    for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
+                        warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
         work = Work()
