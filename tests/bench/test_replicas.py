@@ -46,6 +46,7 @@ def test_everything_that_is_rounded_is_rounded() -> None:
     assert torch.equal(replicas.storage.gradient(model.weight), codec.round_trip(total) / 4)
     before = model.weight.detach().clone()
     gradient = replicas.storage.gradient(model.weight)
+    assert gradient is not None
     replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=0)
     assert torch.equal(model.weight, before - gradient)
     assert replicas.storage.gradient(model.weight) is None

@@ -68,6 +68,7 @@ def test_what_is_stored_is_what_the_codec_gives(dtype: torch.dtype, codec: Any) 
         if parts[0][i] is None:
             assert found is None
             continue
+        assert found is not None
         total = codec.round_trip(parts[0][i]).float()
         for part in parts[1:]:  # sums in float32, whatever the gradients are
             total = codec.round_trip(codec.round_trip(total) + part[i].float())

@@ -135,7 +135,7 @@ class HookedStage(PipelineStage):
         self.submod = there
         try:
             with self._on_wire():
-                return super()._shape_inference(*args, **kwargs)
+                return super()._shape_inference(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             self.submod = submod
 
