@@ -45,13 +45,11 @@ def test_everything_that_is_rounded_is_rounded() -> None:
     replicas.backward(loss, x, y)
     assert torch.equal(replicas.storage.gradient(model.weight), codec.round_trip(total) / 4)
     before = model.weight.detach().clone()
-    gradient = replicas.storage.gradient(model.weight)
-    assert gradient is not None
+    gradient = codec.round_trip(total) / 4
     replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=0)
     assert torch.equal(model.weight, before - gradient)
     assert replicas.storage.gradient(model.weight) is None
     replicas.backward(loss, x, y)
-    gradient = replicas.storage.gradient(model.weight)
     before = model.weight.detach().clone()
     replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=1e-3)
     assert (before - model.weight.detach()).norm() == pytest.approx(1e-3, rel=1e-2)

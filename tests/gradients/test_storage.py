@@ -64,7 +64,7 @@ def test_what_is_stored_is_what_the_codec_gives(dtype: torch.dtype, codec: Any) 
     storage = filled(model, codec=codec)
     for i, parameter in enumerate(model.parameters()):
         assert parameter.grad is None
-        found = storage.gradient(parameter)
+        found: Any = storage.gradient(parameter)
         if parts[0][i] is None:
             assert found is None
             continue
