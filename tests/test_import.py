@@ -25,7 +25,9 @@ PUBLIC = {
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
     "lowbit.codecs": "AQSGD Cast Codec GroupInt Session TAHQuant parse",
-    "lowbit.collectives": "AgreementError PeerError agree",
+    "lowbit.collectives": (
+        "AgreementError Pending PeerError agree all_gather all_reduce reduce_scatter"
+    ),
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": "backend group_int_decode group_int_encode tah_quant_decode tah_quant_encode",
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",

@@ -9,6 +9,9 @@ from lowbit.codecs.base import Codec
 from lowbit.collectives.shards import Shards
 from lowbit.collectives.wire import Wire
 
+AHEAD = 2
+"""Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
+
 
 def two_shot(
     x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None
@@ -26,26 +29,44 @@ def two_shot(
             it makes up for both. Zero where it is not finite.
     """
     shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk)
-    scatter(x, codec, wire, shards, errors)
+    # All receives first: a sender can begin only when it knows of the receive, and what tells it so would queue behind
+    # everything that this rank sends to it.
+    open_scatter(codec, wire, shards)
     for k in range(shards.chunks):
         incoming = [codec.nbytes((shards.size(r, k),)) for r in range(wire.ranks)]
         wire.open(shards.chunks + k, incoming, [incoming[wire.rank]])
     total = torch.empty(min(shards.chunk, shards.length), device=x.device)
-    for k in range(shards.chunks):
-        if size := shards.size(wire.rank, k):
-            part = add_up(total[:size], codec, wire, k, divisor)
-            payload = codec.encode(part, out=wire.box(shards.chunks + k))
-            if errors is not None:
-                mine = errors[shards.piece(wire.rank, k)]
-                lost = part - codec.decode(payload, shape=part.shape)
-                mine.add_(_finite(lost), alpha=divisor)
-        wire.send(shards.chunks + k)
-    for k in range(shards.chunks):
-        for source in range(wire.ranks):
-            piece = shards.piece(source, k)
-            if piece.stop > piece.start:
-                payload = wire.take(shards.chunks + k, source)
-                codec.decode(payload, shape=x[piece].shape, out=x[piece])
+    for turn in range(shards.chunks + 2 * AHEAD):
+        if turn < shards.chunks:
+            scatter(x, codec, wire, shards, turn, errors)
+        if 0 <= (k := turn - AHEAD) < shards.chunks:
+            _spread(total, codec, wire, shards, k, divisor, errors)
+        if 0 <= (k := turn - 2 * AHEAD) < shards.chunks:
+            for source in range(wire.ranks):
+                piece = shards.piece(source, k)
+                if piece.stop > piece.start:
+                    payload = wire.take(shards.chunks + k, source)
+                    codec.decode(payload, shape=x[piece].shape, out=x[piece])
+
+
+def _spread(
+    total: Tensor,
+    codec: Codec,
+    wire: Wire,
+    shards: Shards,
+    k: int,
+    divisor: int,
+    errors: Tensor | None,
+) -> None:
+    """Add up a chunk of this rank's shard, code the sum and send it to everybody."""
+    if size := shards.size(wire.rank, k):
+        part = add_up(total[:size], codec, wire, k, divisor)
+        payload = codec.encode(part, out=wire.box(shards.chunks + k))
+        if errors is not None:
+            mine = errors[shards.piece(wire.rank, k)]
+            lost = part - codec.decode(payload, shape=part.shape)
+            mine.add_(_finite(lost), alpha=divisor)
+    wire.send(shards.chunks + k)
 
 
 def one_shot(
@@ -68,7 +89,9 @@ def reduce_scatter(
 ) -> None:
     """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
     shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel())
-    scatter(x, codec, wire, shards, None)
+    open_scatter(codec, wire, shards)
+    for k in range(shards.chunks):
+        scatter(x, codec, wire, shards, k, None)
     total = torch.empty(min(shards.chunk, shards.length), device=x.device)
     for k in range(shards.chunks):
         piece = shards.piece(wire.rank, k)
@@ -86,26 +109,32 @@ def all_gather(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int) 
             codec.decode(wire.take(k, source), shape=target.shape, out=target)
 
 
-def scatter(x: Tensor, codec: Codec, wire: Wire, shards: Shards, errors: Tensor | None) -> None:
-    """Code every rank's shard of `x` and send it there, on lanes 0, 1, ... for the chunks."""
+def open_scatter(codec: Codec, wire: Wire, shards: Shards) -> None:
+    """Prepare lanes 0, 1, ... for `scatter`."""
     for k in range(shards.chunks):
         sizes = [codec.nbytes((shards.size(r, k),)) for r in range(wire.ranks)]
         wire.open(k, [sizes[wire.rank]] * wire.ranks, sizes)
-        for step in range(
-            1, wire.ranks + 1
-        ):  # each rank begins with another, and itself comes last
-            to = (wire.rank + step) % wire.ranks
-            piece = shards.piece(to, k)
-            if piece.stop > piece.start:
-                _encode(x[piece], codec, wire.box(k, to), None if errors is None else errors[piece])
-            wire.send(k, to)
+
+
+def scatter(
+    x: Tensor, codec: Codec, wire: Wire, shards: Shards, k: int, errors: Tensor | None
+) -> None:
+    """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
+    for step in range(1, wire.ranks + 1):  # each rank begins with another, and itself comes last
+        to = (wire.rank + step) % wire.ranks
+        piece = shards.piece(to, k)
+        if piece.stop > piece.start:
+            _encode(x[piece], codec, wire.box(k, to), None if errors is None else errors[piece])
+        wire.send(k, to)
 
 
 def gather(x: Tensor, codec: Codec, wire: Wire, shards: Shards, errors: Tensor | None) -> None:
     """Code `x` (a single shard) and send it to everybody, on lanes 0, 1, ... for the chunks."""
     for k in range(shards.chunks):
-        piece, size = shards.piece(0, k), codec.nbytes((shards.size(0, k),))
+        size = codec.nbytes((shards.size(0, k),))
         wire.open(k, [size] * wire.ranks, [size])
+    for k in range(shards.chunks):
+        piece = shards.piece(0, k)
         _encode(x[piece], codec, wire.box(k), None if errors is None else errors[piece])
         wire.send(k)
 

@@ -22,8 +22,9 @@ from lowbit.collectives.wire import Wire
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot"]
 
-CHUNK = 1 << 18
-"""Elements of a piece."""
+CHUNK = 1 << 20
+"""Most elements of a piece. Measured on 4 ranks, 64 MB, 1 Gbit/s and unlimited: smaller ones cost more processor time
+than their overlap gives, larger ones leave the link idle."""
 SMALL = 1 << 14
 """Elements below which the engine's own collective is used."""
 TIMEOUT = 120.0
@@ -81,7 +82,8 @@ def all_reduce(
         TypeError: a codec that can not be summed, a tensor of another dtype.
         ValueError: an argument that cannot be.
         AgreementError: the ranks do not make the same call; the same text on all of them.
-        PeerError: a rank ended or does not answer. The group is of no use any more.
+        PeerError: a rank ended or does not answer. The group is of no use any more. With the transport "collectives" it
+            is the engine's own RuntimeError, which does not say who.
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
@@ -102,6 +104,9 @@ def all_reduce(
 
     def between_nodes(part: Tensor) -> None:
         nodes = nodes_of(group, node_size).between
+        if node_size == ranks:  # a single node: nothing is coded
+            part.div_(divisor)
+            return
         told = _facts("all_reduce between nodes", part, codec, op=op)
         call = Call(
             facts=told, group=nodes, device=part.device, timeout=timeout,
@@ -150,7 +155,7 @@ def reduce_scatter(
     group = group or default_group()
     ranks = dist.get_world_size(group)
     _check(input, codec, op, chunk=chunk, timeout=timeout, name="input")
-    _check_pair("output", output, "input", input, ranks, group)
+    _check_pair("output", output, "input", input, ranks)
     facts = _facts("reduce_scatter", input, codec, op=op, chunk=chunk, output=_described(output))
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
     divisor = ranks if op == "avg" else 1
@@ -193,7 +198,7 @@ def all_gather(
     group = group or default_group()
     ranks = dist.get_world_size(group)
     _check(input, codec, "sum", chunk=chunk, timeout=timeout, name="input")
-    _check_pair("input", input, "output", output, ranks, group)
+    _check_pair("input", input, "output", output, ranks)
     facts = _facts("all_gather", input, codec, chunk=chunk, output=_described(output))
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
@@ -316,14 +321,13 @@ def _check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None
         )
 
 
-def _check_pair(
-    part_name: str, part: Tensor, whole_name: str, whole: Tensor, ranks: int, group: object
-) -> None:
+def _check_pair(part_name: str, part: Tensor, whole_name: str, whole: Tensor, ranks: int) -> None:
     for name, x in ((part_name, part), (whole_name, whole)):
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
             raise TypeError(f"{name} is {x!r}; allowed: a tensor of {', '.join(map(str, FLOATS))}")
     if part.numel() * ranks != whole.numel() or part.device != whole.device:
         raise ValueError(
-            f"{part_name} has {part.numel()} elements on {part.device}, {whole_name} {whole.numel()} on {whole.device}; "
+            f"{part_name} has {part.numel()} elements on {part.device}, "
+            f"{whole_name} {whole.numel()} on {whole.device}; "
             f"allowed: {ranks} times as many in {whole_name}, one share for each of the {ranks} ranks"
         )

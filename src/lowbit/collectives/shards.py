@@ -1,4 +1,4 @@
-"""Which elements of a flat tensor each rank sums, in which pieces they travel: arithmetic that every rank does alike."""
+"""Which elements of a flat tensor each rank sums, and in which pieces they travel."""
 
 from __future__ import annotations
 
