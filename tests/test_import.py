@@ -24,12 +24,16 @@ PUBLIC = {
     "lowbit": "__version__",
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
-    "lowbit.codecs": "AQSGD Cast Codec GroupInt Session TAHQuant parse",
+    "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec GroupInt Session TAHQuant parse",
     "lowbit.collectives": (
         "AgreementError Pending PeerError agree all_gather all_reduce reduce_scatter"
     ),
+    "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
-    "lowbit.ops": "backend group_int_decode group_int_encode tah_quant_decode tah_quant_encode",
+    "lowbit.ops": (
+        "backend block_float8_decode block_float8_encode group_int_decode group_int_encode "
+        "tah_quant_decode tah_quant_encode"
+    ),
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.train": (
         "ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"

@@ -11,9 +11,10 @@ MAY_IMPORT = {
     "network": set(),
     "codecs": {"ops"},
     "collectives": {"codecs", "ops"},
+    "gradients": {"collectives", "codecs"},
     "pipeline": {"collectives", "codecs"},
-    "train": {"pipeline", "collectives", "codecs"},
-    "bench": {"train", "pipeline", "collectives", "codecs", "ops", "network"},
+    "train": {"gradients", "pipeline", "collectives", "codecs"},
+    "bench": {"train", "gradients", "pipeline", "collectives", "codecs", "ops", "network"},
     "cli": {"bench", "train", "codecs"},
     "__main__": {"cli"},
 }

@@ -3,12 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.codecs import AQSGD, Cast, GroupInt, TAHQuant, parse
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, TAHQuant, parse
 
 
 def test_short_names() -> None:
     assert parse("bf16") == Cast(dtype=torch.bfloat16)
     assert parse("int3") == GroupInt(bits=3, group=64)
+    assert parse("fp8") == BlockFloat8()
+    assert parse("fp8-e5m2") == BlockFloat8(format="e5m2")
     assert parse("tah-quant") == TAHQuant()
     assert parse("tah-quant-published") == TAHQuant.published()
     assert parse("aq-sgd") == AQSGD()

@@ -82,6 +82,16 @@ def test_tiles_of_small_range_get_the_low_bits() -> None:
     assert coarse == {(2, 1), (3, 4)}
 
 
+def test_range_shares_the_low_bits_out_among_256_tiles_at_a_time() -> None:
+    """600 tokens of one tile: scopes of 256, 256 and 88, each with its own share."""
+    codec = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.75)
+    x = torch.randn(3, 200, 64, generator=torch.Generator().manual_seed(2))
+    x[0] *= 1e-3  # low everywhere if the choice were made among all
+    error = (codec.round_trip(x) - x).abs().amax(-1) / x.abs().amax(-1)
+    coarse = (error > 0.05).view(-1).split(256)
+    assert [int(part.sum()) for part in coarse] == [64, 64, 22]
+
+
 def test_tokens_and_tiles_of_low_entropy_get_the_low_bits() -> None:
     x = torch.ones(1, 10, 640) + 0.3 * torch.randn(
         1, 10, 640, generator=torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch.library import opcheck
 
 from lowbit import ops
-from lowbit.codecs import GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.ops import contract, reference
 
 TAH = (64, 5, 4, 0.88, "range")
@@ -31,6 +31,21 @@ CASES = {
         False,
         False,
     ),
+    "block_float8_encode": lambda: (
+        torch.randn(100),
+        bytes_of(BlockFloat8(), 100),
+        "e4m3",
+        128,
+        None,
+        True,
+    ),
+    "block_float8_decode": lambda: (
+        encoded(BlockFloat8(), 100),
+        torch.empty(100),
+        "e4m3",
+        128,
+        False,
+    ),
     "tah_quant_encode": lambda: (torch.randn(2, 3, 70), bytes_of(TAHQuant(), 2, 3, 70), *TAH, None),
     "tah_quant_decode": lambda: (
         encoded(TAHQuant(), 2, 3, 70),
@@ -42,11 +57,11 @@ CASES = {
 }
 
 
-def bytes_of(codec: GroupInt | TAHQuant, *shape: int) -> torch.Tensor:
+def bytes_of(codec: Codec, *shape: int) -> torch.Tensor:
     return torch.zeros(codec.nbytes(shape), dtype=torch.uint8)
 
 
-def encoded(codec: GroupInt | TAHQuant, *shape: int) -> torch.Tensor:
+def encoded(codec: Codec, *shape: int) -> torch.Tensor:
     return codec.encode(torch.randn(shape))
 
 
@@ -104,6 +119,8 @@ def test_wrong_settings_are_refused() -> None:
         ops.tah_quant_encode(x, payload, 64, 4, 5, 0.2, "tile", None)
     with pytest.raises(ValueError, match="allocation is 'row'"):
         ops.tah_quant_encode(x, payload, 64, 4, 3, 0.2, "row", None)
+    with pytest.raises(ValueError, match="format is 'e3m4', block 64; allowed: 'e4m3', 'e5m2'"):
+        ops.block_float8_encode(x.view(-1), payload, "e3m4", 64, None, False)
     with pytest.raises(ValueError, match="bits is 9"):
         ops.group_int_encode(x.view(-1), payload, 9, 64, False, None)
 

@@ -13,12 +13,12 @@ def test_log2_is_within_its_bound() -> None:
 
 def test_smallest_takes_the_first_of_equals() -> None:
     key = torch.tensor([[2.0, 1.0, 1.0, float("inf"), 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    assert smallest(key, 2).tolist() == [
+    assert smallest(key, torch.tensor([2, 2])).tolist() == [
         [False, True, True, False, False],
         [True, True, False, False, False],
     ]
-    assert not smallest(key, 0).any()
-    assert smallest(key, 5).all()
+    assert not smallest(key, torch.tensor([0, 0])).any()
+    assert smallest(key, torch.tensor([5, 5])).all()
 
 
 def test_uniform_numbers_are_uniform_and_differ_by_seed() -> None:

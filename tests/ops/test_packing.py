@@ -35,8 +35,9 @@ def test_pack_is_its_definition(bits: int, count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 8, 77])
 def test_flags(count: int) -> None:
-    flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.3
+    flags = torch.rand(3, count, generator=torch.Generator().manual_seed(count)) < 0.3
     packed = pack_flags(flags)
-    assert len(packed) == -(-count // 8)
+    assert packed.shape == (3, -(-count // 8))
     assert torch.equal(unpack_flags(packed, count), flags)
-    assert all(bool(packed[i // 8] >> (i % 8) & 1) == bool(f) for i, f in enumerate(flags))
+    for row, bits in zip(packed, flags, strict=True):
+        assert all(bool(row[i // 8] >> (i % 8) & 1) == bool(f) for i, f in enumerate(bits))

@@ -29,7 +29,7 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
         },
     }  # fmt: skip
     for section, changes in sections.items():
-        values[section] |= changes
+        values.setdefault(section, {}).update(changes)
     return from_mapping(values)
 
 

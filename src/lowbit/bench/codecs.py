@@ -60,7 +60,7 @@ class Settings:
     """
 
     codecs: tuple[str, ...] = (
-        "bf16", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
         "tah-quant-token", "published-procedure", "published-procedure-token",
     )  # fmt: skip
     dtypes: tuple[str, ...] = ("float32", "bfloat16")

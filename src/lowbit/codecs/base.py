@@ -11,7 +11,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -118,6 +118,35 @@ class Codec(ABC):
                 out.copy_(target)
         return out
 
+    def add(self, payload: Tensor, x: Tensor) -> Tensor:
+        """Add a tensor to the one in a payload: decode, add in float32, code again.
+
+        Args:
+            payload: uint8, `nbytes(x.shape)` long, contiguous; changed in place.
+            x: float32, bfloat16 or float16, any shape and strides; not changed.
+
+        Returns:
+            The payload.
+
+        Raises:
+            TypeError: `x` is not a tensor of one of these dtypes.
+            ValueError: a payload of another length, dtype or device.
+        """
+        _check_float("x", x)
+        _check_payload("payload", payload, self.nbytes(x.shape), x.device)
+        if x.numel():
+            target = payload if _aligned(payload) else payload.clone()
+            self._add(target, x.detach().contiguous())
+            if target is not payload:
+                payload.copy_(target)
+        return payload
+
+    def _add(self, payload: Tensor, x: Tensor) -> None:
+        """`add` of a contiguous tensor; formats that need no float32 copy for it do better."""
+        total = x.float() if x.dtype != torch.float32 else x.clone()
+        self._decode(payload, total, True)
+        self._encode(total, payload)
+
     def bits_per_element(self, shape: Sequence[int]) -> float:
         """Every byte of the payload, divided by the elements (0 for an empty tensor)."""
         numel = math.prod(shape)
@@ -129,7 +158,9 @@ class Codec(ABC):
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that two peers compare before they talk: format, version and configuration."""
-        text = f"{type(self).__name__}/{self.wire_version}/{self!r}"
+        parts = [getattr(self, field.name) for field in fields(self)]
+        inner = "".join("/" + part.fingerprint() for part in parts if isinstance(part, Codec))
+        text = f"{type(self).__name__}/{self.wire_version}/{self!r}{inner}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def open(

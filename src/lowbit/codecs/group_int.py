@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,13 +23,13 @@ class GroupInt(Codec):
     symmetric: gradients centre on zero, so a second parameter buys nothing) and the format of saved activations.
 
     Bytes on the wire, for n elements in g = ceil(n / group) groups: 2 g (scales, bfloat16) + 2 g unless symmetric
-    (mids, int16) + ceil(n / 8) * bits (codes). Sections start at multiples of 4 bytes.
+    (mids, int16) + ceil(n / 8) * bits (codes). Sections start at multiples of 16 bytes.
 
     Asymmetric, with N = 2^bits - 1:  scale = bf16((max - min) / N), mid = round((max + min) / 2 / scale / u) in units
-    of u = 2^bits / 256 steps, code = round(x / scale + (N/2 - mid u)), y = ((code - N/2) + mid u) scale.
-    Symmetric, with N = 2^(bits-1) - 1:  scale = bf16(max|x| / N), code = round(x / scale) + N, y = (code - N) scale.
+    of u = 2^bits / 256 steps, code = round(x (1 / scale) + (N/2 - mid u)), y = ((code - N/2) + mid u) scale.
+    Symmetric, with N = 2^(bits-1) - 1: scale = bf16(max|x| / N), code = round(x (1 / scale) + N), y = (code - N) scale.
     Codes are computed from the parameters as they travel. Scales are bfloat16 because gradients are tiny: float16
-    scales underflow below 6e-8. Magnitudes beyond 2^127 saturate there. A group that is all zero decodes to exact
+    scales underflow below 6e-8. Magnitudes beyond 2^126 saturate. A group that is all zero decodes to exact
     zeros; one that holds NaN or Inf decodes to NaN.
 
     Codes are packed in bit planes of 4, 2 and 1 bits (3 bits: a plane of 2 and one of 1), for each group apart: byte j
@@ -41,6 +42,8 @@ class GroupInt(Codec):
         rounding: "nearest" (ties to even), or "stochastic", whose error is zero on average (its random numbers
             follow PyTorch's default generator, so `torch.manual_seed` repeats them).
     """
+
+    wire_version: ClassVar[int] = 2
 
     bits: int = 4
     group: int = 64

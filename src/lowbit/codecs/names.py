@@ -9,6 +9,7 @@ import torch
 
 from lowbit.codecs.aq_sgd import AQSGD
 from lowbit.codecs.base import Codec
+from lowbit.codecs.block_float8 import BlockFloat8
 from lowbit.codecs.cast import Cast
 from lowbit.codecs.group_int import GroupInt
 from lowbit.codecs.tah_quant import TAHQuant
@@ -18,11 +19,15 @@ NAMES: dict[str, Callable[[], Codec]] = {
     "bf16": lambda: Cast(dtype=torch.bfloat16),
     "fp16": lambda: Cast(dtype=torch.float16),
     **{f"int{bits}": lambda bits=bits: GroupInt(bits=bits, group=64) for bits in range(2, 9)},
+    "fp8": BlockFloat8,
+    "fp8-e5m2": lambda: BlockFloat8(format="e5m2"),
     "tah-quant": TAHQuant,
     "tah-quant-published": TAHQuant.published,
     "aq-sgd": AQSGD,
 }
-CLASSES: dict[str, type[Codec]] = {c.__name__: c for c in (Cast, GroupInt, TAHQuant, AQSGD)}
+CLASSES: dict[str, type[Codec]] = {
+    c.__name__: c for c in (Cast, GroupInt, BlockFloat8, TAHQuant, AQSGD)
+}
 
 
 def parse(text: str) -> Codec:

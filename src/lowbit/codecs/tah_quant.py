@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,29 +23,30 @@ class TAHQuant(Codec):
 
     - allocation "token" (the paper's v1): in each sequence, the tokens of lowest entropy, p = |x| / sum|x|;
     - "tile" (v2): in each token, the tiles of lowest entropy;
-    - "range" (ours): in each sequence, the tiles of smallest range, so that all tiles come near to one step size. Best
-      measured, and the default.
+    - "range" (ours): among the tiles of consecutive tokens, as many as have up to 256, those of smallest range, so that
+      all tiles come near to one step size. Best measured, and the default. (Choosing among all tiles of a sequence is
+      no better, and takes a second pass over the tensor.)
 
     With a `pivot_ratio`, a tile whose largest |x| is at least that many times its second has it swapped to the front
     and is rotated by the normalised Walsh-Hadamard transform, which turns it into a constant offset.
 
     Each tile is then quantized: step = 2 half / 2^bits with half = (max - min) / 2, mid = (max + min) / 2,
-    code = round(x / step + (2^bits - 1) / 2 - mid / step), y = ((code - (2^bits - 1) / 2) + mid / step) step.
+    code = round(x (1 / step) + (2^bits - 1) / 2 - mid / step), y = ((code - (2^bits - 1) / 2) + mid / step) step.
 
-    Payload, sections at multiples of 4 bytes, for R tokens of T tiles:
+    Payload, sections at multiples of 16 bytes, for R tokens of T tiles:
 
     - exponents, R bytes: float32 exponent of the token's largest step;
     - scales, R T bytes: how many sixteenths of an octave each tile's step lies below its top; 255: all zero;
     - mids, R T int8 in 1/64 (with pivots: int16 in 1/256) of a range; the lowest value: tile of NaN;
     - pivots, R T bytes if there is a `pivot_ratio`: 128 + position, or 0;
-    - widths: a bitmap of the candidates, 1 for `low_bits`;
+    - widths: a bitmap of each scope's candidates, 1 for `low_bits`, in whole bytes;
     - codes: tile after tile in bit planes as in `GroupInt`; a ragged last tile takes a multiple of 8 elements.
 
     At C = 4096 that is 4.33 bits for `published()` (4.43 with the paper's FP16 metadata) and 4.39 by default.
 
     Deviations from the paper, all measured to cost nothing or to gain: (1) codes are computed from the parameters as
     they travel; (2) a step has 4 mantissa bits and float32's exponents, so that tiny and huge values neither underflow
-    nor overflow (magnitudes beyond 2^127 saturate; a tile with NaN or Inf decodes to NaN); (3) any C, any leading
+    nor overflow (magnitudes beyond 2^126 saturate; a tile with NaN or Inf decodes to NaN); (3) any C, any leading
     dimensions, a ragged last tile; (4) reconstruction levels lie in the middles of 2^bits equal cells of [min, max]
     rather than on its ends, which is 0.1 (4 bits) to 0.8 dB (3 bits) better; (5) entropy is computed from 15-bit
     magnitudes, so that every backend agrees on every bit.
@@ -56,6 +58,8 @@ class TAHQuant(Codec):
         pivot_ratio: more than 1, or None for no rotation.
         allocation: "range", "tile" or "token".
     """
+
+    wire_version: ClassVar[int] = 2
 
     tile: int = 64
     high_bits: int = 5

@@ -72,6 +72,7 @@ class Pending:
     def __init__(self, future: concurrent.futures.Future[None], device: torch.device) -> None:
         self._future, self._device = future, device
         self._event: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream will wait for it).
@@ -88,8 +89,13 @@ class Pending:
         return self._future.done()
 
     def then(self, act: Callable[[BaseException | None], None]) -> None:
-        """Call `act` with the error, or None, when it is over; on the thread that ends it."""
-        self._future.add_done_callback(lambda future: act(future.exception()))
+        """Call `act` with the error, or None, when it is over; on the thread that ends it, and on CUDA its stream."""
+
+        def over(future: concurrent.futures.Future[None]) -> None:
+            with torch.cuda.stream(self._stream):  # nothing without one
+                act(future.exception())
+
+        self._future.add_done_callback(over)
 
 
 class Line:
@@ -128,7 +134,13 @@ class Line:
                     threading.Thread(target=target, name=name, daemon=True).start()
         if ready is not None:
             pending._event = ready  # recorded again when the work is done; nobody reads it before
+            pending._stream = self._stream_of(call.device)
         return pending
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def _work(self) -> None:
         while True:
@@ -175,7 +187,7 @@ class Line:
             yield
             return
         device = job.call.device
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream = self._stream_of(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             stream.wait_event(job.ready)
             yield

@@ -87,10 +87,9 @@ def all_reduce(
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    _check(tensor, codec, op, chunk=chunk, small=small, timeout=timeout)
-    check_choice("algorithm", algorithm, ("two_shot", "one_shot"))
+    _check(tensor, codec, op, chunk=chunk, timeout=timeout)
+    check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small)
     check_choice("transport", transport, ("auto", "messages", "collectives"))
-    _check_nodes(node_size, ranks)
     _check_errors(errors, tensor, node_size)
     divisor = ranks if op == "avg" else 1
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small)
@@ -279,23 +278,25 @@ def _described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
-def _check(
-    x: object,
+def check_call(
     codec: object,
-    op: object,
+    group: dist.ProcessGroup | None,
     *,
-    chunk: object,
-    timeout: object,
-    small: object = 0,
-    name: str = "tensor",
+    algorithm: object = "two_shot",
+    node_size: object = 1,
+    small: object = SMALL,
+    chunk: object = CHUNK,
+    timeout: object = TIMEOUT,
 ) -> None:
+    """Raise what a collective with these arguments would; None: a group that is not known yet."""
     check_summable(codec)
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} is {found}; allowed: {', '.join(map(str, FLOATS))}")
-    check_choice("op", op, ("sum", "avg"))
-    check_int("chunk", chunk, 16, 1 << 30)
+    check_choice("algorithm", algorithm, ("two_shot", "one_shot"))
+    ranks = dist.get_world_size(group) if group is not None else 1
+    check_int("node_size", node_size, 1, ranks)
+    if isinstance(node_size, int) and ranks % node_size:
+        raise ValueError(f"node_size is {node_size}; allowed: a divisor of the {ranks} ranks")
     check_int("small", small, 0, 1 << 60)
+    check_int("chunk", chunk, 16, 1 << 30)
     if isinstance(chunk, int) and chunk % 16:
         raise ValueError(f"chunk is {chunk}; allowed: multiples of 16")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -304,10 +305,14 @@ def _check(
         raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
 
 
-def _check_nodes(node_size: object, ranks: int) -> None:
-    check_int("node_size", node_size, 1, ranks)
-    if isinstance(node_size, int) and ranks % node_size:
-        raise ValueError(f"node_size is {node_size}; allowed: a divisor of the {ranks} ranks")
+def _check(
+    x: object, codec: object, op: object, *, chunk: int, timeout: float, name: str = "tensor"
+) -> None:
+    check_call(codec, None, chunk=chunk, timeout=timeout)
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} is {found}; allowed: {', '.join(map(str, FLOATS))}")
+    check_choice("op", op, ("sum", "avg"))
 
 
 def _check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:

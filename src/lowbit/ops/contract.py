@@ -4,6 +4,8 @@ Operators fill or read a payload that the caller allocated, so they allocate no 
 
 - `group_int_encode(x, payload, bits, group, symmetric, seed)`: x (N,) -> payload; a seed rounds stochastically.
 - `group_int_decode(payload, out, bits, group, symmetric, accumulate)`: payload -> out (N,).
+- `block_float8_encode(x, payload, format, block, seed, accumulate)`: x (N,) -> payload, or added to what it holds.
+- `block_float8_decode(payload, out, format, block, accumulate)`: payload -> out (N,).
 - `tah_quant_encode(x, payload, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)`: x (B, S, C).
 - `tah_quant_decode(payload, out, ..., pivot, accumulate)`: payload -> out (B, S, C).
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lowbit.ops import reference
+from lowbit.ops.float8 import FORMATS, block_float8_layout
 from lowbit.ops.layout import group_int_layout, tah_geometry
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,10 @@ SCHEMAS = {
     "group_int_encode": "(Tensor x, Tensor(a!) payload, int bits, int group, bool symmetric, "
     "int? seed) -> ()",
     "group_int_decode": "(Tensor payload, Tensor(a!) out, int bits, int group, bool symmetric, "
+    "bool accumulate) -> ()",
+    "block_float8_encode": "(Tensor x, Tensor(a!) payload, str format, int block, int? seed, "
+    "bool accumulate) -> ()",
+    "block_float8_decode": "(Tensor payload, Tensor(a!) out, str format, int block, "
     "bool accumulate) -> ()",
     "tah_quant_encode": "(Tensor x, Tensor(a!) payload, int tile, int high_bits, int low_bits, "
     "float low_fraction, str allocation, float? pivot_ratio) -> ()",
@@ -127,6 +134,15 @@ def _check_group_int(x: Tensor, payload: Tensor, bits: int, group: int, symmetri
     _check(x, payload, 1, group_int_layout(x.numel(), bits, group, symmetric).nbytes)
 
 
+def _check_block_float8(x: Tensor, payload: Tensor, format: str, block: int) -> None:
+    if format not in FORMATS or block < 32 or block % 32:
+        raise ValueError(
+            f"format is {format!r}, block {block}; "
+            f"allowed: {', '.join(map(repr, FORMATS))}, and a multiple of 32"
+        )
+    _check(x, payload, 1, block_float8_layout(x.numel(), block).nbytes)
+
+
 def _check_tah(
     x: Tensor,
     payload: Tensor,
@@ -162,6 +178,8 @@ def _check_tah(
 CHECKS: dict[str, Callable[..., None]] = {
     "group_int_encode": lambda x, payload, *a: _check_group_int(x, payload, *a[:3]),
     "group_int_decode": lambda payload, out, *a: _check_group_int(out, payload, *a[:3]),
+    "block_float8_encode": lambda x, payload, *a: _check_block_float8(x, payload, *a[:2]),
+    "block_float8_decode": lambda payload, out, *a: _check_block_float8(out, payload, *a[:2]),
     "tah_quant_encode": lambda x, payload, *a: _check_tah(
         x, payload, *a[:5], pivot=a[5] is not None
     ),

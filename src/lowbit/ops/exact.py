@@ -80,10 +80,11 @@ def entropy(x: Tensor) -> Tensor:
     return log2(weight) - (terms.float() * 0.0625) / weight
 
 
-def smallest(key: Tensor, count: int) -> Tensor:
-    """Flags of the `count` smallest keys in each row; of equal keys, the first ones."""
-    order = key.sort(dim=-1, stable=True).indices[:, :count]
-    return torch.zeros(key.shape, dtype=torch.bool, device=key.device).scatter_(1, order, True)
+def smallest(key: Tensor, count: Tensor) -> Tensor:
+    """Flags of the smallest keys of each row, `count` (rows,) of them; of equal keys, the first ones."""
+    order = key.sort(dim=-1, stable=True).indices
+    first = torch.arange(key.shape[-1], device=key.device) < count[:, None]
+    return torch.zeros(key.shape, dtype=torch.bool, device=key.device).scatter_(1, order, first)
 
 
 def rotate(x: Tensor) -> Tensor:

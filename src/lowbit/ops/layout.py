@@ -1,8 +1,8 @@
 """Named sections of a payload: where in the bytes on the wire each part of a format lies.
 
 A payload is one contiguous `uint8` tensor without a header: peers agree on the format before the first byte, so
-sizes follow from the shape alone. Sections start at multiples of `ALIGNMENT` bytes, so that kernels may read them as
-16- or 32-bit words; everything is little-endian.
+sizes follow from the shape alone. Sections start at multiples of `ALIGNMENT` bytes, so that kernels may read them in
+vectors; everything is little-endian.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 4
+ALIGNMENT = 16
+SCOPE_TILES = 256  # tiles among which "range" chooses: a GPU's program holds them in registers
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,10 @@ class TAHGeometry:
     Attributes:
         rows: tokens in the message; channels: elements of a token; tiles: tiles of a token.
         full: tiles of a token that hold `tile` elements (all, or all but a ragged last one).
-        scopes: how many times tiles are chosen; per_scope: candidates in each; low: how many of those get `low_bits`.
+        scope_rows: consecutive tokens among which `low_bits` are given out; scopes: how many such scopes there are.
+        per_scope: candidates of a scope; low: how many of them get `low_bits`.
+        per_last, low_last: the same for the last scope, which may have fewer tokens.
+        flag_bytes: bytes of a scope's bitmap of candidates.
         row_bytes: bytes of the codes of one token, were all its tiles at `high_bits`.
         saved: bytes that one candidate of `low_bits` saves.
         layout: the sections.
@@ -82,9 +86,13 @@ class TAHGeometry:
     tile: int
     tiles: int
     full: int
+    scope_rows: int
     scopes: int
     per_scope: int
     low: int
+    per_last: int
+    low_last: int
+    flag_bytes: int
     row_bytes: int
     saved: int
     layout: Layout
@@ -105,16 +113,21 @@ def tah_geometry(
     """Sizes of a TAH-Quant payload for `sequences` x `length` tokens of `channels` elements.
 
     The number of candidates at `low_bits` is floor(low_fraction * candidates) in each scope (a sequence's tokens, a
-    token's tiles, or a sequence's tiles), with 1e-9 added so that 0.2 * 10 gives 2. A ragged last tile is never a
-    candidate by itself, because the payload's size must not depend on the choice.
+    token's tiles, or the tiles of as many tokens as have up to 256), with 1e-9 added so that 0.2 * 10 gives 2. A ragged
+    last tile is never a candidate by itself, because the payload's size must not depend on the choice.
     """
     rows, tiles, full = sequences * length, ceil_div(channels, tile), channels // tile
-    scopes, per_scope = {
-        "token": (sequences, length),
-        "tile": (rows, full),
-        "range": (sequences, length * full),
+    scope_rows = {
+        "token": length,
+        "tile": 1,
+        "range": min(rows, max(1, SCOPE_TILES // max(1, full))),
     }[allocation]
-    low = int(low_fraction * per_scope + 1e-9) if high_bits > low_bits else 0
+    scopes = ceil_div(rows, scope_rows)
+    in_row = 1 if allocation == "token" else full
+    per_scope, per_last = scope_rows * in_row, (rows - (scopes - 1) * scope_rows) * in_row
+    share = low_fraction if high_bits > low_bits else 0.0
+    low, low_last = int(share * per_scope + 1e-9), int(share * per_last + 1e-9)
+    flag_bytes = ceil_div(per_scope, 8) if low else 0
     padded = full * tile + ceil_div(channels - full * tile, 8) * 8
     saved = (padded if allocation == "token" else tile) * (high_bits - low_bits) // 8
     layout = Layout.of(
@@ -122,8 +135,8 @@ def tah_geometry(
         scales=rows * tiles,
         mids=rows * tiles * (2 if pivot else 1),
         pivots=rows * tiles if pivot else 0,
-        widths=ceil_div(scopes * per_scope, 8) if low else 0,
-        codes=rows * padded * high_bits // 8 - scopes * low * saved,
+        widths=scopes * flag_bytes,
+        codes=rows * padded * high_bits // 8 - ((scopes - 1) * low + low_last) * saved,
     )
     return TAHGeometry(
         rows=rows,
@@ -131,9 +144,13 @@ def tah_geometry(
         tile=tile,
         tiles=tiles,
         full=full,
+        scope_rows=scope_rows,
         scopes=scopes,
         per_scope=per_scope,
         low=low,
+        per_last=per_last,
+        low_last=low_last,
+        flag_bytes=flag_bytes,
         row_bytes=padded * high_bits // 8,
         saved=saved,
         layout=layout,

@@ -41,13 +41,13 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def pack_flags(flags: Tensor) -> Tensor:
-    """Booleans as a little-endian bitmap."""
-    flat = torch.nn.functional.pad(flags.reshape(-1), (0, -flags.numel() % 8)).view(-1, 8)
+    """Booleans (rows, count) as little-endian bitmaps (rows, ceil(count / 8))."""
+    eights = torch.nn.functional.pad(flags, (0, -flags.shape[1] % 8)).unflatten(-1, (-1, 8))
     shifts = torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (flat.to(torch.uint8) << shifts).sum(-1, dtype=torch.uint8)
+    return (eights.to(torch.uint8) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpack_flags(packed: Tensor, count: int) -> Tensor:
     """Inverse of `pack_flags`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & 1).view(-1)[:count].bool()
+    return ((packed[..., None] >> shifts) & 1).flatten(1)[:, :count].bool()

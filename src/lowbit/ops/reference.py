@@ -13,22 +13,23 @@ import torch
 from torch import Tensor
 
 from lowbit.ops.exact import entropy, rotate, smallest, store, uniform
+from lowbit.ops.float8 import block_float8_decode as block_float8_decode
+from lowbit.ops.float8 import block_float8_encode as block_float8_encode
 from lowbit.ops.layout import Layout, TAHGeometry, ceil_div, group_int_layout, tah_geometry
 from lowbit.ops.packing import pack, pack_flags, unpack, unpack_flags
 
-LARGEST = (
-    2.0**127
-)  # magnitudes beyond it saturate, so that what decodes to a little more is still finite
+# Magnitudes beyond it saturate: what decodes to a little more is still finite, and a scale's reciprocal still normal.
+LARGEST = 2.0**126
 SMALLEST = 2.0**-126  # scales are normal numbers, whatever the mode for denormals
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
 NAN_SCALE = 0x7FC0  # the bfloat16 scale of a group with NaN or Inf, whose codes and middle are zero
 NAN_MID = {1: -128, 2: -32768}
 MID_LIMIT = {1: 127, 2: 32767}
 MID_UNITS = {1: 64, 2: 256}  # units of a mid in one range (2^bits steps)
-MID_REACH = {
-    1: 3.7,
-    2: 238.0,
-}  # |mid| may be this many half ranges: the limit, less a scale's rounding
+MID_SHARE = {
+    1: 0.2703,
+    2: 0.0042017,
+}  # least half range for a |mid| of 1: 1 / limit, and a scale's rounding
 
 
 def group_int_encode(
@@ -37,10 +38,9 @@ def group_int_encode(
     """See `lowbit.codecs.GroupInt` for formulas and layout."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     x_GL = _grouped(x.float(), group)
-    scale_G, mid_G, center = _group_parameters(x_GL, bits, symmetric)
-    divisor_G = torch.where(scale_G > 0, scale_G, 1.0)
+    scale_G, inverse_G, mid_G, center = _group_parameters(x_GL, bits, symmetric)
     shift_G = center - mid_G * (2.0**bits / 256)
-    v_GL = x_GL / divisor_G[:, None] + shift_G[:, None]
+    v_GL = x_GL * inverse_G[:, None] + shift_G[:, None]
     if seed is None:
         v_GL = v_GL.round()
     else:
@@ -103,7 +103,9 @@ def tah_quant_encode(
         y_RTE = torch.where(pivot_RT[..., None] > 0, rotate(swap(x_RTE, pivot_RT)), x_RTE)
     mid_width = 1 if pivot_ratio is None else 2
     extent_RT, mid_RT = _extents(y_RTE, mid_width)
-    low = smallest(_keys(x_RTE, extent_RT, finite_RT, geo, allocation), geo.low)
+    counts = torch.full((geo.scopes,), geo.low, device=x.device)
+    counts[-1] = geo.low_last
+    low = smallest(_keys(x_RTE, extent_RT, finite_RT, geo, allocation), counts)
     bits_RT = torch.where(_spread(low, geo, allocation), low_bits, high_bits)
     exponent_R, below_RT = _steps(extent_RT, finite_RT, bits_RT)
     step_RT = tile_steps(exponent_R, below_RT)
@@ -118,7 +120,7 @@ def tah_quant_encode(
     if pivot_ratio is not None:
         layout.section(payload, "pivots").copy_(pivot_RT.reshape(-1))
     if geo.low:
-        layout.section(payload, "widths").copy_(pack_flags(low))
+        layout.section(payload, "widths").copy_(pack_flags(low).view(-1))
     bytes_RTK = torch.where(
         (bits_RT == low_bits)[..., None],
         _tile_bytes(codes_RTE, geo, low_bits, high_bits),
@@ -150,12 +152,11 @@ def tah_quant_decode(
         pivot=pivot,
     )
     layout, width = geo.layout, 2 if pivot else 1
-    candidates = geo.scopes * geo.per_scope
     if geo.low:
-        low = unpack_flags(layout.section(payload, "widths"), candidates)
+        packed = layout.section(payload, "widths").view(geo.scopes, geo.flag_bytes)
+        low = unpack_flags(packed, geo.per_scope)
     else:
-        low = torch.zeros(candidates, dtype=torch.bool, device=payload.device)
-    low = low.view(geo.scopes, geo.per_scope)
+        low = torch.zeros(geo.scopes, geo.per_scope, dtype=torch.bool, device=payload.device)
     bits_RT = torch.where(_spread(low, geo, allocation), low_bits, high_bits)
 
     kept = _byte_mask(bits_RT, geo, high_bits)
@@ -213,7 +214,9 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     return torch.cat([x, x[-1:].expand(missing)]).view(-1, group)
 
 
-def _group_parameters(x_GL: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, float]:
+def _group_parameters(
+    x_GL: Tensor, bits: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor, float]:
     low_G = x_GL.amin(-1).clamp(min=-LARGEST)
     high_G = x_GL.amax(-1).clamp(max=LARGEST)
     finite_G = x_GL.isfinite().all(-1)
@@ -226,16 +229,16 @@ def _group_parameters(x_GL: Tensor, bits: int, symmetric: bool) -> tuple[Tensor,
         mid_G = high_G * 0.5 + low_G * 0.5
         half_G = high_G * 0.5 - low_G * 0.5
         extent_G = torch.maximum(half_G, mid_G.abs() * (center / (127 * 2.0**bits)))
-    scale_G = (extent_G / _like(extent_G, center)).clamp(min=SMALLEST).bfloat16().float()
+    scale_G = (extent_G * (1 / center)).clamp(min=SMALLEST).bfloat16().float()
     scale_G = torch.where(extent_G > 0, scale_G, 0.0)
-    divisor_G = torch.where(scale_G > 0, scale_G, 1.0)
-    mid_G = (mid_G / divisor_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
-    return torch.where(finite_G, scale_G, math.nan), mid_G, center
+    inverse_G = _inverse(scale_G)
+    mid_G = (mid_G * inverse_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
+    return torch.where(finite_G, scale_G, math.nan), inverse_G, mid_G, center
 
 
-def _like(x: Tensor, value: float) -> Tensor:
-    """A number as a tensor: CUDA divides by a plain number through its reciprocal, which rounds differently."""
-    return torch.full_like(x, value)
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale rounded once, or 1: the only division there is. Elements are multiplied by it."""
+    return torch.where(scale > 0, scale, 1.0).reciprocal()
 
 
 def _pack_ragged(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
@@ -268,13 +271,13 @@ def _extents(x_RTE: Tensor, mid_width: int) -> tuple[Tensor, Tensor]:
     half_RT = high_RT * 0.5 - low_RT * 0.5
     mid_RT = high_RT * 0.5 + low_RT * 0.5
     # A middle too far away for its integer widens the cells instead of being cut off.
-    return torch.maximum(half_RT, mid_RT.abs() / _like(mid_RT, MID_REACH[mid_width])), mid_RT
+    return torch.maximum(half_RT, mid_RT.abs() * MID_SHARE[mid_width]), mid_RT
 
 
 def _keys(
     x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry, allocation: str
 ) -> Tensor:
-    """What each scope's candidates are ordered by, (scopes, per_scope); NaN or Inf come last."""
+    """What each scope's candidates are ordered by, (scopes, per_scope); NaN, Inf and what is missing come last."""
     if allocation == "range":
         key = torch.where(finite_RT, extent_RT, math.inf)[:, : geo.full]
     elif allocation == "tile":
@@ -282,7 +285,10 @@ def _keys(
     else:
         x_RC = x_RTE.reshape(geo.rows, -1)[:, : geo.channels]
         key = torch.where(finite_RT.all(-1), entropy(x_RC), math.inf)
-    return key.reshape(geo.scopes, geo.per_scope)
+    missing = geo.per_scope - geo.per_last
+    return torch.nn.functional.pad(key.reshape(-1), (0, missing), value=math.inf).view(
+        geo.scopes, geo.per_scope
+    )
 
 
 def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,13 +309,13 @@ def _quantize(
     x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_width: int
 ) -> tuple[Tensor, Tensor]:
     """Integer middles, and codes relative to them; both 0 where the step is 0."""
-    divisor_RT = torch.where(step_RT > 0, step_RT, 1.0)
+    inverse_RT = _inverse(step_RT)
     cells_RT = torch.exp2(bits_RT.float())
     limit = MID_LIMIT[mid_width]
-    m_RT = (mid_RT / divisor_RT * (MID_UNITS[mid_width] / cells_RT)).round().clamp(-limit, limit)
+    m_RT = (mid_RT * inverse_RT * (MID_UNITS[mid_width] / cells_RT)).round().clamp(-limit, limit)
     m_RT = torch.where(step_RT > 0, m_RT, 0.0)
     shift_RT = (cells_RT - 1) / 2 - m_RT * (cells_RT / MID_UNITS[mid_width])
-    v_RTE = (x_RTE / divisor_RT[..., None] + shift_RT[..., None]).round().clamp(min=0)
+    v_RTE = (x_RTE * inverse_RT[..., None] + shift_RT[..., None]).round().clamp(min=0)
     v_RTE = torch.minimum(v_RTE, (cells_RT - 1)[..., None]).nan_to_num(0)
     return m_RT, torch.where((step_RT > 0)[..., None], v_RTE, 0.0).to(torch.uint8)
 
@@ -318,7 +324,7 @@ def _spread(low: Tensor, geo: TAHGeometry, allocation: str) -> Tensor:
     """Flags of the candidates as flags of all tiles, (R, T)."""
     if allocation == "token":
         return low.reshape(geo.rows, 1).expand(-1, geo.tiles)
-    flags = low.reshape(geo.rows, geo.full)
+    flags = low.reshape(-1)[: geo.rows * geo.full].view(geo.rows, geo.full)
     return torch.nn.functional.pad(flags, (0, geo.tiles - geo.full))
 
 

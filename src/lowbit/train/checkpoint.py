@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lowbit.train.config import TrainConfig
+from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.section import ConfigError
 
 _RUN = "run.json"
@@ -131,6 +131,7 @@ class Checkpoints:
 def run_facts(config: TrainConfig, *, ranks: int, stages: int) -> dict[str, Any]:
     """What may not change between the run that wrote a checkpoint and the one that goes on from it."""
     lowbit = config.pipeline.boundary == "lowbit"
+    storage = config.gradients.storage
     return {
         "ranks": ranks,
         "pipeline stages": stages,
@@ -139,6 +140,8 @@ def run_facts(config: TrainConfig, *, ranks: int, stages: int) -> dict[str, Any]
         "pipeline.boundary": config.pipeline.boundary,
         "pipeline.forward": list(config.pipeline.forward) if lowbit else [],
         "pipeline.backward": list(config.pipeline.backward) if lowbit else [],
+        # Older checkpoints do not tell, because there was nothing but full precision.
+        "gradients.storage": None if storage == FULL_PRECISION else storage,
         "data.batch": config.data.batch,
         "data.sequence": config.data.sequence,
         "run.seed": config.run.seed,

@@ -1,8 +1,9 @@
-"""The whole of a training run as one frozen value, in five sections.
+"""The whole of a training run as one frozen value, in six sections.
 
     [model]      what is trained: an architecture from a few numbers, or a local folder to start from
     [data]       text, tokenizer, windows and the held-out share
     [pipeline]   ranks, stages, schedule, and what the boundaries carry
+    [gradients]  what they are kept in between micro-batches
     [optimizer]  AdamW, learning rate and clipping
     [run]        where, how long, how exact, how often to write
 
@@ -29,6 +30,7 @@ SCHEDULES = {
     "zbvzerobubble": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+FULL_PRECISION = "fp32"
 BOUNDARIES = ("lowbit", "stock-fp32", "stock-bf16")
 
 
@@ -160,6 +162,21 @@ class PipelineConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientsConfig(Section):
+    """What gradients are kept in until the optimizer's step.
+
+    Args:
+        storage: "fp32" (PyTorch's `.grad`), or a codec by name or in full, such as "fp8": each micro-batch is added to
+            what is stored, and the optimizer sees full precision a parameter at a time
+            (`lowbit.gradients.GradientStorage`).
+    """
+
+    name: ClassVar = "gradients"
+
+    storage: str = FULL_PRECISION
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """AdamW with a linear rise of the learning rate and a cosine fall.
 
@@ -245,6 +262,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    gradients: GradientsConfig = field(default_factory=GradientsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

@@ -23,6 +23,7 @@ from lowbit.train.boundaries import compile_kernels
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.evaluate import Evaluation
+from lowbit.train.gradients import Gradients
 from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.peers import Peers
@@ -98,7 +99,14 @@ class Trainer:
         self.modules, tied = self._build_modules()
         self.tied = TiedWeights(self.modules, self.plan, tied=tied)
         device = prepared.device
-        self.pipeline = Pipeline(self.config, self.plan, self.modules, prepared.codecs, device)
+        owned = [(p, m) for m in self.modules.values() for p in m.parameters()]
+        self.parameters = [p for p, _ in owned]
+        self.gradients = Gradients(
+            self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches
+        )
+        self.pipeline = Pipeline(
+            self.config, self.plan, self.modules, prepared.codecs, device, self.gradients.storage
+        )
         width = next(iter(self.modules.values())).width
         rows = self.config.data.batch // self.config.pipeline.microbatches
         shape = (rows, self.config.data.sequence, width)
@@ -106,8 +114,6 @@ class Trainer:
         self.evaluation = Evaluation(
             self.plan, self.modules, width=width, device=device, group=self.side
         )
-        owned = [(p, m) for m in self.modules.values() for p in m.parameters()]
-        self.parameters = [p for p, _ in owned]
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         run, data = self.config.run, self.config.data
@@ -145,16 +151,16 @@ class Trainer:
         ids = self.order.ids(step)
         inputs, targets = self.prepared.data.train.batch(ids)
         loss, work = self.pipeline.step(inputs, targets, ids)
-        self.tied.sum_gradients()
+        self.gradients.finish()
+        with self.gradients.in_full(self.tied.copies):
+            self.tied.sum_gradients()
         loss, norm, work = self._sum_over_ranks(loss, work)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
                 f"step {step}: the loss is {loss}, the norm of the gradients {norm}"
             )
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        optim.scale_(gradients, norm=norm, limit=self.config.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
+        self.gradients.step(self.optimizer)
         return step_metrics(
             step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel(),
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work,
@@ -243,8 +249,8 @@ class Trainer:
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work]:
         """Loss, norm of all gradients, and costs over all ranks, by a single message."""
-        gradients = [p.grad for p in self.counted if p.grad is not None]
-        sums = [loss, optim.squared_norm(gradients), *dataclasses.astuple(work)]
+        squares = optim.squared_norm(self.gradients.of(self.counted))
+        sums = [loss, squares, *dataclasses.astuple(work)]
         summed = torch.tensor(sums, dtype=torch.float64)
         dist.all_reduce(summed, group=self.side)
         loss, squares, *costs = summed.tolist()

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from lowbit.codecs import Codec
 from lowbit.train.boundaries import Codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import Checkpoints, run_facts
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
+from lowbit.train.gradients import storage_codec
 from lowbit.train.model import count_layers, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.section import ConfigError
@@ -27,6 +29,7 @@ class Prepared:
     config: TrainConfig
     plan: Plan
     codecs: Codecs
+    storage: Codec | None
     data: Data
     vocab: int
     device: torch.device
@@ -56,6 +59,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     """
     plan = make_plan(config.pipeline, ranks=ranks, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, plan.stages - 1)
+    storage = storage_codec(config.gradients)
     device = _device(config.run.device)
     output = Path(config.run.output)
     _check_output(config, output)
@@ -69,6 +73,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         config=config,
         plan=plan,
         codecs=codecs,
+        storage=storage,
         data=data,
         vocab=vocabulary(config.model, data.tokenizer.size),
         device=device,

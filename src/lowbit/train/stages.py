@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from lowbit.gradients import GradientStorage
 from lowbit.pipeline import LowBitStage
 from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.config import TrainConfig
@@ -57,6 +58,7 @@ class Pipeline:
         config: the run; plan: where everything lies.
         modules: this rank's modules by stage, on `device`.
         codecs: what the boundaries use.
+        storage: what takes the gradients out of `.grad`; nobody divides those by the number of micro-batches then.
     """
 
     def __init__(
@@ -66,17 +68,22 @@ class Pipeline:
         modules: dict[int, StageModule],
         codecs: Codecs,
         device: torch.device,
+        storage: GradientStorage | None = None,
     ) -> None:
         self.config, self.plan, self.modules, self.codecs = config, plan, modules, codecs
-        self.device = device
+        self.device, self.storage = device, storage
         self._width = next(iter(modules.values())).width
         self.stages = [self._stage(index) for index in modules]
+        if storage is not None:
+            for stage in self.stages:
+                _absorb_weight_passes(stage, storage)
         kind = get_schedule_class(config.pipeline.schedule)
         several = issubclass(kind, PipelineScheduleMulti)
         self.schedule = kind(
             self.stages if several else self.stages[0],  # pyright: ignore[reportArgumentType]
             n_microbatches=config.pipeline.microbatches,
             loss_fn=next_token_loss,
+            scale_grads=storage is None,
         )
 
     @property
@@ -161,6 +168,17 @@ class Pipeline:
         size = stock_dtype(self.config.pipeline).itemsize
         work.forward_bytes = work.forward_elements * size
         work.backward_bytes = work.backward_elements * size
+
+
+def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> None:
+    """The weight passes of zero-bubble schedules write `.grad` themselves, which no hook of autograd notices."""
+    weight_pass = stage.backward_weight_one_chunk
+
+    def absorbing(*args: Any, **kwargs: Any) -> None:
+        weight_pass(*args, **kwargs)
+        storage.absorb(stage.submod.parameters())
+
+    stage.backward_weight_one_chunk = absorbing
 
 
 def _examples(module: StageModule, rows: int, sequence: int) -> tuple[Tensor, Tensor]:

@@ -23,28 +23,31 @@ class TiedWeights:
     Args:
         modules: this rank's modules, by stage; plan: where the others are.
         tied: whether the model ties its embedding.
+
+    Attributes:
+        copies: those of the weight that this rank has.
     """
 
     def __init__(self, modules: dict[int, StageModule], plan: Plan, *, tied: bool) -> None:
         ends = (plan.rank_of(0), plan.rank_of(plan.stages - 1))
         self._group: dist.ProcessGroup | None = None
-        self._copies: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
         if not tied or plan.stages == 1:
             return
         if ends[0] != ends[1]:
             self._group = new_group(sorted(ends))
         if 0 in modules:
-            self._copies.append(_weight(modules[0].decoder.get_input_embeddings()))  # pyright: ignore
+            self.copies.append(_weight(modules[0].decoder.get_input_embeddings()))  # pyright: ignore
         if plan.stages - 1 in modules:
-            self._copies.append(_weight(modules[plan.stages - 1].head))
+            self.copies.append(_weight(modules[plan.stages - 1].head))
 
     def counted_elsewhere(self, parameter: nn.Parameter, module: StageModule) -> bool:
         """Whether this is the last stage's copy: the same weight that the first stage has."""
-        return not module.first and any(parameter is copy for copy in self._copies)
+        return not module.first and any(parameter is copy for copy in self.copies)
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients."""
-        gradients = [_gradient(copy) for copy in self._copies]
+        gradients = [_gradient(copy) for copy in self.copies]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowbit.codecs import GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, GroupInt, TAHQuant
 
 from . import write_golden
 
@@ -11,6 +11,8 @@ for codec in (
     GroupInt(bits=6, group=32, symmetric=True),
     GroupInt(bits=3, group=32),
     GroupInt(bits=7, group=16, symmetric=True),
+    BlockFloat8(),
+    BlockFloat8(format="e5m2", block=32),
     TAHQuant(),
     TAHQuant.published(),
     TAHQuant(allocation="token", tile=32),

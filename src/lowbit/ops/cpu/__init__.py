@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from lowbit.ops.cpu.block_float8 import block_float8_decode, block_float8_encode
 from lowbit.ops.cpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.cpu.tah_decode import tah_quant_decode
 from lowbit.ops.cpu.tah_encode import tah_quant_encode
 
-__all__ = ["group_int_decode", "group_int_encode", "tah_quant_decode", "tah_quant_encode"]
+__all__ = [
+    "block_float8_decode",
+    "block_float8_encode",
+    "group_int_decode",
+    "group_int_encode",
+    "tah_quant_decode",
+    "tah_quant_encode",
+]

@@ -4,54 +4,53 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowbit.ops.cpu.jit import helper, kernel
+from lowbit.ops.cpu.jit import helper
 from lowbit.ops.cpu.memory import get_byte, get_int, get_word, put_byte, put_word
 from lowbit.ops.cpu.operations import add32, byte_of_flags, flags_of_byte, greater32, lesser32
 
 
-@kernel
-def choose(keys, per_scope, low, flags, start, stop):
-    """Set the flags of the `low` smallest of each scope's int32 keys; of equal keys, the first ones.
+@helper
+def choose(keys, candidates, low, flags):
+    """Set the flags of the `low` smallest of a scope's int32 keys; of equal keys, the first ones.
 
     The threshold is found by bisection: linear in the candidates, and the passes over them vectorise.
     """
-    for first in range(start * per_scope, stop * per_scope, per_scope):
-        below, most = np.int32(2**31 - 1), np.int32(-(2**31))
-        for i in range(first, first + per_scope):
-            below, most = lesser32(below, get_int(keys, i)), greater32(most, get_int(keys, i))
-        # At most `fewer` < low keys are <= below, and at least `low` are <= most.
-        below, most, fewer, found = np.int64(below) - 1, np.int64(most), 0, per_scope
-        while most - below > 1 and found != low:
-            middle = (below + most) >> 1
-            count = np.int32(0)
-            for i in range(first, first + per_scope):
-                count = add32(count, get_int(keys, i) <= middle)
-            if count >= low:
-                most, found = middle, np.int64(count)
-            else:
-                below, fewer = middle, np.int64(count)
-        if found == low:
-            for i in range(first, first + per_scope):
-                put_byte(flags, i, get_int(keys, i) <= most)
+    below, most = np.int32(2**31 - 1), np.int32(-(2**31))
+    for i in range(candidates):
+        below, most = lesser32(below, get_int(keys, i)), greater32(most, get_int(keys, i))
+    # At most `fewer` < low keys are <= below, and at least `low` are <= most.
+    below, most, fewer, found = np.int64(below) - 1, np.int64(most), 0, candidates
+    while most - below > 1 and found != low:
+        middle = (below + most) >> 1
+        count = np.int32(0)
+        for i in range(candidates):
+            count = add32(count, get_int(keys, i) <= middle)
+        if count >= low:
+            most, found = middle, np.int64(count)
         else:
-            equal = low - fewer
-            for i in range(first, first + per_scope):
-                tie = get_int(keys, i) == most and equal > 0
-                put_byte(flags, i, tie or get_int(keys, i) < most)
-                equal -= tie
+            below, fewer = middle, np.int64(count)
+    if found == low:
+        for i in range(candidates):
+            put_byte(flags, i, get_int(keys, i) <= most)
+    else:
+        equal = low - fewer
+        for i in range(candidates):
+            tie = get_int(keys, i) == most and equal > 0
+            put_byte(flags, i, tie or get_int(keys, i) < most)
+            equal -= tie
 
 
-@kernel
-def write_flags(flags, count, bitmap) -> None:
-    """Write flags (one byte each, a multiple of 8) as bits."""
-    for i in range(count >> 3):
+@helper
+def write_flags(flags, size, bitmap) -> None:
+    """Write flags, one byte each, as the bits of `size` bytes."""
+    for i in range(size):
         put_byte(bitmap, i, byte_of_flags(get_word(flags, i)))
 
 
-@kernel
-def read_flags(bitmap, count, flags) -> None:
+@helper
+def read_flags(bitmap, size, flags) -> None:
     """Inverse of `write_flags`."""
-    for i in range(count >> 3):
+    for i in range(size):
         put_word(flags, i, flags_of_byte(get_byte(bitmap, i)))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from lowbit.ops.cpu.memory import F32, I8, I16, I32, I64
 from lowbit.ops.exact import BEND, LOG2_COEFFICIENTS, TILT
@@ -98,18 +97,6 @@ def round_signed(b: Any, v: Any) -> Any:
 def round_bf16(b: Any, x: Any) -> Any:
     """The nearest bfloat16 of a finite number, ties to even, as float32."""
     return bits_float(b, b.and_(_carry(b, float_bits(b, x), 16), _i32(-0x10000, x)))
-
-
-def quotient(b: Any, x: Any, step: Any, inverse: Any) -> Any:
-    """The correctly rounded x / step in a third of a division's time, given inverse = 1 / step.
-
-    An estimate by the reciprocal, then one Newton step whose remainder a fused multiply-add computes exactly. That this
-    rounds correctly for steps of at most 8 significant bits was proven by trying all mantissas. For exponents far
-    from zero the remainder could underflow.
-    """
-    estimate = b.fmul(x, inverse)
-    remainder = _fma(b, b.fneg(estimate), step, x)
-    return _fma(b, remainder, inverse, estimate)
 
 
 def code(b: Any, v: Any, top: Any) -> Any:
@@ -261,10 +248,3 @@ def _carry(b: Any, bits: Any, dropped: int) -> Any:
 
 def _cut(b: Any, v: Any, top: Any) -> Any:
     return lesser(b, greater(b, v, _f32(0, v)), top)
-
-
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z with one rounding: one instruction, or a slow library call where the CPU has none."""
-    suffix = f"v{x.type.count}f32" if isinstance(x.type, ir.VectorType) else "f32"
-    kind = ir.FunctionType(x.type, [x.type] * 3)
-    return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.fma.{suffix}"), [x, y, z])

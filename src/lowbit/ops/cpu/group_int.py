@@ -92,7 +92,7 @@ def _encode(
     bits, group, symmetric, stochastic, seed, per_block, scratch, start, stop,
 ) -> None:  # fmt: skip
     low, high, middle = scratch, scratch + 4 * per_block, scratch + 8 * per_block
-    step, shift, top = middle + 4 * per_block, middle + 8 * per_block, middle + 12 * per_block
+    inverse, shift, top = middle + 4 * per_block, middle + 8 * per_block, middle + 12 * per_block
     line = top + 4 * per_block
     codes = line + 4 * per_block * group
     for first in range(start, stop, per_block):
@@ -106,7 +106,7 @@ def _encode(
             count = min(group, length - g * group)
             put_extremes(x + 4 * g * group, count, low + 4 * g, high + 4 * g)
         _parameters(
-            low, high, groups, bits, symmetric, step, shift, top, scales + 2 * first, middle
+            low, high, groups, bits, symmetric, inverse, shift, top, scales + 2 * first, middle
         )
         if not symmetric:
             for g in range(groups):
@@ -114,22 +114,22 @@ def _encode(
         for g in range(groups):
             count = min(group, length - g * group)
             at, to = x + 4 * g * group, planes + (first + g) * (group >> 3) * bits
-            divisor, added, limit = get_float(step, g), get_float(shift, g), get_float(top, g)
+            factor, added, limit = get_float(inverse, g), get_float(shift, g), get_float(top, g)
             if stochastic:
                 for j in range(count):
-                    v = get_float(at, j) / divisor + added
+                    v = get_float(at, j) * factor + added
                     v += uniform(begin + g * group + j, seed)
                     put_byte(codes, j, code_below(v, limit))
                 pack(codes, count, bits, to)
             else:
-                encode_run(at, count, divisor, added, limit, bits, to, codes)
+                encode_run(at, count, factor, added, limit, bits, to, codes)
 
 
 @helper
-def _parameters(low, high, groups, bits, symmetric, step, shift, top, scales, middle):
-    """Each group's scale as it travels and is divided by, its middle, what is added to x / scale, and the last code."""
+def _parameters(low, high, groups, bits, symmetric, inverse, shift, top, scales, middle):
+    """Each group's scale as it travels, its inverse, its middle, what is added to x / scale, and the last code."""
     cells, center = power_of_two(bits), _center(bits, symmetric)
-    reach = center / (np.float32(127) * cells)
+    share, reach = ONE / center, center / (np.float32(127) * cells)
     unit, units = cells / np.float32(256), np.float32(256) / cells
     for g in range(groups):
         least = greater(key_value(get_int(low, g)), -LARGEST)
@@ -137,14 +137,14 @@ def _parameters(low, high, groups, bits, symmetric, step, shift, top, scales, mi
         mid = ZERO if symmetric else most * HALF + least * HALF
         half = most * HALF - least * HALF
         extent = greater(most, -least) if symmetric else greater(half, magnitude(mid) * reach)
-        scale = round_bf16(greater(extent / center, SMALLEST))
+        scale = round_bf16(greater(extent * share, SMALLEST))
         scale = scale if extent > ZERO else ZERO
-        divisor = scale if scale > ZERO else ONE
-        m = lesser(greater(round_signed(mid / divisor * units), -32767), 32767)
+        factor = ONE / (scale if scale > ZERO else ONE)
+        m = lesser(greater(round_signed(mid * factor * units), -32767), 32767)
         finite = are_finite(get_int(low, g), get_int(high, g))
         put_half(scales, g, float_bits(scale) >> 16 if finite else NAN_SCALE)
         put_int(middle, g, truncate(m) if finite else 0)
-        put_float(step, g, divisor)
+        put_float(inverse, g, factor)
         put_float(shift, g, center - m * unit)
         put_float(top, g, center + center if finite else ZERO)
 

@@ -51,7 +51,7 @@ def widen(x, kind, start, count, line) -> None:
 def narrow(line, y, kind, start, count, accumulate) -> None:
     """Write `count` float32 numbers to the elements from `start` on, or add them, rounding once."""
     if accumulate:
-        _add(y, kind, start, count, line)
+        add(y, kind, start, count, line)
     if kind == FLOAT32:
         for j in range(count):
             put_float(y, start + j, get_float(line, j))
@@ -64,7 +64,8 @@ def narrow(line, y, kind, start, count, accumulate) -> None:
 
 
 @helper
-def _add(y, kind, start, count, line):
+def add(y, kind, start, count, line) -> None:
+    """Add `count` elements from `start` on to a line of float32 numbers."""
     if kind == FLOAT32:
         for j in range(count):
             put_float(line, j, get_float(y, start + j) + get_float(line, j))

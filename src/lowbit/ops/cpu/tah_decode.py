@@ -15,7 +15,6 @@ from lowbit.ops.cpu.memory import get_byte, get_float, get_half, put_float
 from lowbit.ops.cpu.operations import power_of_two, step_below
 from lowbit.ops.cpu.threads import over_rows
 from lowbit.ops.cpu.tiles import HALF, ONE, decode_run, rotate, swap
-from lowbit.ops.layout import ceil_div
 
 NAN = np.float32(np.nan)
 
@@ -42,17 +41,16 @@ def tah_quant_decode(
         pivot=pivot,
     )
     at = sections(payload, geo.layout)
-    flags = torch.zeros(ceil_div(geo.scopes * geo.per_scope, 8) * 8, dtype=torch.uint8)
-    if geo.low:
-        read_flags(at["widths"], len(flags), flags.data_ptr())
+    in_row = 0 if not geo.low else 1 if allocation == "token" else geo.full
 
     def decode(start: int, stop: int) -> None:
-        scratch = torch.empty(4 * geo.channels + 5 * tile, dtype=torch.uint8)
+        room = 4 * geo.channels + 5 * tile + 8 * geo.flag_bytes
+        scratch = torch.empty(room, dtype=torch.uint8)
         _decode(
             at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
-            geo.row_bytes, geo.saved, flags.data_ptr(), out.data_ptr(), KINDS[out.dtype],
-            geo.channels, tile, geo.tiles, geo.full, high_bits, low_bits, allocation == "token",
-            pivot, accumulate, tile**-0.5, scratch.data_ptr(), start, stop,
+            geo.row_bytes, geo.saved, at["widths"], geo.flag_bytes, geo.scope_rows, geo.low, in_row,
+            out.data_ptr(), KINDS[out.dtype], geo.channels, tile, geo.tiles, geo.full,
+            high_bits, low_bits, allocation == "token", pivot, accumulate, tile**-0.5, scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     over_rows(decode, geo.rows, out.nbytes)
@@ -60,23 +58,30 @@ def tah_quant_decode(
 
 @kernel
 def _decode(
-    exponents, scales, mids, pivots, codes_at, row_bytes, saved, flags, target, kind,
-    channels, tile, tiles, full, high_bits, low_bits, by_token,
+    exponents, scales, mids, pivots, codes_at, row_bytes, saved, widths, flag_bytes, scope_rows,
+    low_count, in_row, target, kind, channels, tile, tiles, full, high_bits, low_bits, by_token,
     pivot, accumulate, norm, scratch, start, stop,
 ) -> None:  # fmt: skip
     line, spun = scratch, scratch + 4 * channels
     codes = spun + 4 * tile
+    flags = codes + tile
     direct = kind == FLOAT32 and not accumulate
-    chosen = start if by_token else start * full
-    at = codes_at + start * row_bytes - count_flags(flags, chosen) * saved
+    scope, begun = start // scope_rows, start % scope_rows
+    read_flags(widths + scope * flag_bytes, flag_bytes, flags)
+    before = scope * low_count + count_flags(flags, begun * in_row)
+    at = codes_at + start * row_bytes - before * saved
     norm = np.float32(norm)
     for row in range(start, stop):
         y = target + 4 * row * channels if direct else line
+        if row // scope_rows > scope:
+            scope = row // scope_rows
+            read_flags(widths + scope * flag_bytes, flag_bytes, flags)
+        chosen = flags + row % scope_rows * in_row
         top = np.int64(get_byte(exponents, row)) * 16 + 15
         for t in range(tiles):
-            low = t < full and get_byte(flags, row * full + t) > 0
+            low = in_row > 0 and t < full and get_byte(chosen, t) > 0
             if by_token:
-                low = get_byte(flags, row) > 0
+                low = in_row > 0 and get_byte(chosen, 0) > 0
             bits, i = low_bits if low else high_bits, row * tiles + t
             step, offset = _parameters(scales, mids, i, top, bits, pivot)
             to, count = y + 4 * t * tile, min(tile, channels - t * tile)

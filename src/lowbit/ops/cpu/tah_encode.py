@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,12 +50,43 @@ from lowbit.ops.cpu.tiles import (
     put_extremes,
     spin,
 )
-from lowbit.ops.layout import ceil_div
-from lowbit.ops.reference import MID_REACH, ROTATABLE
+from lowbit.ops.reference import MID_SHARE, ROTATABLE
 
 RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
 ALLOCATIONS = {"range": RANGE, "tile": TILE, "token": TOKEN}
 INFINITY = np.float32(np.inf)
+
+
+class _Message(NamedTuple):
+    """Where a tensor and the sections of its payload are, and what `lowbit.ops.layout.TAHGeometry` says of them."""
+
+    source: int
+    kind: int
+    rows: int
+    channels: int
+    tile: int
+    tiles: int
+    full: int
+    mode: int
+    high_bits: int
+    low_bits: int
+    width: int
+    share: float
+    ratio: float
+    norm: float
+    scope_rows: int
+    scopes: int
+    low: int
+    low_last: int
+    flag_bytes: int
+    row_bytes: int
+    saved: int
+    exponents: int
+    scales: int
+    mids: int
+    pivots: int
+    widths: int
+    codes: int
 
 
 def tah_quant_encode(
@@ -79,64 +111,70 @@ def tah_quant_encode(
     )
     at = sections(payload, geo.layout)
     zero_gaps(payload, geo.layout)
-    candidates = geo.scopes * geo.per_scope
-    extents = torch.empty(geo.rows * geo.tiles)
-    mids = torch.empty_like(extents)
-    keys = torch.empty(candidates, dtype=torch.int32)
-    flags = torch.zeros(ceil_div(candidates, 8) * 8, dtype=torch.uint8)
-    width = 1 if pivot_ratio is None else 2
-    shape = (geo.channels, tile, geo.tiles, geo.full)
-    measured = (extents.data_ptr(), mids.data_ptr())
+    width, by_token = 1 if pivot_ratio is None else 2, allocation == "token"
+    message = _Message(
+        x.data_ptr(), KINDS[x.dtype], geo.rows, geo.channels, tile, geo.tiles, geo.full,
+        ALLOCATIONS[allocation] if geo.low else NONE, high_bits, low_bits, width,
+        MID_SHARE[width], pivot_ratio or 0.0, tile**-0.5,
+        geo.scope_rows, geo.scopes, geo.low, geo.low_last, geo.flag_bytes, geo.row_bytes, geo.saved,
+        *(at[name] for name in ("exponents", "scales", "mids", "pivots", "widths", "codes")),
+    )  # fmt: skip
     room = 4 * geo.channels + 20 * geo.tiles + 5 * tile + 8
 
-    def measure(start: int, stop: int) -> None:
+    def notes(rows: int, scopes: int) -> tuple[Tensor, ...]:
+        """Room for half ranges, middles, keys and flags of so many tokens in so many scopes."""
+        tiles = torch.empty(2, rows * geo.tiles)
+        keys = torch.empty(scopes * geo.per_scope, dtype=torch.int32)
+        return *tiles, keys, torch.zeros(scopes * geo.flag_bytes * 8, dtype=torch.uint8)
+
+    def run(work: Any, kept: tuple[Tensor, ...], start: int, stop: int) -> None:
         scratch = torch.empty(room, dtype=torch.uint8)
-        _measure(
-            x.data_ptr(), KINDS[x.dtype], *shape, ALLOCATIONS[allocation] if geo.low else NONE,
-            MID_REACH[width], pivot_ratio or 0.0, tile**-0.5, *measured, keys.data_ptr(),
-            at["pivots"], scratch.data_ptr(), start, stop,
-        )  # fmt: skip
+        work(message, *(t.data_ptr() for t in kept), scratch.data_ptr(), start, stop)
 
-    def code(start: int, stop: int) -> None:
-        scratch = torch.empty(room, dtype=torch.uint8)
-        _code(
-            x.data_ptr(), KINDS[x.dtype], *shape, high_bits, low_bits, allocation == "token",
-            width, tile**-0.5, *measured, flags.data_ptr(), at["exponents"], at["scales"],
-            at["mids"], at["pivots"], at["codes"], geo.row_bytes, geo.saved,
-            scratch.data_ptr(), start, stop,
-        )  # fmt: skip
-
-    def select(start: int, stop: int) -> None:
-        choose(keys.data_ptr(), geo.per_scope, geo.low, flags.data_ptr(), start, stop)
-
-    over_rows(measure, geo.rows, x.nbytes)
-    if geo.low:
-        over_rows(select, geo.scopes, keys.nbytes)
-        write_flags(flags.data_ptr(), len(flags), at["widths"])
-    over_rows(code, geo.rows, x.nbytes)
+    if by_token:  # a scope is a whole sequence: more than a cache holds, and perhaps the only one
+        kept = notes(geo.rows, geo.scopes)
+        over_rows(functools.partial(run, _measure, kept), geo.rows, x.nbytes)
+        over_rows(functools.partial(run, _choose, kept), geo.scopes, x.nbytes)
+        over_rows(functools.partial(run, _code, kept), geo.rows, x.nbytes)
+    else:
+        over_rows(lambda *b: run(_encode, notes(geo.scope_rows, 1), *b), geo.scopes, x.nbytes)
 
 
 @kernel
-def _measure(
-    source, kind, channels, tile, tiles, full, mode, reach, ratio, norm,
-    extents, mids, keys, pivots, scratch, start, stop,
-) -> None:  # fmt: skip
+def _encode(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Scope after scope: its tokens are still in the cache when they are coded."""
+    for scope in range(start, stop):
+        first = scope * m.scope_rows
+        last = min(m.rows, first + m.scope_rows)
+        # The notes hold one scope; the phases count from the first of all.
+        notes = (
+            extents - 4 * first * m.tiles, mids - 4 * first * m.tiles,
+            keys - 4 * first * m.full, flags - 8 * scope * m.flag_bytes, scratch,
+        )  # fmt: skip
+        _measure(m, *notes, first, last)
+        _choose(m, *notes, scope, scope + 1)
+        _code(m, *notes, first, last)
+
+
+@kernel
+def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
     """Half range and middle of every tile (Inf and 0 for one with NaN or Inf), pivots, and the keys for `choose`."""
+    channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
     line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
     sums = high + 4 * tiles
     spun = sums + 8 * tiles
-    reach, ratio, norm = np.float32(reach), np.float32(ratio), np.float32(norm)
+    share, ratio, norm = np.float32(m.share), np.float32(m.ratio), np.float32(m.norm)
     for row in range(start, stop):
-        x, first = source + 4 * row * channels, row * tiles
-        if kind != FLOAT32:
-            widen(source, kind, row * channels, channels, line)
+        x, first = m.source + 4 * row * channels, row * tiles
+        if m.kind != FLOAT32:
+            widen(m.source, m.kind, row * channels, channels, line)
             x = line
         for t in range(tiles):
             put_extremes(
                 x + 4 * t * tile, min(tile, channels - t * tile), low + 4 * t, high + 4 * t
             )
         for t in range(tiles):
-            _put_extent(get_int(low, t), get_int(high, t), reach, extents, mids, first + t)
+            _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
         if mode == TILE:
             put_tile_keys(x, tile, full, low, high, keys + 4 * row * full, sums)
         elif mode == TOKEN:
@@ -146,23 +184,40 @@ def _measure(
                 pivot, at = 0, x + 4 * t * tile
                 if t < full:
                     pivot = _find_pivot(at, tile, get_int(low, t), get_int(high, t), ratio)
-                put_byte(pivots, first + t, pivot)
+                put_byte(m.pivots, first + t, pivot)
                 if pivot:
                     spin(at, tile, pivot & 127, norm, spun)
                     put_extremes(spun, tile, low + 4 * t, high + 4 * t)
-                    _put_extent(get_int(low, t), get_int(high, t), reach, extents, mids, first + t)
+                    _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
         if mode == RANGE:
             for t in range(full):
                 put_int(keys, row * full + t, order_key(get_float(extents, first + t)))
 
 
+@kernel
+def _choose(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Flags of the scopes' candidates, and their bitmaps."""
+    if m.mode == NONE:
+        return
+    in_row = 1 if m.mode == TOKEN else m.full
+    for scope in range(start, stop):
+        first = scope * m.scope_rows
+        candidates = (min(m.rows, first + m.scope_rows) - first) * in_row
+        chosen = flags + 8 * scope * m.flag_bytes
+        for i in range(candidates, 8 * m.flag_bytes):
+            put_byte(chosen, i, 0)
+        low = m.low if scope < m.scopes - 1 else m.low_last
+        choose(keys + 4 * first * in_row, candidates, low, chosen)
+        write_flags(chosen, m.flag_bytes, m.widths + scope * m.flag_bytes)
+
+
 @helper
-def _put_extent(low, high, reach, extents, mids, i):
+def _put_extent(low, high, share, extents, mids, i):
     least = greater(key_value(low), -LARGEST)
     most = lesser(key_value(high), LARGEST)
     half = most * HALF - least * HALF
     mid = most * HALF + least * HALF
-    extent = greater(half, magnitude(mid) / reach)
+    extent = greater(half, magnitude(mid) * share)
     finite = are_finite(low, high)
     put_float(extents, i, extent if finite else INFINITY)
     put_float(mids, i, mid if finite else ZERO)
@@ -190,53 +245,53 @@ def _find_pivot(x, count, low, high, ratio) -> Any:
 
 
 @kernel
-def _code(
-    source, kind, channels, tile, tiles, full, high_bits, low_bits, by_token, width, norm,
-    extents, mids, flags, exponents, scales, middles, pivots, codes_to, row_bytes, saved,
-    scratch, start, stop,
-) -> None:  # fmt: skip
+def _code(m, extents, mids, keys, flags, scratch, start, stop) -> None:
     """Parameters and codes of every tile."""
+    channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
     line, octave, bits = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
-    step, shift, middle = bits + 4 * tiles, bits + 8 * tiles, bits + 12 * tiles
+    inverse, shift, middle = bits + 4 * tiles, bits + 8 * tiles, bits + 12 * tiles
     spun = middle + 4 * tiles
     codes = spun + 4 * tile
-    chosen = start if by_token else start * full
-    to = codes_to + start * row_bytes - count_flags(flags, chosen) * saved
-    norm = np.float32(norm)
+    in_row = 0 if mode == NONE else 1 if mode == TOKEN else full
+    norm = np.float32(m.norm)
+    scope, begun = start // m.scope_rows, start % m.scope_rows
+    before = scope * m.low + count_flags(flags + 8 * scope * m.flag_bytes, begun * in_row)
+    to = m.codes + start * m.row_bytes - before * m.saved
     for row in range(start, stop):
-        x, first = source + 4 * row * channels, row * tiles
-        if kind != FLOAT32:
-            widen(source, kind, row * channels, channels, line)
+        x, first = m.source + 4 * row * channels, row * tiles
+        if m.kind != FLOAT32:
+            widen(m.source, m.kind, row * channels, channels, line)
             x = line
-        _set_bits(flags, row, tiles, full, by_token, high_bits, low_bits, bits)
+        chosen = flags + 8 * (row // m.scope_rows) * m.flag_bytes + row % m.scope_rows * in_row
+        _set_bits(chosen, tiles, full, mode, m.high_bits, m.low_bits, bits)
         exponent = _set_octaves(extents + 4 * first, tiles, bits, octave)
-        put_byte(exponents, row, exponent)
+        put_byte(m.exponents, row, exponent)
         _parameters(
-            octave, exponent * 16 + 15, bits, extents + 4 * first, mids + 4 * first, tiles, width,
-            scales + first, step, shift, middle,
+            octave, exponent * 16 + 15, bits, extents + 4 * first, mids + 4 * first, tiles, m.width,
+            m.scales + first, inverse, shift, middle,
         )  # fmt: skip
         for t in range(tiles):
-            if width == 1:
-                put_byte(middles, first + t, get_int(middle, t))
+            if m.width == 1:
+                put_byte(m.mids, first + t, get_int(middle, t))
             else:
-                put_half(middles, first + t, get_int(middle, t))
+                put_half(m.mids, first + t, get_int(middle, t))
         for t in range(tiles):
             at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
             top = power_of_two(b) - ONE if get_int(octave, t) else ZERO
-            pivot = get_byte(pivots, first + t) if width == 2 else 0
+            pivot = get_byte(m.pivots, first + t) if m.width == 2 else 0
             if pivot:
                 spin(at, tile, pivot & 127, norm, spun)
                 at = spun
-            size, added = get_float(step, t), get_float(shift, t)
-            to = encode_run(at, count, size, added, top, b, to, codes)
+            factor, added = get_float(inverse, t), get_float(shift, t)
+            to = encode_run(at, count, factor, added, top, b, to, codes)
 
 
 @helper
-def _set_bits(flags, row, tiles, full, by_token, high_bits, low_bits, bits):
+def _set_bits(flags, tiles, full, mode, high_bits, low_bits, bits):
     for t in range(tiles):
-        low = t < full and get_byte(flags, row * full + t) > 0
-        if by_token:
-            low = get_byte(flags, row) > 0
+        low = mode != NONE and t < full and get_byte(flags, t) > 0
+        if mode == TOKEN:
+            low = get_byte(flags, 0) > 0
         put_int(bits, t, low_bits if low else high_bits)
 
 
@@ -255,8 +310,8 @@ def _set_octaves(extents, tiles, bits, octave) -> Any:
 
 
 @helper
-def _parameters(octave, top, bits, extents, mids, tiles, width, scales, step, shift, middle):
-    """Each tile's scale as it travels, its step, what is added to x / step, and its middle as an integer."""
+def _parameters(octave, top, bits, extents, mids, tiles, width, scales, inverse, shift, middle):
+    """Each tile's scale as it travels, 1 / step, what is added to x / step, and its middle as an integer."""
     units, limit = (
         (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
     )
@@ -266,10 +321,10 @@ def _parameters(octave, top, bits, extents, mids, tiles, width, scales, step, sh
         put_byte(scales, t, below)
         size, cells = step_below(below, top), power_of_two(get_int(bits, t))
         empty = size == ZERO
-        size = ONE if empty else size
-        m = round_signed(get_float(mids, t) / size * (units * power_of_two(-get_int(bits, t))))
+        factor = ONE / (ONE if empty else size)
+        m = round_signed(get_float(mids, t) * factor * (units * power_of_two(-get_int(bits, t))))
         m = lesser(greater(m, -limit), limit)
         m = ZERO if empty else m
-        put_float(step, t, size)
+        put_float(inverse, t, factor)
         put_float(shift, t, (cells - ONE) * HALF - m * (cells * (ONE / units)))
         put_int(middle, t, truncate(m) if get_float(extents, t) < INFINITY else nan)

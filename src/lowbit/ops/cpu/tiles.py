@@ -14,13 +14,10 @@ from lowbit.ops.cpu.memory import get_byte, get_float, put_byte, put_float, put_
 from lowbit.ops.cpu.operations import code, greater32, lesser32, order_key, restored
 from lowbit.ops.cpu.words import decode_words, encode_64, encode_words, extremes_64
 
-LARGEST = np.float32(2.0**127)
+LARGEST = np.float32(2.0**126)
 SMALLEST = np.float32(2.0**-126)
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 KEY_INFINITY, KEY_MINUS_INFINITY = 0x7F800000, 0x807FFFFF - 2**32
-# Steps in between give `formulas.quotient` no underflow that matters: what is below 2^-101, where its remainder
-# is no longer exact, is less than 2^-33 of them, too little to change a sum with a shift.
-FEWEST, MOST = np.float32(2.0**-68), np.float32(2.0**120)
 
 
 @helper
@@ -45,23 +42,22 @@ def are_finite(low, high) -> Any:
 
 
 @helper
-def encode_run(x, count, step, shift, top, bits, to, codes) -> Any:
-    """Codes x / step + shift, rounded and cut to [0, top], as bit planes from address `to` on; their end.
+def encode_run(x, count, inverse, shift, top, bits, to, codes) -> Any:
+    """Codes x * inverse + shift, rounded and cut to [0, top], as bit planes from address `to` on; their end.
 
-    `count` is rounded up to a multiple of 8 with codes of 0; `step` has at most 8 significant bits.
+    `count` is rounded up to a multiple of 8 with codes of 0.
     """
     padded = (count + 7) & -8
     part = (padded * (bits & -bits)) >> 3
-    usual = FEWEST < step < MOST
-    if count == 64 and usual:
-        encode_64(x, step, ONE / step, shift, top, bits, to)
+    if count == 64:
+        encode_64(x, inverse, shift, top, bits, to)
         return to + 8 * bits
-    if part & 7 == 0 and count == padded and usual:
+    if part & 7 == 0 and count == padded:
         for i in range(0, part, 8):
-            encode_words(x + 4 * i, part, step, ONE / step, shift, top, bits, to + i)
+            encode_words(x + 4 * i, part, inverse, shift, top, bits, to + i)
         return to + (padded >> 3) * bits
     for j in range(count):
-        put_byte(codes, j, code(get_float(x, j) / step + shift, top))
+        put_byte(codes, j, code(get_float(x, j) * inverse + shift, top))
     return pack(codes, count, bits, to)
 
 

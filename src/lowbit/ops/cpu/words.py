@@ -24,12 +24,12 @@ BYTES = ir.VectorType(I8, 8)
 AT_ONCE = 32  # elements of a run of 64 that are in registers together
 
 
-@operation(none, intp, intp, float32, float32, float32, float32, intp, intp)
+@operation(none, intp, intp, float32, float32, float32, intp, intp)
 def encode_words(
-    b: Any, x: Any, part: Any, step: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any
+    b: Any, x: Any, part: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any
 ) -> None:
     """Codes of x[0], x[part], x[2 * part], ... and their seven neighbours each, written to planes from byte `to` on."""
-    scale = [_spread(b, v, 8) for v in (step, inverse, shift, top)]
+    scale = [_spread(b, v, 8) for v in (inverse, shift, top)]
 
     def build(bits: int) -> None:
         parts = 8 // (bits & -bits)
@@ -46,12 +46,10 @@ def encode_words(
     _for_bits(b, bits, build)
 
 
-@operation(none, intp, float32, float32, float32, float32, intp, intp)
-def encode_64(
-    b: Any, x: Any, step: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any
-) -> None:
+@operation(none, intp, float32, float32, float32, intp, intp)
+def encode_64(b: Any, x: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any) -> None:
     """The same for 64 elements: their codes are eight words, which the planes take next to each other."""
-    scale = [_spread(b, v, AT_ONCE) for v in (step, inverse, shift, top)]
+    scale = [_spread(b, v, AT_ONCE) for v in (inverse, shift, top)]
     words = ir.VectorType(I64, AT_ONCE // 8)
     low, high = (
         b.bitcast(_codes(b, _floats(b, x, I64(i), AT_ONCE), *scale), words) for i in (0, AT_ONCE)
@@ -122,8 +120,8 @@ def _planes(bits: int, parts: int) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def _codes(b: Any, x: Any, step: Any, inverse: Any, shift: Any, top: Any) -> Any:
-    return formulas.code(b, b.fadd(formulas.quotient(b, x, step, inverse), shift), top)
+def _codes(b: Any, x: Any, inverse: Any, shift: Any, top: Any) -> Any:
+    return formulas.code(b, b.fadd(b.fmul(x, inverse), shift), top)
 
 
 def _join(b: Any, groups: list[Any], width: int, done: int) -> Any:

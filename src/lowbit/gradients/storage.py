@@ -1,0 +1,378 @@
+"""`GradientStorage`: parameters accumulate their gradients in a codec's payloads instead of in `.grad`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.codecs import BlockFloat8
+from lowbit.codecs.base import FLOATS, Codec
+
+BUCKET_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(slots=True)
+class _Stored:
+    """A parameter's gradient: what `payload` decodes to, times `factor`; None at all unless `held`."""
+
+    name: str
+    payload: Tensor | None = None
+    factor: float = 1.0
+    held: bool = False
+
+
+class GradientStorage:
+    """Keeps gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
+
+    As soon as a backward pass has finished a parameter's gradient, it is added to what is stored (decoded, added in
+    float32, coded again) and `parameter.grad` becomes None. So gradients at full precision exist for the parameters of
+    a layer at a time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128) from the first
+    micro-batch to the optimizer step. In a step:
+
+        for micro_batch in batch:
+            loss(micro_batch).backward()
+        storage.all_reduce(...)                 # data parallel only
+        norm = storage.clip_(1.0)
+        storage.step(optimizer)                 # instead of optimizer.step()
+        storage.zero_()                         # instead of optimizer.zero_grad()
+
+    The paper leaves the optimizer's side open; here `step` materialises gradients in portions no larger than the
+    largest parameter's, and the update equals a whole step with these gradients, bit for bit. NaN and infinity in a
+    gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored dense. What has no
+    gradient stays without, so that optimizers skip it. Parameters that require no gradient now are left alone; those
+    frozen later keep what they hold until `zero_`.
+
+    Not with `DistributedDataParallel` (its buckets are full-precision copies; use `all_reduce` on the plain module)
+    nor with sharded parameters (DTensor).
+
+    Args:
+        parameters: a module, or parameters (each counts once, however often it is shared).
+        codec: the format, without state; `BlockFloat8(rounding="stochastic")` where more than some 30 micro-batches are
+            summed. Sums and results of `all_reduce` that replace what is stored are rounded to nearest in any case,
+            so that all ranks hold the same.
+
+    Raises:
+        TypeError: a parameter of a dtype other than float32, bfloat16 and float16, or sharded; a codec with state; a
+            module wrapped in `DistributedDataParallel`.
+    """
+
+    def __init__(
+        self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None
+    ) -> None:
+        self.codec = BlockFloat8() if codec is None else codec
+        if not isinstance(self.codec, Codec) or self.codec.needs_key:
+            raise TypeError(
+                f"codec is {self.codec!r}; allowed: a codec without state, such as BlockFloat8()"
+            )
+        self._nearest = self.codec
+        if getattr(self.codec, "rounding", "nearest") != "nearest":
+            self._nearest = dataclasses.replace(self.codec, rounding="nearest")  # pyright: ignore[reportCallIssue]
+        self._stored = {p: _Stored(name) for name, p in _named(parameters)}
+        for parameter, stored in self._stored.items():
+            _check_parameter(stored.name, parameter)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads that exist."""
+        return sum(s.payload.nbytes for s in self._stored.values() if s.payload is not None)
+
+    def absorb(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Add what lies in `.grad` to what is stored, and free it.
+
+        Backward passes do that by themselves, but for those that write `.grad` without autograd, such as the weight
+        passes of `torch.distributed.pipelining`'s zero-bubble schedules.
+
+        Args:
+            parameters: which; None: all. Parameters that are not stored here are left alone.
+        """
+        for parameter in self._stored if parameters is None else parameters:
+            if parameter in self._stored:
+                self._absorb(parameter)
+
+    def gradient(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
+        """A parameter's gradient, decoded into a new tensor of `dtype` (None: the parameter's), or None."""
+        stored = self._stored.get(parameter)
+        if stored is None or not stored.held or stored.payload is None:
+            return None
+        dtype = dtype or parameter.dtype
+        found = self.codec.decode(stored.payload, shape=parameter.shape, dtype=dtype)
+        return found if stored.factor == 1 else found.mul_(stored.factor)
+
+    def gradients(
+        self, parameters: Iterable[nn.Parameter] | None = None
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Parameters (None: all) with their gradients in float32, decoded one at a time; those without are left out."""
+        for parameter in self._stored if parameters is None else parameters:
+            found = self.gradient(parameter, torch.float32)
+            if found is not None:
+                yield parameter, found
+
+    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Replace what is stored for a parameter by this gradient, rounded to nearest.
+
+        Raises:
+            ValueError: a parameter that is not stored here, or a gradient of another shape.
+        """
+        stored = self._stored.get(parameter)
+        if stored is None or gradient.shape != parameter.shape:
+            told = "not stored here" if stored is None else f"of shape {tuple(parameter.shape)}"
+            raise ValueError(f"gradient has shape {tuple(gradient.shape)}; its parameter is {told}")
+        stored.payload = self._nearest.encode(gradient, out=self._room(stored, parameter))
+        stored.factor, stored.held = 1.0, True
+
+    def norm(self) -> float:
+        """The Euclidean norm of all stored gradients together, NaN if any of them is."""
+        norms = [torch.linalg.vector_norm(gradient).cpu() for _, gradient in self.gradients()]
+        return math.sqrt(float(torch.stack(norms).double().square().sum())) if norms else 0.0
+
+    def scale_(self, factor: float) -> None:
+        """Multiply all gradients; what is added later is not affected. Costs nothing before they are handed out."""
+        for stored in self._stored.values():
+            stored.factor = stored.factor * factor if stored.held else 1.0
+
+    def clip_(self, max_norm: float) -> float:
+        """Scale all gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Returns:
+            The norm before. If it is NaN or infinite, nothing is scaled: check it before `step`.
+
+        Raises:
+            ValueError: a negative or NaN `max_norm`.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm is {max_norm}; allowed: at least 0")
+        norm = self.norm()
+        if math.isfinite(norm) and norm + 1e-6 > max_norm:
+            self.scale_(max_norm / (norm + 1e-6))
+        return norm
+
+    def all_reduce(
+        self, reduce: Callable[[Tensor], Any], *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Replace the gradients by sums or means over ranks, a bucket of parameters at a time.
+
+        Every rank makes the same calls, whatever its gradients are: one with a flag for each parameter, then one for
+        each bucket. A parameter that has no gradient on one rank counts as zeros there; one that has none on any rank
+        stays without.
+
+        Args:
+            reduce: called with a 1-D float32 tensor, which it replaces by the sum or mean over all ranks; either at
+                once or, if it returns something with `wait()`, until that returns. Two buckets are under way at most.
+            bucket_bytes: size of a bucket in float32; a larger parameter is a bucket of its own.
+
+        Raises:
+            ValueError: `bucket_bytes` below 4.
+        """
+        if bucket_bytes < 4:
+            raise ValueError(f"bucket_bytes is {bucket_bytes}; allowed: at least 4")
+        self.absorb()
+        parameters = list(self._stored)
+        if not parameters:
+            return
+        held = [float(self._stored[p].held) for p in parameters]
+        flags = torch.tensor(held, device=parameters[0].device)
+        _wait(reduce(flags))
+        some = {p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag > 0}
+        under_way: tuple[list[nn.Parameter], Tensor, Any] | None = None
+        for portion in _portions([p for p in parameters if p in some], bucket_bytes // 4):
+            flat = self._flat(portion)
+            started = (portion, flat, reduce(flat))
+            if under_way is not None:
+                self._take(*under_way)
+            under_way = started
+        if under_way is not None:
+            self._take(*under_way)
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer.step()` with the stored gradients, of which few exist at full precision at any time.
+
+        Parameters take part in portions; those whose turn it is not have no gradient, so the optimizer skips them. All
+        see the same hyperparameters: what a step changes in `param_groups` counts once. Gradients of the optimizer's
+        other parameters (not stored here) are used as well and stay as they are. Hooks on the optimizer's step run
+        once for each portion.
+
+        Args:
+            optimizer: any that treats parameters apart from each other: all of `torch.optim` but LBFGS, with or without
+                `foreach` and `fused`; 8-bit ones of torchao and bitsandbytes.
+
+        Raises:
+            TypeError: LBFGS, whose step is one of all parameters together.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("optimizer is LBFGS; allowed: those that treat each parameter apart")
+        self.absorb()
+        groups = optimizer.param_groups
+        every: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        others = {p: p.grad for p in every if p not in self._stored and p.grad is not None}
+        with_gradient = [p for p in every if p in others or self._holds(p)]
+        before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        largest = max((p.numel() for p in with_gradient), default=0)
+        try:
+            for parameter in others:
+                parameter.grad = None
+            for portion in _portions(with_gradient, largest) or [[]]:
+                for group, values in zip(groups, before, strict=True):
+                    for added in group.keys() - values.keys() - {"params"}:
+                        del group[added]
+                    group.update(values)
+                for parameter in portion:
+                    parameter.grad = others.get(parameter)
+                    if parameter.grad is None:
+                        parameter.grad = self.gradient(parameter)
+                optimizer.step()
+                for parameter in portion:
+                    parameter.grad = None
+        finally:
+            for parameter in with_gradient:
+                parameter.grad = others.get(parameter)
+
+    def zero_(self) -> None:
+        """Forget all gradients, those in `.grad` too; the payloads' memory is kept for the next ones."""
+        for parameter, stored in self._stored.items():
+            parameter.grad = None
+            stored.held, stored.factor = False, 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is stored, for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
+
+        Names are those of the module's parameters, or their positions. Payloads are not copied.
+        """
+        self.absorb()
+        held = {s.name: s for s in self._stored.values() if s.held}
+        return {
+            "codec": repr(self._nearest),
+            "payloads": {name: s.payload for name, s in held.items()},
+            "factors": {name: s.factor for name, s in held.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace what is stored by what `state_dict` gave.
+
+        Raises:
+            ValueError: the state is of another codec, or of other parameters.
+        """
+        if state["codec"] != repr(self._nearest):
+            raise ValueError(f"state is of {state['codec']}; this storage has {self._nearest!r}")
+        names = {stored.name: parameter for parameter, stored in self._stored.items()}
+        for name, payload in state["payloads"].items():
+            if name not in names:
+                raise ValueError(f"state has a gradient of {name!r}, which is not stored here")
+            expected = self.codec.nbytes(names[name].shape)
+            if payload.numel() != expected:
+                raise ValueError(f"state has {payload.numel()} bytes of {name!r}, not {expected}")
+        self.zero_()
+        for name, payload in state["payloads"].items():
+            parameter = names[name]
+            stored = self._stored[parameter]
+            stored.payload = payload.to(parameter.device, copy=True)
+            stored.factor, stored.held = float(state["factors"][name]), True
+
+    def close(self) -> None:
+        """Let the next backward passes leave gradients in `.grad` again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _absorb(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        stored = self._stored[parameter]  # pyright: ignore[reportArgumentType]
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {stored.name!r} has a graph (create_graph=True): it can not be stored in few bits; "
+                "use torch.autograd.grad for gradients of gradients"
+            )
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        room = self._room(stored, parameter)
+        if not stored.held or room is None:
+            stored.payload = self.codec.encode(gradient, out=room)
+        elif stored.factor == 1:
+            self.codec.add(room, gradient)
+        else:
+            total = self.codec.decode(room, shape=parameter.shape).mul_(stored.factor)
+            self.codec.encode(total.add_(gradient), out=room)
+        stored.factor, stored.held = 1.0, True
+        parameter.grad = None
+
+    def _room(self, stored: _Stored, parameter: Tensor) -> Tensor | None:
+        """The payload, on the device where the parameter now is."""
+        if stored.payload is not None and stored.payload.device != parameter.device:
+            stored.payload = stored.payload.to(parameter.device)
+        return stored.payload
+
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._stored and self._stored[parameter].held
+
+    def _flat(self, portion: list[nn.Parameter]) -> Tensor:
+        flat = portion[0].new_zeros(sum(p.numel() for p in portion), dtype=torch.float32)
+        for parameter, part in _parts(flat, portion):
+            stored = self._stored[parameter]
+            if stored.held and stored.payload is not None:
+                self.codec.decode(stored.payload, shape=parameter.shape, out=part)
+                if stored.factor != 1:
+                    part.mul_(stored.factor)
+        return flat
+
+    def _take(self, portion: list[nn.Parameter], flat: Tensor, work: Any) -> None:
+        _wait(work)
+        for parameter, part in _parts(flat, portion):
+            self.put(parameter, part)
+
+
+def _named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that require gradients, each once."""
+    if isinstance(parameters, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "parameters is a DistributedDataParallel, which keeps full-precision gradients of its own; "
+            "allowed: the module inside, and all_reduce of the storage"
+        )
+    if isinstance(parameters, nn.Module):
+        found = list(parameters.named_parameters())
+    else:
+        found = [(str(i), p) for i, p in enumerate(parameters)]
+    return list({p: (name, p) for name, p in reversed(found) if p.requires_grad}.values())[::-1]
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if hasattr(parameter, "to_local"):
+        raise TypeError(
+            f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole ones"
+        )
+    if parameter.dtype not in FLOATS:
+        raise TypeError(
+            f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}"
+        )
+
+
+def _portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Successive parameters on one device, of at most `limit` elements together or one alone."""
+    portions: list[list[nn.Parameter]] = []
+    filled = limit
+    for parameter in parameters:
+        same = bool(portions) and portions[-1][0].device == parameter.device
+        if not same or filled + parameter.numel() > limit:
+            portions.append([])
+            filled = 0
+        portions[-1].append(parameter)
+        filled += parameter.numel()
+    return portions
+
+
+def _parts(flat: Tensor, portion: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each parameter's share of a flat tensor, in its shape."""
+    for parameter, part in zip(portion, flat.split([p.numel() for p in portion]), strict=True):
+        yield parameter, part.view(parameter.shape)
+
+
+def _wait(work: Any) -> None:
+    if hasattr(work, "wait"):
+        work.wait()

@@ -1,0 +1,105 @@
+"""A rank's gradients between backward passes and optimizer: in `.grad`, or stored in few bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.codecs import Codec, parse
+from lowbit.gradients import GradientStorage
+from lowbit.train import optim
+from lowbit.train.config import FULL_PRECISION, GradientsConfig
+from lowbit.train.section import ConfigError
+
+
+def storage_codec(config: GradientsConfig) -> Codec | None:
+    """What gradients are stored in; None: nothing but `.grad`.
+
+    Raises:
+        ConfigError: a name or argument that no codec has, or one with a memory of samples.
+    """
+    if config.storage == FULL_PRECISION:
+        return None
+    try:
+        codec = parse(config.storage)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gradients.storage: {error}") from error
+    if codec.needs_key:
+        raise ConfigError(
+            f"gradients.storage is {config.storage!r}, which remembers samples; allowed: codecs without state"
+        )
+    return codec
+
+
+class Gradients:
+    """One meaning of a step's phases for both ways.
+
+    Args:
+        parameters: of this rank. codec: what they are stored in, None for `.grad`.
+        microbatches: whose gradients add up to their mean.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], codec: Codec | None, *, microbatches: int
+    ) -> None:
+        self.parameters = list(parameters)
+        self.microbatches = microbatches
+        self.storage: GradientStorage | None = None
+        if codec is not None:
+            self.storage = GradientStorage(self.parameters, codec=codec)
+            for parameter in self.parameters[:1]:  # kernels are compiled before a peer waits
+                codec.add(codec.encode(parameter), parameter)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held from one micro-batch to the next."""
+        if self.storage is not None:
+            return self.storage.nbytes
+        return sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
+
+    def finish(self) -> None:
+        """After the last backward pass: the mean over micro-batches, which the schedule itself takes in `.grad`."""
+        if self.storage is not None:
+            self.storage.absorb()
+            self.storage.scale_(1 / self.microbatches)
+
+    @contextlib.contextmanager
+    def in_full(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Have these parameters' gradients in `.grad` inside the `with` block, and take over what it leaves there."""
+        if self.storage is None:
+            yield
+            return
+        some = list(parameters)
+        for parameter in some:
+            parameter.grad = self.storage.gradient(parameter)
+        yield
+        for parameter in some:
+            if parameter.grad is not None:
+                self.storage.put(parameter, parameter.grad)
+                parameter.grad = None
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+        """Gradients of those that have one, one at a time."""
+        if self.storage is not None:
+            yield from (gradient for _, gradient in self.storage.gradients(parameters))
+        else:
+            yield from (p.grad for p in parameters if p.grad is not None)
+
+    def clip(self, *, norm: float, limit: float) -> None:
+        """Shrink all so that the norm of all ranks', `norm`, becomes at most `limit` (0: never)."""
+        if self.storage is None:
+            optim.scale_(self.of(self.parameters), norm=norm, limit=limit)
+        elif limit and norm > limit:
+            self.storage.scale_(limit / norm)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step, after which there are no gradients."""
+        if self.storage is None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            self.storage.step(optimizer)
+            self.storage.zero_()

@@ -1,0 +1,471 @@
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowbit.codecs import AQSGD, BlockFloat8, GroupInt
+from lowbit.gradients import GradientStorage
+
+CODEC = BlockFloat8()
+
+
+class Toy(nn.Module):
+    """Matrices, vectors, an odd shape, a scalar, a weight that two layers share, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 24)
+        self.first = nn.Linear(24, 37)
+        self.second = nn.Linear(37, 24)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(24, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        return self.head(x + self.second(torch.tanh(self.first(x))) * self.gain)
+
+
+def loss(model: nn.Module, seed: int) -> torch.Tensor:
+    ids = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(seed))
+    return nn.functional.cross_entropy(
+        model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten()
+    )
+
+
+def gradients(model: nn.Module, seed: int) -> list[Any]:
+    return list(torch.autograd.grad(loss(model, seed), list(model.parameters()), allow_unused=True))
+
+
+def filled(model: nn.Module, seeds: Iterable[int] = (1, 2, 3), **settings: Any) -> GradientStorage:
+    storage = GradientStorage(model, **settings)
+    for seed in seeds:
+        loss(model, seed).backward()
+    return storage
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("codec", [CODEC, GroupInt(bits=8, symmetric=True)], ids=repr)
+def test_what_is_stored_is_what_the_codec_gives(dtype: torch.dtype, codec: Any) -> None:
+    model = Toy().to(dtype)
+    parts = [gradients(model, seed) for seed in (1, 2, 3)]
+    storage = filled(model, codec=codec)
+    for i, parameter in enumerate(model.parameters()):
+        assert parameter.grad is None
+        found = storage.gradient(parameter)
+        if parts[0][i] is None:
+            assert found is None
+            continue
+        total = codec.round_trip(parts[0][i]).float()
+        for part in parts[1:]:  # sums in float32, whatever the gradients are
+            total = codec.round_trip(codec.round_trip(total) + part[i].float())
+        assert found.dtype == dtype
+        assert torch.equal(found, total.to(dtype))
+        exact = torch.stack([p[i].double() for p in parts]).sum(0)
+        assert (found - exact).norm() <= 0.08 * exact.norm()
+
+
+def test_bytes_a_parameter() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 2048))
+    storage = GradientStorage(model)
+    assert storage.nbytes == 0
+    model(torch.randn(1, 512)).sum().backward()
+    count = sum(p.numel() for p in model.parameters())
+    assert count < storage.nbytes < 1.009 * count
+    before = storage.nbytes
+    storage.zero_()
+    assert storage.gradient(model[0].weight) is None
+    assert storage.nbytes == before, "memory is kept for the next step"
+
+
+def storages(tree: Any) -> list[Any]:
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensors made since it began that are still alive, and the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {s._cdata for s in storages(args)}
+        out = func(*args, **(kwargs or {}))
+        for storage in storages(out):
+            if storage._cdata not in given | self.sizes.keys():  # no view of what was there
+                self.sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, storage._cdata, None)
+        self.most = max(self.most, sum(self.sizes.values()))
+        return out
+
+
+def test_no_full_precision_copy_of_the_whole_ever_exists() -> None:
+    """Twelve equal matrices in float32: at most a few of them at a time, in every phase of a step."""
+    layers, width = 12, 256
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    matrix = 4 * width * width
+    x = torch.randn(2, width)
+
+    def peak(work: Callable[[], object]) -> float:
+        with Live() as live:
+            work()
+        return live.most / matrix
+
+    def backwards() -> None:
+        for _ in range(3):
+            model(x).square().sum().backward()
+
+    assert peak(backwards) > layers, "the plain way keeps all of them"
+    model.zero_grad()
+    storage = GradientStorage(model)
+    stored = layers * 1.01 / 4
+    few = 3  # the gradient, what the codec makes of it, activations
+    assert peak(backwards) < stored + few
+    assert all(p.grad is None for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    assert peak(lambda: storage.all_reduce(lambda flat: flat.mul_(2), bucket_bytes=matrix)) < few
+    assert peak(lambda: storage.clip_(1.0)) < few
+    assert peak(lambda: storage.step(optimizer)) < few
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw-for": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+}
+
+
+def assert_steps_equal(make: Callable[[list[dict]], torch.optim.Optimizer], steps: int = 4) -> None:
+    """Stored and whole steps give the same weights, with two groups, a scheduler and the same gradients."""
+    ours, whole = Toy(), Toy()
+    optimizers, schedulers = [], []
+    for model in (ours, whole):
+        p = list(model.parameters())
+        groups = [{"params": p[:2]}, {"params": p[2:], "weight_decay": 0.01}]
+        optimizers.append(make(groups))
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizers[-1], 2, gamma=0.5))
+    storage = GradientStorage(ours)
+    for step in range(steps):
+        for seed in (2 * step, 2 * step + 1):
+            loss(ours, seed).backward()
+        for p, q in zip(whole.parameters(), ours.parameters(), strict=True):
+            p.grad = storage.gradient(q)
+        storage.step(optimizers[0])
+        optimizers[1].step()
+        for scheduler in schedulers:
+            scheduler.step()
+        storage.zero_()
+        for p, q in zip(whole.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert q.grad is None
+    a, b = (o.state_dict() for o in optimizers)
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    assert any(
+        not torch.equal(p, q) for p, q in zip(ours.parameters(), Toy().parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_in_portions_is_the_whole_step(name: str) -> None:
+    assert_steps_equal(OPTIMIZERS[name])
+
+
+class CountsInGroups(torch.optim.SGD):
+    """Keeps its step count with the hyperparameters, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["lr"] = 0.1 / group["count"]
+        return super().step(closure)
+
+
+def test_counters_in_parameter_groups_count_steps_not_portions() -> None:
+    assert_steps_equal(lambda groups: CountsInGroups(groups, lr=0.1))
+
+
+@pytest.mark.parametrize("package", ["torchao.optim", "bitsandbytes.optim"])
+def test_existing_8bit_optimizers(package: str) -> None:
+    """With moments large enough to be kept in 8 bits (4096 elements), and stepped as a whole."""
+    module = pytest.importorskip(package)
+    models = [nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours, whole = models
+    optimizers = [module.AdamW8bit(m.parameters(), lr=1e-3) for m in models]
+    storage = GradientStorage(ours)
+    for seed in range(4):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+        (ours(x) - x).square().mean().backward()
+        for p, q in zip(whole.parameters(), ours.parameters(), strict=True):
+            p.grad = storage.gradient(q)
+        storage.step(optimizers[0])
+        optimizers[1].step()
+        storage.zero_()
+        for p, q in zip(whole.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_clipping_is_the_engines() -> None:
+    for limit in (0.01, 100.0):
+        model = Toy()
+        storage = filled(model)
+        plain = copy.deepcopy(model)
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            p.grad = storage.gradient(q)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        assert storage.clip_(limit) == pytest.approx(expected.item(), rel=1e-5)
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            found = storage.gradient(q)
+            assert (found is None) == (p.grad is None)
+            assert found is None or torch.allclose(found, p.grad, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="max_norm is -1; allowed: at least 0"):
+        storage.clip_(-1)
+
+
+def test_a_factor_concerns_only_what_was_there() -> None:
+    model = Toy()
+    storage = filled(model, seeds=(1,))
+    before: dict[str, Any] = {n: storage.gradient(p) for n, p in model.named_parameters()}
+    storage.scale_(0.25)
+    storage.scale_(2.0)
+    more = dict(zip(before, gradients(model, 2), strict=True))
+    loss(model, 2).backward()
+    for name, parameter in model.named_parameters():
+        if before[name] is not None:
+            expected = CODEC.round_trip(before[name] * 0.5 + more[name])
+            assert torch.equal(storage.gradient(parameter), expected)
+
+
+def test_sparse_frozen_and_foreign_parameters() -> None:
+    sparse = nn.Embedding(50, 32, sparse=True)
+    storage = GradientStorage(sparse)
+    for ids in ([1, 1, 7], [7, 9]):
+        sparse(torch.tensor(ids)).sum().backward()
+    found = storage.gradient(sparse.weight)
+    assert found.layout == torch.strided
+    assert found.sum(1).tolist() == [32.0 * [1, 1, 7, 7, 9].count(i) for i in range(50)]
+
+    model = Toy()
+    model.first.weight.requires_grad_(False)
+    storage = filled(model)
+    assert storage.gradient(model.first.weight) is None
+    held = storage.gradient(model.second.weight)
+    model.second.weight.requires_grad_(False)  # later: keeps what it has, gets no more
+    loss(model, 4).backward()
+    assert torch.equal(storage.gradient(model.second.weight), held)
+
+    some = GradientStorage([model.gain])  # the rest keeps its gradients, and is stepped as well
+    storage.close()
+    loss(model, 5).backward()
+    others = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
+    assert len(others) == 3
+    before = copy.deepcopy(model)
+    some.step(torch.optim.SGD(model.parameters(), lr=1.0))
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        expected = q if p not in others else q - others[p]
+        if p is model.gain:
+            stored: Any = some.gradient(p)
+            expected = q - stored
+        assert torch.equal(p, expected)
+        assert (p.grad is None) == (p not in others)
+
+
+def test_shared_parameters_count_once() -> None:
+    model = Toy()
+    both = [model.embedding.weight, model.head.weight, model.gain]
+    storage = GradientStorage(both)
+    loss(model, 1).backward()
+    assert len(list(storage.gradients())) == 2
+    names = [name for name, _ in model.named_parameters()]
+    expected = gradients(model, 1)[names.index("embedding.weight")]
+    assert torch.equal(storage.gradient(model.head.weight), CODEC.round_trip(expected))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_stays_visible(bad: float) -> None:
+    model = Toy()
+    storage = filled(model)
+    (loss(model, 4) * bad).backward()
+    loss(model, 5).backward()
+    assert math.isnan(storage.norm())
+    assert math.isnan(storage.clip_(1.0))
+    assert storage.gradient(model.first.weight).isnan().any()
+    storage.zero_()
+    loss(model, 5).backward()
+    assert math.isfinite(storage.norm())
+
+
+def test_gradients_with_a_graph_are_refused() -> None:
+    model = Toy()
+    storage = GradientStorage(model)
+    with pytest.raises(RuntimeError, match="has a graph.*torch.autograd.grad"):
+        loss(model, 1).backward(create_graph=True)
+    storage.zero_()
+    first = torch.autograd.grad(loss(model, 1), [model.gain], create_graph=True)[0]
+    first.square().backward()  # gradients of gradients still pass
+    assert storage.gradient(model.gain) is not None
+
+
+def test_gradients_that_autograd_did_not_put_there() -> None:
+    """Weight passes of zero-bubble schedules assign `.grad` themselves."""
+    model = Toy()
+    storage = filled(model, seeds=(1,))
+    before: Any = storage.gradient(model.gain)
+    more = torch.tensor(0.5)
+    model.gain.grad = more
+    storage.absorb([model.gain, nn.Parameter(torch.ones(1))])
+    assert torch.equal(storage.gradient(model.gain), CODEC.round_trip(before + more))
+    storage.put(model.gain, torch.tensor(0.25))
+    assert storage.gradient(model.gain) == 0.25
+    with pytest.raises(
+        ValueError, match=r"gradient has shape \(2,\); its parameter is of shape \(\)"
+    ):
+        storage.put(model.gain, torch.zeros(2))
+    with pytest.raises(ValueError, match="not stored here"):
+        storage.put(nn.Parameter(torch.ones(1)), torch.zeros(1))
+
+
+@pytest.mark.parametrize("codec", [CODEC, BlockFloat8(rounding="stochastic")], ids=repr)
+def test_a_checkpoint_between_micro_batches(codec: BlockFloat8) -> None:
+    model = Toy()
+    storage = filled(model, seeds=(1, 2), codec=codec)
+    storage.scale_(0.5)
+    state, random = copy.deepcopy(storage.state_dict()), torch.get_rng_state()
+    loss(model, 3).backward()
+    storage.close()
+    again = GradientStorage(model, codec=codec)
+    again.load_state_dict(state)
+    torch.set_rng_state(random)
+    loss(model, 3).backward()
+    for parameter in model.parameters():
+        a, b = storage.gradient(parameter), again.gradient(parameter)
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    other = GradientStorage(model, codec=BlockFloat8(block=64))
+    with pytest.raises(ValueError, match="state is of BlockFloat8.*block=64"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match="gradient of 'gain', which is not stored"):
+        GradientStorage(model.embedding, codec=codec).load_state_dict(state)
+    short = copy.deepcopy(state)
+    short["payloads"]["gain"] = torch.zeros(1, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="state has 1 bytes of 'gain', not 17"):
+        again.load_state_dict(short)
+
+
+class Sum:
+    """A sum over threads that stand for ranks; `late` ones give the result only in `wait`."""
+
+    def __init__(self, ranks: int) -> None:
+        self.tensors: list[torch.Tensor] = [torch.empty(0)] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=20)
+        self.shapes: list[list[int]] = [[] for _ in range(ranks)]
+
+    def of(self, rank: int, late: bool) -> Callable[[torch.Tensor], Any]:
+        def work(tensor: torch.Tensor) -> None:
+            self.shapes[rank].append(tensor.numel())
+            self.tensors[rank] = tensor.clone()
+            self.barrier.wait()
+            total = torch.stack(self.tensors).sum(0)
+            self.barrier.wait()
+            tensor.copy_(total)
+
+        class Work:
+            def __init__(self, tensor: torch.Tensor) -> None:
+                self.tensor = tensor
+
+            def wait(self) -> None:
+                work(self.tensor)
+
+        return Work if late else work
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [4, 4000, 1 << 20])
+def test_all_reduce_of_two_ranks(bucket_bytes: int, late: bool) -> None:
+    models, total = [Toy(), Toy()], Sum(2)
+    codec = BlockFloat8(rounding="stochastic")
+    storages = [filled(m, seeds=(r + 1,), codec=codec) for r, m in enumerate(models)]
+    models[1].unused(torch.ones(3)).sum().backward()  # on one rank only
+    models[0].gain.grad = torch.tensor(1.0)  # not absorbed yet
+    storages[0].scale_(0.5)
+    parts = []
+    for storage, model in zip(storages, models, strict=True):
+        copied = copy.deepcopy({p: storage.gradient(p, torch.float32) for p in model.parameters()})
+        parts.append(list(copied.values()))
+    index = [n for n, _ in models[0].named_parameters()].index("gain")
+    threads = [
+        threading.Thread(
+            target=lambda r=r: storages[r].all_reduce(total.of(r, late), bucket_bytes=bucket_bytes)
+        )
+        for r in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total.shapes[0] == total.shapes[1]
+    assert total.shapes[0][0] == len(parts[0])
+    assert bucket_bytes < 1000 or max(total.shapes[0][1:]) * 4 <= bucket_bytes
+    for i, (p, q) in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+        found = storages[0].gradient(p)
+        assert torch.equal(found, storages[1].gradient(q)), "the same on all ranks"
+        a, b = (part[i] if part[i] is not None else torch.zeros_like(p) for part in parts)
+        if i != index:
+            assert torch.equal(found, CODEC.round_trip(a + b))
+
+
+def test_what_no_rank_has_stays_missing() -> None:
+    model = Toy()
+    storage = filled(model)
+    storage.all_reduce(lambda flat: flat.mul_(2))
+    assert storage.gradient(model.unused.weight) is None
+    with pytest.raises(ValueError, match="bucket_bytes is 3; allowed: at least 4"):
+        storage.all_reduce(lambda flat: flat, bucket_bytes=3)
+    GradientStorage([]).all_reduce(lambda flat: flat)
+    assert GradientStorage([]).norm() == 0
+
+
+def test_closing_leaves_gradients_where_they_were() -> None:
+    model = Toy()
+    storage = filled(model)
+    storage.close()
+    loss(model, 1).backward()
+    assert model.gain.grad is not None
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(TypeError, match="parameter '1' has dtype torch.float64; allowed: torch.fl"):
+        GradientStorage([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1).double())])
+    with pytest.raises(TypeError, match="codec is AQSGD.*a codec without state"):
+        GradientStorage(Toy(), codec=AQSGD(inner=GroupInt()))
+    with pytest.raises(TypeError, match="codec is 'fp8'"):
+        GradientStorage(Toy(), codec="fp8")
+    model = Toy()
+    with pytest.raises(TypeError, match="optimizer is LBFGS"):
+        GradientStorage(model).step(torch.optim.LBFGS(model.parameters()))

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit.codecs import BlockFloat8
+from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
+from lowbit.train.config import GradientsConfig
+from lowbit.train.gradients import Gradients, storage_codec
+from lowbit.train.loop import Trainer
+from tests.ranks import Ranks
+from tests.train.runs import again, curve, losses, tiny
+
+ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
+EXACT = {"storage": "Cast(dtype=torch.float32)"}  # stored, but nothing lost
+LIMIT = 110  # seconds, where everything else runs at the same time
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank", "tied"),
+    [
+        ("1F1B", 1, True),
+        ("InterleavedZeroBubble", 2, False),
+        ("ZBVZeroBubble", 2, True),
+        ("DualPipeV", 2, False),
+    ],
+)
+def test_storing_is_the_same_run_on_every_schedule(
+    ranks: Ranks, tmp_path: Path, schedule: str, per_rank: int, tied: bool
+):
+    """Hooks, weight passes that bypass them, the mean over micro-batches, clipping, a tied embedding."""
+    pipeline = {"schedule": schedule, "stages_per_rank": per_rank}
+    config = tiny(tmp_path, model={"tied": tied}, pipeline=pipeline)
+    plain = ranks.run(losses, config, timeout=LIMIT)
+    stored = ranks.run(losses, again(config, gradients=EXACT), timeout=LIMIT)
+    # The clipping factor and 1 / microbatches are multiplied first here, which rounds otherwise.
+    assert stored[0] == pytest.approx(plain[0], rel=2e-6)
+    assert stored[0] == stored[1]
+
+
+def _bytes_held(config: TrainConfig) -> tuple[list[float], float]:
+    """Losses, and bytes of gradients a parameter after a backward pass."""
+    found: list[float] = []
+    finish = Gradients.finish
+
+    def counting(self: Gradients) -> None:
+        assert self.storage is None or all(p.grad is None for p in self.parameters)
+        finish(self)
+        found.append(self.nbytes / sum(p.numel() for p in self.parameters))
+
+    Gradients.finish = counting
+    try:
+        return losses(config), found[-1]
+    finally:
+        Gradients.finish = finish
+
+
+def test_fp8_costs_a_byte_a_parameter_and_hardly_any_loss(tmp_path: Path):
+    config = tiny(tmp_path, model={"dim": 128, "ffn": 256}, pipeline=ONE, run={"steps": 6})
+    plain, four = _bytes_held(config)
+    stored, one = _bytes_held(again(config, gradients={"storage": "fp8"}))
+    assert four == 4
+    assert 1 < one < 1.04
+    assert stored[0] == plain[0], "the first step has not used a gradient yet"
+    assert stored[1:] != plain[1:]
+    assert stored == pytest.approx(plain, abs=0.02)
+
+
+def test_weight_passes_leave_no_gradients_behind(ranks: Ranks, tmp_path: Path):
+    pipeline = {"schedule": "InterleavedZeroBubble", "stages_per_rank": 2}
+    config = tiny(tmp_path, pipeline=pipeline, gradients={"storage": "fp8"})
+    for _, held in ranks.run(_bytes_held, config, timeout=LIMIT):
+        assert 1 < held < 1.1
+
+
+@pytest.mark.parametrize("storage", ["fp8", "BlockFloat8(rounding='stochastic')"])
+def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path, storage: str):
+    config = tiny(
+        tmp_path,
+        pipeline=ONE,
+        gradients={"storage": storage},
+        run={"steps": 4, "checkpoint_every": 2},
+    )
+    whole = again(config, run={"output": str(tmp_path / "whole")})
+    train(whole)
+
+    def stop(metrics: StepMetrics) -> None:
+        if metrics.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, on_step=stop)
+    resumed = again(config, run={"resume": True, "overwrite": False})
+    assert train(resumed).steps_here == 2
+    assert curve(resumed) == curve(whole)
+    with pytest.raises(ConfigError, match="gradients.storage = .*this run has None"):
+        train(again(resumed, gradients={"storage": "fp32"}))
+
+
+def test_nan_stops_the_run_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny(tmp_path, pipeline=ONE, gradients={"storage": "fp8"})
+    step, weights = Trainer.step, []
+
+    def poisoned(self: Trainer, number: int) -> StepMetrics:
+        if number == 1:
+            self.parameters[3].register_hook(lambda gradient: gradient * float("nan"))
+            weights.append([p.detach().clone() for p in self.parameters])
+        try:
+            return step(self, number)
+        finally:
+            weights.append([p.detach().clone() for p in self.parameters])
+
+    monkeypatch.setattr(Trainer, "step", poisoned)
+    with pytest.raises(RuntimeError, match="step 1: .*the norm of the gradients nan"):
+        train(config)
+    assert all(torch.equal(a, b) for a, b in zip(weights[-1], weights[-2], strict=True))
+
+
+def test_formats_by_name():
+    assert storage_codec(GradientsConfig()) is None
+    assert storage_codec(GradientsConfig(storage="fp8")) == BlockFloat8()
+    with pytest.raises(ConfigError, match="gradients.storage: codec is 'fp9'; allowed: fp32"):
+        storage_codec(GradientsConfig(storage="fp9"))
+    with pytest.raises(ConfigError, match="gradients.storage is 'aq-sgd', which remembers samples"):
+        storage_codec(GradientsConfig(storage="aq-sgd"))
+
+
+@pytest.mark.parametrize("codec", [None, BlockFloat8()], ids=repr)
+def test_the_phases_of_a_step(codec: BlockFloat8 | None):
+    a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
+    gradients = Gradients([a, b], codec, microbatches=2)
+    for _ in range(2):
+        (2 * a.sum()).backward()
+    if codec is None:
+        a.grad /= 2  # as schedules do
+    gradients.finish()
+    with gradients.in_full([a, b]):
+        assert a.grad.tolist() == [2] * 4
+        assert b.grad is None
+        b.grad = torch.full((2,), 3.0)
+    assert [g.tolist() for g in gradients.of([b, a])] == [[3] * 2, [2] * 4]
+    gradients.clip(norm=1.0, limit=0)
+    gradients.clip(norm=1.0, limit=0.5)
+    gradients.step(torch.optim.SGD([a, b], lr=1.0))
+    assert [a.tolist(), b.tolist()] == [[0] * 4, [-0.5] * 2]
+    assert list(gradients.of([a, b])) == []
