@@ -262,7 +262,8 @@ def tagged(call: Call) -> bool:
 
 
 def _names(group: dist.ProcessGroup) -> list[str]:
-    return [f"rank {rank}" for rank in range(dist.get_world_size(group))]
+    """Of the ranks of a group, as the whole job counts them."""
+    return [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
 
 
 def _settle(future: concurrent.futures.Future[None], error: BaseException | None) -> None:
