@@ -254,6 +254,12 @@ def line_of(group: dist.ProcessGroup) -> Line:
         return _lines.setdefault(group, Line())
 
 
+def payload_bytes() -> int:
+    """Bytes of memory for payloads that this process keeps for later calls, on all groups."""
+    with _lines_lock:
+        return sum(line.scratch.nbytes() for line in _lines.values())
+
+
 def tagged(call: Call) -> bool:
     """Whether a call travels as messages: as asked for, else where messages have tags, which is Gloo between CPUs."""
     if call.transport != "auto":
