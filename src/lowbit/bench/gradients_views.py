@@ -24,7 +24,7 @@ AVERAGE = (
     Column(title="over\nbf16", field="speedup_bf16", show="{:.2f}x".format),
     Column(title="bits", field="bits_per_element", show="{:.2f}".format),
     Column(title="on the\nwire", field="wire_bits", show="{:.2f}".format),
-    Column(title="rel.\nerror", field="relative_error", show="{:.1e}".format),
+    Column(title="rel.\nerror", field="relative_error", show="{:.0e}".format),
 )
 TRAINING = (
     Column(title="ranks", field="ranks"),
