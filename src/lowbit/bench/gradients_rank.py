@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit.bench.gradients import ENGINE, MATRIX, POWER_RANK, codec_of
 from lowbit.bench.rank import TIMEOUT_SECONDS, pin
 from lowbit.collectives import all_reduce
+from lowbit.collectives.agreement import default_group
 from lowbit.collectives.line import payload_bytes
 from lowbit.gradients import all_reduce_hook
 from lowbit.train.config import ModelConfig
@@ -136,7 +137,7 @@ class Rank:
                 state = self._states.setdefault(name, _power_state())
                 found = powerSGD_hook.powerSGD_hook(state, bucket).wait()
             else:
-                found = _HOOKS[name](dist.group.WORLD, bucket).wait()
+                found = _HOOKS[name](default_group(), bucket).wait()
             if found.data_ptr() != x.data_ptr():
                 x.copy_(found)
 

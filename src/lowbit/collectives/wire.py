@@ -109,7 +109,8 @@ class _Buffered:
     def _allocate(self, lane: int, incoming: Sequence[int], outgoing: Sequence[int]) -> _Lane:
         slot = -(-max(*incoming, *outgoing) // _ALIGN) * _ALIGN
         rows = [self._scratch.take(slot * n, self._device) for n in (self.ranks, len(outgoing))]
-        made = _Lane(*(r.view(-1, slot) if slot else r for r in rows), incoming, outgoing)
+        received, sent = (row.view(-1, slot) if slot else row for row in rows)
+        made = _Lane(received, sent, incoming, outgoing)
         self._lanes[lane] = made
         return made
 

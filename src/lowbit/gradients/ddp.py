@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives.agreement import default_group
@@ -18,8 +19,7 @@ from lowbit.collectives.reduce import (
     check_call,
 )
 
-Bucket = dist.GradBucket
-Hook = Callable[[object, Bucket], torch.futures.Future[Tensor]]
+Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 
 
 def all_reduce_hook(
@@ -66,7 +66,7 @@ def all_reduce_hook(
     assert isinstance(own, dist.ProcessGroup)
     lost = Lost() if error_feedback else None
 
-    def hook(state: object, bucket: Bucket) -> torch.futures.Future[Tensor]:
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         errors = None
         if lost is not None:
@@ -77,14 +77,14 @@ def all_reduce_hook(
             node_size=node_size, chunk=CHUNK, small=small, timeout=timeout, errors=errors,
         )  # fmt: skip
         assert pending is not None
-        devices = [buffer.device] if buffer.is_cuda else []
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
 
         def finish(error: BaseException | None) -> None:
             if error is None:
                 future.set_result(buffer)
             else:
-                future.set_exception(error)
+                future.set_exception(error)  # pyright: ignore[reportArgumentType] it says Tensor
 
         pending.then(finish)
         return future
