@@ -24,3 +24,20 @@ def test_the_pipeline_learns_in_few_bits():
     assert losses[-1] < 3.2 < 5.6, done.stdout  # guessing costs log(256) = 5.5
     # A quarter of the steps at 32 bits, the rest at 4.4.
     assert re.search(r"rank 0 sent [\d.]+ MB, 11\.\d bits", done.stdout), done.stdout
+
+
+def test_data_parallel_ranks_learn_the_same():
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(EXAMPLES / "data_parallel.py"), "--steps", "40"]
+    done = subprocess.run(
+        [sys.executable, *command, *script],
+        text=True,
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < 3.2, done.stdout
+    assert "bit for bit: yes" in done.stdout

@@ -25,8 +25,10 @@ PUBLIC = {
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
     "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec GroupInt Session TAHQuant parse",
-    "lowbit.collectives": "AgreementError PeerError agree",
-    "lowbit.gradients": "GradientStorage",
+    "lowbit.collectives": (
+        "AgreementError Pending PeerError agree all_gather all_reduce reduce_scatter"
+    ),
+    "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": (
         "backend block_float8_decode block_float8_encode group_int_decode group_int_encode "

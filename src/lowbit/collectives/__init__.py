@@ -1,8 +1,18 @@
-"""What several ranks do together: so far, agreeing before they talk and finding out who died."""
+"""What several ranks do together: sums in few bits, agreeing before they talk, finding out who died."""
 
 from __future__ import annotations
 
 from lowbit.collectives.agreement import AgreementError, agree
 from lowbit.collectives.failure import PeerError
+from lowbit.collectives.line import Pending
+from lowbit.collectives.reduce import all_gather, all_reduce, reduce_scatter
 
-__all__ = ["AgreementError", "PeerError", "agree"]
+__all__ = [
+    "AgreementError",
+    "PeerError",
+    "Pending",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+]

@@ -13,7 +13,7 @@ import json
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -103,6 +103,14 @@ class Agreement:
             self._linger()
             raise AgreementError(verdict.decode())
 
+    def stated(self, members: int, *, known: Collection[int] = ()) -> dict[int, Facts]:
+        """Facts that members have stated so far, by member, without those of `known` ones; never waits."""
+        return {
+            i: json.loads(self._store.get(f"{self._prefix}/{i}"))
+            for i in set(range(members)).difference(known)
+            if self._store.check([f"{self._prefix}/{i}"])
+        }
+
     def forget(self, member: int) -> None:
         """Leave nothing of a member in the store; only once all members have been through `check`."""
         keys = [str(member), f"came/{self._rank}", *(["verdict"] if member == 0 else [])]
@@ -115,9 +123,7 @@ class Agreement:
         stated: dict[int, Facts] = {}
         in_conflict = False
         while True:
-            for i in set(range(members)) - stated.keys():
-                if self._store.check([f"{self._prefix}/{i}"]):
-                    stated[i] = json.loads(self._store.get(f"{self._prefix}/{i}"))
+            stated |= self.stated(members, known=stated)
             if len(stated) == members or time.monotonic() > deadline:
                 return stated
             if not in_conflict and contradictions({str(i): facts for i, facts in stated.items()}):

@@ -296,13 +296,16 @@ class LowBitStage(HookedStage):
         return facts
 
     def _stage_names(self) -> list[str]:
-        return [f"rank {self.rank_of(stage)} (stage {stage})" for stage in range(self.num_stages)]
+        ranks = dist.get_process_group_ranks(self._group)  # as the whole job counts them
+        return [
+            f"rank {ranks[self.rank_of(stage)]} (stage {stage})" for stage in range(self.num_stages)
+        ]
 
     def _rank_names(self) -> list[str]:
         stages = [self.stages_of(rank) for rank in range(self.group_size)]
         return [
             f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
-            for rank, held in enumerate(stages)
+            for rank, held in zip(dist.get_process_group_ranks(self._group), stages, strict=True)
         ]
 
 

@@ -132,8 +132,11 @@ def run_facts(config: TrainConfig, *, ranks: int, stages: int) -> dict[str, Any]
     """What may not change between the run that wrote a checkpoint and the one that goes on from it."""
     lowbit = config.pipeline.boundary == "lowbit"
     storage = config.gradients.storage
+    replicas = config.pipeline.data_parallel
+    between = {"gradients.all_reduce": config.gradients.all_reduce} if replicas > 1 else {}
     return {
-        "ranks": ranks,
+        "ranks": f"{replicas} x {ranks}" if replicas > 1 else ranks,
+        **between,
         "pipeline stages": stages,
         "pipeline.schedule": config.pipeline.schedule,
         "pipeline.microbatches": config.pipeline.microbatches,

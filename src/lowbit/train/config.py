@@ -125,7 +125,9 @@ class PipelineConfig(Section):
     """How the model is cut, and what travels between the cuts.
 
     Args:
-        ranks: processes that `lowbit train` starts; under torchrun its number counts.
+        ranks: processes of a pipeline; `lowbit train` starts so many times `data_parallel`. Under torchrun its number
+            counts, divided by `data_parallel`.
+        data_parallel: equal pipelines side by side, each on its own share of every batch.
         stages_per_rank: more than one for the interleaved schedules, two for the V-shaped ones.
         schedule: a schedule of `torch.distributed.pipelining`; microbatches: pieces of the batch.
         forward, backward: codecs of activations and gradients, by name ("tah-quant", "int4") or in full
@@ -137,12 +139,13 @@ class PipelineConfig(Section):
 
     name: ClassVar = "pipeline"
     ranges: ClassVar = {
-        "ranks": (1, math.inf), "stages_per_rank": (1, math.inf), "microbatches": (1, math.inf),
-        "warmup_steps": (0, math.inf),
+        "ranks": (1, math.inf), "data_parallel": (1, math.inf), "stages_per_rank": (1, math.inf),
+        "microbatches": (1, math.inf), "warmup_steps": (0, math.inf),
     }  # fmt: skip
     choices: ClassVar = {"boundary": BOUNDARIES}
 
     ranks: int = 2
+    data_parallel: int = 1
     stages_per_rank: int = 1
     schedule: str = "1F1B"
     microbatches: int = 4
@@ -163,17 +166,20 @@ class PipelineConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsConfig(Section):
-    """What gradients are kept in until the optimizer's step.
+    """What gradients are kept in until the optimizer's step, and what they travel in between pipelines.
 
     Args:
         storage: "fp32" (PyTorch's `.grad`), or a codec by name or in full, such as "fp8": each micro-batch is added to
             what is stored, and the optimizer sees full precision a parameter at a time
             (`lowbit.gradients.GradientStorage`).
+        all_reduce: codec, by name or in full, in which gradients are averaged over `pipeline.data_parallel` pipelines
+            (`lowbit.collectives.all_reduce`).
     """
 
     name: ClassVar = "gradients"
 
     storage: str = FULL_PRECISION
+    all_reduce: str = "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +279,24 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.data.batch % self.pipeline.microbatches:
+        pieces = self.pipeline.microbatches * self.pipeline.data_parallel
+        if self.data.batch % pieces:
+            several = self.pipeline.data_parallel > 1
+            times = f" times data_parallel ({self.pipeline.data_parallel})" if several else ""
             raise ConfigError(
                 f"data.batch is {self.data.batch}; "
-                f"allowed: a multiple of pipeline.microbatches ({self.pipeline.microbatches})"
+                f"allowed: a multiple of pipeline.microbatches ({self.pipeline.microbatches}){times}"
             )
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the whole run."""
+        return self.pipeline.ranks * self.pipeline.data_parallel
+
+    @property
+    def rows(self) -> int:
+        """Windows in a micro-batch."""
+        return self.data.batch // (self.pipeline.microbatches * self.pipeline.data_parallel)
 
     @property
     def codec_warmup_steps(self) -> int:

@@ -23,7 +23,7 @@ class Evaluation:
     Args:
         plan: where the stages are; modules: this rank's, by stage.
         width: elements of an activation; device: where the modules are.
-        group: process group apart from the training traffic; Gloo carries it, wherever the modules are.
+        group: of the pipeline, apart from the training traffic; Gloo carries it, wherever the modules are.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class Evaluation:
         """Start sending; the payload must live until the work is done."""
         session = codec.open(shape=x.shape, dtype=torch.float32, device=self._device)
         payload = session.encode(x.float(), key=key if codec.needs_key else None).cpu()
-        return dist.isend(payload, self._plan.rank_of(boundary + 1), group=self._group), payload
+        return dist.isend(
+            payload, group=self._group, group_dst=self._plan.rank_of(boundary + 1)
+        ), payload
 
     def _receive(
         self, boundary: int, shape: tuple[int, ...], codec: Codec, key: tuple[int, ...]
@@ -110,5 +112,5 @@ class Evaluation:
         session = codec.open(shape=shape, dtype=torch.float32, device=self._device)
         chosen = key if codec.needs_key else None
         payload = torch.empty(session.nbytes(chosen), dtype=torch.uint8)
-        dist.recv(payload, self._plan.rank_of(boundary), group=self._group)
+        dist.recv(payload, group=self._group, group_src=self._plan.rank_of(boundary))
         return session.decode(payload.to(self._device), key=chosen)

@@ -19,22 +19,25 @@ if TYPE_CHECKING:
 def gather_weights(
     modules: dict[int, StageModule], group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor]:
-    """All parameters of all stages on the CPU of rank 0, by their names in the whole model; empty elsewhere.
+    """All parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
+
+    Empty on the other ranks of `group`, the pipeline's.
 
     A tensor at a time, so that no rank but 0 needs memory for more than it has.
     """
     mine = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items()}
-    if dist.get_rank() != 0:
-        dist.send_object_list([[(n, t.shape, t.dtype) for n, t in mine.items()]], 0, group=group)
+    if dist.get_rank(group) != 0:
+        told = [[(n, t.shape, t.dtype) for n, t in mine.items()]]
+        dist.send_object_list(told, group=group, group_dst=0)
         for tensor in mine.values():
-            dist.send(tensor.contiguous(), 0, group=group)
+            dist.send(tensor.contiguous(), group=group, group_dst=0)
         return {}
-    for rank in range(1, dist.get_world_size()):
+    for rank in range(1, dist.get_world_size(group)):
         told: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]]
-        dist.recv_object_list(told, rank, group=group)
+        dist.recv_object_list(told, group=group, group_src=rank)
         for name, shape, dtype in told[0]:
             mine[name] = torch.empty(shape, dtype=dtype)
-            dist.recv(mine[name], rank, group=group)
+            dist.recv(mine[name], group=group, group_src=rank)
     return mine
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import Codec, parse
 from lowbit.gradients import GradientStorage
+from lowbit.gradients.storage import BUCKET_BYTES
 from lowbit.train import optim
 from lowbit.train.config import FULL_PRECISION, GradientsConfig
 from lowbit.train.section import ConfigError
@@ -66,6 +68,35 @@ class Gradients:
             self.storage.absorb()
             self.storage.scale_(1 / self.microbatches)
 
+    def average(self, reduce: Callable[[Tensor], Any]) -> None:
+        """Replace all gradients by their means over replicas.
+
+        Args:
+            reduce: starts to replace a float32 tensor of one dimension by its mean; what it returns has `wait`. Two
+                buckets are under way at a time.
+        """
+        if self.storage is not None:
+            self.storage.all_reduce(reduce)
+            return
+        under_way: list[tuple[list[nn.Parameter], Tensor, Any]] = []
+        for bucket in self._buckets():
+            flat = torch.cat([_flat(p) for p in bucket])
+            under_way.append((bucket, flat, reduce(flat)))
+            if len(under_way) > 1:
+                _take(*under_way.pop(0))
+        for waiting in under_way:
+            _take(*waiting)
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        bucket: list[nn.Parameter] = []
+        for parameter in self.parameters:
+            bucket.append(parameter)
+            if sum(p.numel() for p in bucket) * 4 >= BUCKET_BYTES:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
     @contextlib.contextmanager
     def in_full(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Have these parameters' gradients in `.grad` inside the `with` block, and take over what it leaves there."""
@@ -103,3 +134,18 @@ class Gradients:
         else:
             self.storage.step(optimizer)
             self.storage.zero_()
+
+
+def _flat(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros(parameter.numel(), device=parameter.device)
+    return parameter.grad.reshape(-1).float()
+
+
+def _take(bucket: list[nn.Parameter], flat: Tensor, pending: Any) -> None:
+    """Wait for a bucket's means, and give them to its parameters."""
+    pending.wait()
+    for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(part.view_as(parameter))

@@ -32,7 +32,7 @@ class LaunchError(RuntimeError):
 def run(config: TrainConfig) -> Summary:
     """Train as the configuration and the environment ask for.
 
-    Under torchrun (RANK and its kind are set) this process is one rank of the run. Otherwise `pipeline.ranks` processes
+    Under torchrun (RANK and its kind are set) this process is one rank of the run. Otherwise `config.ranks` processes
     are started on this machine; with one rank this process trains by itself.
 
     Raises:
@@ -40,19 +40,19 @@ def run(config: TrainConfig) -> Summary:
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
     """
-    if "RANK" in os.environ or config.pipeline.ranks == 1:
+    if "RANK" in os.environ or config.ranks == 1:
         from lowbit.train.loop import train
 
         return train(config)
     from lowbit.train.prepare import prepare
 
-    prepare(config, ranks=config.pipeline.ranks)
+    prepare(config, ranks=config.ranks)
     start_ranks(config)
     return read_summary(Path(config.run.output) / "summary.json")
 
 
 def start_ranks(config: TrainConfig) -> None:
-    """Run `pipeline.ranks` processes on this machine until all are done.
+    """Run `config.ranks` processes on this machine until all are done.
 
     This process keeps the store that they meet in, so that no port has to be guessed and the store outlives them all.
     Signals that would end this process are passed on to them.
@@ -65,7 +65,7 @@ def start_ranks(config: TrainConfig) -> None:
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    ranks = [_start(config, rank, store.port) for rank in range(config.pipeline.ranks)]
+    ranks = [_start(config, rank, store.port) for rank in range(config.ranks)]
     try:
         with _signals_passed_to(ranks) as passed:
             failed = _wait(ranks)
@@ -81,7 +81,7 @@ def start_ranks(config: TrainConfig) -> None:
 def _start(config: TrainConfig, rank: int, port: int) -> subprocess.Popen[str]:
     from lowbit.train.loop import threads_per_rank
 
-    ranks = config.pipeline.ranks
+    ranks = config.ranks
     environment = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -30,6 +30,7 @@ from lowbit.train.model import StageModule, build_model
 from lowbit.train.peers import Peers
 from lowbit.train.prepare import OUTPUTS, Prepared, prepare
 from lowbit.train.process_group import joined, new_group, world
+from lowbit.train.replicas import Replicas
 from lowbit.train.stages import Pipeline
 from lowbit.train.summary import Summary, summarize
 from lowbit.train.tied import TiedWeights
@@ -100,8 +101,15 @@ class Trainer:
             torch.cuda.set_device(prepared.device)  # where NCCL and kernels go that are not told
         self._agree()
         self.side = new_group()  # for everything but the training traffic
+        self.replicas = Replicas(
+            self.plan.ranks,
+            self.config.pipeline.data_parallel,
+            codec=prepared.all_reduce,
+            timeout=self.config.run.timeout_seconds,
+            side=self.side,
+        )
         self.modules, tied = self._build_modules()
-        self.tied = TiedWeights(self.modules, self.plan, tied=tied)
+        self.tied = TiedWeights(self.modules, self.plan, self.replicas, tied=tied)
         device = prepared.device
         owned = [(p, m) for m in self.modules.values() for p in m.parameters()]
         self.parameters = [p for p, _ in owned]
@@ -109,11 +117,12 @@ class Trainer:
             self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches
         )
         self.pipeline = Pipeline(
-            self.config, self.plan, self.modules, prepared.codecs, device, self.gradients.storage
-        )
+            self.config, self.plan, self.modules, prepared.codecs, device, self.gradients.storage,
+            self.replicas.pipeline,
+        )  # fmt: skip
         width = next(iter(self.modules.values())).width
         self.evaluation = Evaluation(
-            self.plan, self.modules, width=width, device=device, group=self.side
+            self.plan, self.modules, width=width, device=device, group=self.replicas.side
         )
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
@@ -149,10 +158,13 @@ class Trainer:
         begin = time.perf_counter()
         rate = optim.learning_rate(self.config.optimizer, step=step, steps=self.config.run.steps)
         optim.set_learning_rate(self.optimizer, rate)
-        ids = self.order.ids(step)
+        ids = self.replicas.share(self.order.ids(step))
         inputs, targets = self.prepared.data.train.batch(ids)
         loss, work = self.pipeline.step(inputs, targets, ids)
         self.gradients.finish()
+        if self.replicas.count > 1:
+            # Before tied weights are summed: their copies lie in different buckets, but must come out the same.
+            self.gradients.average(self.replicas.average)
         with self.gradients.in_full(self.tied.copies):
             self.tied.sum_gradients()
         loss, norm, work = self._sum_over_ranks(loss, work)
@@ -163,7 +175,7 @@ class Trainer:
         self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
         self.gradients.step(self.optimizer)
         return step_metrics(
-            step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel(),
+            step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * self.replicas.count,
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work,
         )  # fmt: skip
 
@@ -217,7 +229,7 @@ class Trainer:
                 autocast=self.prepared.autocast,
                 wire=wire,
             ).to(self.prepared.device)
-            for stage in self.plan.stages_of(self.rank)
+            for stage in self.plan.stages_of(self.replicas.place)
         }
         return modules, bool(model.config.tie_word_embeddings)
 
@@ -258,14 +270,16 @@ class Trainer:
         summed = torch.tensor(sums, dtype=torch.float64)
         dist.all_reduce(summed, group=self.side)
         loss, squares, *costs = summed.tolist()
-        return loss, math.sqrt(squares), Work(*costs)
+        replicas = self.replicas.count  # whose gradients are equal by now
+        return loss / replicas, math.sqrt(squares / replicas), Work(*costs)
 
     def _finish(self, history: list[StepMetrics], recorder: Recorder | None) -> Summary:
         run = self.config.run
         losses = self.evaluate(run.steps, recorder)
         folder = self.output / "model" if run.save_model else None
         if folder is not None:
-            weights = export.gather_weights(self.modules, self.side)
+            first = self.replicas.index == 0
+            weights = export.gather_weights(self.modules, self.replicas.side) if first else {}
             if self.rank == 0:
                 export.save_model(folder, weights, self.model_config, self.prepared.data.tokenizer)
         summary = summarize(self.config, self.plan, history, losses, model=folder)

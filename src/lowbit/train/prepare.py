@@ -17,6 +17,7 @@ from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.gradients import storage_codec
 from lowbit.train.model import count_layers, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
+from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.section import ConfigError
 
 OUTPUTS = ("metrics.jsonl", "summary.json", "config.json", "checkpoints", "tensorboard", "model")
@@ -30,6 +31,7 @@ class Prepared:
     plan: Plan
     codecs: Codecs
     storage: Codec | None
+    all_reduce: Codec
     data: Data
     vocab: int
     device: torch.device
@@ -62,7 +64,8 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     Raises:
         ConfigError: anything that would keep the run from starting, in one line.
     """
-    plan = make_plan(config.pipeline, ranks=ranks, layers=count_layers(config.model))
+    of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
+    plan = make_plan(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, plan.stages - 1)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
@@ -80,6 +83,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         plan=plan,
         codecs=codecs,
         storage=storage,
+        all_reduce=all_reduce_codec(config.gradients),
         data=data,
         vocab=vocabulary(config.model, data.tokenizer.size),
         device=device,

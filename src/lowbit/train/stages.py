@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -60,6 +61,7 @@ class Pipeline:
         modules: this rank's modules by stage, on `device`.
         codecs: what the boundaries use.
         storage: what takes the gradients out of `.grad`; nobody divides those by the number of micro-batches then.
+        group: the ranks of this pipeline; None: the default group.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class Pipeline:
         codecs: Codecs,
         device: torch.device,
         storage: GradientStorage | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.config, self.plan, self.modules, self.codecs = config, plan, modules, codecs
-        self.device, self.storage = device, storage
+        self.device, self.storage, self._group = device, storage, group
         self._width = next(iter(modules.values())).width
         self.stages = [self._stage(index) for index in modules]
         if storage is not None:
@@ -126,15 +129,17 @@ class Pipeline:
         return loss, self._work(seconds)
 
     def _stage(self, index: int) -> PipelineStage:
-        rows = self.config.data.batch // self.config.pipeline.microbatches
-        shapes = _examples(self.modules[index], rows, self.config.data.sequence)
+        shapes = _examples(self.modules[index], self.config.rows, self.config.data.sequence)
         common = (self.modules[index], index, self.plan.stages, self.device)
         if self.config.pipeline.boundary != "lowbit":
-            return StockStage(*common, input_args=shapes[0], output_args=shapes[1])
+            return StockStage(
+                *common, input_args=shapes[0], output_args=shapes[1], group=self._group
+            )
         return LowBitStage(
             *common,
             input_args=shapes[0],
             output_args=shapes[1],
+            group=self._group,
             forward=dict(enumerate(self.codecs.forward)),
             backward=dict(enumerate(self.codecs.backward)),
             warmup_steps=self.config.codec_warmup_steps,
@@ -143,8 +148,7 @@ class Pipeline:
 
     def _compile_kernels(self) -> None:
         """Use the codecs of this rank's boundaries once, so that no step's time has compilation in it."""
-        rows, sequence = self.config.data.batch, self.config.data.sequence
-        shape = torch.Size((rows // self.config.pipeline.microbatches, sequence, self._width))
+        shape = torch.Size((self.config.rows, self.config.data.sequence, self._width))
         for index in self.modules:
             for boundary in (index - 1, index):
                 if 0 <= boundary < self.plan.stages - 1 and self.plan.crosses(boundary):
@@ -173,7 +177,8 @@ class Pipeline:
 
     def _count_stock(self, work: Work) -> None:
         """What a stock stage sends follows from the shapes."""
-        rows, width = self.config.data.batch * self.config.data.sequence, self._width
+        rows = self.config.rows * self.config.pipeline.microbatches * self.config.data.sequence
+        width = self._width
         for index in self.modules:
             forward = index < self.plan.stages - 1 and self.plan.crosses(index)
             backward = index > 0 and self.plan.crosses(index - 1)

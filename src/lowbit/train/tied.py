@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowbit.train.model import StageModule
 from lowbit.train.plan import Plan
 from lowbit.train.process_group import new_group
+from lowbit.train.replicas import Replicas
 
 
 class TiedWeights:
@@ -22,20 +23,26 @@ class TiedWeights:
 
     Args:
         modules: this rank's modules, by stage; plan: where the others are.
+        replicas: the pipelines, each of which has its own two copies.
         tied: whether the model ties its embedding.
 
     Attributes:
         copies: those of the weight that this rank has.
     """
 
-    def __init__(self, modules: dict[int, StageModule], plan: Plan, *, tied: bool) -> None:
+    def __init__(
+        self, modules: dict[int, StageModule], plan: Plan, replicas: Replicas, *, tied: bool
+    ) -> None:
         ends = (plan.rank_of(0), plan.rank_of(plan.stages - 1))
         self._group: dist.ProcessGroup | None = None
         self.copies: list[nn.Parameter] = []
         if not tied or plan.stages == 1:
             return
         if ends[0] != ends[1]:
-            self._group = new_group(sorted(ends))
+            for index in range(replicas.count):
+                members = replicas.members(index)
+                group = new_group([members[place] for place in sorted(ends)])
+                self._group = group or self._group
         if 0 in modules:
             self.copies.append(_weight(modules[0].decoder.get_input_embeddings()))  # pyright: ignore
         if plan.stages - 1 in modules:

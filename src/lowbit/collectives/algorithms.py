@@ -1,0 +1,161 @@
+"""Sums in few bits: what is coded, sent, summed and decoded, in which order. Nothing here knows how bytes travel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.collectives.shards import Shards
+from lowbit.collectives.wire import Wire
+
+AHEAD = 2
+"""Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
+
+
+def two_shot(
+    x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None
+) -> None:
+    """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
+
+    Every rank codes its share of each shard for the rank that owns the shard (all-to-all), which adds them up in
+    float32 in the order of the ranks, and codes the sum for everybody (all-gather). The owner decodes its own sum, and
+    its own share, like everybody else's: results are bit-identical on all ranks. Pieces go through all of it one behind
+    the other, so that coding and summing overlap the wire.
+
+    Args:
+        x: flat, contiguous, float32, bfloat16 or float16. errors: float32 like `x`; filled with what quantization took
+            from this rank's contribution, and, in its own shard, from the sum: added to this rank's next contribution,
+            it makes up for both. Zero where it is not finite.
+    """
+    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk)
+    # All receives first: a sender can begin only when it knows of the receive, and what tells it so would queue behind
+    # everything that this rank sends to it.
+    open_scatter(codec, wire, shards)
+    for k in range(shards.chunks):
+        incoming = [codec.nbytes((shards.size(r, k),)) for r in range(wire.ranks)]
+        wire.open(shards.chunks + k, incoming, [incoming[wire.rank]])
+    total = torch.empty(min(shards.chunk, shards.length), device=x.device)
+    for turn in range(shards.chunks + 2 * AHEAD):
+        if turn < shards.chunks:
+            scatter(x, codec, wire, shards, turn, errors)
+        if 0 <= (k := turn - AHEAD) < shards.chunks:
+            _spread(total, codec, wire, shards, k, divisor, errors)
+        if 0 <= (k := turn - 2 * AHEAD) < shards.chunks:
+            for source in range(wire.ranks):
+                piece = shards.piece(source, k)
+                if piece.stop > piece.start:
+                    payload = wire.take(shards.chunks + k, source)
+                    codec.decode(payload, shape=x[piece].shape, out=x[piece])
+
+
+def _spread(
+    total: Tensor,
+    codec: Codec,
+    wire: Wire,
+    shards: Shards,
+    k: int,
+    divisor: int,
+    errors: Tensor | None,
+) -> None:
+    """Add up a chunk of this rank's shard, code the sum and send it to everybody."""
+    if size := shards.size(wire.rank, k):
+        part = add_up(total[:size], codec, wire, k, divisor)
+        payload = codec.encode(part, out=wire.box(shards.chunks + k))
+        if errors is not None:
+            mine = errors[shards.piece(wire.rank, k)]
+            lost = part - codec.decode(payload, shape=part.shape)
+            mine.add_(_finite(lost), alpha=divisor)
+    wire.send(shards.chunks + k)
+
+
+def one_shot(
+    x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None
+) -> None:
+    """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but everything goes to everybody.
+
+    Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
+    """
+    shards = Shards(numel=x.numel(), ranks=1, chunk=chunk)
+    gather(x, codec, wire, shards, errors)
+    total = torch.empty(min(shards.chunk, shards.length), device=x.device)
+    for k in range(shards.chunks):
+        part = add_up(total[: shards.size(0, k)], codec, wire, k, divisor)
+        x[shards.piece(0, k)].copy_(part)
+
+
+def reduce_scatter(
+    x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int
+) -> None:
+    """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
+    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel())
+    open_scatter(codec, wire, shards)
+    for k in range(shards.chunks):
+        scatter(x, codec, wire, shards, k, None)
+    total = torch.empty(min(shards.chunk, shards.length), device=x.device)
+    for k in range(shards.chunks):
+        piece = shards.piece(wire.rank, k)
+        part = add_up(total[: shards.size(wire.rank, k)], codec, wire, k, divisor)
+        out[piece.start - wire.rank * shards.length :][: part.numel()].copy_(part)
+
+
+def all_gather(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int) -> None:
+    """Write what every rank's `x` (n elements) decodes to, one after the other, to `out` (ranks * n elements)."""
+    shards = Shards(numel=x.numel(), ranks=1, chunk=chunk)
+    gather(x, codec, wire, shards, None)
+    for k in range(shards.chunks):
+        for source in range(wire.ranks):
+            target = out[source * x.numel() :][: x.numel()][shards.piece(0, k)]
+            codec.decode(wire.take(k, source), shape=target.shape, out=target)
+
+
+def open_scatter(codec: Codec, wire: Wire, shards: Shards) -> None:
+    """Prepare lanes 0, 1, ... for `scatter`."""
+    for k in range(shards.chunks):
+        sizes = [codec.nbytes((shards.size(r, k),)) for r in range(wire.ranks)]
+        wire.open(k, [sizes[wire.rank]] * wire.ranks, sizes)
+
+
+def scatter(
+    x: Tensor, codec: Codec, wire: Wire, shards: Shards, k: int, errors: Tensor | None
+) -> None:
+    """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
+    for step in range(1, wire.ranks + 1):  # each rank begins with another, and itself comes last
+        to = (wire.rank + step) % wire.ranks
+        piece = shards.piece(to, k)
+        if piece.stop > piece.start:
+            _encode(x[piece], codec, wire.box(k, to), None if errors is None else errors[piece])
+        wire.send(k, to)
+
+
+def gather(x: Tensor, codec: Codec, wire: Wire, shards: Shards, errors: Tensor | None) -> None:
+    """Code `x` (a single shard) and send it to everybody, on lanes 0, 1, ... for the chunks."""
+    for k in range(shards.chunks):
+        size = codec.nbytes((shards.size(0, k),))
+        wire.open(k, [size] * wire.ranks, [size])
+    for k in range(shards.chunks):
+        piece = shards.piece(0, k)
+        _encode(x[piece], codec, wire.box(k), None if errors is None else errors[piece])
+        wire.send(k)
+
+
+def add_up(total: Tensor, codec: Codec, wire: Wire, lane: int, divisor: int) -> Tensor:
+    """Decode what all ranks sent on a lane and add it up in `total` (float32), in the order of the ranks."""
+    if total.numel():
+        for source in range(wire.ranks):
+            payload = wire.take(lane, source)
+            codec.decode(payload, shape=total.shape, out=total, accumulate=source > 0)
+        if divisor > 1:
+            total.div_(divisor)
+    return total
+
+
+def _encode(x: Tensor, codec: Codec, box: Tensor, errors: Tensor | None) -> None:
+    codec.encode(x, out=box)
+    if errors is not None:
+        errors.copy_(_finite(x.float() - codec.decode(box, shape=x.shape)))
+
+
+def _finite(x: Tensor) -> Tensor:
+    """A step that met NaN or infinity must not spoil the ones after it."""
+    return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

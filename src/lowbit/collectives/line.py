@@ -1,0 +1,281 @@
+"""Calls on a process group, one after the other on a thread of their own, with proof that all ranks make the same ones.
+
+Before the first byte of a new kind of call (shape, dtype, codec, algorithm, ...) all ranks agree on it. Later calls of
+that kind do not talk about it again; but a call that takes long looks whether another rank is in a different one, so
+that a program that goes separate ways ends with the same error on all ranks instead of waiting for its time limit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from lowbit import __version__
+from lowbit.collectives.agreement import Agreement, AgreementError, contradictions
+from lowbit.collectives.failure import FailureBoard
+from lowbit.collectives.wire import Mail, Rounds, Scratch, Wire
+
+_IDLE = 5.0  # seconds after which the threads of a line that is not used end
+_SLOW = 2.0  # seconds after which a call looks whether the others are in the same one
+_LOOK = 0.5  # seconds between two looks
+
+Transport = Literal["auto", "messages", "collectives"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a collective, on one rank.
+
+    Args:
+        facts: all that must be equal on all ranks.
+        group: the ranks; device: where payloads live.
+        timeout: seconds in which the failure of a peer is to be noticed.
+        work: the algorithm.
+        transport: "auto": messages where the backend has tags.
+    """
+
+    facts: Mapping[str, str]
+    group: dist.ProcessGroup
+    device: torch.device
+    timeout: float
+    work: Callable[[Wire], None]
+    transport: Transport = "auto"
+
+
+@dataclass
+class _Job:
+    call: Call
+    number: int
+    future: concurrent.futures.Future[None]
+    ready: torch.cuda.Event | None
+    started: float = 0.0
+    stated: bool = field(default=False)
+
+
+class Pending:
+    """A call that is under way.
+
+    Do not touch its tensors before `wait` has returned.
+    """
+
+    def __init__(self, future: concurrent.futures.Future[None], device: torch.device) -> None:
+        self._future, self._device = future, device
+        self._event: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def wait(self) -> None:
+        """Return when the result is there (on CUDA: when the current stream will wait for it).
+
+        Raises:
+            AgreementError, PeerError: as the call that this belongs to.
+        """
+        self._future.result()
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._future.done()
+
+    def then(self, act: Callable[[BaseException | None], None]) -> None:
+        """Call `act` with the error, or None, when it is over; on the thread that ends it, and on CUDA its stream."""
+
+        def over(future: concurrent.futures.Future[None]) -> None:
+            with torch.cuda.stream(self._stream):  # nothing without one
+                act(future.exception())
+
+        self._future.add_done_callback(over)
+
+
+class Line:
+    """All calls of this process on one group, in the order in which they were made.
+
+    Holds no reference to the group: it lives in a table whose keys are groups.
+    """
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._running = False
+        self._current: _Job | None = None
+        self._calls = 0
+        self._kinds: dict[str, int] = {}
+        self._slow: list[tuple[Agreement, int]] = []
+        self._failure: BaseException | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def submit(self, call: Call) -> Pending:
+        """Queue a call."""
+        ready = None
+        if call.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(call.device))
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        pending = Pending(future, call.device)
+        with self._lock:
+            job = _Job(call, self._calls, future, ready)
+            self._calls += 1
+            self._jobs.put(job)
+            if not self._running:
+                self._running = True
+                for target, name in ((self._work, "lowbit-line"), (self._watch, "lowbit-watch")):
+                    threading.Thread(target=target, name=name, daemon=True).start()
+        if ready is not None:
+            pending._event = ready  # recorded again when the work is done; nobody reads it before
+            pending._stream = self._stream_of(call.device)
+        return pending
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE)
+            except queue.Empty:
+                with self._lock:
+                    if not self._jobs.empty():
+                        continue
+                    self._running = False
+                    return
+            self._do(job)
+            del job  # which holds the group
+
+    def _do(self, job: _Job) -> None:
+        job.started = time.monotonic()
+        self._current = job
+        try:
+            if self._failure is not None:
+                raise self._failure
+            wire = self._wire(job)
+            with torch.no_grad(), self._stream(job):
+                self._work_on(job, wire)
+        except BaseException as error:
+            _settle(job.future, error)
+        else:
+            _settle(job.future, None)
+        finally:
+            self._current = None
+            self.scratch.reset()
+
+    def _work_on(self, job: _Job, wire: Wire) -> None:
+        try:
+            job.call.work(wire)
+        except BaseException as error:
+            # Bytes of this call may still be under way, so that no later one could be trusted.
+            self._failure = self._failure or error
+            raise
+
+    @contextlib.contextmanager
+    def _stream(self, job: _Job) -> Iterator[None]:
+        """Work on CUDA goes to a stream of its own that waits for what the caller had queued."""
+        if job.ready is None:
+            yield
+            return
+        device = job.call.device
+        stream = self._stream_of(device)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.wait_event(job.ready)
+            yield
+            job.ready.record(stream)
+
+    def _wire(self, job: _Job) -> Wire:
+        call = job.call
+        kind = hashlib.sha256(repr(sorted(call.facts.items())).encode()).hexdigest()
+        if kind not in self._kinds:
+            self._agree(job)
+            self._kinds[kind] = int(kind[:8], 16) % (1 << 15)
+        if tagged(call):
+            names = _names(call.group)
+            board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
+            return Mail(call.group, call.device, self.scratch, board, self._kinds[kind])
+        return Rounds(call.group, call.device, self.scratch)
+
+    def _agree(self, job: _Job) -> None:
+        agreement = self._agreement(job)
+        agreement.state(dist.get_rank(job.call.group), self._facts(job))
+        agreement.check(_names(job.call.group), job.call.timeout)
+
+    def _watch(self) -> None:
+        while self._running:
+            time.sleep(_LOOK)
+            job = self._current
+            if job is not None and job.started and time.monotonic() - job.started > _SLOW:
+                with contextlib.suppress(RuntimeError):  # a store that is gone: the call finds out
+                    self._look(job)
+
+    def _look(self, job: _Job) -> None:
+        """End a call that others contradict. It stays blocked, but whoever waits for it learns why."""
+        agreement, rank = self._agreement(job), dist.get_rank(job.call.group)
+        if not job.stated:
+            job.stated = True
+            agreement.state(rank, self._facts(job))
+            self._slow.append((agreement, rank))
+            while len(self._slow) > 2:  # the call before the last one is over on all ranks
+                old, member = self._slow.pop(0)
+                old.forget(member)
+        names = _names(job.call.group)
+        stated = agreement.stated(len(names))
+        if contradictions({names[i]: facts for i, facts in stated.items()}):
+            try:
+                agreement.check(names, job.call.timeout)
+            except AgreementError as error:
+                self._failure = error
+                _settle(job.future, error)
+
+    def _agreement(self, job: _Job) -> Agreement:
+        return Agreement(job.call.group, f"collective call {job.number}")
+
+    def _facts(self, job: _Job) -> dict[str, str]:
+        return {"lowbit version": __version__, **job.call.facts}
+
+
+_lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
+_lines_lock = threading.Lock()
+
+
+def line_of(group: dist.ProcessGroup) -> Line:
+    """The line of a group, made at its first use."""
+    with _lines_lock:
+        return _lines.setdefault(group, Line())
+
+
+def payload_bytes() -> int:
+    """Bytes of memory for payloads that this process keeps for later calls, on all groups."""
+    with _lines_lock:
+        return sum(line.scratch.nbytes() for line in _lines.values())
+
+
+def tagged(call: Call) -> bool:
+    """Whether a call travels as messages: as asked for, else where messages have tags, which is Gloo between CPUs."""
+    if call.transport != "auto":
+        return call.transport == "messages"
+    return "gloo" in dist.get_backend(call.group) and call.device.type == "cpu"
+
+
+def _names(group: dist.ProcessGroup) -> list[str]:
+    """Of the ranks of a group, as the whole job counts them."""
+    return [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
+
+
+def _settle(future: concurrent.futures.Future[None], error: BaseException | None) -> None:
+    """Set the outcome, unless it is known already."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

@@ -1,0 +1,47 @@
+"""Which elements of a flat tensor each rank sums, and in which pieces they travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ALIGN = 16  # elements: shards start where a vector register likes them to
+_MOST_CHUNKS = 1 << 13  # so that two messages for each still have tags of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """A flat tensor, cut into one shard for each rank and each shard into chunks.
+
+    Args:
+        numel: elements of the tensor; ranks: shards, the last of which may be shorter or empty.
+        chunk: most elements of a piece.
+        length: elements of a shard; absent: as even as possible.
+    """
+
+    numel: int
+    ranks: int
+    chunk: int
+    length: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.length:
+            even = -(-self.numel // self.ranks)
+            object.__setattr__(self, "length", -(-even // _ALIGN) * _ALIGN)
+        least = -(-self.length // _MOST_CHUNKS)
+        object.__setattr__(self, "chunk", max(self.chunk, -(-least // _ALIGN) * _ALIGN))
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of a whole shard."""
+        return -(-self.length // self.chunk) if self.length else 0
+
+    def piece(self, rank: int, index: int) -> slice:
+        """Elements of a chunk of a rank's shard, maybe none."""
+        start = rank * self.length + index * self.chunk
+        stop = min(start + self.chunk, (rank + 1) * self.length)
+        return slice(min(start, self.numel), min(stop, self.numel))
+
+    def size(self, rank: int, index: int) -> int:
+        """How many elements `piece` has."""
+        found = self.piece(rank, index)
+        return found.stop - found.start

@@ -1,0 +1,237 @@
+"""How the pieces of a collective travel: as messages with receives posted early, or through the engine's collectives.
+
+A collective is a number of lanes. On a lane every rank sends something to every rank (itself included) and takes what
+every rank sent to it. `Mail` makes each of these a message of its own: Gloo then uses both directions of the link
+at once, starts as soon as the first piece is coded, and says which peer failed. Other backends match messages by their
+order alone, so `Rounds` makes each lane one all-to-all or all-gather of the engine, in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.collectives import engine
+from lowbit.collectives.failure import FailureBoard
+
+LANES = 1 << 14
+_ALIGN = 64
+_TAG_BASE = 1 << 30  # above the tags of pipeline stages
+
+
+class Wire(Protocol):
+    """What an algorithm needs. Each lane is `open`, then `box` and `send` for every receiver, then `take`."""
+
+    rank: int
+    ranks: int
+
+    def open(self, lane: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
+        """Prepare a lane.
+
+        Args:
+            lane: its number.
+            incoming: bytes from each rank; outgoing: bytes to each rank, or a single number if all get the same.
+        """
+        ...
+
+    def box(self, lane: int, to: int = 0) -> Tensor:
+        """Where to put what goes to a rank: uint8, as many bytes as announced."""
+        ...
+
+    def send(self, lane: int, to: int = 0) -> None:
+        """What is in the box may leave. On a lane where all get the same, `to` means everybody."""
+        ...
+
+    def take(self, lane: int, source: int) -> Tensor:
+        """Wait for what a rank sent: uint8, as many bytes as announced."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything that this rank sent has left."""
+        ...
+
+
+class Scratch:
+    """Memory for payloads that is kept between calls: fresh pages would cost more than coding what goes into them."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.device, list[Tensor]] = {}
+        self._used: dict[torch.device, list[int]] = {}
+
+    def reset(self) -> None:
+        """All memory may be used again."""
+        for used in self._used.values():
+            used[:] = [0] * len(used)
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """So many bytes, aligned, until the next `reset`."""
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        blocks, used = self._blocks.setdefault(device, []), self._used.setdefault(device, [])
+        for i, block in enumerate(blocks):
+            if used[i] + size <= block.numel():
+                used[i] += size
+                return block[used[i] - size : used[i] - size + nbytes]
+        blocks.append(torch.empty(max(size, 1 << 20), dtype=torch.uint8, device=device))
+        used.append(size)
+        return blocks[-1][:nbytes]
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(block.numel() for blocks in self._blocks.values() for block in blocks)
+
+
+@dataclass
+class _Lane:
+    """Buffers of a lane, one row a rank; a single outgoing row if all get the same."""
+
+    incoming: Tensor
+    outgoing: Tensor
+    sizes_in: Sequence[int]
+    sizes_out: Sequence[int]
+    arriving: dict[int, dist.Work] = field(default_factory=dict)
+    filled: int = 0
+
+
+class _Buffered:
+    """Buffers of lanes, alike on every kind of wire."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._device, self._scratch = group, device, scratch
+        self._lanes: dict[int, _Lane] = {}
+
+    def _allocate(self, lane: int, incoming: Sequence[int], outgoing: Sequence[int]) -> _Lane:
+        slot = -(-max(*incoming, *outgoing) // _ALIGN) * _ALIGN
+        rows = [self._scratch.take(slot * n, self._device) for n in (self.ranks, len(outgoing))]
+        received, sent = (row.view(-1, slot) if slot else row for row in rows)
+        made = _Lane(received, sent, incoming, outgoing)
+        self._lanes[lane] = made
+        return made
+
+
+class Mail(_Buffered):
+    """A message with a tag for each lane and pair of ranks.
+
+    Args:
+        group: of a backend with tags (Gloo); device: of the payloads; scratch: memory for them.
+        board: finds out who failed. number: of this kind of call, from 0 to 32767: it goes into the tags, so that calls
+            of different kinds never take each other's bytes.
+    """
+
+    name = "messages"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        scratch: Scratch,
+        board: FailureBoard,
+        number: int,
+    ) -> None:
+        super().__init__(group, device, scratch)
+        self._board, self._base = board, _TAG_BASE + number * LANES
+        self._leaving: list[tuple[int, dist.Work]] = []
+
+    def open(self, lane: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
+        made = self._allocate(lane, incoming, outgoing)
+        for source, size in enumerate(incoming):
+            if size and source != self.rank:
+                with self._blaming(source):
+                    work = dist.irecv(
+                        made.incoming[source, :size],
+                        group=self._group,
+                        group_src=source,
+                        tag=self._base + lane,
+                    )
+                assert work is not None  # only for ranks outside the group
+                made.arriving[source] = work
+
+    def box(self, lane: int, to: int = 0) -> Tensor:
+        made = self._lanes[lane]
+        if len(made.sizes_out) == 1 or to == self.rank:  # taken from here again, by this rank
+            return made.incoming[self.rank, : made.sizes_in[self.rank]]
+        return made.outgoing[to, : made.sizes_out[to]]
+
+    def send(self, lane: int, to: int = 0) -> None:
+        everybody = len(self._lanes[lane].sizes_out) == 1
+        peers = [(self.rank + i) % self.ranks for i in range(1, self.ranks)] if everybody else [to]
+        payload = self.box(lane, to)
+        for peer in peers:
+            if peer != self.rank and payload.numel():
+                with self._blaming(peer):
+                    work = dist.isend(
+                        payload, group=self._group, group_dst=peer, tag=self._base + lane
+                    )
+                assert work is not None
+                self._leaving.append((peer, work))
+
+    def take(self, lane: int, source: int) -> Tensor:
+        made = self._lanes[lane]
+        if (work := made.arriving.pop(source, None)) is not None:
+            with self._blaming(source):
+                work.wait(self._board.patience)
+        return made.incoming[source, : made.sizes_in[source]]
+
+    def finish(self) -> None:
+        for peer, work in self._leaving:
+            with self._blaming(peer):
+                work.wait(self._board.patience)
+
+    @contextlib.contextmanager
+    def _blaming(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._board.blame(peer, error) from error
+
+
+class Rounds(_Buffered):
+    """A collective of the engine for each lane; rows are padded to the longest.
+
+    Args:
+        group: of any backend; device: of the payloads; scratch: memory for them.
+    """
+
+    name = "collectives"
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch) -> None:
+        super().__init__(group, device, scratch)
+
+    def open(self, lane: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
+        # Rows must be equally long on all ranks: a lane where all get the same is as wide as its longest row, and
+        # one where they do not is, too, since `outgoing` lists what every rank's row would be.
+        self._allocate(lane, incoming, outgoing)
+
+    def box(self, lane: int, to: int = 0) -> Tensor:
+        made = self._lanes[lane]
+        row = 0 if len(made.sizes_out) == 1 else to
+        return made.outgoing[row, : made.sizes_out[row]]
+
+    def send(self, lane: int, to: int = 0) -> None:
+        made = self._lanes[lane]
+        made.filled += 1
+        if made.filled == len(made.sizes_out) and made.incoming.numel():
+            if len(made.sizes_out) == 1:
+                flat = made.incoming.view(-1), made.outgoing.view(-1)
+                work = engine.gather(*flat, self._group, async_op=True)
+            else:
+                work = dist.all_to_all_single(
+                    made.incoming, made.outgoing, group=self._group, async_op=True
+                )
+            assert work is not None
+            made.arriving[self.rank] = work
+
+    def take(self, lane: int, source: int) -> Tensor:
+        made = self._lanes[lane]
+        if (work := made.arriving.pop(self.rank, None)) is not None:
+            work.wait()
+        return made.incoming[source, : made.sizes_in[source]]
+
+    def finish(self) -> None:
+        """Nothing: what has been taken has also left."""

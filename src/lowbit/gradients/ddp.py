@@ -1,0 +1,127 @@
+"""`all_reduce_hook`: gradients of `DistributedDataParallel`, averaged in few bits while the backward pass goes on."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from lowbit.codecs.base import Codec
+from lowbit.collectives.agreement import default_group
+from lowbit.collectives.reduce import (
+    CHUNK,
+    SMALL,
+    TIMEOUT,
+    Algorithm,
+    all_reduce,
+    check_call,
+)
+
+Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
+
+
+def all_reduce_hook(
+    codec: Codec,
+    *,
+    error_feedback: bool = False,
+    group: dist.ProcessGroup | None = None,
+    algorithm: Algorithm = "two_shot",
+    node_size: int = 1,
+    small: int = SMALL,
+    timeout: float = TIMEOUT,
+) -> Hook:
+    """A hook for `ddp.register_comm_hook(None, hook)`: gradients become their mean over all ranks.
+
+    Every bucket is averaged as `lowbit.collectives.all_reduce` does it, on a thread and a process group of the hook's
+    own, so that the backward pass goes on meanwhile and nothing that the program does in its own groups can get in
+    between. Parameters stay bit-identical on all ranks. Gradient accumulation (`no_sync`), several backward passes and
+    rebuilt buckets need nothing from the caller.
+
+    Args:
+        codec: the format: `BlockFloat8()`, or `GroupInt(bits=8, group=128, symmetric=True)`.
+        error_feedback: add what quantization took from a parameter's gradient to its next one. Worth its memory, a
+            float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a
+            checkpoint does not hold it. What a NaN or infinity spoils is forgotten.
+        group: the ranks of the DDP module; None: the default group.
+        algorithm, node_size, small, timeout: as for `all_reduce`.
+
+    Returns:
+        The hook, for one DDP module. To be made on all ranks at once, because it makes a process group. What
+        `all_reduce` raises during a backward pass is the cause of the RuntimeError in which DDP wraps it.
+
+    Raises:
+        TypeError, ValueError: as `all_reduce`, at once.
+    """
+    group = group or default_group()
+    check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout)
+    if not isinstance(error_feedback, bool):
+        raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
+    if error_feedback and node_size > 1:
+        raise ValueError(
+            f"error_feedback is True and node_size is {node_size}; allowed: one of the two"
+        )
+    own = dist.new_group(dist.get_process_group_ranks(group))
+    assert isinstance(own, dist.ProcessGroup)
+    lost = Lost() if error_feedback else None
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        errors = None
+        if lost is not None:
+            errors = lost.of(bucket.parameters(), buffer)
+            buffer.add_(errors)
+        pending = all_reduce(
+            buffer, codec, own, "avg", algorithm, True,
+            node_size=node_size, chunk=CHUNK, small=small, timeout=timeout, errors=errors,
+        )  # fmt: skip
+        assert pending is not None
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+
+        def finish(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(buffer)
+            else:
+                future.set_exception(error)  # pyright: ignore[reportArgumentType] it says Tensor
+
+        pending.then(finish)
+        return future
+
+    return hook
+
+
+class Lost:
+    """What quantization took from each parameter's gradient, laid out as the buckets are at the moment."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Tensor] = {}
+        self._flats: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, parameters: list[Tensor], buffer: Tensor) -> Tensor:
+        """Errors of these parameters, one behind the other: float32, as long as the bucket's buffer.
+
+        Parameters are told apart by identity: they live as long as the DDP module that asks.
+        """
+        key = tuple(map(id, parameters))
+        if key not in self._flats:
+            flat = torch.zeros(buffer.shape, device=buffer.device)
+            sizes = [parameter.numel() for parameter in parameters]
+            for number, part in zip(key, flat[: sum(sizes)].split(sizes), strict=True):
+                if number in self._parts:
+                    part.copy_(self._parts[number])
+                self._parts[number] = part
+            # Buckets that have been rebuilt; parameters that have not come again yet keep their parts alive.
+            stale = [old for old in self._flats if set(old) & set(key)]
+            for old in stale:
+                del self._flats[old]
+            self._flats[key] = flat
+        return self._flats[key]
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        storages = {
+            p.untyped_storage().data_ptr(): p.untyped_storage() for p in self._parts.values()
+        }
+        return sum(storage.nbytes() for storage in storages.values())

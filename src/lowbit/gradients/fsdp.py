@@ -1,0 +1,67 @@
+"""`LowBitReduceScatter`: gradients of FSDP2 (`fully_shard`), summed in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Public are `FSDPModule.set_custom_reduce_scatter` and what it asks of its argument; the base class has no public name.
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from lowbit.codecs.base import Codec
+from lowbit.collectives.reduce import CHUNK, TIMEOUT, check_call, reduce_scatter
+
+
+class LowBitReduceScatter(ReduceScatter):
+    """For `module.set_custom_reduce_scatter(...)` of a module that went through `fully_shard`; one for each of them.
+
+    Every rank codes its part of each shard, and the rank that keeps the shard adds them up in float32: there is one
+    quantization, and each of W ranks sends (W - 1) / W n b / 8 bytes for n gradient elements of b bits. Parameters are
+    gathered at full precision, as FSDP2 does it. The sum or mean is as `lowbit.collectives.reduce_scatter` gives it.
+
+    Args:
+        codec: the format. timeout: seconds in which a missing or failed peer is an error.
+
+    Raises:
+        TypeError, ValueError: a codec that can not be summed, or a time limit that makes no sense.
+    """
+
+    def __init__(self, codec: Codec, *, timeout: float = TIMEOUT) -> None:
+        check_call(codec, None, timeout=timeout)
+        self._codec, self._timeout = codec, timeout
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Memory for inputs and outputs."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce-scatter `input_tensor` to `output_tensor`.
+
+        Raises:
+            ValueError: an operation other than SUM and AVG, which FSDP2 uses only when it is told to.
+            AgreementError, PeerError: as `lowbit.collectives.reduce_scatter`.
+        """
+        names = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
+        name = next((text for kind, text in names.items() if op == kind), None)
+        if name is None:
+            raise ValueError(
+                f"op is {op}; allowed: SUM and AVG (set_gradient_divide_factor asks for another; on Gloo, "
+                "set_force_sum_reduction_for_comms(True) makes it a SUM)"
+            )
+        return reduce_scatter(
+            output_tensor, input_tensor, self._codec, group,
+            "sum" if name == "sum" else "avg", async_op, chunk=CHUNK, timeout=self._timeout,
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Equal pipelines side by side, each training on its own share of every batch.
+
+Rank r of the job holds place r mod P of replica r div P, with P ranks in a pipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs import Codec, parse
+from lowbit.collectives import Pending, all_reduce
+from lowbit.collectives.reduce import check_summable
+from lowbit.train.config import GradientsConfig
+from lowbit.train.process_group import new_group
+from lowbit.train.section import ConfigError
+
+_WARM = 1 << 10  # elements that are coded once so that kernels are compiled before a peer waits
+
+
+def all_reduce_codec(config: GradientsConfig) -> Codec:
+    """What gradients travel in between replicas.
+
+    Raises:
+        ConfigError: a name or argument that no codec has, or one that can not be summed.
+    """
+    try:
+        return check_summable(parse(config.all_reduce))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gradients.all_reduce: {error}") from error
+
+
+def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:
+    """Ranks of each pipeline, of so many in the job.
+
+    Raises:
+        ConfigError: the ranks can not be divided among the pipelines.
+    """
+    if ranks % data_parallel:
+        raise ConfigError(
+            f"pipeline.data_parallel is {data_parallel}; allowed with {ranks} ranks: a divisor of their number"
+        )
+    return ranks // data_parallel
+
+
+class Replicas:
+    """This rank's place among the pipelines, and its process groups; to be made on every rank at once.
+
+    Args:
+        ranks: in a pipeline; count: pipelines.
+        codec: of the gradients between them. timeout: seconds to wait for a peer.
+        side: a group of all ranks apart from the training traffic, which a single pipeline takes.
+
+    Attributes:
+        index: of this rank's pipeline; place: of this rank in it.
+        pipeline: group of its training traffic; side: of everything else in it.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        count: int,
+        *,
+        codec: Codec,
+        timeout: float,
+        side: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.ranks, self.count = ranks, count
+        self.index, self.place = divmod(dist.get_rank(), ranks)
+        self.pipeline: dist.ProcessGroup | None = None  # the default group
+        self._codec, self._timeout = codec, timeout
+        self._across: dist.ProcessGroup | None = None
+        if count == 1:
+            self.side = side
+            return
+        pipelines = [self.members(i) for i in range(count)]
+        self.pipeline = _mine([new_group(members) for members in pipelines])
+        self.side = _mine([new_group(members) for members in pipelines])
+        places = [list(range(place, ranks * count, ranks)) for place in range(ranks)]
+        self._across = _mine([new_group(members) for members in places])
+        self._compile()
+
+    def members(self, index: int) -> list[int]:
+        """The ranks of a pipeline."""
+        return list(range(index * self.ranks, (index + 1) * self.ranks))
+
+    def share(self, ids: Tensor) -> Tensor:
+        """Sample ids of this pipeline, of those of a step."""
+        return ids.chunk(self.count)[self.index]
+
+    def average(self, flat: Tensor) -> Pending | None:
+        """Start to replace gradients by their mean over all pipelines: float32, one dimension."""
+        return all_reduce(
+            flat, self._codec, self._across, "avg", async_op=True, timeout=self._timeout
+        )
+
+    def _compile(self) -> None:
+        x = torch.zeros(_WARM)
+        payload = self._codec.encode(x)
+        for accumulate in (False, True):
+            self._codec.decode(payload, shape=x.shape, out=x, accumulate=accumulate)
+
+
+def _mine(groups: list[dist.ProcessGroup | None]) -> dist.ProcessGroup:
+    """The one that this rank is in; every rank has to make all of them."""
+    return next(group for group in groups if group is not None)

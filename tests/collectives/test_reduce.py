@@ -1,0 +1,305 @@
+"""Sums in few bits: right, the same on all ranks, and the same error on all ranks where there is none."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
+from lowbit.collectives import all_gather, all_reduce, reduce_scatter
+from tests.ranks import Ranks
+
+INT8 = GroupInt(bits=8, group=128, symmetric=True)
+INT4 = GroupInt(bits=4, group=64, symmetric=True)
+BF16 = Cast(dtype=torch.bfloat16)
+PIECES = {"chunk": 4096, "small": 0}  # several chunks even of a small tensor
+
+
+def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def equal_everywhere(x: Tensor) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, x.detach().float().numpy().tobytes())
+    return len(set(found)) == 1
+
+
+def exact(ranks: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
+    total = torch.stack([data(r, numel, dtype).double() for r in range(ranks)]).sum(0)
+    return total / ranks if op == "avg" else total
+
+
+def bound(codec: Codec, ranks: int, numel: int, dtype: torch.dtype, op: str) -> float:
+    """Half a step of each rank's largest value, and of the sum's; then the rounding to the dtype."""
+    if isinstance(codec, Cast):
+        steps = 2.0**-8 if codec.dtype == torch.bfloat16 else 2.0**-23
+    else:
+        assert isinstance(codec, GroupInt)
+        steps = 0.51 / (2 ** (codec.bits - 1) - 1)
+    largest = [float(data(r, numel, dtype).abs().max()) for r in range(ranks)]
+    total = float(exact(ranks, numel, dtype, "sum").abs().max())
+    error = steps * (sum(largest) + 2 * total) + torch.finfo(dtype).eps * total + 1e-6
+    return error / ranks if op == "avg" else error
+
+
+def sums(cases: list[tuple[int, Codec, torch.dtype, dict[str, Any]]]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for numel, codec, dtype, options in cases:
+        x = data(rank, numel, dtype)
+        assert all_reduce(x, codec, **(PIECES | options)) is None
+        op = options.get("op", "sum")
+        if numel:
+            error = float((x.double() - exact(ranks, numel, dtype, op)).abs().max())
+            assert error <= bound(codec, ranks, numel, dtype, op), (numel, codec, dtype, options)
+        assert equal_everywhere(x), (numel, codec, dtype, options)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("transport", ["messages", "collectives"])
+def test_sums_of_any_length_and_world_size(ranks: Ranks, count: int, transport: str):
+    how = {"transport": transport}
+    cases = [(n, INT8, torch.float32, how) for n in (0, 1, 7, 63, 1000, 40_001)]
+    cases += [(n, BF16, torch.float32, how | {"op": "avg"}) for n in (5, 40_001)]
+    cases += [(9001, INT4, torch.float32, how | {"algorithm": "one_shot", "op": "avg"})]
+    cases += [(9001, INT8, d, how | {"op": "avg"}) for d in (torch.bfloat16, torch.float16)]
+    ranks.run(sums, cases, ranks=count)
+
+
+def test_small_tensors_are_summed_exactly_by_the_engine(ranks: Ranks):
+    ranks.run(small_is_exact, ranks=3)
+
+
+def small_is_exact() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = data(rank, 500)
+    all_reduce(x, INT4, op="avg", small=501)
+    assert torch.allclose(x.double(), exact(ranks, 500, torch.float32, "avg"), atol=1e-6)
+    x = data(rank, 500)
+    all_reduce(x, INT4, op="avg", small=500)
+    assert not torch.allclose(x.double(), exact(ranks, 500, torch.float32, "avg"), atol=1e-3)
+
+
+def strided() -> None:
+    x = data(dist.get_rank(), 120 * 70).view(120, 70)
+    alone, part = x.clone().t().contiguous(), x.t()
+    all_reduce(part, INT8, **PIECES)
+    all_reduce(alone, INT8, **PIECES)
+    assert torch.equal(part, alone)
+    every_other = data(dist.get_rank(), 20_000)[::2]
+    rest = every_other.clone()
+    all_reduce(every_other, INT8, **PIECES)
+    all_reduce(rest, INT8, **PIECES)
+    assert torch.equal(every_other, rest)
+
+
+def test_strides_do_not_matter(ranks: Ranks):
+    ranks.run(strided)
+
+
+def several_at_once() -> None:
+    xs = [data(dist.get_rank(), n) for n in (30_000, 5000, 70_001)]
+    alone = [x.clone() for x in xs]
+    pending = [all_reduce(x, INT8, async_op=True, **PIECES) for x in xs]
+    for work in reversed(pending):
+        work.wait()
+        assert work.is_completed()
+    for x, y in zip(xs, alone, strict=True):
+        all_reduce(y, INT8, **PIECES)
+        assert torch.equal(x, y)
+
+
+def test_asynchronous_calls_give_the_same(ranks: Ranks):
+    ranks.run(several_at_once, ranks=3)
+
+
+def by_nodes() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for op in ("sum", "avg"):
+        for numel in (9000, 10_001):
+            x = data(rank, numel)
+            all_reduce(x, INT8, op=op, node_size=2, **PIECES)
+            error = float((x.double() - exact(ranks, numel, torch.float32, op)).abs().max())
+            assert error <= bound(INT8, ranks, numel, torch.float32, op)
+            assert equal_everywhere(x)
+            y = data(rank, numel)
+            all_reduce(y, INT8, op=op, node_size=4, **PIECES)  # one node: nothing is coded
+            assert torch.allclose(y.double(), exact(ranks, numel, torch.float32, op), atol=1e-5)
+
+
+def test_nodes_are_summed_in_full_precision(ranks: Ranks):
+    ranks.run(by_nodes, ranks=4)
+
+
+def parts() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for transport in ("messages", "collectives"):
+        whole = data(rank, 9001 * ranks)
+        mine = torch.empty(9001, dtype=torch.bfloat16)
+        reduce_scatter(mine, whole, INT8, op="avg", chunk=4096, transport=transport)
+        expected = exact(ranks, 9001 * ranks, torch.float32, "avg")[rank * 9001 :][:9001]
+        assert float((mine.double() - expected).abs().max()) < 0.1
+        out = torch.empty(ranks, 77)
+        x = data(rank, 77)
+        all_gather(out, x, INT8, chunk=64, transport=transport)
+        assert equal_everywhere(out)
+        for source in range(ranks):
+            expected = data(source, 77)
+            assert float((out[source] - expected).abs().max()) < 0.03
+        again = torch.empty(ranks * 77)
+        all_gather(again, x, INT8, chunk=64, transport=transport, async_op=True).wait()
+        assert torch.equal(again, out.view(-1))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_reduce_scatter_and_all_gather(ranks: Ranks, count: int):
+    ranks.run(parts, ranks=count)
+
+
+def not_numbers() -> None:
+    rank = dist.get_rank()
+    for bad in (float("nan"), float("inf")):
+        for options in ({}, {"algorithm": "one_shot"}):
+            x = data(rank, 20_000)
+            if rank == 1:
+                x[12_345] = bad
+            all_reduce(x, INT8, **PIECES, **options)
+            assert torch.isnan(x[12_345])
+            assert torch.isfinite(x[:10_000]).all()
+            assert equal_everywhere(x)
+    zeros = torch.zeros(5000)
+    all_reduce(zeros, INT8, **PIECES)
+    assert not zeros.any()
+    tiny = torch.full((5000,), 1e-41)
+    all_reduce(tiny, BF16, **PIECES)
+    assert torch.isfinite(tiny).all()
+
+
+def test_nan_and_infinity_of_one_rank_are_seen_by_all(ranks: Ranks):
+    ranks.run(not_numbers)
+
+
+def errors_make_up() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, errors = data(rank, 9000), torch.zeros(9000)
+    sent, received = torch.zeros(9000), torch.zeros(9000)
+    for _ in range(20):
+        part = x + errors
+        sent += x
+        all_reduce(part, INT4, errors=errors, **PIECES)
+        received += part
+    dist.all_reduce(sent)
+    remaining = errors.clone()
+    dist.all_reduce(remaining)
+    # What went in is what came out, but for what is still to be made up for.
+    assert torch.allclose(received + remaining, sent, atol=1e-3)
+    assert float((received - sent).norm() / sent.norm()) < 0.02 < 0.05 < 1 / ranks
+
+
+def test_error_feedback_loses_nothing(ranks: Ranks):
+    ranks.run(errors_make_up, ranks=3)
+
+
+def differs(calls: list[list[tuple[int, Codec]]]) -> None:
+    for numel, codec in calls[dist.get_rank()]:
+        all_reduce(torch.ones(numel), codec, timeout=40, **PIECES)
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([[(5000, INT8)], [(5001, INT8)]], "tensor: float32 (5000,) on rank 0"),
+        ([[(5000, INT8)], [(5000, INT4)]], "codec: GroupInt(bits=8"),
+        # What both have agreed on before does not protect a later call by itself.
+        (
+            [
+                [(5000, INT8), (6000, INT8), (5000, INT8)],
+                [(5000, INT8), (6000, INT8), (6000, INT8)],
+            ],
+            "tensor: float32 (5000,) on rank 0",
+        ),
+        (
+            [[(5000, INT8), (5000, INT8)], [(5000, INT8), (7000, INT8)]],
+            "tensor: float32 (5000,) on rank 0; float32 (7000,) on rank 1",
+        ),
+    ],
+)
+def test_different_calls_are_the_same_error_on_all(ranks: Ranks, calls: Any, message: str):
+    ranks.start(2)
+    start = time.monotonic()
+    outcomes = ranks.outcomes(differs, calls)
+    assert time.monotonic() - start < 30
+    assert {o.kind for o in outcomes} == {"AgreementError"}, outcomes
+    assert len({o.text for o in outcomes}) == 1
+    assert message in outcomes[0].text
+
+
+def dies(transport: str) -> None:
+    x = data(dist.get_rank(), 3_000_000)
+    all_reduce(x, INT8, small=0, chunk=1 << 16, timeout=20, transport=transport)
+    if dist.get_rank() == 2:
+        os._exit(5)
+    for _ in range(3):
+        all_reduce(x, INT8, small=0, chunk=1 << 16, timeout=20, transport=transport)
+
+
+def test_a_rank_that_dies_is_named(ranks: Ranks):
+    ranks.start(3)
+    start = time.monotonic()
+    first, second, dead = ranks.outcomes(dies, "messages", ranks=3)
+    assert dead.kind == "ended"
+    assert time.monotonic() - start < 30
+    for outcome in (first, second):
+        assert outcome.kind == "PeerError"
+        assert "rank 2" in outcome.text
+
+
+def test_a_rank_that_dies_ends_the_others_on_any_transport(ranks: Ranks):
+    ranks.start(3)
+    outcomes = ranks.outcomes(dies, "collectives", ranks=3)
+    assert [o.kind for o in outcomes] == ["RuntimeError", "RuntimeError", "ended"], outcomes
+
+
+def refuses(codec: Any, options: dict[str, Any]) -> None:
+    all_reduce(options.pop("tensor", torch.ones(4)), codec, **options)
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "kind", "text"),
+    [
+        (AQSGD(), {}, "TypeError", "keeps something between messages"),
+        (TAHQuant(), {}, "TypeError", "tokens of activations"),
+        ("int8", {}, "TypeError", "codec is 'int8'"),
+        (INT8, {"tensor": torch.ones(4, dtype=torch.int32)}, "TypeError", "tensor is torch.int32"),
+        (INT8, {"op": "max"}, "ValueError", "op is 'max'"),
+        (INT8, {"algorithm": "ring"}, "ValueError", "algorithm is 'ring'"),
+        (INT8, {"chunk": 17}, "ValueError", "chunk is 17"),
+        (INT8, {"timeout": 0}, "ValueError", "timeout is 0"),
+        (INT8, {"node_size": 2}, "ValueError", "node_size is 2"),
+        (INT8, {"errors": torch.ones(3)}, "ValueError", "errors is float32 (3,)"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    ranks: Ranks, codec: Any, options: dict[str, Any], kind: str, text: str
+):
+    (outcome,) = ranks.outcomes(refuses, codec, options, ranks=1)
+    assert outcome.kind == kind
+    assert text in outcome.text
+
+
+def alone() -> None:
+    x = data(0, 50_000)
+    y = x.clone()
+    all_reduce(y, INT4, op="avg")
+    assert torch.equal(x, y)
+
+
+def test_one_rank_keeps_its_tensor(ranks: Ranks):
+    ranks.run(alone, ranks=1)

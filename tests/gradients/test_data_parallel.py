@@ -1,0 +1,209 @@
+"""DDP and FSDP2 with gradients in few bits: near to what 32 bits give, and the same on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, GroupInt
+from lowbit.gradients import LowBitReduceScatter, all_reduce_hook
+from tests.ranks import Ranks
+
+INT8 = GroupInt(bits=8, group=128, symmetric=True)
+INT4 = GroupInt(bits=4, group=64, symmetric=True)
+
+
+def toy() -> nn.Sequential:
+    torch.manual_seed(7)
+    layers = [nn.Linear(96, 96) for _ in range(6)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Different on every rank: targets are a fixed function of the inputs."""
+    x = torch.randn(16, 96, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return x, x.roll(1, 1).tanh()
+
+
+def trained(model: nn.Module, *, steps: int, micro_batches: int = 1) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for i in range(micro_batches):
+            last = i == micro_batches - 1
+            context = contextlib.nullcontext() if last else model.no_sync()  # pyright: ignore
+            with context:
+                x, y = batch(step * micro_batches + i, dist.get_rank())
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def equal_everywhere(model: nn.Module) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    dist.all_gather_object(found, weights.numpy().tobytes())
+    return len(set(found)) == 1
+
+
+def ddp(codec: Codec | None, **options: Any) -> DistributedDataParallel:
+    model = DistributedDataParallel(toy(), bucket_cap_mb=0.08, gradient_as_bucket_view=True)
+    if codec is not None:
+        model.register_comm_hook(None, all_reduce_hook(codec, small=0, **options))
+    return model
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def like_full_precision(codec: Codec, options: dict[str, Any], near: float) -> None:
+    for micro_batches in (1, 3):
+        plain, low, start = ddp(None), ddp(codec, **options), weights(toy())
+        trained(plain, steps=12, micro_batches=micro_batches)
+        trained(low, steps=12, micro_batches=micro_batches)
+        assert equal_everywhere(low)
+        moved, apart = weights(plain) - start, weights(low) - weights(plain)
+        share = float(apart.norm() / moved.norm())
+        assert share < near, share
+        assert share > 0 or isinstance(codec, Cast)
+
+
+@pytest.mark.parametrize(
+    ("codec", "options", "near"),
+    [
+        (Cast(), {}, 1e-5),
+        (INT8, {}, 0.01),
+        (BlockFloat8(), {}, 0.03),
+        (INT4, {"error_feedback": True}, 0.1),
+        (INT8, {"algorithm": "one_shot"}, 0.01),
+    ],
+)
+def test_ddp_learns_as_with_full_precision(
+    ranks: Ranks, codec: Codec, options: dict[str, Any], near: float
+):
+    """Seven buckets, rebuilt after the first step; with and without accumulation."""
+    ranks.run(like_full_precision, codec, options, near, ranks=3)
+
+
+def two_hundred_steps() -> None:
+    model = ddp(INT8)
+    losses = trained(model, steps=200)
+    assert equal_everywhere(model)
+    assert losses[-1] < losses[0]
+
+
+def test_parameters_are_bit_identical_after_200_steps(ranks: Ranks):
+    ranks.run(two_hundred_steps)
+
+
+def feedback_helps() -> tuple[float, float]:
+    exact, results = ddp(None), []
+    trained(exact, steps=30)
+    for feedback in (False, True):
+        model = ddp(GroupInt(bits=2, group=64, symmetric=True), error_feedback=feedback)
+        trained(model, steps=30)
+        assert equal_everywhere(model)
+        results.append(float((weights(model) - weights(exact)).norm()))
+    return results[0], results[1]
+
+
+def test_error_feedback_makes_up_for_two_bits(ranks: Ranks):
+    for without, feedback in ranks.run(feedback_helps):
+        assert feedback < 0.8 * without
+
+
+def by_nodes() -> None:
+    model = ddp(INT8, node_size=2)
+    trained(model, steps=3)
+    assert equal_everywhere(model)
+
+
+def test_nodes(ranks: Ranks):
+    ranks.run(by_nodes, ranks=4)
+
+
+def dies() -> None:
+    model = ddp(INT8, timeout=10)
+    if dist.get_rank() == 1:
+        trained(model, steps=2)
+        os._exit(4)
+    trained(model, steps=50)
+
+
+def test_a_rank_that_dies_ends_the_backward_pass_of_the_others(ranks: Ranks):
+    ranks.start(2)
+    start = time.monotonic()
+    left, dead = ranks.outcomes(dies)
+    assert dead.kind == "ended"
+    assert time.monotonic() - start < 30
+    assert left.kind == "RuntimeError"
+    assert "rank 1" in left.text
+
+
+def sharded(codec: Codec | None) -> nn.Module:
+    model = toy()
+    for part in (*model, model):
+        fully_shard(part)
+    if codec is not None:
+        for part in (*model, model):
+            part.set_custom_reduce_scatter(LowBitReduceScatter(codec))  # pyright: ignore
+    return model
+
+
+def fsdp_like_full_precision(codec: Codec, near: float) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_device_mesh("cpu", (dist.get_world_size(),))
+    plain, low = sharded(None), sharded(codec)
+    start = torch.cat([p.full_tensor().detach().reshape(-1) for p in low.parameters()])
+    losses = [trained(model, steps=8) for model in (plain, low)]
+    full = [
+        torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
+        for model in (plain, low)
+    ]
+    assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.02)
+    assert float((full[1] - full[0]).norm() / (full[0] - start).norm()) < near
+
+
+@pytest.mark.parametrize(("codec", "near"), [(Cast(), 1e-5), (INT8, 0.02)])
+def test_fsdp_learns_as_with_full_precision(ranks: Ranks, codec: Codec, near: float):
+    ranks.run(fsdp_like_full_precision, codec, near)
+
+
+def refused(**options: Any) -> None:
+    codec = options.pop("codec", INT8)
+    all_reduce_hook(codec, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"codec": AQSGD()}, "TypeError", "keeps something between messages"),
+        ({"error_feedback": 1}, "TypeError", "error_feedback is 1"),
+        ({"node_size": 3}, "ValueError", "node_size is 3"),
+        ({"algorithm": "ring"}, "ValueError", "algorithm is 'ring'"),
+    ],
+)
+def test_bad_arguments_are_refused_when_the_hook_is_made(
+    ranks: Ranks, options: dict[str, Any], kind: str, text: str
+):
+    (outcome,) = ranks.outcomes(refuses, options, ranks=1)
+    assert outcome.kind == kind
+    assert text in outcome.text
+
+
+def refuses(options: dict[str, Any]) -> None:
+    refused(**options)

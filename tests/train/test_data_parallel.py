@@ -1,0 +1,125 @@
+"""Pipelines side by side: what one pipeline learns from the whole batch, several learn from their shares of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.train import ConfigError, TrainConfig
+from lowbit.train.checkpoint import Checkpoints
+from tests.ranks import Ranks
+from tests.train.runs import again, curve, losses, tiny
+
+TWO = {"ranks": 2, "data_parallel": 2, "microbatches": 2}
+
+
+def weights(config: TrainConfig, rank: int) -> dict[str, torch.Tensor]:
+    """Of a rank's newest checkpoint."""
+    folder = Path(config.run.output) / "checkpoints"
+    checkpoints = Checkpoints(folder, rank=rank, keep=2, facts={})
+    tensors = checkpoints.load(checkpoints.steps()[-1])
+    return {name: t for name, t in tensors.items() if name.startswith("model/")}
+
+
+def run(ranks: Ranks, config: TrainConfig) -> list[float]:
+    """Losses of a run, which all of its ranks must agree on."""
+    outcomes = ranks.run(losses, config, ranks=config.ranks, timeout=120)
+    assert all(outcome == pytest.approx(outcomes[0], nan_ok=False) for outcome in outcomes)
+    return outcomes[0]
+
+
+def assert_replicas_equal(config: TrainConfig) -> None:
+    for place in range(config.pipeline.ranks):
+        first = weights(config, place)
+        assert first
+        for index in range(1, config.pipeline.data_parallel):
+            other = weights(config, place + index * config.pipeline.ranks)
+            assert first.keys() == other.keys()
+            assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_shares_of_a_batch_teach_what_the_whole_does(ranks: Ranks, tmp_path: Path):
+    alone = run(ranks, tiny(tmp_path / "one", run={"steps": 5}))
+    side = {"pipeline": TWO, "gradients": {"all_reduce": "fp32"}}
+    assert run(ranks, tiny(tmp_path / "two", run={"steps": 5}, **side)) == pytest.approx(
+        alone, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("fp8", {"gradients": {"all_reduce": "fp8"}}),
+        ("stored", {"gradients": {"all_reduce": "int8", "storage": "fp8"}}),
+        ("tied", {"model": {"family": "gpt2", "tied": True}}),
+        ("tied-stored", {"model": {"tied": True}, "gradients": {"storage": "fp8"}}),
+        ("one-stage", {"pipeline": {"ranks": 1, "data_parallel": 2, "microbatches": 2}}),
+        ("stock", {"pipeline": TWO | {"boundary": "stock-fp32"}}),
+    ],
+)
+def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path, name: str, sections: dict[str, Any]):
+    sections = {"pipeline": TWO, **sections}
+    found = tiny(tmp_path, run={"steps": 6, "checkpoint_every": 6}, **sections)
+    run(ranks, found)
+    assert_replicas_equal(found)
+
+
+def test_it_goes_on_exactly_where_it_stopped(ranks: Ranks, tmp_path: Path):
+    sections = {"pipeline": TWO | {"forward": "tah-quant"}, "model": {"dropout": 0.1}}
+    whole = tiny(tmp_path / "whole", run={"steps": 6}, **sections)
+    run(ranks, whole)
+    first = tiny(tmp_path / "parts", run={"steps": 6, "checkpoint_every": 3}, **sections)
+    ranks.outcomes(stops_after, first, 3, ranks=4, timeout=120)
+    run(ranks, again(first, run={"resume": True, "overwrite": False}))
+    assert curve(first) == curve(whole)
+    changed = again(
+        first, run={"resume": True, "overwrite": False}, gradients={"all_reduce": "int8"}
+    )
+    outcomes = ranks.outcomes(losses, changed, ranks=4, timeout=60)
+    assert {o.kind for o in outcomes} == {"ConfigError"}
+    assert "gradients.all_reduce = fp8, this run has int8" in outcomes[0].text
+
+
+def stops_after(config: TrainConfig, steps: int) -> None:
+    from lowbit.train import train
+
+    def stop(metrics: Any) -> None:
+        if metrics.step == steps:
+            raise KeyboardInterrupt
+
+    try:
+        train(config, on_step=stop)
+    except KeyboardInterrupt:
+        return
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"pipeline": TWO, "data": {"batch": 6}}, "times data_parallel (2)"),
+        ({"pipeline": {"data_parallel": 0}}, "pipeline.data_parallel is 0"),
+    ],
+)
+def test_bad_configurations_are_refused(tmp_path: Path, sections: dict[str, Any], text: str):
+    with pytest.raises(ConfigError) as error:
+        tiny(tmp_path, **sections)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "count", "text"),
+    [
+        ({"pipeline": TWO}, 3, "pipeline.data_parallel is 2; allowed with 3 ranks"),
+        ({"gradients": {"all_reduce": "aq-sgd"}}, 2, "gradients.all_reduce: codec is AQSGD"),
+        ({"gradients": {"all_reduce": "nope"}}, 2, "gradients.all_reduce: codec is 'nope'"),
+    ],
+)
+def test_what_can_not_start_is_refused_before(
+    ranks: Ranks, tmp_path: Path, sections: dict[str, Any], count: int, text: str
+):
+    outcomes = ranks.outcomes(losses, tiny(tmp_path, **sections), ranks=count)
+    assert {o.kind for o in outcomes} == {"ConfigError"}
+    assert all(text in o.text for o in outcomes)
