@@ -93,6 +93,7 @@ class LowBitStage(HookedStage):
         self._posted = False
         self._name = f"pipeline {_number(self._group, num_stages, self.group_size)}"
         self._board: FailureBoard | None = None
+        self._compared: dict[str, Agreement] = {}  # the last one about each thing
         self._shapes: Agreement | None = None  # stated, but not yet checked
         self._settled: Agreement | None = None  # the last one that was checked
         self._shape_rounds = 0
@@ -144,6 +145,8 @@ class LowBitStage(HookedStage):
         if self._board is None:
             self._identity.check(self._stage_names(), self._timeout)
             self._board = FailureBoard(self._group, self._name, self._rank_names(), self._timeout)
+        if self._prepared_for != self.has_backward:
+            self._compare("kind of pass", "training" if self.has_backward else "evaluation")
         self._transport.begin(self._board)
         self._step = Step(self.has_backward, self._steps < self.warmup_steps)
         self._steps += self.has_backward
@@ -151,6 +154,9 @@ class LowBitStage(HookedStage):
         # PyTorch exchanges shapes again, later in this step, when training and evaluation alternate.
         if self._prepared_for == self.has_backward:
             self._ready()
+
+    def shapes_wanted(self) -> None:
+        self._compare("micro-batches", str(self.micro_batches))
 
     def shapes_known(self) -> None:
         for (direction, outgoing), lane in self._lanes.items():
@@ -192,6 +198,17 @@ class LowBitStage(HookedStage):
 
     def step_ends(self) -> None:
         self._transport.drain()
+
+    def _compare(self, what: str, value: str) -> None:
+        """All ranks compare what PyTorch's exchange of shapes would stumble over; one stage of each speaks for it."""
+        if self.stage_index != self.stages_of(self.group_rank)[0]:
+            return
+        now = Agreement(self._group, f"{self._name}/{what}/{self._shape_rounds}")
+        now.state(self.group_rank, {what: value})
+        now.check(self._rank_names(), self._timeout)
+        if what in self._compared:
+            self._compared[what].forget(self.group_rank)
+        self._compared[what] = now
 
     def _ready(self) -> None:
         """Once in a step, as soon as shapes are known: agree on them if they are new, and post all receives."""
@@ -286,8 +303,6 @@ class LowBitStage(HookedStage):
 
     def _shape_facts(self) -> dict[str, str]:
         facts = {
-            "micro-batches": str(self.micro_batches),
-            "kind of pass": "training" if self.has_backward else "evaluation",
             "training steps so far": str(self._steps - self.has_backward),
             "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
         }
