@@ -93,7 +93,8 @@ class LowBitStage(HookedStage):
         self._posted = False
         self._name = f"pipeline {_number(self._group, num_stages, self.group_size)}"
         self._board: FailureBoard | None = None
-        self._compared: dict[str, Agreement] = {}  # the last one about each thing
+        self._last_pass: bool | None = None  # the value of has_backward in the last step
+        self._compared: dict[str, tuple[Agreement, int]] = {}  # the last one about each thing
         self._shapes: Agreement | None = None  # stated, but not yet checked
         self._settled: Agreement | None = None  # the last one that was checked
         self._shape_rounds = 0
@@ -145,7 +146,8 @@ class LowBitStage(HookedStage):
         if self._board is None:
             self._identity.check(self._stage_names(), self._timeout)
             self._board = FailureBoard(self._group, self._name, self._rank_names(), self._timeout)
-        if self._prepared_for != self.has_backward:
+        if self._last_pass != self.has_backward:
+            self._last_pass = self.has_backward
             self._compare("kind of pass", "training" if self.has_backward else "evaluation")
         self._transport.begin(self._board)
         self._step = Step(self.has_backward, self._steps < self.warmup_steps)
@@ -203,12 +205,13 @@ class LowBitStage(HookedStage):
         """All ranks compare what PyTorch's exchange of shapes would stumble over; one stage of each speaks for it."""
         if self.stage_index != self.stages_of(self.group_rank)[0]:
             return
-        now = Agreement(self._group, f"{self._name}/{what}/{self._shape_rounds}")
+        last, number = self._compared.get(what, (None, -1))
+        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}")
         now.state(self.group_rank, {what: value})
         now.check(self._rank_names(), self._timeout)
-        if what in self._compared:
-            self._compared[what].forget(self.group_rank)
-        self._compared[what] = now
+        if last is not None:
+            last.forget(self.group_rank)
+        self._compared[what] = now, number + 1
 
     def _ready(self) -> None:
         """Once in a step, as soon as shapes are known: agree on them if they are new, and post all receives."""
