@@ -136,10 +136,10 @@ class HookedStage(PipelineStage):
         def there(*args: Any, **kwargs: Any) -> Any:
             return submod(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
 
-        self.submod = there
+        self.submod = there  # pyright: ignore
         try:
             with self._on_wire():
-                return super()._shape_inference(*args, **kwargs)
+                return super()._shape_inference(*args, **kwargs)  # pyright: ignore
         finally:
             self.submod = submod
 
