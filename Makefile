@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test gpu-test lint format clean
@@ -18,7 +19,7 @@ test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed t
 	@$(BIN)/python -m pytest $(ARGS)
 
 gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
-	@PYTHONPATH=src $(PYTHON) -m pytest tests/ops/test_gpu.py $(ARGS)
+	@PYTHONPATH=src $(PYTHON) -m pytest $(GPU_TESTS) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, format and types
 	@$(BIN)/ruff check

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import Cast, GroupInt
 from lowbit.collectives.agreement import Agreement
@@ -70,6 +70,45 @@ def test_step_counters_that_differ_are_an_error(ranks: Ranks):
     outcomes = ranks.outcomes(unlike, "interleaved-2", {}, 3)
     assert {o.kind for o in outcomes} == {"AgreementError"}
     assert "training steps so far: 0 on rank 0 (stage 0)" in outcomes[0].text
+
+
+def other_micro_batches() -> None:
+    """As many rows in more or fewer micro-batches; PyTorch infers the shapes."""
+    run = toy.Run("1f1b", toy.lowbit(timeout=30.0, **FIT))
+    run.runner = Schedule1F1B(run.stages[0], 2 if dist.get_rank() else 4, loss_fn=toy.loss_of)
+    run.train(0)
+
+
+def other_pass(steps: int) -> None:
+    """One rank evaluates while the other trains."""
+    run = toy.Run("interleaved-2", toy.lowbit(timeout=8.0, **FIT))
+    for step in range(steps):
+        run.train(step)
+    (run.evaluate if dist.get_rank() else run.train)(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "said"),
+    [
+        (other_micro_batches, (), "micro-batches: 4 on rank 0 (stage 0); 2 on rank 1 (stage 1)"),
+        (other_pass, (0,), "kind of pass: training on rank 0 (stages 0, 2); evaluation on rank 1"),
+    ],
+)
+def test_steps_that_differ_are_an_error_before_shapes_are_exchanged(
+    ranks: Ranks, function: Any, args: Any, said: str
+):
+    outcomes = ranks.outcomes(function, *args)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert said in outcomes[0].text
+
+
+def test_a_rank_that_evaluates_alone_ends_all_within_the_timeout(ranks: Ranks):
+    outcomes = ranks.outcomes(other_pass, 1, timeout=40)
+    assert outcomes[0].kind == "PeerError"
+    assert "rank 1 (stages 1, 3) did not answer within 8 s" in outcomes[0].text
+    assert outcomes[1].kind == "AgreementError"
+    assert "rank 0 (stages 0, 2) stated nothing within 8 s" in outcomes[1].text
 
 
 def other_version() -> None:

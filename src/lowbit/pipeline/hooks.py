@@ -67,6 +67,10 @@ class HookedStage(PipelineStage):
         """A step (training or evaluation, see `has_backward`) starts; shapes may not be known yet."""
 
     @abstractmethod
+    def shapes_wanted(self) -> None:
+        """PyTorch is about to exchange shapes; the micro-batches of a step are known."""
+
+    @abstractmethod
     def shapes_known(self) -> None:
         """Shapes have been exchanged, before the first step and again whenever PyTorch does so."""
 
@@ -90,7 +94,7 @@ class HookedStage(PipelineStage):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step; 0 before shapes are known."""
+        """Micro-batches of a step; 0 before shapes are wanted."""
         return self._micro_batches
 
     def rank_of(self, stage: int) -> int:
@@ -132,10 +136,10 @@ class HookedStage(PipelineStage):
         def there(*args: Any, **kwargs: Any) -> Any:
             return submod(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
 
-        self.submod = there
+        self.submod = there  # pyright: ignore
         try:
             with self._on_wire():
-                return super()._shape_inference(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+                return super()._shape_inference(*args, **kwargs)  # pyright: ignore
         finally:
             self.submod = submod
 
@@ -167,15 +171,15 @@ class HookedStage(PipelineStage):
             self.device = before
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
         self._micro_batches = num_microbatches
+        self.shapes_wanted()
+        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
         if not self.has_backward:
             self.shapes_known()
         return result
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
-        self._micro_batches = num_microbatches
         self.shapes_known()
         return result
 

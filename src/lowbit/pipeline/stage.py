@@ -93,6 +93,8 @@ class LowBitStage(HookedStage):
         self._posted = False
         self._name = f"pipeline {_number(self._group, num_stages, self.group_size)}"
         self._board: FailureBoard | None = None
+        self._last_pass: bool | None = None  # the value of has_backward in the last step
+        self._compared: dict[str, tuple[Agreement, int]] = {}  # the last one about each thing
         self._shapes: Agreement | None = None  # stated, but not yet checked
         self._settled: Agreement | None = None  # the last one that was checked
         self._shape_rounds = 0
@@ -144,6 +146,9 @@ class LowBitStage(HookedStage):
         if self._board is None:
             self._identity.check(self._stage_names(), self._timeout)
             self._board = FailureBoard(self._group, self._name, self._rank_names(), self._timeout)
+        if self._last_pass != self.has_backward:
+            self._last_pass = self.has_backward
+            self._compare("kind of pass", "training" if self.has_backward else "evaluation")
         self._transport.begin(self._board)
         self._step = Step(self.has_backward, self._steps < self.warmup_steps)
         self._steps += self.has_backward
@@ -151,6 +156,9 @@ class LowBitStage(HookedStage):
         # PyTorch exchanges shapes again, later in this step, when training and evaluation alternate.
         if self._prepared_for == self.has_backward:
             self._ready()
+
+    def shapes_wanted(self) -> None:
+        self._compare("micro-batches", str(self.micro_batches))
 
     def shapes_known(self) -> None:
         for (direction, outgoing), lane in self._lanes.items():
@@ -192,6 +200,18 @@ class LowBitStage(HookedStage):
 
     def step_ends(self) -> None:
         self._transport.drain()
+
+    def _compare(self, what: str, value: str) -> None:
+        """All ranks compare what PyTorch's exchange of shapes would stumble over; one stage of each speaks for it."""
+        if self.stage_index != self.stages_of(self.group_rank)[0]:
+            return
+        last, number = self._compared.get(what, (None, -1))
+        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}")
+        now.state(self.group_rank, {what: value})
+        now.check(self._rank_names(), self._timeout)
+        if last is not None:
+            last.forget(self.group_rank)
+        self._compared[what] = now, number + 1
 
     def _ready(self) -> None:
         """Once in a step, as soon as shapes are known: agree on them if they are new, and post all receives."""
@@ -286,8 +306,6 @@ class LowBitStage(HookedStage):
 
     def _shape_facts(self) -> dict[str, str]:
         facts = {
-            "micro-batches": str(self.micro_batches),
-            "kind of pass": "training" if self.has_backward else "evaluation",
             "training steps so far": str(self._steps - self.has_backward),
             "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
         }
