@@ -29,6 +29,9 @@ from lowbit.train.process_group import joined
 from lowbit.train.stages import next_token_loss
 
 _BUCKET_MB = 25  # PyTorch's default
+# PowerSGD starts its second all-reduce when the first has ended. With several buckets that is in another order on
+# another rank, upon which Gloo ends the process; so it gets a single bucket.
+_ONE_BUCKET_MB = 1 << 20
 _HOOKS = {
     "hook-fp16": default_hooks.fp16_compress_hook,
     "hook-bf16": default_hooks.bf16_compress_hook,
@@ -86,7 +89,9 @@ class Rank:
         sizes = ModelConfig(dim=dim, layers=layers, heads=heads, ffn=ffn)
         model = build_model(sizes, vocab=256, sequence=sequence, seed=0)
         model = DistributedDataParallel(
-            model, bucket_cap_mb=_BUCKET_MB, gradient_as_bucket_view=True
+            model,
+            bucket_cap_mb=_ONE_BUCKET_MB if name == "powersgd" else _BUCKET_MB,
+            gradient_as_bucket_view=True,
         )
         if name in _HOOKS:
             model.register_comm_hook(None, _HOOKS[name])
