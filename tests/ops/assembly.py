@@ -29,6 +29,8 @@ from lowbit.ops.gpu import block_float8, group_int, launch, tah_quant
 KERNELS: dict[str, tuple[Codec, bool]] = {
     "TAHQuant() encode": (TAHQuant(), True),
     "TAHQuant() decode": (TAHQuant(), False),
+    "TAHQuant.published() encode": (TAHQuant.published(), True),
+    "TAHQuant.published() decode": (TAHQuant.published(), False),
     "GroupInt() encode": (GroupInt(), True),
     "GroupInt() decode": (GroupInt(), False),
     "BlockFloat8() encode": (BlockFloat8(), True),
@@ -146,7 +148,7 @@ def main(names: list[str]) -> None:
         codec, encode = KERNELS[name]
         for kernel, warps, shape, arguments, settings in launches(codec, encode):
             found = compiled(kernel, warps, shape, arguments, settings)
-            lanes = shape.get("NT") or shape["GROUPS"] / (8 if "TOP" in shape else 1)
+            lanes = shape.get("NT") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
             print(json.dumps(row(name, found, lanes * shape["WIDTH"] * 8)), flush=True)
 
 

@@ -249,6 +249,22 @@ def _check_payload(name: str, payload: Tensor, size: int, device: torch.device) 
         raise ValueError(f"{name} is on {payload.device}; expected {device}")
 
 
+def draw_seed(rounding: str, device: torch.device) -> int | None:
+    """A seed for stochastic rounding, from PyTorch's default generator; None for any other.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured: all its replays would round with the same random numbers.
+    """
+    if rounding != "stochastic":
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "rounding is 'stochastic', and a CUDA graph is being captured: its replays would all round alike; "
+            "allowed there: 'nearest'"
+        )
+    return int(torch.randint(2**31, ()))
+
+
 def check_int(name: str, value: object, low: int, high: int) -> None:
     """Raise unless `value` is an int (no bool) in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lowbit import ops
-from lowbit.codecs.base import Codec, check_choice, check_int
+from lowbit.codecs.base import Codec, check_choice, check_int, draw_seed
 from lowbit.ops.float8 import block_float8_layout
 
 
@@ -60,13 +59,14 @@ class BlockFloat8(Codec):
         return block_float8_layout(math.prod(shape), self.block).nbytes
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        ops.block_float8_encode(x.view(-1), payload, self.format, self.block, self._seed(), False)
+        ops.block_float8_encode(
+            x.view(-1), payload, self.format, self.block, draw_seed(self.rounding, x.device), False
+        )
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         ops.block_float8_decode(payload, out.view(-1), self.format, self.block, accumulate)
 
     def _add(self, payload: Tensor, x: Tensor) -> None:
-        ops.block_float8_encode(x.view(-1), payload, self.format, self.block, self._seed(), True)
-
-    def _seed(self) -> int | None:
-        return int(torch.randint(2**31, ())) if self.rounding == "stochastic" else None
+        ops.block_float8_encode(
+            x.view(-1), payload, self.format, self.block, draw_seed(self.rounding, x.device), True
+        )

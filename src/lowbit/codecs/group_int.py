@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from lowbit import ops
-from lowbit.codecs.base import Codec, check_choice, check_int
+from lowbit.codecs.base import Codec, check_choice, check_int, draw_seed
 from lowbit.ops.layout import group_int_layout
 
 
@@ -62,7 +61,7 @@ class GroupInt(Codec):
         return group_int_layout(math.prod(shape), self.bits, self.group, self.symmetric).nbytes
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        seed = int(torch.randint(2**31, ())) if self.rounding == "stochastic" else None
+        seed = draw_seed(self.rounding, x.device)
         ops.group_int_encode(x.view(-1), payload, self.bits, self.group, self.symmetric, seed)
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:

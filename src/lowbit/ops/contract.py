@@ -10,8 +10,9 @@ Operators fill or read a payload that the caller allocated, so they allocate no 
 - `tah_quant_decode(payload, out, ..., pivot, accumulate)`: payload -> out (B, S, C).
 
 `x` and `out`: float32, bfloat16 or float16, contiguous, not empty. `payload`: uint8, one dimension, contiguous, as long
-as `lowbit.ops.layout` says. PyTorch's dispatcher picks the implementation by device; `backend("reference")` forces the
-plain PyTorch one, and `backend("cpu")` makes its absence an error instead of a line in the log.
+as `lowbit.ops.layout` says; one that does not begin at a multiple of 16 bytes is copied. PyTorch's dispatcher picks the
+implementation by device; `backend("reference")` forces the plain PyTorch one, and `backend("cpu")` or `backend("gpu")`
+makes the kernels' absence an error instead of a line in the log.
 """
 
 from __future__ import annotations
@@ -89,13 +90,14 @@ def _implementation(name: str, home: str | None, device: torch.device) -> Callab
     why = "there are no kernels for them"
     if home:
         kernels = _load(home)
-        if not isinstance(kernels, ImportError):
+        if isinstance(kernels, ImportError):
+            why = f"backend {home!r} needs {NEEDS[home]}, which cannot be imported: {kernels}"
+        else:
+            why = kernels.unsupported(device) if home == "gpu" else ""
+        if not why:
             return getattr(kernels, name)
-        why = f"{NEEDS[home]} cannot be imported ({kernels})"
         if chosen == home:
-            raise RuntimeError(
-                f"backend {home!r} needs {NEEDS[home]}, which {why.split(' ', 1)[1]}"
-            )
+            raise RuntimeError(why)
     if device.type not in _told:
         _told.add(device.type)
         log.warning("%s tensors take the slow reference path: %s", device.type, why)

@@ -83,9 +83,11 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
-        with torch.cuda.stream(self._in):
-            yield
-        torch.cuda.current_stream(self._device).wait_stream(self._in)
+        try:
+            with torch.cuda.stream(self._in):
+                yield
+        finally:  # what was launched before an error may still write to the computation's memory
+            torch.cuda.current_stream(self._device).wait_stream(self._in)
 
     def fence(self) -> None:
         self._in.wait_stream(torch.cuda.current_stream(self._device))

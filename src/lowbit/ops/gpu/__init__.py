@@ -5,6 +5,9 @@ With TRITON_INTERPRET=1 in the environment, before Triton is first imported, the
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from triton import knobs
 
 from lowbit.ops.gpu.block_float8 import block_float8_decode, block_float8_encode
@@ -12,6 +15,18 @@ from lowbit.ops.gpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.gpu.tah_quant import tah_quant_decode, tah_quant_encode
 
 interpreted: bool = knobs.runtime.interpret
+
+
+@functools.cache
+def unsupported(device: torch.device) -> str:
+    """Why kernels cannot run on a device, or nothing."""
+    if torch.version.hip:
+        return "the kernels are made for NVIDIA's GPUs"
+    found = torch.cuda.get_device_capability(device)
+    if found < (8, 0):
+        return f"the kernels need compute capability 8.0, and it has {found[0]}.{found[1]}"
+    return ""
+
 
 __all__ = [
     "block_float8_decode",
@@ -21,4 +36,5 @@ __all__ = [
     "interpreted",
     "tah_quant_decode",
     "tah_quant_encode",
+    "unsupported",
 ]

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.ops.float8 import FORMATS, NAN_SCALE, QUARTER_BELOW, block_float8_layout
-from lowbit.ops.gpu.launch import launch, power_of_two_from, warps_for
+from lowbit.ops.gpu.launch import launch, power_of_two_from, starts, warps_for
 from lowbit.ops.gpu.numbers import (
     INTEGER,
     INTEGER_BITS,
@@ -15,8 +15,10 @@ from lowbit.ops.gpu.numbers import (
     narrowed,
     number_of,
     of_bits,
+    section,
     uniform,
     widened,
+    zero_gap,
 )
 from lowbit.ops.layout import ceil_div
 
@@ -30,7 +32,7 @@ def block_float8_encode(
     """The reference's bytes."""
     launch(
         _encode, *_shape(x.numel(), format, block), x, payload, x.numel(), seed or 0,
-        block_float8_layout(x.numel(), block).offsets["scales"],
+        *starts(block_float8_layout(x.numel(), block), "scales"), TOP=FORMATS[format].top,
         STOCHASTIC=seed is not None, ACCUMULATE=accumulate,
     )  # fmt: skip
 
@@ -41,7 +43,7 @@ def block_float8_decode(
     """The reference's numbers."""
     launch(
         _decode, *_shape(out.numel(), format, block), payload, out, out.numel(),
-        block_float8_layout(out.numel(), block).offsets["scales"], ACCUMULATE=accumulate,
+        *starts(block_float8_layout(out.numel(), block), "scales"), ACCUMULATE=accumulate,
     )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def _shape(numel: int, format: str, block: int) -> tuple[int, int, dict[str, int
     groups = max(1, AT_ONCE // width)
     shape = {
         "BLOCK": block, "GROUPS": groups, "WIDTH": width,
-        "BITS": form.bits, "TOP": form.top, "LOWEST": form.lowest,
+        "BITS": form.bits, "LOWEST": form.lowest,
     }  # fmt: skip
     return ceil_div(ceil_div(numel, block), groups), warps_for(groups * width // 8), shape
 
@@ -77,15 +79,15 @@ def _decoded(payload, at, keep, scale, BITS: tl.constexpr, LOWEST: tl.constexpr)
     return value * of_bits(scale << 23)[:, None]
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["numel", "seed", "scales_16"])
 def _encode(
-    x, payload, numel, seed, scales_at,
-    STOCHASTIC: tl.constexpr, ACCUMULATE: tl.constexpr,
+    x, payload, numel, seed, scales_16,
+    TOP: tl.constexpr, STOCHASTIC: tl.constexpr, ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, TOP: tl.constexpr, LOWEST: tl.constexpr,
+    BITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     group, there, at, keep = _lanes(numel, BLOCK, GROUPS, WIDTH)
-    scales = payload + scales_at
+    scales = section(payload, scales_16)
     y = widened(tl.load(x + at, mask=keep, other=0.0))
     if ACCUMULATE:
         before = tl.load(scales + group, mask=there, other=0).to(tl.int32)
@@ -106,18 +108,17 @@ def _encode(
     tl.store(payload + at, code.to(tl.uint8), mask=keep)
     tl.store(scales + group, tl.where(finite, scale, NAN_SCALE_).to(tl.uint8), mask=there)
     if tl.program_id(0) == 0:
-        gap = numel + tl.arange(0, 16)
-        tl.store(payload + gap, 0, mask=gap < scales_at)
+        zero_gap(payload, numel, scales_16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "scales_16"])
 def _decode(
-    payload, out, numel, scales_at, ACCUMULATE: tl.constexpr,
+    payload, out, numel, scales_16, ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, TOP: tl.constexpr, LOWEST: tl.constexpr,
+    BITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     group, there, at, keep = _lanes(numel, BLOCK, GROUPS, WIDTH)
-    scale = tl.load(payload + scales_at + group, mask=there, other=0).to(tl.int32)
+    scale = tl.load(section(payload, scales_16) + group, mask=there, other=0).to(tl.int32)
     y = _decoded(payload, at, keep, scale, BITS, LOWEST)
     if ACCUMULATE:
         y = widened(tl.load(out + at, mask=keep, other=0.0)) + y

@@ -16,21 +16,21 @@ def ordered(key, there):
 
 @triton.jit
 def _counts(u, threshold, unit, DIGITS: tl.constexpr):
-    """How many numbers are below three thresholds, in DIGITS bits each."""
+    """How many numbers are below three thresholds, in DIGITS bits each of one sum."""
     kind = tl.int32 if DIGITS == 10 else tl.int64
     one = (u < threshold + unit).to(kind)
     two = (u < threshold + unit * 2).to(kind)
     three = (u < threshold + unit * 3).to(kind)
-    return tl.sum(one + (two << DIGITS) + (three << (2 * DIGITS)))
+    total = tl.sum(one + (two << DIGITS) + (three << (2 * DIGITS)))
+    mask: tl.constexpr = (1 << DIGITS) - 1
+    return total & mask, (total >> DIGITS) & mask, total >> (2 * DIGITS)
 
 
 @triton.jit
-def _raised(threshold, unit, counts, low, DIGITS: tl.constexpr):
+def _raised(threshold, unit, one, two, three, low):
     """The threshold, raised past those of the three that have fewer than `low` numbers below."""
-    mask: tl.constexpr = (1 << DIGITS) - 1
-    below = ((counts & mask) < low).to(tl.uint32)
-    below += (((counts >> DIGITS) & mask) < low).to(tl.uint32)
-    return threshold + (below + ((counts >> (2 * DIGITS)) < low).to(tl.uint32)) * unit
+    below = (one < low).to(tl.uint32) + (two < low).to(tl.uint32) + (three < low).to(tl.uint32)
+    return threshold + below * unit
 
 
 @triton.jit
@@ -40,7 +40,8 @@ def smallest(u, low):
     threshold = tl.full((), 0, tl.uint32)
     for i in range(16):
         unit = tl.full((), 1, tl.uint32) << (30 - 2 * i)
-        threshold = _raised(threshold, unit, _counts(u, threshold, unit, DIGITS), low, DIGITS)
+        one, two, three = _counts(u, threshold, unit, DIGITS)
+        threshold = _raised(threshold, unit, one, two, three, low)
     below, equal = (u < threshold).to(tl.int32), (u == threshold).to(tl.int32)
     admitted = tl.cumsum(equal, axis=0) <= low - tl.sum(below)
     return below | (equal & admitted.to(tl.int32))
@@ -54,46 +55,54 @@ def bitmap(flags, SIZE: tl.constexpr):
 
 
 @triton.jit
-def choose(keys, widths, low, flag_bytes, per_scope: tl.constexpr):
+def _load_keys(keys, start, per_scope):
+    there = start + tl.arange(0, CHUNK) < per_scope
+    return ordered(tl.load(keys + start + tl.arange(0, CHUNK), mask=there, other=0), there)
+
+
+@triton.jit(do_not_specialize=["low", "flag_bytes", "per_scope"])
+def choose(keys, widths, low, flag_bytes, per_scope):
     """Write the bitmap of a scope that is too long for registers: one program for each."""
     scope = tl.program_id(0).to(tl.int64)
     keys += scope * per_scope
     widths += scope * flag_bytes
-    i = tl.arange(0, CHUNK)
     threshold = tl.full((), 0, tl.uint32)
     for d in range(16):
         unit = tl.full((), 1, tl.uint32) << (30 - 2 * d)
-        counts = tl.full((), 0, tl.int64)
-        for start in range(0, per_scope, CHUNK):
-            there = start + i < per_scope
-            u = ordered(tl.load(keys + start + i, mask=there, other=0), there)
-            counts += _counts(u, threshold, unit, 21)
-        threshold = _raised(threshold, unit, counts, low, 21)
-    fewer = tl.full((), 0, tl.int32)
-    for start in range(0, per_scope, CHUNK):
-        there = start + i < per_scope
-        u = ordered(tl.load(keys + start + i, mask=there, other=0), there)
-        fewer += tl.sum((u < threshold).to(tl.int32))
-    left = low - fewer
-    for start in range(0, per_scope, CHUNK):
-        there = start + i < per_scope
-        u = ordered(tl.load(keys + start + i, mask=there, other=0), there)
+        ones, twos, threes = (
+            tl.full((), 0, tl.int64),
+            tl.full((), 0, tl.int64),
+            tl.full((), 0, tl.int64),
+        )
+        start = tl.full((), 0, tl.int64)
+        while start < per_scope:  # Triton's interpreter has no ranges with computed bounds
+            one, two, three = _counts(_load_keys(keys, start, per_scope), threshold, unit, 21)
+            ones, twos, threes = ones + one, twos + two, threes + three
+            start += CHUNK
+        threshold = _raised(threshold, unit, ones, twos, threes, low)
+    left = tl.full((), 0, tl.int64) + low
+    start = tl.full((), 0, tl.int64)
+    while start < per_scope:
+        left -= tl.sum((_load_keys(keys, start, per_scope) < threshold).to(tl.int32))
+        start += CHUNK
+    start = tl.full((), 0, tl.int64)
+    while start < per_scope:
+        u = _load_keys(keys, start, per_scope)
         equal = (u == threshold).to(tl.int32)
         admitted = tl.cumsum(equal, axis=0) <= left
         flags = (u < threshold).to(tl.int32) | (equal & admitted.to(tl.int32))
         left -= tl.sum(equal)
         byte = start // 8 + tl.arange(0, CHUNK // 8)
         tl.store(widths + byte, bitmap(flags, CHUNK // 8), mask=byte < flag_bytes)
+        start += CHUNK
 
 
 @triton.jit
 def count_before(widths, count):
     """How many of a bitmap's first `count` flags are set."""
-    total = tl.full((), 0, tl.int32)
-    count = count.to(tl.int32)
+    total, start = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     byte = tl.arange(0, CHUNK)
-    start = tl.full((), 0, tl.int32)
-    while start < count:  # a range's bounds cannot be computed in Triton's interpreter
+    while start < count:
         left = tl.minimum(tl.maximum(count - start - 8 * byte, 0), 8)
         bits = tl.load(widths + start // 8 + byte, mask=left > 0, other=0).to(tl.int32)
         bits &= (1 << left) - 1

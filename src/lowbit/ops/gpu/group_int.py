@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit.ops.gpu import eighths
-from lowbit.ops.gpu.launch import launch, power_of_two_from, warps_for
+from lowbit.ops.gpu.launch import ends, launch, power_of_two_from, starts, warps_for
 from lowbit.ops.gpu.numbers import (
     bits_of,
     code_below,
@@ -17,7 +17,9 @@ from lowbit.ops.gpu.numbers import (
     of_bits,
     round_bf16,
     round_signed,
+    section,
     uniform,
+    zero_gap,
 )
 from lowbit.ops.layout import ceil_div, group_int_layout
 from lowbit.ops.reference import LARGEST, NAN_SCALE, SMALLEST
@@ -30,9 +32,10 @@ def group_int_encode(
     x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None
 ) -> None:
     """The reference's bytes."""
-    at = group_int_layout(x.numel(), bits, group, symmetric).offsets
+    layout = group_int_layout(x.numel(), bits, group, symmetric)
     launch(
-        _encode, *_shape(x.numel(), group), x, payload, x.numel(), seed or 0, at["mids"], at["codes"],
+        _encode, *_shape(x.numel(), group), x, payload, x.numel(), seed or 0,
+        *starts(layout, "mids", "codes"), *ends(layout, "scales", "mids"),
         BITS=bits, GROUP=group, SYMMETRIC=symmetric, STOCHASTIC=seed is not None,
     )  # fmt: skip
 
@@ -41,9 +44,9 @@ def group_int_decode(
     payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
 ) -> None:
     """The reference's numbers."""
-    at = group_int_layout(out.numel(), bits, group, symmetric).offsets
+    layout = group_int_layout(out.numel(), bits, group, symmetric)
     launch(
-        _decode, *_shape(out.numel(), group), payload, out, out.numel(), at["mids"], at["codes"],
+        _decode, *_shape(out.numel(), group), payload, out, out.numel(), *starts(layout, "mids", "codes"),
         BITS=bits, GROUP=group, SYMMETRIC=symmetric, ACCUMULATE=accumulate,
     )  # fmt: skip
 
@@ -71,9 +74,9 @@ def _lanes(
     return group, begin[:, None] + j, count, j, v, (count > 0) & (j < v)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["numel", "seed", "mids_16", "codes_16", "scales_end", "mids_end"])
 def _encode(
-    x, payload, numel, seed, mids_at, codes_at,
+    x, payload, numel, seed, mids_16, codes_16, scales_end, mids_end,
     BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +109,7 @@ def _encode(
         scales + group, tl.where(finite, bits_of(scale) >> 16, NAN_SCALE_).to(tl.int16), mask=there
     )
     if not SYMMETRIC:
-        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+        mids = section(payload, mids_16).to(tl.pointer_type(tl.int16))
         tl.store(mids + group, tl.where(finite, m, 0.0).to(tl.int16), mask=there)
     codes = ()
     for k in tl.static_range(8):
@@ -118,25 +121,16 @@ def _encode(
         if RAGGED:
             code = tl.where(k * v + j < count, code, 0)
         codes = codes + (code,)
-    to = payload + codes_at + (group * BITS * (GROUP // 8))[:, None] + j
+    to = section(payload, codes_16) + (group * BITS * (GROUP // 8))[:, None] + j
     eighths.store_codes(to, codes, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
     if tl.program_id(0) == 0:
-        _zero_gaps(payload, (numel + GROUP - 1) // GROUP, mids_at, codes_at, SYMMETRIC)
+        zero_gap(payload, scales_end, mids_16)
+        zero_gap(payload, mids_end, codes_16)
 
 
-@triton.jit
-def _zero_gaps(payload, groups, mids_at, codes_at, SYMMETRIC: tl.constexpr):
-    gap = tl.arange(0, 16)
-    end = groups * 2
-    if not SYMMETRIC:
-        tl.store(payload + end + gap, 0, mask=end + gap < mids_at)
-        end = mids_at + groups * 2
-    tl.store(payload + end + gap, 0, mask=end + gap < codes_at)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "mids_16", "codes_16"])
 def _decode(
-    payload, out, numel, mids_at, codes_at,
+    payload, out, numel, mids_16, codes_16,
     BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, ACCUMULATE: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -147,10 +141,10 @@ def _decode(
     if SYMMETRIC:
         offset = tl.full((GROUPS,), -(2.0 ** (BITS - 1) - 1), tl.float32)
     else:
-        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+        mids = section(payload, mids_16).to(tl.pointer_type(tl.int16))
         m = tl.load(mids + group, mask=there, other=0).to(tl.float32)
         offset = m * (2.0**BITS / 256) - (2.0**BITS - 1) / 2
-    start = payload + codes_at + (group * BITS * (GROUP // 8))[:, None] + j
+    start = section(payload, codes_16) + (group * BITS * (GROUP // 8))[:, None] + j
     codes = eighths.load_codes(start, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
     y = ()
     for k in tl.static_range(8):

@@ -7,16 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.ops.layout import ALIGNMENT, Layout
+
 
 def launch(
     kernel: Any, programs: int, warps: int, shape: dict[str, Any], *arguments: Any, **settings: Any
 ) -> None:
-    """Queue `programs` programs of a kernel; the first argument that is a tensor names the device."""
+    """Queue `programs` programs of a kernel; the first argument that is a tensor names the device.
+
+    For a CPU tensor, in Triton's interpreter, device -1 is none.
+    """
     tensor = next(a for a in arguments if isinstance(a, Tensor))
     with torch.cuda.device(tensor.device if tensor.is_cuda else -1):
         kernel[(programs,)](
             *arguments, **settings, **shape, num_warps=warps, enable_fp_fusion=False
         )
+
+
+def starts(layout: Layout, *names: str) -> tuple[int, ...]:
+    """Where sections begin, in `ALIGNMENT` bytes: multiplied in the kernel, so that its compiler knows the alignment.
+
+    For a section of no bytes, which begins anywhere, the number means nothing.
+    """
+    return tuple(layout.offsets[name] // ALIGNMENT for name in names)
+
+
+def ends(layout: Layout, *names: str) -> tuple[int, ...]:
+    """Where sections end, in bytes."""
+    return tuple(layout.offsets[name] + layout.sizes[name] for name in names)
 
 
 def power_of_two_from(n: int) -> int:

@@ -64,7 +64,7 @@ def round_bf16(x):
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr):
-    """float32 numbers rounded to nearest even; what is finite stays finite."""
+    """float32 numbers rounded to nearest even; what is finite stays finite in float16, as in the reference."""
     if tl.float16 == DTYPE:
         finite = (bits_of(x) & 0x7FFFFFFF) < 0x7F800000
         return tl.where(finite, tl.minimum(tl.maximum(x, -65504.0), 65504.0), x).to(DTYPE)
@@ -100,6 +100,19 @@ def code_below(x, inverse, shift, top, random):
 def number_of(code):
     """Codes below 2^23 as float32 numbers: a conversion would take four times as long."""
     return of_bits(code | INTEGER_BITS) - INTEGER
+
+
+@triton.jit
+def section(payload, start_16):
+    """Where a section begins, from its start in units of 16 bytes."""
+    return payload + start_16.to(tl.int64) * 16
+
+
+@triton.jit
+def zero_gap(payload, end, start_16):
+    """Clear the bytes, at most 15, between the end of a section and the start of the next."""
+    at = end.to(tl.int64) + tl.arange(0, 16)
+    tl.store(payload + at, 0, mask=at < start_16.to(tl.int64) * 16)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ each token's entropy, the choice, the codes. Decoding is always one.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowbit.ops import reference
 from lowbit.ops.gpu import eighths
 from lowbit.ops.gpu.choose import choose, ordered, smallest
-from lowbit.ops.gpu.launch import launch, power_of_two_from, warps_for
+from lowbit.ops.gpu.launch import ends, launch, power_of_two_from, starts, warps_for
 from lowbit.ops.gpu.numbers import (
     bits_of,
     code_of,
@@ -28,7 +31,9 @@ from lowbit.ops.gpu.numbers import (
     of_bits,
     power_of_two,
     round_signed,
+    section,
     widened,
+    zero_gap,
 )
 from lowbit.ops.gpu.rotation import find_pivots, restore_pivots, rotate_pivots
 from lowbit.ops.gpu.tiles import (
@@ -43,8 +48,11 @@ from lowbit.ops.gpu.tiles import (
 from lowbit.ops.layout import SCOPE_TILES, TAHGeometry, ceil_div, tah_geometry
 from lowbit.ops.reference import LARGEST, MID_LIMIT, MID_SHARE, MID_UNITS, NAN_MID, SMALLEST
 
+log = logging.getLogger(__name__)
+
 LARGEST_, SMALLEST_ = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 CHUNK = 4096
+WIDEST = 1 << 17  # elements of a token: more do not fit into a program's registers
 
 
 def tah_quant_encode(
@@ -62,6 +70,12 @@ def tah_quant_encode(
         *x.shape, tile=tile, high_bits=high_bits, low_bits=low_bits, low_fraction=low_fraction,
         allocation=allocation, pivot=pivot_ratio is not None,
     )  # fmt: skip
+    if geo.channels > WIDEST:
+        _say_wide(geo.channels)
+        reference.tah_quant_encode(
+            x, payload, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio
+        )
+        return
     mode = allocation if geo.low else "none"
     at = geo.layout.offsets
     if mode == "token":
@@ -74,7 +88,8 @@ def tah_quant_encode(
     width = 1 if pivot_ratio is None else 2
     launch(
         _encode, *_shape(geo, mode, high_bits, low_bits), x, payload, pivot_ratio or 0.0, tile**-0.5,
-        *_numbers(geo), MODE=mode, MID_WIDTH=width, SHARE=MID_SHARE[width], LIMIT=float(MID_LIMIT[width]),
+        *_numbers(geo), *ends(geo.layout, "exponents", "scales", "mids", "pivots", "widths"),
+        MODE=mode, MID_WIDTH=width, SHARE=MID_SHARE[width], LIMIT=float(MID_LIMIT[width]),
         UNITS=float(MID_UNITS[width]), NAN_MID=NAN_MID[width],
     )  # fmt: skip
 
@@ -95,6 +110,12 @@ def tah_quant_decode(
         *out.shape, tile=tile, high_bits=high_bits, low_bits=low_bits, low_fraction=low_fraction,
         allocation=allocation, pivot=pivot,
     )  # fmt: skip
+    if geo.channels > WIDEST:
+        _say_wide(geo.channels)
+        reference.tah_quant_decode(
+            payload, out, tile, high_bits, low_bits, low_fraction, allocation, pivot, accumulate
+        )
+        return
     width = 2 if pivot else 1
     mode = allocation if geo.low else "none"
     launch(
@@ -103,13 +124,22 @@ def tah_quant_decode(
     )  # fmt: skip
 
 
+@functools.cache
+def _say_wide(channels: int) -> None:
+    log.warning(
+        "tokens of %d elements take the slow reference path: the kernels hold up to %d",
+        channels,
+        WIDEST,
+    )
+
+
 def _shape(
     geo: TAHGeometry, mode: str, high_bits: int, low_bits: int
 ) -> tuple[int, int, dict[str, Any]]:
     """Programs, warps, and the shape of a program's tensors."""
-    rows = geo.scope_rows
-    if mode in ("token", "none"):
-        rows = min(geo.rows, max(1, SCOPE_TILES // geo.tiles))
+    # Whatever the number of tokens: a shorter message shall not need kernels of its own.
+    rows = {"tile": 1, "range": SCOPE_TILES // max(1, geo.full)}.get(mode, SCOPE_TILES // geo.tiles)
+    rows = max(1, rows)
     lanes, width = power_of_two_from(rows * geo.tiles), geo.tile // 8
     shape = {
         "C": geo.channels, "TILE": geo.tile, "T": geo.tiles, "ROWS": rows, "NT": lanes,
@@ -119,18 +149,26 @@ def _shape(
 
 
 def _numbers(geo: TAHGeometry) -> tuple[int, ...]:
-    at = geo.layout.offsets
     return (
         geo.rows, geo.scope_rows, geo.per_scope, geo.per_last, geo.low, geo.low_last, geo.flag_bytes,
-        at["scales"], at["mids"], at["pivots"], at["widths"], at["codes"],
+        *starts(geo.layout, "scales", "mids", "pivots", "widths", "codes"),
     )  # fmt: skip
 
 
-@triton.jit
+NUMBERS = (
+    "rows", "length", "per_scope", "per_last", "low", "low_last", "flag_bytes",
+    "scales_16", "mids_16", "pivots_16", "widths_16", "codes_16",
+    "exponents_end", "scales_end", "mids_end", "pivots_end", "widths_end",
+)  # fmt: skip
+"""Arguments that change with a message's length: kernels are compiled once for all of them."""
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def _encode(
     x, payload, ratio, norm,
     rows, length, per_scope, per_last, low, low_last, flag_bytes,
-    scales_at, mids_at, pivots_at, widths_at, codes_at,
+    scales_16, mids_16, pivots_16, widths_16, codes_16,
+    exponents_end, scales_end, mids_end, pivots_end, widths_end,
     MODE: tl.constexpr, MID_WIDTH: tl.constexpr, SHARE: tl.constexpr, LIMIT: tl.constexpr,
     UNITS: tl.constexpr, NAN_MID: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr,
@@ -147,7 +185,7 @@ def _encode(
         key = _tile_keys(parts, tl.maximum(most, -least), finite)
     if MID_WIDTH == 2:
         pivot = find_pivots(parts, finite & candidate, j, TILE // 8, ratio)
-        tl.store(payload + pivots_at + index, pivot.to(tl.uint8), mask=there)
+        tl.store(section(payload, pivots_16) + index, pivot.to(tl.uint8), mask=there)
         if tl.max(pivot, axis=0) > 0:
             parts = rotate_pivots(parts, pivot, j, TILE // 8, norm, WIDTH, NT)
             least, most, _ = eighths.extremes(parts, v, keep, count, j, RAGGED)
@@ -164,7 +202,7 @@ def _encode(
         flags = smallest(ordered(key, candidate), tl.where(last, low_last, low))
         store_bitmap(
             flags,
-            payload + widths_at,
+            section(payload, widths_16),
             tl.where(last, per_last, per_scope),
             flag_bytes,
             C,
@@ -173,13 +211,13 @@ def _encode(
             NT,
         )
         bits = tl.where(flags > 0, LOW, HIGH)
-        before = low_before(payload + widths_at, first, length, low, flag_bytes, False)
+        before = low_before(section(payload, widths_16), first, length, low, flag_bytes, False)
     if MODE == "token":
         flags = load_flags(
-            payload + widths_at, first, row, t, there, length, flag_bytes, C, TILE, True
+            section(payload, widths_16), first, row, t, there, length, flag_bytes, C, TILE, True
         )
         bits = tl.where(flags > 0, LOW, HIGH)
-        before = low_before(payload + widths_at, first, length, low, flag_bytes, True)
+        before = low_before(section(payload, widths_16), first, length, low, flag_bytes, True)
 
     exponent, below = _steps(extent, finite & there, bits, row, T, ROWS, NT, RP)
     step = of_bits(step_of(below, exponent))
@@ -190,12 +228,12 @@ def _encode(
     top = tl.where(step > 0, cells - 1, 0.0)
 
     tl.store(payload + first + row, exponent.to(tl.uint8), mask=there & (t == 0))
-    tl.store(payload + scales_at + index, below.to(tl.uint8), mask=there)
+    tl.store(section(payload, scales_16) + index, below.to(tl.uint8), mask=there)
     middle = tl.where(finite, m.to(tl.int32), NAN_MID)
     if MID_WIDTH == 1:
-        tl.store(payload + mids_at + index, middle.to(tl.uint8), mask=there)
+        tl.store(section(payload, mids_16) + index, middle.to(tl.uint8), mask=there)
     else:
-        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+        mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int16))
         tl.store(mids + index, middle.to(tl.int16), mask=there)
     codes = ()
     for k in tl.static_range(8):
@@ -204,12 +242,15 @@ def _encode(
             code = tl.where(k * v + j < count, code, 0)
         codes = codes + (code,)
     start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, MODE == "token")
-    eighths.store_codes(payload + codes_at + start + j, codes, v, bits[:, None], keep, HIGH | LOW)
+    eighths.store_codes(
+        section(payload, codes_16) + start + j, codes, v, bits[:, None], keep, HIGH | LOW
+    )
     if tl.program_id(0) == 0:
-        _zero_gaps(
-            payload, rows, T, MID_WIDTH, tl.cdiv(rows, length) * flag_bytes,
-            scales_at, mids_at, pivots_at, widths_at, codes_at,
-        )  # fmt: skip
+        zero_gap(payload, exponents_end, scales_16)
+        zero_gap(payload, scales_end, mids_16)
+        zero_gap(payload, mids_end, pivots_16)
+        zero_gap(payload, pivots_end, widths_16)
+        zero_gap(payload, widths_end, codes_16)
 
 
 @triton.jit
@@ -240,24 +281,6 @@ def _steps(
 
 
 @triton.jit
-def _zero_gaps(
-    payload, rows, T, MID_WIDTH: tl.constexpr, flags, scales_at, mids_at, pivots_at, widths_at, codes_at
-):  # fmt: skip
-    """Clear the bytes between sections."""
-    gap = tl.arange(0, 16)
-    tiles = rows.to(tl.int64) * T
-    tl.store(payload + rows + gap, 0, mask=rows + gap < scales_at)
-    tl.store(payload + scales_at + tiles + gap, 0, mask=scales_at + tiles + gap < mids_at)
-    end = mids_at + tiles * MID_WIDTH
-    if MID_WIDTH == 2:
-        tl.store(payload + end + gap, 0, mask=end + gap < pivots_at)
-        end = pivots_at + tiles
-    tl.store(payload + end + gap, 0, mask=end + gap < widths_at)
-    end = widths_at + flags  # a section of no bytes begins where the one before it ends
-    tl.store(payload + end + gap, 0, mask=end + gap < codes_at)
-
-
-@triton.jit
 def _measure(x, keys, channels: tl.constexpr, CHUNK: tl.constexpr):
     """Key of a token, in the order of entropy."""
     row = tl.program_id(0).to(tl.int64)
@@ -279,11 +302,11 @@ def _measure(x, keys, channels: tl.constexpr, CHUNK: tl.constexpr):
     tl.store(keys + row, entropy_key(tl.sum(total, axis=0), tl.sum(terms, axis=0), finite))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _decode(
     payload, out, norm,
     rows, length, per_scope, per_last, low, low_last, flag_bytes,
-    scales_at, mids_at, pivots_at, widths_at, codes_at,
+    scales_16, mids_16, pivots_16, widths_16, codes_16,
     MODE: tl.constexpr, MID_WIDTH: tl.constexpr, UNITS: tl.constexpr, NAN_MID: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr,
@@ -297,19 +320,21 @@ def _decode(
     before = tl.full((), 0, tl.int64)
     if MODE != "none":
         flags = load_flags(
-            payload + widths_at, first, row, t, there, length, flag_bytes, C, TILE, BY_TOKEN
+            section(payload, widths_16), first, row, t, there, length, flag_bytes, C, TILE, BY_TOKEN
         )
         bits = tl.where(flags > 0, LOW, HIGH)
-        before = low_before(payload + widths_at, first, length, low, flag_bytes, BY_TOKEN)
+        before = low_before(section(payload, widths_16), first, length, low, flag_bytes, BY_TOKEN)
     start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, BY_TOKEN)
-    codes = eighths.load_codes(payload + codes_at + start + j, v, bits[:, None], keep, HIGH | LOW)
+    codes = eighths.load_codes(
+        section(payload, codes_16) + start + j, v, bits[:, None], keep, HIGH | LOW
+    )
 
     exponent = tl.load(payload + first + row, mask=there, other=0).to(tl.int32)
-    below = tl.load(payload + scales_at + index, mask=there, other=0).to(tl.int32)
+    below = tl.load(section(payload, scales_16) + index, mask=there, other=0).to(tl.int32)
     if MID_WIDTH == 1:
-        mids = (payload + mids_at).to(tl.pointer_type(tl.int8))
+        mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int8))
     else:
-        mids = (payload + mids_at).to(tl.pointer_type(tl.int16))
+        mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int16))
     m = tl.load(mids + index, mask=there, other=0).to(tl.int32)
     step = of_bits(tl.where(m == NAN_MID, 0x7FC00000, step_of(below, exponent)))
     cells = power_of_two(bits)
@@ -318,7 +343,7 @@ def _decode(
     for k in tl.static_range(8):
         y = y + ((number_of(codes[k]) + offset[:, None]) * step[:, None],)
     if MID_WIDTH == 2:
-        pivot = tl.load(payload + pivots_at + index, mask=there, other=0).to(tl.int32)
+        pivot = tl.load(section(payload, pivots_16) + index, mask=there, other=0).to(tl.int32)
         if tl.max(pivot, axis=0) > 0:
             y = restore_pivots(y, pivot, j, TILE // 8, norm, WIDTH, NT)
     eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)
