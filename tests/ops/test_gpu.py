@@ -15,8 +15,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [
     (2, 2, 256),
     (1, 3, 100),
-    (1, 2, 7),
+    (1, 1, 7),
     (2, 3, 200),
+    (1, 1, 64),
 ]  # an interpreted program takes 20 ms or more
 needs_gpu = pytest.mark.skipif(
     DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams"
@@ -72,8 +73,10 @@ def check(codec: Codec, x: Tensor) -> None:
     for name in ("reference", "gpu"):
         with ops.backend(name):
             torch.manual_seed(1)  # of stochastic rounding
-            payload = torch.full((size,), 77, dtype=torch.uint8, device=DEVICE)
-            made[name] = codec.encode(x, out=payload)
+            buffer = torch.full((size + 128,), 77, dtype=torch.uint8, device=DEVICE)
+            made[name] = codec.encode(x, out=buffer[64 : 64 + size])
+            assert (buffer[:64] == 77).all()
+            assert (buffer[64 + size :] == 77).all()
             written = codec.decode(made[name], shape=x.shape, dtype=x.dtype)
             added = codec.decode(made[name], shape=x.shape, out=torch.ones_like(x), accumulate=True)
             read[name] = written, added
@@ -175,7 +178,14 @@ def test_strided_and_unaligned_input() -> None:
 @needs_gpu
 def test_nothing_waits_for_the_gpu() -> None:
     x = torch.randn(4, 256, 1024, device=DEVICE)
-    codecs = (TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token"), GroupInt())
+    stochastic = GroupInt(rounding="stochastic")
+    codecs = (
+        TAHQuant(),
+        TAHQuant.published(),
+        TAHQuant(allocation="token"),
+        stochastic,
+        BlockFloat8(),
+    )
     for codec in codecs:
         codec.round_trip(x)
     torch.cuda.set_sync_debug_mode("error")
@@ -237,10 +247,28 @@ def test_launches(codec: Codec, encode: int, decode: int) -> None:
 @needs_gpu
 @pytest.mark.parametrize("codec", [TAHQuant(), GroupInt(), BlockFloat8()], ids=repr)
 def test_more_than_2_to_the_31_elements(codec: Codec) -> None:
+    """The last rows differ from those that wrapped positions would lead to."""
     shape = (2**31 + 2**20) // 4096, 4096
     x = torch.randn(1, 4096, device=DEVICE, dtype=torch.bfloat16).expand(shape).contiguous()
+    x[-512:] = torch.randn_like(x[-512:])
     y = codec.round_trip(x)
     assert torch.equal(y[-512:], codec.round_trip(x[-512:]))
+    assert torch.equal(y[:512], codec.round_trip(x[:512]))
+
+
+@needs_gpu
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31 - 8, 2**31])
+@pytest.mark.parametrize("codec", [GroupInt(), BlockFloat8()], ids=repr)
+def test_around_2_to_the_31_elements(codec: Codec, numel: int) -> None:
+    x = torch.zeros(numel, device=DEVICE, dtype=torch.bfloat16)
+    x[-1024:] = torch.randn(1024, device=DEVICE, dtype=torch.bfloat16)
+    size = codec.nbytes(x.shape)
+    buffer = torch.full((size + 2**20,), 77, dtype=torch.uint8, device=DEVICE)
+    payload = codec.encode(x, out=buffer[2**19 : 2**19 + size])
+    assert (buffer[: 2**19] == 77).all()
+    assert (buffer[2**19 + size :] == 77).all()
+    tail = codec.decode(payload, shape=x.shape, dtype=x.dtype)[-512:]
+    assert same(tail, codec.round_trip(x[-512 - numel % 128 :])[-512:])
 
 
 def test_by_name_on_a_tensor_elsewhere() -> None:
