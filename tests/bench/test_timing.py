@@ -27,7 +27,7 @@ def test_spread_is_the_interquartile_range_over_the_median():
 
 
 def test_buffers_are_together_more_than_the_cache(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "last_level_cache", lambda: 100)
+    monkeypatch.setattr(timing, "last_level_cache", lambda device: 100)
     assert timing.buffers_for(10) * 10 > 200
     assert timing.buffers_for(10**6) == 3
 

@@ -7,6 +7,7 @@ that a program that goes separate ways ends with the same error on all ranks ins
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import hashlib
@@ -29,6 +30,7 @@ from lowbit.collectives.wire import Mail, Rounds, Scratch, Wire
 _IDLE = 5.0  # seconds after which the threads of a line that is not used end
 _SLOW = 2.0  # seconds after which a call looks whether the others are in the same one
 _LOOK = 0.5  # seconds between two looks
+_LAST = 5.0  # seconds that the end of the process waits for a call
 
 Transport = Literal["auto", "messages", "collectives"]
 
@@ -106,7 +108,7 @@ class Line:
 
     def __init__(self) -> None:
         self.scratch = Scratch()
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = False
         self._current: _Job | None = None
@@ -115,6 +117,7 @@ class Line:
         self._slow: list[tuple[Agreement, int]] = []
         self._failure: BaseException | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._threads: list[threading.Thread] = []
 
     def submit(self, call: Call) -> Pending:
         """Queue a call."""
@@ -130,30 +133,49 @@ class Line:
             self._jobs.put(job)
             if not self._running:
                 self._running = True
-                for target, name in ((self._work, "lowbit-line"), (self._watch, "lowbit-watch")):
-                    threading.Thread(target=target, name=name, daemon=True).start()
+                self._start()
         if ready is not None:
             pending._event = ready  # recorded again when the work is done; nobody reads it before
             pending._stream = self._stream_of(call.device)
         return pending
+
+    def _start(self) -> None:
+        ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, args=(ended,), name=f"lowbit-{name}", daemon=True)
+            for name, target in (("line", self._work), ("watch", self._watch))
+        ]
+        _busy.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Let the threads end, unless they are held up by a peer."""
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(_LAST)
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def _work(self) -> None:
+    def _work(self, ended: threading.Event) -> None:
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE)
             except queue.Empty:
-                with self._lock:
-                    if not self._jobs.empty():
-                        continue
+                job = None
+            if job is not None:
+                self._do(job)
+                del job  # which holds the group
+                continue
+            with self._lock:
+                if self._jobs.empty():
                     self._running = False
+                    _busy.discard(self)
+                    ended.set()
                     return
-            self._do(job)
-            del job  # which holds the group
 
     def _do(self, job: _Job) -> None:
         job.started = time.monotonic()
@@ -210,9 +232,8 @@ class Line:
         agreement.state(dist.get_rank(job.call.group), self._facts(job))
         agreement.check(_names(job.call.group), job.call.timeout)
 
-    def _watch(self) -> None:
-        while self._running:
-            time.sleep(_LOOK)
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(_LOOK):
             job = self._current
             if job is not None and job.started and time.monotonic() - job.started > _SLOW:
                 with contextlib.suppress(RuntimeError):  # a store that is gone: the call finds out
@@ -246,6 +267,14 @@ class Line:
 
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
 _lines_lock = threading.Lock()
+_busy: set[Line] = set()  # those with threads, also when their group is gone
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is inside PyTorch when the interpreter ends would take the process down with an abort."""
+    for line in list(_busy):
+        line.end()
 
 
 def line_of(group: dist.ProcessGroup) -> Line:
