@@ -167,8 +167,12 @@ class Line:
             except queue.Empty:
                 job = None
             if job is not None:
-                self._do(job)
-                del job  # which holds the group
+                future, error = job.future, self._do(job)
+                # The caller goes on from here. Were it to destroy the group while this thread holds it, the group
+                # would end on this thread, where PyTorch waits, with the interpreter's lock, for threads that need it.
+                del job
+                _settle(future, error)
+                del future, error
                 continue
             with self._lock:
                 if self._jobs.empty():
@@ -177,7 +181,8 @@ class Line:
                     ended.set()
                     return
 
-    def _do(self, job: _Job) -> None:
+    def _do(self, job: _Job) -> BaseException | None:
+        """Do the work; its error, if any."""
         job.started = time.monotonic()
         self._current = job
         try:
@@ -187,12 +192,11 @@ class Line:
             with torch.no_grad(), self._stream(job):
                 self._work_on(job, wire)
         except BaseException as error:
-            _settle(job.future, error)
-        else:
-            _settle(job.future, None)
+            return error
         finally:
             self._current = None
             self.scratch.reset()
+        return None
 
     def _work_on(self, job: _Job, wire: Wire) -> None:
         try:
@@ -234,10 +238,13 @@ class Line:
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK):
-            job = self._current
-            if job is not None and job.started and time.monotonic() - job.started > _SLOW:
-                with contextlib.suppress(RuntimeError):  # a store that is gone: the call finds out
-                    self._look(job)
+            self._look_if_slow()
+
+    def _look_if_slow(self) -> None:
+        job = self._current
+        if job is not None and job.started and time.monotonic() - job.started > _SLOW:
+            with contextlib.suppress(RuntimeError):  # a store that is gone: the call finds out
+                self._look(job)
 
     def _look(self, job: _Job) -> None:
         """End a call that others contradict. It stays blocked, but whoever waits for it learns why."""

@@ -1,6 +1,7 @@
 """`all_reduce_hook`: gradients of `DistributedDataParallel`, averaged in few bits while the backward pass goes on."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -63,6 +64,10 @@ def all_reduce_hook(
             f"error_feedback is True and node_size is {node_size}; allowed: one of the two"
         )
     own = dist.new_group(dist.get_process_group_ranks(group))
+    # For good: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it holds
+    # the interpreter's lock, for threads that may need it.
+    for kept in (group, own):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     assert isinstance(own, dist.ProcessGroup)
     lost = Lost() if error_feedback else None
 
