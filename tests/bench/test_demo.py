@@ -15,11 +15,12 @@ ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B"
 
 
 def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "SETTINGS", TINY)
     small = tuple(replace(c, steps=3 + i) for i, c in enumerate(demo.CONTESTANTS))
     monkeypatch.setattr(demo, "CONTESTANTS", small)
     with (console := Console(width=80)).capture() as shown:
-        report = demo.run(tmp_path / "demo", console=console)
+        report = demo.run(Path("demo"), console=console)
     fp32, few = report.rows
     assert (fp32["boundary"], fp32["steps"], len(fp32["curve"])) == ("fp32", 3, 3)
     assert (few["boundary"], few["steps"], len(few["curve"])) == ("tah-quant", 4, 4)

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lowbit.bench import pipeline, speeds
-from lowbit.bench.pipeline import Measurements, Settings, parse_link, recipe, run, started
+from lowbit.bench import launch, speeds
+from lowbit.bench.launch import started
+from lowbit.bench.pipeline import Measurements, Settings, parse_link, recipe, run
 from lowbit.bench.report import Report
 from lowbit.network import LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
@@ -136,12 +137,12 @@ def test_no_link_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
 
 def test_unlimited_needs_no_link(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
-    monkeypatch.setattr(pipeline, "Ranks", FakeRanks)
+    monkeypatch.setattr(launch, "Ranks", FakeRanks)
     with started(2, (None,)) as (link, ranks):
         assert link is None
         assert isinstance(ranks, FakeRanks)
-        assert ranks.arguments == (None, 2)
-    assert pipeline.set_rate(None, None) is None
+        assert ranks.arguments == (None, 2, "lowbit.bench.rank")
+    assert launch.set_rate(None, None) is None
 
 
 class FakeRanks:

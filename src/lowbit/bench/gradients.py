@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lowbit.bench.launch import Ranks
-from lowbit.bench.pipeline import check_at_least, set_rate
+from lowbit.bench.launch import Ranks, set_rate, started
+from lowbit.bench.pipeline import check_at_least
 from lowbit.bench.report import Report, Row, machine
 from lowbit.bench.timing import spread
 from lowbit.codecs import Codec, parse
 from lowbit.collectives.reduce import check_summable
-from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.network import SlowLink
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
 SHORT = {
@@ -98,7 +98,8 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         `goodput_mbit` (what the link carried), `ranks`, `numel`, `ms` (median over the rounds of the slowest rank's
         time), `ms_low`, `ms_high`, `spread` (interquartile range over median), `speedup_fp32`, `speedup_bf16` (of the
         medians, over the engine's), `bits_per_element` (of the format), `wire_bits` (bytes that really left a rank,
-        headers included, over those elements that an all-reduce has to send), `relative_error` (of the mean, against
+        headers included, over those elements that an all-reduce has to send), `link_share` (of the link's goodput that
+        was used: 1 is the physical limit; None: unlimited), `relative_error` (of the mean, against
         float64), `rounds`; and from training `tokens_per_second` (all ranks, median step), `training_speedup_fp32`,
         `gradient_bytes` (held by a rank when backward has ended: gradients, buckets, and what the format keeps beside
         them), None where it was not trained.
@@ -107,32 +108,13 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
         ChildProcessError: a rank failed.
     """
-    reason = SlowLink.available()
-    if reason and set(settings.links) != {None}:
-        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
     measured = Measurements(settings)
     for count in settings.ranks:
-        if reason:
-            with Ranks(None, count, _PROGRAM) as ranks:
-                _measure(measured, None, ranks, count, on_rows)
-        else:
-            with (
-                SlowLink(hosts=count, rate_mbit=_first_rate(settings.links)) as link,
-                Ranks(link, count, _PROGRAM) as ranks,
-            ):
-                _measure(measured, link, ranks, count, on_rows)
+        with started(count, settings.links, _PROGRAM) as (link, ranks):
+            _measure(measured, link, ranks, count, on_rows)
     return Report(
         command="bench gradients", settings=settings, machine=machine(), rows=measured.rows()
     )
-
-
-def _first_rate(links: Sequence[float | None]) -> float | None:
-    """The rate at which connections are made, which fixes how large the trains of packets are that TCP hands over.
-
-    Made on an unlimited link they are larger than the bucket of a limited one, which then drops some of what it has to
-    take apart: FP32 at 1 Gbit/s was five times too slow.
-    """
-    return None if set(links) == {None} else 1000.0
 
 
 def _measure(
@@ -215,10 +197,13 @@ class Measurements:
             "wire_bits": 8 * statistics.median(self._bytes[count, rate, name]) / share,
             "relative_error": self.error.get((count, name)),
             "rounds": len(times),
+            "link_share": None,
         }
         for other in ("fp32", "bf16"):
             base = self._ms.get((count, rate, f"engine-{other}"))
             row[f"speedup_{other}"] = statistics.median(base) / row["ms"] if base else None
+        if (goodput := row["goodput_mbit"]) is not None:  # bits over 1000 times Mbit/s: ms
+            row["link_share"] = share * row["bits_per_element"] / (1e3 * goodput) / row["ms"]
         return row | self._training(count, rate, name)
 
     def _training(self, count: int, rate: float | None, name: str) -> dict[str, Any]:

@@ -10,10 +10,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO, Any
 
-from lowbit.network import SlowLink
+from lowbit.network import LinkUnavailable, SlowLink, goodput
+
+_PROBE_SECONDS = 1.0
 
 
 class Ranks:
@@ -144,3 +147,36 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def started(
+    count: int, links: Sequence[float | None], program: str = "lowbit.bench.rank"
+) -> Iterator[tuple[SlowLink | None, Ranks]]:
+    """Ranks on the hosts of a link whose rate `set_rate` chooses; on loopback if no link has to be limited or can be.
+
+    Where one of `links` is limited, the ranks connect on a limited one: that fixes how large the trains of packets are
+    that TCP hands over. Made on an unlimited link they are larger than the bucket of a limited one, which then drops
+    some of what it has to take apart: FP32 at 1 Gbit/s was five times too slow.
+
+    Raises:
+        LinkUnavailable: one of `links` is limited and this machine does not permit that.
+    """
+    reason = SlowLink.available()
+    if reason and set(links) != {None}:
+        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
+    if reason:
+        with Ranks(None, count, program) as ranks:
+            yield None, ranks
+    else:
+        rate = None if set(links) == {None} else 1000.0
+        with SlowLink(hosts=count, rate_mbit=rate) as link, Ranks(link, count, program) as ranks:
+            yield link, ranks
+
+
+def set_rate(link: SlowLink | None, rate: float | None) -> float | None:
+    """Limit the link; returns the Mbit/s of payload that it then really carries (None without a link)."""
+    if link is None:
+        return None
+    link.set_rate(rate)
+    return goodput(link, [(0, 1)], _PROBE_SECONDS)[0]

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lowbit.bench.launch import Ranks
+from lowbit.bench.launch import Ranks, set_rate, started
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Cast, parse
 from lowbit.codecs.base import check_choice
-from lowbit.network import LinkUnavailable, SlowLink, goodput
 from lowbit.train.config_file import from_mapping
 from lowbit.train.device import choose_device
 from lowbit.train.plan import make_plan
@@ -28,7 +26,6 @@ from lowbit.train.plan import make_plan
 STOCK = ("stock-fp32", "stock-bf16")
 BOUNDARIES = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd")
 _MODEL = ("dim", "layers", "heads", "kv_heads", "ffn")
-_PROBE_SECONDS = 1.0
 
 OnRows = Callable[[Sequence[Row]], None]
 
@@ -206,32 +203,6 @@ def recipe(settings: Any, boundary: str, **more: Mapping[str, Any]) -> dict[str,
     for section, entries in more.items():
         sections.setdefault(section, {}).update(entries)
     return sections
-
-
-@contextmanager
-def started(count: int, links: Sequence[float | None]) -> Iterator[tuple[SlowLink | None, Ranks]]:
-    """Ranks on the hosts of an unlimited link; on this machine's loopback where no link has to be limited or can be.
-
-    Raises:
-        LinkUnavailable: one of `links` is limited and this machine does not permit that.
-    """
-    reason = SlowLink.available()
-    if reason and set(links) != {None}:
-        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
-    if reason:
-        with Ranks(None, count) as ranks:
-            yield None, ranks
-    else:
-        with SlowLink(hosts=count, rate_mbit=None) as link, Ranks(link, count) as ranks:
-            yield link, ranks
-
-
-def set_rate(link: SlowLink | None, rate: float | None) -> float | None:
-    """Limit the link; returns the Mbit/s of payload that it then really carries (None without a link)."""
-    if link is None:
-        return None
-    link.set_rate(rate)
-    return goodput(link, [(0, 1)], _PROBE_SECONDS)[0]
 
 
 def step(ranks: Ranks, name: str, count: int) -> list[dict[str, Any]]:

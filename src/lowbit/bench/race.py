@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.bench import charts
-from lowbit.bench.launch import Ranks
+from lowbit.bench.launch import Ranks, set_rate, started
 from lowbit.bench.pipeline import (
     OnRows,
     check_at_least,
     check_recipes,
     recipe,
-    set_rate,
-    started,
     step,
 )
 from lowbit.bench.report import Column, Report, Row, machine, table

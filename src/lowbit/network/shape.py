@@ -3,7 +3,7 @@
 Two hosts are the two ends of one veth pair; more hosts are veth pairs into a bridge, which is a
 namespace of its own. A token bucket filter (``tc ... tbf``) on both ends of every pair limits each
 direction by itself, as a full-duplex cable does. The packets travel through the kernel's real TCP,
-at the real rate, in real time.
+at the real rate, in real time. Congestion control is CUBIC, Linux's default, or else Reno.
 
 The namespaces have no names and leave no files: each lives as long as its keeper process and what
 runs in it. A keeper notices when its owner has gone, for whatever reason, kills the rest and ends.
@@ -14,6 +14,7 @@ Root may do all this. Others may inside a user namespace, where the kernel permi
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import shutil
@@ -24,12 +25,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _INTERFACE = "eth0"
 _NETWORK = "198.18.0"  # 198.18.0.0/15 is set aside for network benchmarks (RFC 2544)
 _MAX_HOSTS = 64
 _QUEUE = "50ms"  # what may wait in a link's queue before packets are dropped
 _LARGEST_SEGMENT = 65536  # the kernel's default
+_CONGESTION_CONTROL = ("cubic", "reno")  # the first that the kernel permits
 _SECONDS_TO_END = 5.0
 
 
@@ -170,6 +174,7 @@ class SlowLink:
                 f"address add {_NETWORK}.{i + 1}/24 dev {_INTERFACE}",
                 f"link set {_INTERFACE} up",
             )
+            host.settle_congestion_control()
 
 
 class _Namespace:
@@ -217,6 +222,17 @@ class _Namespace:
             largest = min(largest, burst * 3 // 4)
         self.ip(f"link set {interface} gso_max_size {largest}")
         self._run(["tc", "qdisc", "replace", "dev", interface, "root", *kind.split()])
+
+    def settle_congestion_control(self) -> None:
+        """Take the usual one, whatever this machine has: BBR, for one, guesses a link's rate anew after every pause."""
+        for name in _CONGESTION_CONTROL:
+            with contextlib.suppress(LinkUnavailable):
+                self._run(["tee", "/proc/sys/net/ipv4/tcp_congestion_control"], name)
+                return
+        log.warning(
+            "links have this machine's TCP congestion control: %s are not permitted",
+            _CONGESTION_CONTROL,
+        )
 
     def _run(self, argv: Sequence[str], text: str = "") -> None:
         command = [*self.enter, *argv]
