@@ -24,6 +24,7 @@ SUMMARY = Summary(
     seconds_per_step=1.0,
     bits_forward=4.4,
     bits_backward=6.5,
+    bits_gradients=None,
     bytes_per_step=10.0,
     compute_seconds=0.1,
     codec_seconds=0.1,

@@ -6,6 +6,11 @@ import torch
 from lowbit.codecs import AQSGD, GroupInt
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 def sessions(shape: tuple[int, ...] = (2, 3, 64)):
     codec = AQSGD(inner=GroupInt(bits=4, group=64))
     return tuple(codec.open(shape=shape, dtype=torch.float32) for _ in range(2))

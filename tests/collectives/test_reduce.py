@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
-from lowbit.collectives import all_gather, all_reduce, reduce_scatter
+from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from tests.ranks import Ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
@@ -71,6 +71,37 @@ def test_sums_of_any_length_and_world_size(ranks: Ranks, count: int, transport: 
     cases += [(9001, INT4, torch.float32, how | {"algorithm": "one_shot", "op": "avg"})]
     cases += [(9001, INT8, d, how | {"op": "avg"}) for d in (torch.bfloat16, torch.float16)]
     ranks.run(sums, cases, ranks=count)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_bytes_that_travel_are_known_before(ranks: Ranks, count: int):
+    ranks.run(bytes_are_known, ranks=count)
+
+
+def bytes_are_known() -> None:
+    sent: list[int] = []
+    engine = dist.isend
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return engine(tensor, *args, **kwargs)
+
+    dist.isend = counted
+    try:
+        for numel, algorithm in ((40_001, "two_shot"), (17, "two_shot"), (9001, "one_shot")):
+            sent.clear()
+            all_reduce(data(dist.get_rank(), numel), INT8, algorithm=algorithm, **PIECES)
+            expected = all_reduce_bytes(
+                numel,
+                INT8,
+                rank=dist.get_rank(),
+                ranks=dist.get_world_size(),
+                algorithm=algorithm,
+                **PIECES,
+            )
+            assert sum(sent) == expected, (numel, algorithm)
+    finally:
+        dist.isend = engine
 
 
 def test_small_tensors_are_summed_exactly_by_the_engine(ranks: Ranks):

@@ -10,6 +10,7 @@ import torch
 
 from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.checkpoint import Checkpoints
+from lowbit.train.metrics import read_metrics
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
@@ -65,6 +66,8 @@ def test_replicas_stay_equal(ranks: Ranks, tmp_path: Path, name: str, sections: 
     found = tiny(tmp_path, run={"steps": 6, "checkpoint_every": 6}, **sections)
     run(ranks, found)
     assert_replicas_equal(found)
+    line = read_metrics(Path(found.run.output) / "metrics.jsonl")[-1]
+    assert 8 < line["bits_gradients"] <= 32  # tensors of a few elements travel in full
 
 
 def test_it_goes_on_exactly_where_it_stopped(ranks: Ranks, tmp_path: Path):

@@ -24,7 +24,18 @@ def test_metrics_follow_from_the_sums_over_ranks():
         0.5,
         0.25,
     )
+    assert metrics.bits_gradients is None
     assert bits(0, 0) is None
+
+
+def test_gradients_between_pipelines_count():
+    work = Work(1000, 2000, 700, 800, gradient_bytes=300.0, gradient_elements=300.0)
+    metrics = step_metrics(
+        step=0, loss=2.0, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=work
+    )
+    assert metrics.bits_gradients == 8.0
+    assert (metrics.bytes_sent, metrics.bytes_saved) == (2000, 4 * 3100 - 2000)
+    assert "gradients 8.00" in describe(metrics)
 
 
 def _recorder(folder, start, **kwargs):

@@ -35,6 +35,8 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
             "bits per element",
             f"{summary.bits_forward:.2f} forward, {summary.bits_backward:.2f} backward",
         )
+    if summary.bits_gradients is not None:
+        yield "bits of gradients", f"{summary.bits_gradients:.2f} between pipelines"
     if summary.bytes_sent:
         sent, saved = summary.bytes_sent / 1e6, summary.bytes_saved / 1e6
         yield "traffic", f"{sent:,.1f} MB sent, {saved:,.1f} MB saved against float32"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowbit.collectives.agreement import AgreementError, agree
 from lowbit.collectives.failure import PeerError
 from lowbit.collectives.line import Pending
-from lowbit.collectives.reduce import all_gather, all_reduce, reduce_scatter
+from lowbit.collectives.reduce import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 
 __all__ = [
     "AgreementError",
@@ -14,5 +14,6 @@ __all__ = [
     "agree",
     "all_gather",
     "all_reduce",
+    "all_reduce_bytes",
     "reduce_scatter",
 ]

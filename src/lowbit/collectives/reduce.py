@@ -17,6 +17,7 @@ from lowbit.collectives import algorithms
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.line import Call, Pending, Transport, line_of, tagged
+from lowbit.collectives.shards import Shards
 from lowbit.collectives.wire import Wire
 
 Op = Literal["sum", "avg"]
@@ -125,6 +126,33 @@ def all_reduce(
         wire.finish()
 
     return _submit(facts, group, tensor.device, timeout, work, transport, async_op)
+
+
+def all_reduce_bytes(
+    numel: int,
+    codec: Codec,
+    *,
+    rank: int,
+    ranks: int,
+    algorithm: Algorithm = "two_shot",
+    chunk: int = CHUNK,
+    small: int = SMALL,
+) -> int:
+    """Bytes that a rank sends in an `all_reduce` of so many elements, without nodes: known without data.
+
+    Of small tensors, which the engine sums in float32: what a ring sends. Other arguments are those of `all_reduce`.
+    """
+    if ranks == 1 or numel < max(1, small):
+        return 2 * (ranks - 1) * 4 * numel // ranks
+    everything = algorithm == "one_shot"
+    shards = Shards(numel=numel, ranks=1 if everything else ranks, chunk=chunk)
+
+    def coded(owner: int) -> int:
+        return sum(codec.nbytes((shards.size(owner, k),)) for k in range(shards.chunks))
+
+    if everything:
+        return (ranks - 1) * coded(0)
+    return sum(coded(other) for other in range(ranks) if other != rank) + (ranks - 1) * coded(rank)
 
 
 def reduce_scatter(

@@ -165,6 +165,7 @@ class Trainer:
         if self.replicas.count > 1:
             # Before tied weights are summed: their copies lie in different buckets, but must come out the same.
             self.gradients.average(self.replicas.average)
+            self.replicas.note_traffic(work)
         with self.gradients.in_full(self.tied.copies):
             self.tied.sum_gradients()
         loss, norm, work = self._sum_over_ranks(loss, work)

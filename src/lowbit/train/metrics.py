@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Work:
-    """What one step cost on this rank. Bytes and elements are those it sent over boundaries."""
+    """What one step cost on this rank.
+
+    Bytes and elements are those it sent over boundaries, and of gradients to other pipelines; an all-reduce has to send
+    2 (W - 1) / W elements for each of the tensor's.
+    """
 
     forward_bytes: int = 0
     forward_elements: int = 0
@@ -26,6 +30,8 @@ class Work:
     compute_seconds: float = 0.0
     codec_seconds: float = 0.0
     wait_seconds: float = 0.0
+    gradient_bytes: float = 0.0
+    gradient_elements: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,8 @@ class StepMetrics:
         step: counted from 0. loss: mean over the batch, in nats. lr: learning rate. grad_norm: before clipping.
         tokens_per_second: of the whole batch, over the whole step.
         bits_forward, bits_backward: bits on the wire for each element that crossed; None if nothing did.
-        bytes_sent: over all boundaries, both ways. bytes_saved: against float32.
+        bits_gradients: of gradients between pipelines, likewise.
+        bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: against float32.
         seconds: the whole step; compute_seconds, codec_seconds, wait_seconds: shares of it, mean over the ranks.
     """
 
@@ -47,6 +54,7 @@ class StepMetrics:
     tokens_per_second: float
     bits_forward: float | None
     bits_backward: float | None
+    bits_gradients: float | None
     bytes_sent: int
     bytes_saved: int
     seconds: float
@@ -72,7 +80,8 @@ def step_metrics(
     work: Work,
 ) -> StepMetrics:
     """Metrics from the sums over all ranks."""
-    sent = work.forward_bytes + work.backward_bytes
+    sent = work.forward_bytes + work.backward_bytes + work.gradient_bytes
+    elements = work.forward_elements + work.backward_elements + work.gradient_elements
     return StepMetrics(
         step=step,
         loss=loss,
@@ -81,8 +90,9 @@ def step_metrics(
         tokens_per_second=tokens / seconds,
         bits_forward=bits(work.forward_bytes, work.forward_elements),
         bits_backward=bits(work.backward_bytes, work.backward_elements),
-        bytes_sent=int(sent),
-        bytes_saved=int(4 * (work.forward_elements + work.backward_elements) - sent),
+        bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
+        bytes_sent=round(sent),
+        bytes_saved=round(4 * elements - sent),
         seconds=seconds,
         compute_seconds=work.compute_seconds / ranks,
         codec_seconds=work.codec_seconds / ranks,
@@ -214,6 +224,8 @@ def describe(metrics: StepMetrics) -> str:
     text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tok/s"
     if metrics.bits_forward is not None and metrics.bits_backward is not None:
         text += f"  bits {metrics.bits_forward:.2f} fwd {metrics.bits_backward:.2f} bwd"
+    if metrics.bits_gradients is not None:
+        text += f"  gradients {metrics.bits_gradients:.2f}"
     if metrics.bytes_saved:
         text += f"  {metrics.bytes_saved / 1e6:.1f} MB/step saved"
     return text

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import Codec, parse
-from lowbit.collectives import Pending, all_reduce
+from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
 from lowbit.collectives.reduce import check_summable
 from lowbit.train.config import GradientsConfig
+from lowbit.train.metrics import Work
 from lowbit.train.process_group import new_group
 from lowbit.train.section import ConfigError
 
@@ -71,6 +72,7 @@ class Replicas:
         self.pipeline: dist.ProcessGroup | None = None  # the default group
         self._codec, self._timeout = codec, timeout
         self._across: dist.ProcessGroup | None = None
+        self._sent_bytes = self._sent_elements = 0.0
         if count == 1:
             self.side = side
             return
@@ -91,9 +93,19 @@ class Replicas:
 
     def average(self, flat: Tensor) -> Pending | None:
         """Start to replace gradients by their mean over all pipelines: float32, one dimension."""
+        self._sent_bytes += all_reduce_bytes(
+            flat.numel(), self._codec, rank=self.index, ranks=self.count
+        )
+        self._sent_elements += 2 * (self.count - 1) / self.count * flat.numel()
         return all_reduce(
             flat, self._codec, self._across, "avg", async_op=True, timeout=self._timeout
         )
+
+    def note_traffic(self, work: Work) -> None:
+        """Add what this rank has sent since the last time."""
+        work.gradient_bytes += self._sent_bytes
+        work.gradient_elements += self._sent_elements
+        self._sent_bytes = self._sent_elements = 0.0
 
     def _compile(self) -> None:
         x = torch.zeros(_WARM)

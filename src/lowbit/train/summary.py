@@ -27,8 +27,8 @@ class Summary:
         held_out_loss_codecs: with the configured codecs at the boundaries; None with a single stage, too.
         tokens_per_second, seconds_per_step: from the median step that used the codecs (steps of the warm-up, and the
             first, which sets things up, are left out where others remain).
-        bits_forward, bits_backward, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means over the same
-            steps, as in `StepMetrics`.
+        bits_forward, bits_backward, bits_gradients, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means
+            over the same steps, as in `StepMetrics`.
         bytes_sent, bytes_saved, seconds: totals over all steps of this call.
         boundary, forward, backward: what was at the boundaries; ranks, stages, schedule: the pipeline.
         model: folder of the trained model; None if it was not saved.
@@ -43,6 +43,7 @@ class Summary:
     seconds_per_step: float | None
     bits_forward: float | None
     bits_backward: float | None
+    bits_gradients: float | None
     bytes_per_step: float
     compute_seconds: float
     codec_seconds: float
@@ -80,6 +81,7 @@ def summarize(
         seconds_per_step=seconds,
         bits_forward=_mean(settled, "bits_forward"),
         bits_backward=_mean(settled, "bits_backward"),
+        bits_gradients=_mean(settled, "bits_gradients"),
         bytes_per_step=_mean(settled, "bytes_sent") or 0.0,
         compute_seconds=_mean(settled, "compute_seconds") or 0.0,
         codec_seconds=_mean(settled, "codec_seconds") or 0.0,
