@@ -18,12 +18,12 @@ AVERAGE = (
     Column(title="ranks", field="ranks"),
     Column(title="link", field="link"),
     Column(title="format", field="short"),
-    Column(title="ms", field="ms", show="{:,.0f}".format),
+    Column(title="ms", field="ms", show="{:.0f}".format),
     Column(title="±", field="spread", show="{:.0%}".format),
     Column(title="over\nfp32", field="speedup_fp32", show="{:.2f}x".format),
     Column(title="over\nbf16", field="speedup_bf16", show="{:.2f}x".format),
     Column(title="of the\nlink", field="link_share", show="{:.0%}".format),
-    Column(title="bits", field="bits_per_element", show="{:.2f}".format),
+    Column(title="bits", field="bits_per_element", show="{:.1f}".format),
     Column(title="rel.\nerror", field="relative_error", show="{:.0e}".format),
 )
 TRAINING = (
