@@ -246,14 +246,14 @@ def _cores() -> int:
 SPEED_COLUMNS = (
     Column(title="codec", field="codec", show=lambda codec: _label(codec)),
     Column(title="encode", field="encode_gb_s", show="{:.2f}".format),
-    Column(title="of copy", field="encode_share_of_copy", show="{:.0%}".format),
-    Column(title="of its rate", field="encode_share_of_rate", show="{:.0%}".format),
+    Column(title="of\ncopy", field="encode_share_of_copy", show="{:.0%}".format),
+    Column(title="of its\nrate", field="encode_share_of_rate", show="{:.0%}".format),
     Column(title="decode", field="decode_gb_s", show="{:.2f}".format),
-    Column(title="of copy", field="decode_share_of_copy", show="{:.0%}".format),
-    Column(title="of its rate", field="decode_share_of_rate", show="{:.0%}".format),
+    Column(title="of\ncopy", field="decode_share_of_copy", show="{:.0%}".format),
+    Column(title="of its\nrate", field="decode_share_of_rate", show="{:.0%}".format),
     Column(title="copy", field="copy_gb_s", show="{:.1f}".format),
-    Column(title="eager enc", field="reference_encode_gb_s", show="{:.2f}".format),
-    Column(title="dec", field="reference_decode_gb_s", show="{:.2f}".format),
+    Column(title="eager\nenc.", field="reference_encode_gb_s", show="{:.2f}".format),
+    Column(title="eager\ndec.", field="reference_decode_gb_s", show="{:.2f}".format),
 )
 
 

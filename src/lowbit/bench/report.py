@@ -84,7 +84,7 @@ class Column:
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], *, title: str = "") -> Table:
-    """Rows as a rich table; numbers to the right."""
+    """Rows as a rich table; numbers to the right. A column without any value is left out."""
     from rich import box
     from rich.table import Table
 
@@ -96,6 +96,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], *, title: str = "") ->
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
+    columns = [c for c in columns if any(row.get(c.field) is not None for row in rows)]
     for column in columns:
         numeric = any(isinstance(row.get(column.field), int | float) for row in rows)
         result.add_column(column.title, justify="right" if numeric else "left", no_wrap=True)
