@@ -44,8 +44,8 @@ from lowbit.ops.cpu.tiles import (
     pack,
     put_extremes,
 )
+from lowbit.ops.group_int import NAN_SCALE
 from lowbit.ops.layout import ceil_div, group_int_layout
-from lowbit.ops.reference import NAN_SCALE
 
 BLOCK = 4096  # elements whose parameters are computed together: they stay in the first cache
 
