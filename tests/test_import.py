@@ -22,6 +22,7 @@ HEAVY = (
 )
 PUBLIC = {
     "lowbit": "__version__",
+    "lowbit.activations": "Compressed LayerAware compress_saved_ low_bit_saved",
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
     "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec GroupInt Session TAHQuant parse",
@@ -31,8 +32,9 @@ PUBLIC = {
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": (
-        "backend block_float8_decode block_float8_encode group_int_decode group_int_encode "
-        "tah_quant_decode tah_quant_encode"
+        "backend block_float8_decode block_float8_encode gated_backward gated_encode "
+        "gated_recompute group_int_decode group_int_encode norm_backward norm_encode "
+        "norm_recompute tah_quant_decode tah_quant_encode"
     ),
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.train": (

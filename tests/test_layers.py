@@ -13,9 +13,19 @@ MAY_IMPORT = {
     "collectives": {"codecs", "ops"},
     "gradients": {"collectives", "codecs"},
     "pipeline": {"collectives", "codecs"},
-    "train": {"gradients", "pipeline", "collectives", "codecs"},
-    "bench": {"train", "gradients", "pipeline", "collectives", "codecs", "ops", "network"},
-    "cli": {"bench", "train", "codecs"},
+    "activations": {"codecs", "ops"},
+    "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
+    "bench": {
+        "train",
+        "activations",
+        "gradients",
+        "pipeline",
+        "collectives",
+        "codecs",
+        "ops",
+        "network",
+    },
+    "cli": {"bench", "train", "activations", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -54,7 +54,35 @@ CASES = {
         False,
         False,
     ),
-}
+    "norm_encode": lambda: (
+        *(torch.randn(3, 70), torch.randn(70), None, saved(3, 70), torch.empty(3, 70)),
+        *NORM, 4, 64, None,
+    ),
+    "norm_recompute": lambda: (
+        *(made(3, 70), torch.randn(70), torch.randn(70), torch.empty(3, 70)), *NORM, 4, 64,
+    ),
+    "norm_backward": lambda: (
+        *(made(3, 70), torch.randn(70), None, torch.randn(3, 70)),
+        *(torch.empty(3, 70), torch.empty(70), None, torch.empty(3, 70)), *NORM, 4, 64,
+    ),
+    "gated_encode": lambda: (
+        *(torch.randn(3, 70), torch.randn(3, 70), saved(3, 70), saved(3, 70), torch.empty(3, 70)),
+        "silu", 4, 64, None,
+    ),
+    "gated_recompute": lambda: (made(210), made(210), torch.empty(210), "gelu", 4, 64),
+    "gated_backward": lambda: (
+        *(made(210), None, torch.randn(210), torch.empty(210), None, torch.empty(210)), "relu", 4, 64,
+    ),
+}  # fmt: skip
+NORM = 1e-6, False, 0.0
+
+
+def saved(*shape: int) -> torch.Tensor:
+    return bytes_of(GroupInt(), *shape)
+
+
+def made(*shape: int) -> torch.Tensor:
+    return encoded(GroupInt(), *shape)
 
 
 def bytes_of(codec: Codec, *shape: int) -> torch.Tensor:
@@ -99,7 +127,7 @@ def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
             )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated"))])
 def test_wrong_tensors_are_refused(name: str) -> None:
     operator = getattr(ops, name)
     first, second, *rest = CASES[name]()
@@ -118,6 +146,32 @@ def test_wrong_tensors_are_refused(name: str) -> None:
         call(x, payload.view(torch.int8))
 
 
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("norm", "gated"))])
+def test_wrong_tensors_for_backward_are_refused(name: str) -> None:
+    given = CASES[name]()
+
+    def call(index: int, argument: object) -> None:
+        getattr(ops, name)(*given[:index], argument, *given[index + 1 :])
+
+    schema = contract.SCHEMAS[name].split(",")
+    tensors = [i for i, argument in enumerate(given) if isinstance(argument, torch.Tensor)]
+    for i in tensors:
+        argument = schema[i].split()[-1]
+        if "payload" in argument:
+            with pytest.raises(ValueError, match=f"^{argument} is .* contiguous uint8"):
+                call(i, given[i][:-1])
+            continue
+        with pytest.raises(TypeError, match=f"{argument} has dtype torch.float64; allowed: float"):
+            call(i, given[i].double())
+        wide = torch.stack([given[i], given[i]], -1)[..., 0]
+        with pytest.raises(ValueError, match=f"{argument} has shape .*contiguous: False"):
+            call(i, wide)
+    for i, argument in enumerate(given):
+        if argument is None and "Tensor" in schema[i] and "up" in schema[i].split()[-1]:
+            with pytest.raises(ValueError, match="up is None; allowed: all of"):
+                call(i, torch.empty(210))
+
+
 def test_wrong_settings_are_refused() -> None:
     x, payload = torch.randn(1, 1, 64), torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="tile is 63"):
@@ -128,6 +182,12 @@ def test_wrong_settings_are_refused() -> None:
         ops.tah_quant_encode(x, payload, 64, 4, 3, 0.2, "row", None)
     with pytest.raises(ValueError, match="format is 'e3m4', block 64; allowed: 'e4m3', 'e5m2'"):
         ops.block_float8_encode(x.view(-1), payload, "e3m4", 64, None, False)
+    with pytest.raises(ValueError, match="activation is 'tanh'; allowed: 'silu', 'gelu'"):
+        ops.gated_recompute(payload, None, x, "tanh", 4, 64)
+    with pytest.raises(ValueError, match="eps is nan; allowed: finite"):
+        ops.norm_recompute(payload, None, None, x[0], torch.nan, False, 0.0, 4, 64)
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 64\); allowed: \(rows, channels\)"):
+        ops.norm_recompute(payload, None, None, x, 1e-6, False, 0.0, 4, 64)
     with pytest.raises(ValueError, match="bits is 9"):
         ops.group_int_encode(x.view(-1), payload, 9, 64, False, None)
 

@@ -8,8 +8,14 @@ from lowbit.ops.contract import backend
 
 block_float8_encode = torch.ops.lowbit.block_float8_encode.default
 block_float8_decode = torch.ops.lowbit.block_float8_decode.default
+gated_backward = torch.ops.lowbit.gated_backward.default
+gated_encode = torch.ops.lowbit.gated_encode.default
+gated_recompute = torch.ops.lowbit.gated_recompute.default
 group_int_encode = torch.ops.lowbit.group_int_encode.default
 group_int_decode = torch.ops.lowbit.group_int_decode.default
+norm_backward = torch.ops.lowbit.norm_backward.default
+norm_encode = torch.ops.lowbit.norm_encode.default
+norm_recompute = torch.ops.lowbit.norm_recompute.default
 tah_quant_encode = torch.ops.lowbit.tah_quant_encode.default
 tah_quant_decode = torch.ops.lowbit.tah_quant_decode.default
 
@@ -17,8 +23,14 @@ __all__ = [
     "backend",
     "block_float8_decode",
     "block_float8_encode",
+    "gated_backward",
+    "gated_encode",
+    "gated_recompute",
     "group_int_decode",
     "group_int_encode",
+    "norm_backward",
+    "norm_encode",
+    "norm_recompute",
     "tah_quant_decode",
     "tah_quant_encode",
 ]

@@ -9,7 +9,22 @@ Operators fill or read a payload that the caller allocated, so they allocate no 
 - `tah_quant_encode(x, payload, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)`: x (B, S, C).
 - `tah_quant_decode(payload, out, ..., pivot, accumulate)`: payload -> out (B, S, C).
 
-`x` and `out`: float32, bfloat16 or float16, contiguous, not empty. `payload`: uint8, one dimension, contiguous, as long
+Operators for backward from quantized inputs (formulas: `lowbit.ops.fused`). Payloads are those of `group_int_encode`,
+asymmetric, of a tensor's elements in order; x' stands for what such a payload decodes to, in float32:
+
+- `norm_encode(x, weight, bias, payload, out, eps, centred, offset, bits, group, seed)`: x (N, C) -> payload, norm(x).
+- `norm_recompute(payload, weight, bias, out, eps, ..., bits, group)`: out = norm(x').
+- `norm_backward(payload, weight, bias, grad_out, grad_x, grad_weight, grad_bias, out, eps, ..., bits, group)`:
+  gradients of norm at x'; and, unless `out` is None, out = norm(x') as well, for the layers that read it.
+- `gated_encode(gate, up, payload_gate, payload_up, out, activation, bits, group, seed)`: -> payloads, act(gate) * up.
+- `gated_recompute(payload_gate, payload_up, out, activation, bits, group)`: out = act(gate') * up'.
+- `gated_backward(payload_gate, payload_up, grad_out, grad_gate, grad_up, out, activation, bits, group)`: gradients at
+  gate' and up'; and, unless `out` is None, out = act(gate') * up' as well.
+
+`centred`: LayerNorm; `offset` is added to weights. `weight`, `bias` (C,) and their gradients may be None; so may `up`,
+with its payload and gradient: act(gate). Tensors of one call may differ in dtype, not in shape.
+
+Tensors: float32, bfloat16 or float16, contiguous, not empty. `payload`: uint8, one dimension, contiguous, as long
 as `lowbit.ops.layout` says; one that does not begin at a multiple of 16 bytes is copied. PyTorch's dispatcher picks the
 implementation by device; `backend("reference")` forces the plain PyTorch one, and `backend("cpu")` or `backend("gpu")`
 makes the kernels' absence an error instead of a line in the log.
@@ -25,11 +40,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowbit.ops import reference
-from lowbit.ops.float8 import FORMATS, block_float8_layout
-from lowbit.ops.layout import ALIGNMENT, group_int_layout, tah_geometry
+from lowbit.ops.checks import CHECKS
+from lowbit.ops.layout import ALIGNMENT
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +60,20 @@ SCHEMAS = {
     "float low_fraction, str allocation, float? pivot_ratio) -> ()",
     "tah_quant_decode": "(Tensor payload, Tensor(a!) out, int tile, int high_bits, int low_bits, "
     "float low_fraction, str allocation, bool pivot, bool accumulate) -> ()",
+    "norm_encode": "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) payload, Tensor(b!) out, "
+    "float eps, bool centred, float offset, int bits, int group, int? seed) -> ()",
+    "norm_recompute": "(Tensor payload, Tensor? weight, Tensor? bias, Tensor(a!) out, "
+    "float eps, bool centred, float offset, int bits, int group) -> ()",
+    "norm_backward": "(Tensor payload, Tensor? weight, Tensor? bias, Tensor grad_out, "
+    "Tensor(a!) grad_x, Tensor(b!)? grad_weight, Tensor(c!)? grad_bias, Tensor(d!)? out, "
+    "float eps, bool centred, float offset, int bits, int group) -> ()",
+    "gated_encode": "(Tensor gate, Tensor? up, Tensor(a!) payload_gate, Tensor(b!)? payload_up, "
+    "Tensor(c!) out, str activation, int bits, int group, int? seed) -> ()",
+    "gated_recompute": "(Tensor payload_gate, Tensor? payload_up, Tensor(a!) out, "
+    "str activation, int bits, int group) -> ()",
+    "gated_backward": "(Tensor payload_gate, Tensor? payload_up, Tensor grad_out, "
+    "Tensor(a!) grad_gate, Tensor(b!)? grad_up, Tensor(c!)? out, "
+    "str activation, int bits, int group) -> ()",
 }
 BACKENDS = ("auto", "reference", "cpu", "gpu")
 NEEDS = {"cpu": "numba", "gpu": "Triton"}
@@ -117,92 +145,21 @@ def _load(name: str) -> Any:
 def _on(name: str, home: str | None) -> Callable[..., None]:
     def run(*args: Any) -> None:
         CHECKS[name](*args)
-        function, payload = _implementation(name, home, args[0].device), args[place]
-        if payload.data_ptr() % ALIGNMENT == 0:
-            function(*args)
-            return
+        function = _implementation(name, home, args[0].device)
         # Sections are read as words and vectors, but a part of a larger buffer may start anywhere.
-        aligned = payload.clone()
-        function(*args[:place], aligned, *args[place + 1 :])
-        if place:
-            payload.copy_(aligned)
+        aligned = {
+            i: args[i].clone()
+            for i, _ in payloads
+            if args[i] is not None and args[i].data_ptr() % ALIGNMENT
+        }
+        function(*(aligned.get(i, argument) for i, argument in enumerate(args)))
+        for i, written in payloads:
+            if written and i in aligned:
+                args[i].copy_(aligned[i])
 
-    place = 0 if name.endswith("decode") else 1
+    parameters = SCHEMAS[name].split(",")
+    payloads = [(i, "!" in p) for i, p in enumerate(parameters) if "payload" in p]
     return run
-
-
-def _check(x: Tensor, payload: Tensor, dims: int, nbytes: int) -> None:
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"tensor has dtype {x.dtype}; allowed: float32, bfloat16, float16")
-    if x.dim() != dims or not x.is_contiguous() or x.numel() == 0:
-        raise ValueError(
-            f"tensor has shape {tuple(x.shape)}; allowed: {dims}-D, contiguous, not empty"
-        )
-    if payload.dtype != torch.uint8 or payload.shape != (nbytes,) or not payload.is_contiguous():
-        raise ValueError(
-            f"payload is {payload.dtype} {tuple(payload.shape)}; expected {nbytes} contiguous uint8"
-        )
-    if x.device != payload.device:
-        raise ValueError(f"payload is on {payload.device}; the tensor is on {x.device}")
-
-
-def _check_group_int(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool) -> None:
-    if not (2 <= bits <= 8 and group >= 8 and group % 8 == 0):
-        raise ValueError(f"bits is {bits}, group {group}; allowed: 2 to 8, and a multiple of 8")
-    _check(x, payload, 1, group_int_layout(x.numel(), bits, group, symmetric).nbytes)
-
-
-def _check_block_float8(x: Tensor, payload: Tensor, format: str, block: int) -> None:
-    if format not in FORMATS or block < 32 or block % 32:
-        raise ValueError(
-            f"format is {format!r}, block {block}; "
-            f"allowed: {', '.join(map(repr, FORMATS))}, and a multiple of 32"
-        )
-    _check(x, payload, 1, block_float8_layout(x.numel(), block).nbytes)
-
-
-def _check_tah(
-    x: Tensor,
-    payload: Tensor,
-    tile: int,
-    high_bits: int,
-    low_bits: int,
-    low_fraction: float,
-    allocation: str,
-    pivot: bool,
-) -> None:
-    if tile not in (8, 16, 32, 64, 128):
-        raise ValueError(f"tile is {tile}; allowed: 8, 16, 32, 64, 128")
-    if not 2 <= low_bits <= high_bits <= 8:
-        raise ValueError(f"low_bits is {low_bits}, high_bits {high_bits}; allowed: 2 to 8 in order")
-    if allocation not in ("token", "tile", "range") or not 0 <= low_fraction <= 1:
-        raise ValueError(f"allocation is {allocation!r}, low_fraction {low_fraction}")
-    if x.dim() != 3:
-        raise ValueError(
-            f"tensor has shape {tuple(x.shape)}; allowed: (sequences, length, channels)"
-        )
-    geo = tah_geometry(
-        *x.shape,
-        tile=tile,
-        high_bits=high_bits,
-        low_bits=low_bits,
-        low_fraction=low_fraction,
-        allocation=allocation,
-        pivot=pivot,
-    )
-    _check(x, payload, 3, geo.layout.nbytes)
-
-
-CHECKS: dict[str, Callable[..., None]] = {
-    "group_int_encode": lambda x, payload, *a: _check_group_int(x, payload, *a[:3]),
-    "group_int_decode": lambda payload, out, *a: _check_group_int(out, payload, *a[:3]),
-    "block_float8_encode": lambda x, payload, *a: _check_block_float8(x, payload, *a[:2]),
-    "block_float8_decode": lambda payload, out, *a: _check_block_float8(out, payload, *a[:2]),
-    "tah_quant_encode": lambda x, payload, *a: _check_tah(
-        x, payload, *a[:5], pivot=a[5] is not None
-    ),
-    "tah_quant_decode": lambda payload, out, *a: _check_tah(out, payload, *a[:6]),
-}
 
 
 def _register() -> torch.library.Library:

@@ -12,17 +12,22 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit.ops.exact import entropy, rotate, smallest, store, uniform
+from lowbit.ops.exact import entropy, rotate, smallest, store
 from lowbit.ops.float8 import block_float8_decode as block_float8_decode
 from lowbit.ops.float8 import block_float8_encode as block_float8_encode
-from lowbit.ops.layout import Layout, TAHGeometry, ceil_div, group_int_layout, tah_geometry
+from lowbit.ops.fused import gated_backward as gated_backward
+from lowbit.ops.fused import gated_encode as gated_encode
+from lowbit.ops.fused import gated_recompute as gated_recompute
+from lowbit.ops.fused import norm_backward as norm_backward
+from lowbit.ops.fused import norm_encode as norm_encode
+from lowbit.ops.fused import norm_recompute as norm_recompute
+from lowbit.ops.group_int import LARGEST, SMALLEST, inverse, zero_gaps
+from lowbit.ops.group_int import group_int_decode as group_int_decode
+from lowbit.ops.group_int import group_int_encode as group_int_encode
+from lowbit.ops.layout import TAHGeometry, ceil_div, tah_geometry
 from lowbit.ops.packing import pack, pack_flags, unpack, unpack_flags
 
-# Magnitudes beyond it saturate: what decodes to a little more is still finite, and a scale's reciprocal still normal.
-LARGEST = 2.0**126
-SMALLEST = 2.0**-126  # scales are normal numbers, whatever the mode for denormals
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
-NAN_SCALE = 0x7FC0  # the bfloat16 scale of a group with NaN or Inf, whose codes and middle are zero
 NAN_MID = {1: -128, 2: -32768}
 MID_LIMIT = {1: 127, 2: 32767}
 MID_UNITS = {1: 64, 2: 256}  # units of a mid in one range (2^bits steps)
@@ -30,49 +35,6 @@ MID_SHARE = {
     1: 0.2703,
     2: 0.0042017,
 }  # least half range for a |mid| of 1: 1 / limit, and a scale's rounding
-
-
-def group_int_encode(
-    x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None
-) -> None:
-    """See `lowbit.codecs.GroupInt` for formulas and layout."""
-    layout = group_int_layout(x.numel(), bits, group, symmetric)
-    x_GL = _grouped(x.float(), group)
-    scale_G, inverse_G, mid_G, center = _group_parameters(x_GL, bits, symmetric)
-    shift_G = center - mid_G * (2.0**bits / 256)
-    v_GL = x_GL * inverse_G[:, None] + shift_G[:, None]
-    if seed is None:
-        v_GL = v_GL.round()
-    else:
-        v_GL = (v_GL + uniform(v_GL.numel(), seed, x.device).view_as(v_GL)).floor()
-    top = 2 * center if symmetric else 2.0**bits - 1
-    finite_G = scale_G.isfinite()
-    codes_GL = torch.where(finite_G[:, None], v_GL.clamp(0, top), 0).to(torch.uint8)
-    # By bits: which NaN a conversion to bfloat16 gives differs between machines.
-    bits_G = torch.where(finite_G, scale_G.view(torch.int32) >> 16, NAN_SCALE)
-    layout.section(payload, "scales", torch.int16).copy_(bits_G)
-    if not symmetric:
-        layout.section(payload, "mids", torch.int16).copy_(torch.where(finite_G, mid_G, 0))
-    # Padding of a ragged last group carries zeros, so that equal tensors give equal bytes.
-    codes_GL.view(-1)[x.numel() :] = 0
-    layout.section(payload, "codes").copy_(_pack_ragged(codes_GL, x.numel(), bits))
-    _zero_gaps(payload, layout)
-
-
-def group_int_decode(
-    payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
-) -> None:
-    """See `lowbit.codecs.GroupInt`."""
-    layout = group_int_layout(out.numel(), bits, group, symmetric)
-    codes_GL = _unpack_ragged(layout.section(payload, "codes"), out.numel(), group, bits)
-    scale_G = layout.section(payload, "scales", torch.bfloat16).float()
-    center = 2.0 ** (bits - 1) - 1 if symmetric else (2.0**bits - 1) / 2
-    level_GL = codes_GL.float() - center
-    if not symmetric:
-        mid_G = layout.section(payload, "mids", torch.int16).float() * (2.0**bits / 256)
-        level_GL = level_GL + mid_G[:, None]
-    y = (level_GL * scale_G[:, None]).view(-1)[: out.numel()]
-    store(y, out, accumulate)
 
 
 def tah_quant_encode(
@@ -127,7 +89,7 @@ def tah_quant_encode(
         _tile_bytes(codes_RTE, geo, high_bits, high_bits),
     )
     layout.section(payload, "codes").copy_(bytes_RTK[_byte_mask(bits_RT, geo, high_bits)])
-    _zero_gaps(payload, layout)
+    zero_gaps(payload, layout)
 
 
 def tah_quant_decode(
@@ -208,55 +170,6 @@ def tile_steps(exponent_R: Tensor, below_RT: Tensor) -> Tensor:
     return torch.where(below_RT == 255, 0.0, (octave << 19).view(torch.float32))
 
 
-def _grouped(x: Tensor, group: int) -> Tensor:
-    """Pad with copies of the last element, which change neither minimum nor maximum of its group."""
-    missing = -x.numel() % group
-    return torch.cat([x, x[-1:].expand(missing)]).view(-1, group)
-
-
-def _group_parameters(
-    x_GL: Tensor, bits: int, symmetric: bool
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    low_G = x_GL.amin(-1).clamp(min=-LARGEST)
-    high_G = x_GL.amax(-1).clamp(max=LARGEST)
-    finite_G = x_GL.isfinite().all(-1)
-    mid_G = torch.zeros_like(low_G)
-    if symmetric:
-        center = 2.0 ** (bits - 1) - 1
-        extent_G = torch.maximum(high_G, -low_G)
-    else:
-        center = (2.0**bits - 1) / 2
-        mid_G = high_G * 0.5 + low_G * 0.5
-        half_G = high_G * 0.5 - low_G * 0.5
-        extent_G = torch.maximum(half_G, mid_G.abs() * (center / (127 * 2.0**bits)))
-    scale_G = (extent_G * (1 / center)).clamp(min=SMALLEST).bfloat16().float()
-    scale_G = torch.where(extent_G > 0, scale_G, 0.0)
-    inverse_G = _inverse(scale_G)
-    mid_G = (mid_G * inverse_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
-    return torch.where(finite_G, scale_G, math.nan), inverse_G, mid_G, center
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale rounded once, or 1: the only division there is. Elements are multiplied by it."""
-    return torch.where(scale > 0, scale, 1.0).reciprocal()
-
-
-def _pack_ragged(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
-    """Pack whole groups, then the last one cut to a multiple of 8 elements."""
-    full = numel // codes_GL.shape[1]
-    tail = codes_GL[full:, : ceil_div(numel - full * codes_GL.shape[1], 8) * 8]
-    return torch.cat([pack(codes_GL[:full], bits).view(-1), pack(tail, bits).view(-1)])
-
-
-def _unpack_ragged(packed: Tensor, numel: int, group: int, bits: int) -> Tensor:
-    full, size = numel // group, group * bits // 8
-    codes_GL = unpack(packed[: full * size].view(full, size), bits)
-    if full * group == numel:
-        return codes_GL
-    tail = unpack(packed[full * size :], bits)
-    return torch.cat([codes_GL, torch.nn.functional.pad(tail, (0, group - len(tail)))[None]])
-
-
 def _tiled(x: Tensor, geo: TAHGeometry) -> Tensor:
     """(R, T, E), a ragged last tile padded with copies of its last element."""
     x_RC = x.reshape(geo.rows, geo.channels)
@@ -309,7 +222,7 @@ def _quantize(
     x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_width: int
 ) -> tuple[Tensor, Tensor]:
     """Integer middles, and codes relative to them; both 0 where the step is 0."""
-    inverse_RT = _inverse(step_RT)
+    inverse_RT = inverse(step_RT)
     cells_RT = torch.exp2(bits_RT.float())
     limit = MID_LIMIT[mid_width]
     m_RT = (mid_RT * inverse_RT * (MID_UNITS[mid_width] / cells_RT)).round().clamp(-limit, limit)
@@ -366,11 +279,3 @@ def _ragged(geo: TAHGeometry) -> int:
 
 def _mid_dtype(width: int) -> torch.dtype:
     return torch.int8 if width == 1 else torch.int16
-
-
-def _zero_gaps(payload: Tensor, layout: Layout) -> None:
-    """Bytes between sections are zero: equal tensors give equal payloads."""
-    end = 0
-    for name, start in layout.offsets.items():
-        payload[end:start] = 0
-        end = start + layout.sizes[name]

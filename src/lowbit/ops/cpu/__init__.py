@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from lowbit.ops.cpu.block_float8 import block_float8_decode, block_float8_encode
+from lowbit.ops.cpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.cpu.group_int import group_int_decode, group_int_encode
+from lowbit.ops.cpu.norm import norm_backward, norm_encode, norm_recompute
 from lowbit.ops.cpu.tah_decode import tah_quant_decode
 from lowbit.ops.cpu.tah_encode import tah_quant_encode
 
 __all__ = [
     "block_float8_decode",
     "block_float8_encode",
+    "gated_backward",
+    "gated_encode",
+    "gated_recompute",
     "group_int_decode",
     "group_int_encode",
+    "norm_backward",
+    "norm_encode",
+    "norm_recompute",
     "tah_quant_decode",
     "tah_quant_encode",
 ]

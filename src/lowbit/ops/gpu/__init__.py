@@ -10,6 +10,14 @@ import functools
 import torch
 from triton import knobs
 
+from lowbit.ops.fused import (
+    gated_backward,
+    gated_encode,
+    gated_recompute,
+    norm_backward,
+    norm_encode,
+    norm_recompute,
+)
 from lowbit.ops.gpu.block_float8 import block_float8_decode, block_float8_encode
 from lowbit.ops.gpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.gpu.tah_quant import tah_quant_decode, tah_quant_encode
@@ -31,9 +39,15 @@ def unsupported(device: torch.device) -> str:
 __all__ = [
     "block_float8_decode",
     "block_float8_encode",
+    "gated_backward",
+    "gated_encode",
+    "gated_recompute",
     "group_int_decode",
     "group_int_encode",
     "interpreted",
+    "norm_backward",
+    "norm_encode",
+    "norm_recompute",
     "tah_quant_decode",
     "tah_quant_encode",
     "unsupported",

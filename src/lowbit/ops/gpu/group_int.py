@@ -21,8 +21,8 @@ from lowbit.ops.gpu.numbers import (
     uniform,
     zero_gap,
 )
+from lowbit.ops.group_int import LARGEST, NAN_SCALE, SMALLEST
 from lowbit.ops.layout import ceil_div, group_int_layout
-from lowbit.ops.reference import LARGEST, NAN_SCALE, SMALLEST
 
 LARGEST_, SMALLEST_, NAN_SCALE_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, NAN_SCALE))
 AT_ONCE = 16384  # elements that a program holds in registers

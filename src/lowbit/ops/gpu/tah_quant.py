@@ -45,8 +45,9 @@ from lowbit.ops.gpu.tiles import (
     step_of,
     store_bitmap,
 )
+from lowbit.ops.group_int import LARGEST, SMALLEST
 from lowbit.ops.layout import SCOPE_TILES, TAHGeometry, ceil_div, tah_geometry
-from lowbit.ops.reference import LARGEST, MID_LIMIT, MID_SHARE, MID_UNITS, NAN_MID, SMALLEST
+from lowbit.ops.reference import MID_LIMIT, MID_SHARE, MID_UNITS, NAN_MID
 
 log = logging.getLogger(__name__)
 

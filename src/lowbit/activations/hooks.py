@@ -1,0 +1,179 @@
+"""`low_bit_saved`: few bits for what autograd keeps, in code that cannot be changed."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lowbit.activations.policy import LayerAware
+from lowbit.codecs import GroupInt
+from lowbit.codecs.base import FLOATS
+
+MINIMUM = 1024
+"""Elements of the smallest tensor that is coded: smaller ones (statistics, scalars) are as they are."""
+
+_FROM_WEIGHTS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
+_FROM_WEIGHTS |= {"UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"}
+
+
+@contextlib.contextmanager
+def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
+    """Keep what autograd saves inside the `with` block in few bits; for code that cannot be changed.
+
+    Each tensor that is saved is coded, each storage once, and decoded in backward. Nothing is recomputed, so more is
+    kept than with `compress_saved_`. As they are stay: parameters, their views and casts; leaves and tensors without a
+    gradient (inputs, masks, tables); tensors of fewer than 1024 elements or of other dtypes than float32, bfloat16 and
+    float16; and, unless `policy.attention` says otherwise, what `scaled_dot_product_attention` (or any PyTorch function
+    with "attention" in its name) saves, takes and returns.
+
+    Limits: attention spelled out in matrix products and softmax is not recognized, and is coded like the rest. Autograd
+    functions written in Python are coded by what they save, less their outputs. Regions under `torch.compile` and
+    inside `torch.utils.checkpoint` keep what they keep. PyTorch does not see changes in place of tensors that
+    are coded, which do no harm: backward uses what was coded before.
+
+    Args:
+        policy: `bits`, `attention`, `group` and `rounding`; `LayerAware()` if absent. Layers are not known here.
+
+    Raises:
+        ValueError: bits for layers or layer types, which only `compress_saved_` knows.
+    """
+    policy = LayerAware() if policy is None else policy
+    if not isinstance(policy, LayerAware):
+        raise TypeError(f"policy is {type(policy).__name__}; allowed: LayerAware")
+    for name in ("norm", "mlp", "linear", "layers"):
+        if value := getattr(policy, name):
+            raise ValueError(
+                f"{name} is {value!r}, but low_bit_saved knows no layers; allowed: bits, attention, group, rounding"
+            )
+    with _Packing(policy.codec(policy.bits), policy.codec(policy.bits_of("attention"))).active():
+        yield
+
+
+def attention_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attention that keeps its own tensors in few bits, too: the ablation of `LayerAware.attention`."""
+    if not (torch.is_grad_enabled() and module.training) or layer.codec is None:
+        return layer.own(*args, **kwargs)
+    with _Packing(layer.codec, layer.codec).active():
+        return layer.own(*args, **kwargs)
+
+
+class _Coded:
+    """A flat tensor in few bits."""
+
+    def __init__(self, x: Tensor, codec: GroupInt) -> None:
+        with torch.no_grad():
+            self.payload = codec.encode(x)
+        self.codec, self.numel, self.dtype = codec, x.numel(), x.dtype
+
+    def decode(self) -> Tensor:
+        return self.codec.decode(self.payload, shape=(self.numel,), dtype=self.dtype)
+
+
+class _Held:
+    """One saved tensor: as it is, until it is settled whether it may be coded."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor: Tensor | None = x
+        self.place = (x.size(), x.stride(), x.storage_offset())
+        self.coded: _Coded | None = None
+
+    def unpack(self) -> Tensor:
+        if self.tensor is not None:
+            return self.tensor
+        assert self.coded is not None
+        return self.coded.decode().as_strided(*self.place)
+
+
+class _Packing(TorchFunctionMode):
+    """Codes what is saved. Only after a function has returned is it known what of it are results, and of what."""
+
+    def __init__(self, codec: GroupInt | None, attention: GroupInt | None) -> None:
+        super().__init__()
+        self._codec, self._attention = codec, attention
+        self._pending: list[_Held] | None = None
+        self._coded: dict[Any, tuple[StorageWeakRef, weakref.ref[_Coded]]] = {}
+        self._of_attention: dict[int, StorageWeakRef] = {}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with saved_tensors_hooks(self._pack, _Held.unpack), self:
+            yield
+        self._coded.clear()
+        self._of_attention.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self._pending = self._pending, []
+        try:
+            out = func(*args, **(kwargs or {}))
+            pending = self._pending
+        finally:
+            self._pending = before
+        if not pending:
+            return out
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        in_attention = "attention" in getattr(func, "__name__", "")
+        if in_attention:
+            for x in [*tree_leaves((args, kwargs)), *results]:
+                if isinstance(x, Tensor) and x.requires_grad:
+                    storage = x.untyped_storage()
+                    self._of_attention[storage._cdata] = StorageWeakRef(storage)
+        made = {t.untyped_storage()._cdata for t in results}
+        for held in pending:
+            self._settle(held, made, in_attention)
+        return out
+
+    def _pack(self, x: Tensor) -> _Held:
+        held = _Held(x)
+        if self._pending is None:
+            self._settle(held, set(), False)
+        else:
+            self._pending.append(held)
+        return held
+
+    def _settle(self, held: _Held, made: set[int], in_attention: bool) -> None:
+        """Code a tensor, if it may be."""
+        x = held.tensor
+        if x is None or x.dtype not in FLOATS or x.numel() < MINIMUM or hasattr(x, "to_local"):
+            return
+        if x.layout != torch.strided or _is_weight(x):
+            return
+        storage = x.untyped_storage()
+        if not x.requires_grad and storage._cdata not in made and not in_attention:
+            return
+        of_attention = in_attention or storage._cdata in self._of_attention
+        codec = self._attention if of_attention else self._codec
+        if codec is not None:
+            held.coded = self._code(x, storage, held, codec)
+            held.tensor = None
+
+    def _code(self, x: Tensor, storage: Any, held: _Held, codec: GroupInt) -> _Coded:
+        total = storage.nbytes() // x.element_size()
+        if total > 2 * x.numel():  # a part of something large: by itself
+            held.place = (x.size(), torch.empty(x.size(), device="meta").stride(), 0)
+            return _Coded(x.detach().contiguous(), codec)
+        key = (storage._cdata, x.dtype, x._version, codec.bits)
+        known = self._coded.get(key)
+        coded = known[1]() if known else None
+        if coded is None:
+            coded = _Coded(x.detach().as_strided((total,), (1,), 0), codec)
+            self._coded[key] = StorageWeakRef(storage), weakref.ref(coded)
+        return coded
+
+
+def _is_weight(x: Tensor) -> bool:
+    """Whether `x` is a leaf that wants a gradient, or a view or cast of one."""
+    if x.is_leaf:
+        return x.requires_grad
+    node = x.grad_fn
+    while node is not None and node.name() in _FROM_WEIGHTS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"

@@ -1,0 +1,211 @@
+"""What is kept of a tensor until backward, and how backward gets the tensor back.
+
+A `Form` says how; the tensors it needs (payloads, and weights, which exist anyway) are saved through autograd. While a
+tensor lives it carries a `Recipe`, so that the next layer that would save it finds what is already kept and
+saves that instead: three projections of a norm's output all save the payload of the norm's input.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lowbit import ops
+from lowbit.codecs import GroupInt
+from lowbit.codecs.base import FLOATS
+
+Kept = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """out = normal(x) * (weight + offset) + bias over the last dimension, rows centred for LayerNorm."""
+
+    eps: float | None
+    centred: bool = False
+    offset: float = 0.0
+
+    def eps_of(self, dtype: torch.dtype) -> float:
+        """`eps`, or PyTorch's default for inputs of this dtype."""
+        return torch.finfo(dtype).eps if self.eps is None else self.eps
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """By PyTorch's own functions, in float32."""
+        eps, shape = self.eps_of(x.dtype), x.shape[-1:]
+        scale = None if weight is None else weight.float() + self.offset
+        if self.centred:
+            shift = None if bias is None else bias.float()
+            return functional.layer_norm(x.float(), shape, scale, shift, eps)
+        out = functional.rms_norm(x.float(), shape, scale, eps)
+        return out if bias is None else out + bias.float()
+
+
+def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    """act(gate) * up by PyTorch's own functions, in float32."""
+    x = gate.float()
+    if activation == "gelu_tanh":
+        y = functional.gelu(x, approximate="tanh")
+    else:
+        y = getattr(functional, activation)(x)
+    return y if up is None else y * up.float()
+
+
+@dataclass(frozen=True)
+class Itself:
+    """Kept: the tensor, in the codec's format or as it is."""
+
+    numel: int
+    codec: GroupInt | None
+
+    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """The tensor, rounded; its shape may be another."""
+        x = kept[0]
+        assert x is not None
+        if self.codec is None:
+            return x.to(dtype)
+        return self.codec.decode(x, shape=(self.numel,), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class NormOutput:
+    """Kept: the norm's input, its weight and bias."""
+
+    shape: torch.Size
+    codec: GroupInt | None
+    norm: Norm
+    eps: float
+
+    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """The norm's output at the rounded input."""
+        x, weight, bias = kept
+        check_present(weight, bias)
+        assert x is not None
+        if self.codec is None:
+            return self.norm.plain(x, weight, bias).to(dtype)
+        out = torch.empty(self.shape, dtype=dtype, device=x.device)
+        ops.norm_recompute(
+            x, weight, bias, out.view(-1, self.shape[-1]), self.eps, self.norm.centred, self.norm.offset,
+            self.codec.bits, self.codec.group,
+        )  # fmt: skip
+        return out
+
+
+@dataclass(frozen=True)
+class GatedOutput:
+    """Kept: gate and, for gated ones, up."""
+
+    shape: torch.Size
+    codec: GroupInt | None
+    activation: str
+
+    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """act(gate) * up at the rounded inputs."""
+        gate, up = kept
+        assert gate is not None
+        if self.codec is None:
+            return plain_gated(gate, up, self.activation).to(dtype)
+        out = torch.empty(self.shape, dtype=dtype, device=gate.device)
+        ops.gated_recompute(gate, up, out, self.activation, self.codec.bits, self.codec.group)
+        return out
+
+
+Form = Itself | NormOutput | GatedOutput
+
+
+class Recipe:
+    """A form with the tensors that it needs, shared by all who save them.
+
+    Where several users need the tensor in backward, the first one's copy serves all. At most one such copy exists in a
+    thread, and none after the last user's turn.
+
+    Args:
+        form: how; kept: from what.
+        weak: leave it to the graph to keep the tensors alive. For tensors that outlive their graph, or that
+            checkpointing keeps in full: those should not hold a payload as well.
+    """
+
+    def __init__(self, form: Form, kept: Kept, *, weak: bool = False) -> None:
+        self.form, self.users = form, 0
+        self._kept = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in kept]
+        self._count = sum(t is not None for t in kept)
+        self._copy: Tensor | None = None
+        self._turns = 0
+
+    def kept(self) -> Kept | None:
+        """The tensors; None once they are gone."""
+        found = tuple(get() for get in self._kept)
+        return found if sum(t is not None for t in found) == self._count else None
+
+    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """The tensor, from what a user saved."""
+        if self.users < 2:
+            return self.form.rebuild(kept, dtype)
+        if self._copy is None or self._copy.dtype != dtype:
+            previous = getattr(_latest, "recipe", lambda: None)()
+            if previous is not None:
+                previous._copy = None
+            self._copy = self.form.rebuild(kept, dtype)
+            _latest.recipe = weakref.ref(self)
+        copy = self._copy
+        self._turns += 1
+        if self._turns % self.users == 0:
+            self._copy = None
+        return copy
+
+
+_recipes = WeakTensorKeyDictionary()  # of the tensors that are alive, with their versions
+_latest = threading.local()
+
+
+def attach(x: Tensor, recipe: Recipe) -> None:
+    """Tell whoever is about to save `x` that it can be had from the recipe."""
+    _recipes[x] = (x._version, recipe)
+
+
+def recipe_of(x: Tensor) -> Recipe | None:
+    """How to get `x` back, if something is kept already. A view of the same elements counts as the tensor."""
+    base = x._base if x._is_view() else x
+    if base is None or base.numel() != x.numel():
+        return None
+    if base is not x and not (base.is_contiguous() and x.is_contiguous()):
+        return None
+    version, recipe = _recipes.get(base) or (None, None)
+    # Changed in place since, or kept for a graph that is gone: then it has to be kept anew.
+    return recipe if recipe and version == x._version and recipe.kept() is not None else None
+
+
+def itself(x: Tensor, codec: GroupInt | None) -> Kept | None:
+    """What is kept of `x` itself already, in this very format."""
+    recipe = recipe_of(x)
+    return recipe.kept() if recipe and recipe.form == Itself(x.numel(), codec) else None
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether these can be coded: plain tensors of a dtype that codecs know, none of them empty."""
+    return all(
+        t is None or (t.dtype in FLOATS and t.numel() > 0 and not hasattr(t, "to_local"))
+        for t in tensors
+    )
+
+
+def room(codec: GroupInt | None, x: Tensor) -> Tensor:
+    """An empty payload for `x`; as it is: `x`."""
+    if codec is None:
+        return x
+    return torch.empty(codec.nbytes(x.shape), dtype=torch.uint8, device=x.device)
+
+
+def check_present(*weights: Tensor | None) -> None:
+    """Raise RuntimeError if FSDP has freed a weight that backward needs."""
+    for weight in weights:
+        if weight is not None and weight.numel() and not weight.untyped_storage().nbytes():
+            raise RuntimeError(
+                "backward of a linear layer needs the weight of the norm before it, which FSDP has sharded again; "
+                "allowed: one fully_shard for both, such as for the whole decoder layer"
+            )

@@ -1,0 +1,184 @@
+"""The forward passes that `compress_saved_` puts in place of modules' own.
+
+Where autograd would keep nothing (no gradients wanted, evaluation mode), or the tensors are of a kind that no codec
+takes, the module's own forward runs. `torch.compile` leaves these functions out of its graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.activations.functions import GatedFunction, LinearFunction, NormFunction
+from lowbit.activations.kept import (
+    GatedOutput,
+    Itself,
+    Kept,
+    NormOutput,
+    Recipe,
+    attach,
+    itself,
+    recipe_of,
+    room,
+    takes,
+)
+from lowbit.activations.structure import FeedForward, NormLike
+from lowbit.codecs import GroupInt
+
+log = logging.getLogger(__name__)
+
+_eager = torch.compiler.disable(
+    reason="lowbit.activations shares what is kept between modules, which graphs do not see"
+)
+_VIEWS = ("View", "Transpose", "Permute", "Clone", "ToCopy", "Squeeze")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layer:
+    """How a module is replaced: what it is, its own forward, and the format of what it keeps."""
+
+    kind: str
+    own: Callable[..., Any]
+    codec: GroupInt | None
+    what: Any = None
+    in_attention: bool = False
+
+
+@_eager
+def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
+    """A norm over the last dimension; the layers that follow find out how to get its output."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if not _keeps(module, layer, x, weight, bias):
+        return layer.own(x)
+    like: NormLike = layer.what
+    codec = layer.codec
+    known = itself(x, codec)
+    kept = known or (room(codec, x),)
+    form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x.dtype))
+    out = NormFunction.apply(
+        x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x)
+    )
+    if known is None and recipe_of(x) is None:
+        attach(x, Recipe(Itself(x.numel(), codec), kept, weak=True))
+    attach(out, Recipe(form, (*kept, weight, bias)))
+    return out
+
+
+@_eager
+def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
+    """A linear layer, which keeps its input unless something that it follows from is kept already."""
+    if not _keeps(module, layer, x, module.weight, module.bias):
+        return layer.own(x)
+    dtype = _compute_dtype(x)
+    recipe, kept = None, ()
+    if module.weight.requires_grad:
+        recipe, kept = _input_of(layer, x, dtype)
+    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, recipe, kept)
+
+
+@_eager
+def activation_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
+    """An activation function by itself."""
+    return gated(layer, x, None) if _keeps(module, layer, x) else layer.own(x)
+
+
+@_eager
+def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
+    """A feed-forward block: its linear layers as they are, activation and product in one."""
+    parts: FeedForward = layer.what
+    if not _keeps(module, layer, x, *module.parameters()):
+        return layer.own(x)
+    gate = module.get_submodule(parts.gate)(x)
+    up = None if parts.up is None else module.get_submodule(parts.up)(x)
+    return module.get_submodule(parts.down)(gated(layer, gate, up))
+
+
+def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
+    """act(gate) * up, or act(gate); the layer that follows finds out how to get it."""
+    activation = layer.what.activation if isinstance(layer.what, FeedForward) else layer.what
+    kept = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
+    form = GatedOutput(gate.shape, layer.codec, activation)
+    out = GatedFunction.apply(gate, up, form, kept)
+    attach(out, Recipe(form, kept))
+    return out
+
+
+def _keeps(module: nn.Module, layer: Layer, *tensors: Tensor | None) -> bool:
+    """Whether autograd is going to keep something here that can be kept in few bits."""
+    there = [t for t in tensors if t is not None]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in there):
+        return False
+    if not module.training:
+        say_once(
+            "a model with compressed activations runs in evaluation mode with gradients enabled: what is kept there "
+            "is kept in full; call model.train() to train it, or use torch.no_grad() to evaluate it"
+        )
+        return False
+    if not takes(*there):
+        kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in there if not takes(t)})
+        say_once(f"activations of {layer.kind} layers are kept in full where they are {kinds}")
+        return False
+    return True
+
+
+def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Recipe, Kept]:
+    """How a linear layer gets its input back, and the tensors for it."""
+    # What attention returns is saved by attention's kernel as it is, so keeping it costs nothing.
+    whole = layer.codec is None or layer.in_attention or _from_attention(x)
+    own = Itself(x.numel(), None if whole else layer.codec)
+    recipe = recipe_of(x)
+    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form != own):
+        kept: Kept = (x.to(dtype) if whole else room(own.codec, x),)
+        if own.codec is not None:
+            with torch.no_grad():
+                own.codec.encode(x, out=kept[0])
+        recipe = Recipe(own, kept, weak=True)
+        attach(x, recipe)
+    else:
+        kept = recipe.kept() or ()
+    recipe.users += 1
+    return recipe, kept
+
+
+def _from_attention(x: Tensor) -> bool:
+    """Whether `x` is a view of what an attention kernel returned."""
+    node = x.grad_fn
+    for _ in range(8):
+        if node is None:
+            return False
+        name = node.name()
+        if "Attention" in name or not any(view in name for view in _VIEWS):
+            return "Attention" in name
+        node = node.next_functions[0][0]
+    return False
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """What a matrix product computes in: autocast's dtype where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _norm_dtype(module: nn.Module, like: NormLike, x: Tensor) -> torch.dtype:
+    """What the module itself returns."""
+    if x.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(module, _FLOAT32_ON_CUDA):
+        return torch.float32
+    weight: Any = module.weight
+    if like.promotes and weight is not None:
+        return torch.promote_types(x.dtype, weight.dtype)
+    return x.dtype
+
+
+_FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes them so
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """A line in the log, the first time."""
+    log.warning(text)

@@ -1,0 +1,197 @@
+"""What the modules of a model compute, found by trying them, so that no list of classes is needed.
+
+Norms and activation functions are given a few numbers and compared with the formulas; of a feed-forward block the
+linear layers are replaced by stubs, and what reaches the last one is compared. Weights are neither read nor
+changed, so models on any device, or on the meta device, are understood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lowbit.activations.kept import Norm, plain_gated
+from lowbit.ops.fused import ACTIVATIONS
+
+_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_ATTENTION = re.compile("attention|attn", re.I)
+_NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormLike:
+    """A norm over the last dimension. `promotes`: its output is as wide as its weight, not as its input."""
+
+    norm: Norm
+    promotes: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """down(act(gate(x)) * up(x)), or down(act(gate(x))): names of the linear layers, and the activation."""
+
+    gate: str
+    up: str | None
+    down: str
+    activation: str
+
+
+def linear_like(module: nn.Module) -> bool | None:
+    """Whether a linear layer's weight is stored as (inputs, outputs); None: not a linear layer."""
+    if isinstance(module, nn.Linear):
+        return False if type(module).forward is nn.Linear.forward else None
+    kind = type(module)
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return True
+    return None
+
+
+def norm_like(module: nn.Module) -> NormLike | None:
+    """The formula of a norm over the last dimension; None: something else."""
+    if "norm" not in type(module).__name__.lower() or isinstance(module, _NOT_ROWS):
+        return None
+    own = dict(module.named_parameters(recurse=False))
+    shape = getattr(module, "normalized_shape", None) or [len(p) for p in own.values()]
+    if next(module.children(), None) or own.keys() - {"weight", "bias"} or len(set(shape)) != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        n: torch.randn(shape[0], generator=generator) for n, p in own.items() if p is not None
+    }
+    x = torch.randn(2, 3, shape[0], generator=generator) + 1
+    y, narrow = (_try(module, weights, v) for v in (x, x.bfloat16()))
+    if y is None:
+        return None
+    eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), None)
+    for norm in (Norm(eps=eps), Norm(eps=eps, offset=1.0), Norm(eps=eps, centred=True)):
+        wanted = norm.plain(x, weights.get("weight"), weights.get("bias"))
+        if y.shape == x.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-4):
+            promotes = narrow is not None and narrow.dtype == torch.float32
+            return NormLike(norm=norm, promotes=promotes)
+    return None
+
+
+def activation_like(module: nn.Module) -> str | None:
+    """Which of the activation functions that operators know a module is; None: none of them."""
+    home = type(module).__module__
+    if home not in ("torch.nn.modules.activation", "transformers.activations"):
+        return None
+    if getattr(module, "inplace", False):
+        return None
+    x = _samples()[0]
+    y = _try(module, {}, x)
+    return None if y is None else _activation(y, x, None)
+
+
+def feed_forward(module: nn.Module) -> FeedForward | None:
+    """The linear layers and the activation of a feed-forward block; None: something else."""
+    linears = [name for name, child in module.named_children() if _has_features(child)]
+    if len(linears) not in (2, 3) or is_attention(module):
+        return None
+    outputs = dict(zip(linears, _samples(), strict=False))
+    x = torch.zeros_like(outputs[linears[0]])
+    inputs: dict[str, Tensor] = {}
+
+    def stub(name: str) -> Any:
+        def forward(given: Tensor) -> Tensor:
+            inputs[name] = given
+            return outputs[name]
+
+        return forward
+
+    with _replaced({module.get_submodule(name): stub(name) for name in linears}), _training(module):
+        y = _try(module, {}, x)
+    last = [name for name, given in inputs.items() if given is not x]
+    if y is None or len(inputs) != len(linears) or len(last) != 1 or y is not outputs[last[0]]:
+        return None
+    first = [name for name in linears if name != last[0]]
+    for gate, up in ((first[0], first[1:]), (first[-1], first[:-1])):
+        other = up[0] if up else None
+        activation = _activation(inputs[last[0]], outputs[gate], outputs[other] if other else None)
+        if activation:
+            return FeedForward(gate=gate, up=other, down=last[0], activation=activation)
+    return None
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is attention, by its class's name."""
+    return bool(_ATTENTION.search(type(module).__name__))
+
+
+def in_attention(name: str, model: nn.Module) -> bool:
+    """Whether the module of this name lies inside attention, by the names and classes around it."""
+    parts = name.split(".")[:-1]
+    above = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+    return any(map(_ATTENTION.search, parts)) or any(map(is_attention, above))
+
+
+def _has_features(module: nn.Module) -> bool:
+    """Linear layers, and adapters around them."""
+    return linear_like(module) is not None or all(
+        hasattr(module, name) for name in ("in_features", "out_features")
+    )
+
+
+def _samples() -> tuple[Tensor, Tensor, Tensor]:
+    """Three tensors (1, 3, 16) in which every activation is itself: small numbers beside large ones."""
+    small, large = (
+        torch.linspace(-4, 4, 24, device="cpu"),
+        torch.linspace(-99, 98, 24, device="cpu"),
+    )
+    x = torch.stack([small, large], -1).view(1, 3, 16)
+    return x, x.flip(1, 2) * 1.7 + 0.3, x.flip(1) * 0.6 - 0.7
+
+
+def _activation(y: Tensor, gate: Tensor, up: Tensor | None) -> str | None:
+    for name in ACTIVATIONS:
+        wanted = plain_gated(gate, up, name)
+        if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-5, atol=1e-5):
+            return name
+    return None
+
+
+def _try(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor | None:
+    """What a module makes of `x` with these weights; None if it takes something else."""
+    try:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            y = functional_call(module, weights, (x,))
+    except Exception:
+        return None
+    return y if isinstance(y, Tensor) else None
+
+
+@contextlib.contextmanager
+def _replaced(forwards: dict[nn.Module, Any]) -> Iterator[None]:
+    """Other `forward`s for these modules while the block runs."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+@contextlib.contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    """Training mode while the block runs: dropout then shows itself. The random numbers it draws are given back."""
+    before = {part: part.training for part in module.modules()}
+    module.train()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for part, training in before.items():
+            part.training = training
