@@ -216,8 +216,10 @@ class _Rank:
 
     def best(self, limit: int) -> tuple[dict[int, _Point], int]:
         """The points that lose least within so many bytes, by stage, and their bytes."""
-        fitting = torch.nonzero(self.bytes <= limit)[:, 0].tolist()
-        index = min(fitting, key=lambda i: (float(self.loss[i]), int(self.bytes[i]), i))
+        left = self.bytes <= limit
+        for values in (self.loss, self.bytes):  # ties in the first are settled by the second
+            left &= values == values[left].min()
+        index = int(left.nonzero()[0, 0])
         picked = self.picked[index].tolist()
         points = {s: front[i] for s, front, i in zip(self.stages, self.fronts, picked, strict=True)}
         return points, int(self.bytes[index])

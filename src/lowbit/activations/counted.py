@@ -88,7 +88,7 @@ class Kept:
             if entry[0] == 1:
                 self.held[kind] += size
                 self._by_module[kind, module] += size
-                if self.now > self.total:
+                if self.now >= self.total:
                     self._remember()
 
     def _release(self, key: int) -> None:
@@ -138,7 +138,10 @@ class _Watch:
             ]
 
     def pack(self, tensor: Tensor) -> _Saved:
-        return _Saved(tensor, self.kept, self.count(tensor))
+        # An output would hold the graph that holds it. What wants no gradient stays the very object: lowbit's own
+        # functions see by it whether something is kept already.
+        held = tensor.detach() if tensor.requires_grad else tensor
+        return _Saved(held, self.kept, self.count(tensor))
 
     def count(self, tensor: Tensor) -> list[int]:
         """Count a tensor's storages and return their keys, to release them by."""

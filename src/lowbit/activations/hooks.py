@@ -150,6 +150,8 @@ class _Packing(TorchFunctionMode):
     def _settle(self, held: _Held, made: set[int], in_attention: bool) -> None:
         """Code a tensor, if it may be, and tell who counts."""
         self._decide(held, made, in_attention)
+        if held.tensor is not None:
+            held.tensor = held.tensor.detach()  # an output would hold the graph that holds it
         kept = held.tensor if held.coded is None else held.coded.payload
         note(held, [] if kept is None else [kept])
 
