@@ -6,6 +6,7 @@ Each computes forward from its inputs as they are; only backward sees rounded on
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,6 +24,22 @@ from lowbit.activations.kept import (
     plain_gated,
 )
 from lowbit.codecs.base import draw_seed
+
+
+def first_order(backward: Any) -> Any:
+    """A backward that PyTorch refuses to differentiate.
+
+    With a constant `grad_out`, `once_differentiable` alone would take the result for a constant, too.
+    """
+    once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            grad_out = grad_out.detach().requires_grad_()
+        return once(ctx, grad_out)
+
+    return checked
 
 
 class NormFunction(torch.autograd.Function):
@@ -48,7 +65,7 @@ class NormFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         kept, weight = ctx.saved_tensors
         form: NormOutput = ctx.form
@@ -88,7 +105,7 @@ class GatedFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
         form: GatedOutput = ctx.form
@@ -127,7 +144,7 @@ class LinearFunction(torch.autograd.Function):
             return functional.linear(x.to(dtype), w.t() if transposed else w, shift)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         weight, *kept = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = wanted(ctx)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowbit import ops
 from lowbit.codecs import GroupInt
@@ -60,12 +60,16 @@ def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 class Itself:
     """Kept: the tensor, in the codec's format or as it is."""
 
-    shape: torch.Size
+    numel: int
     codec: GroupInt | None
 
     def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """The tensor, rounded."""
-        return decoded(kept[0], self.codec, self.shape, dtype)
+        """The tensor, rounded; its shape may be another."""
+        x = kept[0]
+        assert x is not None
+        if self.codec is None:
+            return x.to(dtype)
+        return self.codec.decode(x, shape=(self.numel,), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -115,23 +119,28 @@ Form = Itself | NormOutput | GatedOutput
 
 
 class Recipe:
-    """A form with the tensors that it needs, which only the graph keeps alive; shared by all who save them.
+    """A form with the tensors that it needs, shared by all who save them.
 
     Where several users need the tensor in backward, the first one's copy serves all. At most one such copy exists in a
     thread, and none after the last user's turn.
+
+    Args:
+        form: how; kept: from what.
+        weak: leave it to the graph to keep the tensors alive. For tensors that outlive their graph, or that
+            checkpointing keeps in full: those should not hold a payload as well.
     """
 
-    def __init__(self, form: Form, kept: Kept) -> None:
+    def __init__(self, form: Form, kept: Kept, *, weak: bool = False) -> None:
         self.form, self.users = form, 0
-        self._kept = tuple(None if t is None else weakref.ref(t) for t in kept)
+        self._kept = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in kept]
+        self._count = sum(t is not None for t in kept)
         self._copy: Tensor | None = None
         self._turns = 0
 
     def kept(self) -> Kept | None:
-        """The tensors; None once the graph that kept them is gone."""
-        found = tuple(None if ref is None else ref() for ref in self._kept)
-        gone = any(ref is not None and t is None for ref, t in zip(self._kept, found, strict=True))
-        return None if gone else found
+        """The tensors; None once they are gone."""
+        found = tuple(get() for get in self._kept)
+        return found if sum(t is not None for t in found) == self._count else None
 
     def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
         """The tensor, from what a user saved."""
@@ -149,20 +158,14 @@ class Recipe:
             self._copy = None
         return copy
 
-    def __deepcopy__(self, memo: Any) -> Recipe:
-        return self  # of no use to another tensor, whose graph keeps nothing
 
-    def __reduce__(self) -> Any:
-        return Recipe, (self.form, ())  # a tensor that is pickled is no part of a graph any more
-
-
+_recipes = WeakTensorKeyDictionary()  # of the tensors that are alive, with their versions
 _latest = threading.local()
 
 
 def attach(x: Tensor, recipe: Recipe) -> None:
     """Tell whoever is about to save `x` that it can be had from the recipe."""
-    if recipe_of(x) is None:
-        x._lowbit_kept = (x._version, recipe)  # pyright: ignore[reportAttributeAccessIssue]
+    _recipes[x] = (x._version, recipe)
 
 
 def recipe_of(x: Tensor) -> Recipe | None:
@@ -172,11 +175,15 @@ def recipe_of(x: Tensor) -> Recipe | None:
         return None
     if base is not x and not (base.is_contiguous() and x.is_contiguous()):
         return None
-    version, recipe = getattr(base, "_lowbit_kept", (None, None))
+    version, recipe = _recipes.get(base) or (None, None)
     # Changed in place since, or kept for a graph that is gone: then it has to be kept anew.
-    if recipe is None or version != x._version or recipe.kept() is None:
-        return None
-    return recipe
+    return recipe if recipe and version == x._version and recipe.kept() is not None else None
+
+
+def itself(x: Tensor, codec: GroupInt | None) -> Kept | None:
+    """What is kept of `x` itself already, in this very format."""
+    recipe = recipe_of(x)
+    return recipe.kept() if recipe and recipe.form == Itself(x.numel(), codec) else None
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -192,14 +199,6 @@ def room(codec: GroupInt | None, x: Tensor) -> Tensor:
     if codec is None:
         return x
     return torch.empty(codec.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-
-
-def decoded(
-    kept: Tensor | None, codec: GroupInt | None, shape: torch.Size, dtype: torch.dtype
-) -> Tensor:
-    """A kept tensor in full."""
-    assert kept is not None
-    return kept.to(dtype) if codec is None else codec.decode(kept, shape=shape, dtype=dtype)
 
 
 def check_present(*weights: Tensor | None) -> None:

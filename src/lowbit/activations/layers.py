@@ -23,6 +23,7 @@ from lowbit.activations.kept import (
     NormOutput,
     Recipe,
     attach,
+    itself,
     recipe_of,
     room,
     takes,
@@ -32,6 +33,9 @@ from lowbit.codecs import GroupInt
 
 log = logging.getLogger(__name__)
 
+_eager = torch.compiler.disable(
+    reason="lowbit.activations shares what is kept between modules, which graphs do not see"
+)
 _VIEWS = ("View", "Transpose", "Permute", "Clone", "ToCopy", "Squeeze")
 
 
@@ -46,33 +50,27 @@ class Layer:
     in_attention: bool = False
 
 
-@torch.compiler.disable(
-    reason="lowbit shares what is kept between modules, which graphs do not see"
-)
+@_eager
 def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     """A norm over the last dimension; the layers that follow find out how to get its output."""
     weight, bias = module.weight, getattr(module, "bias", None)
     if not _keeps(module, layer, x, weight, bias):
         return layer.own(x)
     like: NormLike = layer.what
-    known, codec = recipe_of(x), layer.codec
-    kept = known.kept() if known and isinstance(known.form, Itself) else None
-    fresh = kept is None
-    if known is None or kept is None:
-        kept = (room(codec, x),)
-    else:
-        codec = known.form.codec
+    codec = layer.codec
+    known = itself(x, codec)
+    kept = known or (room(codec, x),)
     form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x.dtype))
-    out = NormFunction.apply(x, weight, bias, form, kept, fresh, _norm_dtype(module, like, x))
-    if fresh:
-        attach(x, Recipe(Itself(x.shape, codec), kept))
+    out = NormFunction.apply(
+        x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x)
+    )
+    if known is None and recipe_of(x) is None:
+        attach(x, Recipe(Itself(x.numel(), codec), kept, weak=True))
     attach(out, Recipe(form, (*kept, weight, bias)))
     return out
 
 
-@torch.compiler.disable(
-    reason="lowbit shares what is kept between modules, which graphs do not see"
-)
+@_eager
 def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     """A linear layer, which keeps its input unless something that it follows from is kept already."""
     if not _keeps(module, layer, x, module.weight, module.bias):
@@ -84,17 +82,13 @@ def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, recipe, kept)
 
 
-@torch.compiler.disable(
-    reason="lowbit shares what is kept between modules, which graphs do not see"
-)
+@_eager
 def activation_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     """An activation function by itself."""
     return gated(layer, x, None) if _keeps(module, layer, x) else layer.own(x)
 
 
-@torch.compiler.disable(
-    reason="lowbit shares what is kept between modules, which graphs do not see"
-)
+@_eager
 def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     """A feed-forward block: its linear layers as they are, activation and product in one."""
     parts: FeedForward = layer.what
@@ -135,18 +129,19 @@ def _keeps(module: nn.Module, layer: Layer, *tensors: Tensor | None) -> bool:
 
 def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Recipe, Kept]:
     """How a linear layer gets its input back, and the tensors for it."""
+    # What attention returns is saved by attention's kernel as it is, so keeping it costs nothing.
+    whole = layer.codec is None or layer.in_attention or _from_attention(x)
+    own = Itself(x.numel(), None if whole else layer.codec)
     recipe = recipe_of(x)
-    kept = recipe.kept() if recipe else None
-    if recipe is None or kept is None:
-        # What attention returns is saved by attention's kernel as it is, so keeping it costs nothing.
-        whole = layer.codec is None or layer.in_attention or _from_attention(x)
-        codec = None if whole else layer.codec
-        kept = (x.to(dtype) if whole else room(codec, x),)
-        if codec is not None:
+    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form != own):
+        kept: Kept = (x.to(dtype) if whole else room(own.codec, x),)
+        if own.codec is not None:
             with torch.no_grad():
-                codec.encode(x, out=kept[0])
-        recipe = Recipe(Itself(x.shape, codec), kept)
+                own.codec.encode(x, out=kept[0])
+        recipe = Recipe(own, kept, weak=True)
         attach(x, recipe)
+    else:
+        kept = recipe.kept() or ()
     recipe.users += 1
     return recipe, kept
 

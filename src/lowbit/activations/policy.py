@@ -17,8 +17,8 @@ WHOLE = 16
 class LayerAware:
     """Bits in which saved activations wait for backward (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
-    A tensor of n elements takes n bits / 8 + 4 n / group bytes (`GroupInt`, asymmetric), 4.5 bits an element by default.
-    16 stands for as it is: nothing is rounded, but what can be computed from it in backward is not kept either.
+    n elements take n bits / 8 + 4 n / group bytes (`GroupInt`, asymmetric): 4.5 bits an element by default. 16 stands
+    for as it is: nothing is rounded, but what can be computed from it in backward is not kept either.
 
     Args:
         bits: 2 to 8, or 16; for all layer types that have no bits of their own.

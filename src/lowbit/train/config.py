@@ -1,11 +1,12 @@
-"""The whole of a training run as one frozen value, in six sections.
+"""The whole of a training run as one frozen value, in seven sections.
 
-    [model]      what is trained: an architecture from a few numbers, or a local folder to start from
-    [data]       text, tokenizer, windows and the held-out share
-    [pipeline]   ranks, stages, schedule, and what the boundaries carry
-    [gradients]  what they are kept in between micro-batches
-    [optimizer]  AdamW, learning rate and clipping
-    [run]        where, how long, how exact, how often to write
+    [model]        what is trained: an architecture from a few numbers, or a local folder to start from
+    [data]         text, tokenizer, windows and the held-out share
+    [pipeline]     ranks, stages, schedule, and what the boundaries carry
+    [activations]  what they are kept in between forward and backward
+    [gradients]    what they are kept in between micro-batches
+    [optimizer]    AdamW, learning rate and clipping
+    [run]          where, how long, how exact, how often to write
 
 Every value is checked when a section is made; what needs files or other sections is checked by `lowbit.train.check`.
 """
@@ -165,6 +166,30 @@ class PipelineConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActivationsConfig(Section):
+    """What activations are kept in between forward and backward (`lowbit.activations.compress_saved_`).
+
+    Each of the first four is a number for all stages, or a list with one for each stage: late stages of a pipeline hold
+    fewer micro-batches.
+
+    Args:
+        bits: 2 to 8 for all layer types that have none of their own; 16: nothing is compressed there.
+        norm, mlp, linear: 2 to 8, or 16 (as they are), of these layer types; absent: as `bits`.
+        group: elements for each scale; rounding: "nearest" or "stochastic".
+    """
+
+    name: ClassVar = "activations"
+    choices: ClassVar = {"rounding": ("nearest", "stochastic")}
+
+    bits: tuple[int, ...] = (16,)
+    norm: tuple[int, ...] = ()
+    mlp: tuple[int, ...] = ()
+    linear: tuple[int, ...] = ()
+    group: int = 64
+    rounding: str = "nearest"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GradientsConfig(Section):
     """What gradients are kept in until the optimizer's step, and what they travel in between pipelines.
 
@@ -274,6 +299,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     gradients: GradientsConfig = field(default_factory=GradientsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -20,6 +20,7 @@ import lowbit
 from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
+from lowbit.train.activations import compress
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
@@ -231,6 +232,8 @@ class Trainer:
             ).to(self.prepared.device)
             for stage in self.plan.stages_of(self.replicas.place)
         }
+        for stage, module in modules.items():
+            compress(module, self.prepared.activations[stage], self.prepared.device)
         return modules, bool(model.config.tie_word_embeddings)
 
     def _begin(self) -> int:

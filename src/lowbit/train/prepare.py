@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from lowbit.codecs import Codec
+from lowbit.train.activations import Policies, saved_policies
 from lowbit.train.boundaries import Codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import Checkpoints, run_facts
 from lowbit.train.config import TrainConfig
@@ -30,6 +31,7 @@ class Prepared:
     config: TrainConfig
     plan: Plan
     codecs: Codecs
+    activations: Policies
     storage: Codec | None
     all_reduce: Codec
     data: Data
@@ -67,6 +69,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
     plan = make_plan(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, plan.stages - 1)
+    activations = saved_policies(config.activations, plan.stages)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     storage = storage_codec(config.gradients)
@@ -82,6 +85,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         config=config,
         plan=plan,
         codecs=codecs,
+        activations=activations,
         storage=storage,
         all_reduce=all_reduce_codec(config.gradients),
         data=data,

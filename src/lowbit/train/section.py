@@ -54,6 +54,10 @@ def _conform(value: Any, hint: Any, where: str) -> Any:
             items = (value,) if isinstance(value, str) else value
             if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
                 return tuple(items)
+        elif kind == tuple[int, ...]:
+            items = value if isinstance(value, list | tuple) else (value,)
+            if all(type(item) is int for item in items):
+                return tuple(items)
         elif type(value) is kind:
             return value
     names = " or ".join(_NAMES.get(kind, "nothing") for kind in allowed)
@@ -66,4 +70,5 @@ _NAMES = {
     bool: "true or false",
     str: "a string",
     tuple[str, ...]: "a string or a list of strings",
+    tuple[int, ...]: "an integer or a list of integers",
 }

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from lowbit.ops.cpu.block_float8 import block_float8_decode, block_float8_encode
+from lowbit.ops.cpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.cpu.group_int import group_int_decode, group_int_encode
+from lowbit.ops.cpu.norm import norm_backward, norm_encode, norm_recompute
 from lowbit.ops.cpu.tah_decode import tah_quant_decode
 from lowbit.ops.cpu.tah_encode import tah_quant_encode
-from lowbit.ops.fused import (
-    gated_backward,
-    gated_encode,
-    gated_recompute,
-    norm_backward,
-    norm_encode,
-    norm_recompute,
-)
 
 __all__ = [
     "block_float8_decode",

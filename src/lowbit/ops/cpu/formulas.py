@@ -227,6 +227,13 @@ def to_fp16(b: Any, x: Any) -> Any:
     return b.trunc(b.or_(h, sign), I16)
 
 
+def overflown(b: Any, x: Any) -> Any:
+    """Inf for what rounds to more than float16 holds."""
+    beyond = b.fcmp_ordered(">=", magnitude(b, x), _f32(65520, x))
+    infinity = b.or_(b.and_(float_bits(b, x), _i32(-0x80000000, x)), _i32(0x7F800000, x))
+    return b.select(beyond, bits_float(b, infinity), x)
+
+
 def _f32(value: float, like: Any) -> ir.Constant:
     return constant(F32, value, like)
 

@@ -60,8 +60,8 @@ def group_int_encode(
     per_block = max(1, BLOCK // group)
 
     def work(start: int, stop: int) -> None:
-        scratch = torch.empty(per_block * (24 + 4 * group) + group, dtype=torch.uint8)
-        _encode(
+        scratch = torch.empty(encode_scratch(group, per_block), dtype=torch.uint8)
+        encode_groups(
             x.data_ptr(), KINDS[x.dtype], x.numel(), at["scales"], at["mids"], at["codes"],
             bits, group, symmetric, seed is not None, (seed or 0) % 2**32,
             per_block, scratch.data_ptr(), start, stop,
@@ -77,8 +77,8 @@ def group_int_decode(
     at = sections(payload, group_int_layout(out.numel(), bits, group, symmetric))
 
     def work(start: int, stop: int) -> None:
-        scratch = torch.empty(5 * group, dtype=torch.uint8)
-        _decode(
+        scratch = torch.empty(decode_scratch(group), dtype=torch.uint8)
+        decode_groups(
             at["scales"], at["mids"], at["codes"], out.data_ptr(), KINDS[out.dtype], out.numel(),
             bits, group, symmetric, accumulate, scratch.data_ptr(), start, stop,
         )  # fmt: skip
@@ -86,11 +86,30 @@ def group_int_decode(
     over_rows(work, ceil_div(out.numel(), group), out.nbytes)
 
 
+def parts(payload: Tensor | None, like: Tensor, bits: int, group: int) -> tuple[int, int, int]:
+    """Addresses of the sections of an asymmetric payload of `like`; zeros if there is none."""
+    if payload is None:
+        return 0, 0, 0
+    at = sections(payload, group_int_layout(like.numel(), bits, group, symmetric=False))
+    return at["scales"], at["mids"], at["codes"]
+
+
+def encode_scratch(group: int, per_block: int) -> int:
+    """Bytes of scratch that `encode_groups` wants."""
+    return per_block * (24 + 4 * group) + group
+
+
+def decode_scratch(group: int) -> int:
+    """Bytes of scratch that `decode_groups` wants."""
+    return 5 * group
+
+
 @kernel
-def _encode(
+def encode_groups(
     source, kind, total, scales, mids, planes,
     bits, group, symmetric, stochastic, seed, per_block, scratch, start, stop,
 ) -> None:  # fmt: skip
+    """Encode the groups from `start` to `stop`, `per_block` at a time, of the `total` elements from `source` on."""
     low, high, middle = scratch, scratch + 4 * per_block, scratch + 8 * per_block
     inverse, shift, top = middle + 4 * per_block, middle + 8 * per_block, middle + 12 * per_block
     line = top + 4 * per_block
@@ -156,10 +175,11 @@ def _center(bits, symmetric):
 
 
 @kernel
-def _decode(
+def decode_groups(
     scales, mids, planes, target, kind, total,
     bits, group, symmetric, accumulate, scratch, start, stop,
 ) -> None:  # fmt: skip
+    """Decode the groups from `start` to `stop`."""
     line, codes = scratch, scratch + 4 * group
     center, unit = _center(bits, symmetric), power_of_two(bits - 8)
     for g in range(start, stop):

@@ -1,9 +1,10 @@
 """How kernels are compiled and cached, and how machine operations that Python cannot spell become functions for them.
 
 Kernels run without the interpreter's lock and without fast-math: no step may be contracted with its neighbour or
-reordered, or their bytes would differ from the reference's. Numba's front end takes most of the compile time, widens
-arithmetic on small integers to 64 bits, and counts references to arrays in inner loops. So kernels take addresses
-instead of arrays, and elementwise formulas are built as LLVM instructions (`operation`); loops stay in Python.
+reordered, or their bytes would differ from the reference's (`summing` is for what is not bytes). Numba's front end
+takes most of the compile time, widens arithmetic on small integers to 64 bits, and counts references to arrays in
+inner loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM instructions
+(`operation`); loops stay in Python.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 def helper(function: Callable[..., Any]) -> Any:
     """Compile a function that is inlined into the kernels that use it."""
     return numba.njit(forceinline=True, no_cpython_wrapper=True, **OPTIONS)(function)
+
+
+def summing(function: Callable[..., Any]) -> Any:
+    """The same for one whose sums may be taken in any order, and thus by vectors: no byte may depend on them."""
+    return numba.njit(
+        forceinline=True, no_cpython_wrapper=True, fastmath={"reassoc", "contract"}, **OPTIONS
+    )(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:

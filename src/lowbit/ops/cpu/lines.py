@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lowbit.ops.cpu.jit import helper
 from lowbit.ops.cpu.memory import get_float, get_half, put_float, put_half
-from lowbit.ops.cpu.operations import from_bf16, from_fp16, to_bf16, to_fp16
+from lowbit.ops.cpu.operations import from_bf16, from_fp16, overflown, to_bf16, to_fp16
 from lowbit.ops.layout import Layout, tah_geometry
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+# What kernels hand to kernels: Python's own constants would have these compiled anew for them.
+LINE, NO = np.int64(FLOAT32), np.bool_(False)
 geometry = functools.lru_cache(tah_geometry)
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -26,6 +30,11 @@ def sections(payload: Tensor, layout: Layout) -> dict[str, int]:
     """Address of each section of a payload."""
     start = payload.data_ptr()
     return {name: start + offset for name, offset in layout.offsets.items()}
+
+
+def element(x: Tensor | None) -> tuple[int, int]:
+    """Address and kind of a tensor; for None, what makes `room` choose the line and `give` write nothing."""
+    return (0, -1) if x is None else (x.data_ptr(), KINDS[x.dtype])
 
 
 def zero_gaps(payload: Tensor, layout: Layout) -> None:
@@ -61,6 +70,32 @@ def narrow(line, y, kind, start, count, accumulate) -> None:
     else:
         for j in range(count):
             put_half(y, start + j, to_fp16(get_float(line, j)))
+
+
+@helper
+def take(x, kind, start, count, line) -> Any:
+    """Where the `count` elements from `start` on are as float32 numbers: in place, or converted to a line."""
+    if kind == FLOAT32:
+        return x + 4 * start
+    widen(x, kind, start, count, line)
+    return line
+
+
+@helper
+def room(y, kind, start, line) -> Any:
+    """Where float32 numbers that `give` is to write may be computed."""
+    return y + 4 * start if kind == FLOAT32 else line
+
+
+@helper
+def give(line, y, kind, start, count) -> None:
+    """Write what was computed in the `room` of the elements from `start` on; beyond float16 they become Inf."""
+    if kind == BFLOAT16:
+        for j in range(count):
+            put_half(y, start + j, to_bf16(get_float(line, j)))
+    if kind == FLOAT16:
+        for j in range(count):
+            put_half(y, start + j, to_fp16(overflown(get_float(line, j))))
 
 
 @helper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba.types import float32, int32, uint8, uint16, uint64
 
-from lowbit.ops.cpu import formulas
+from lowbit.ops.cpu import curves, formulas
 from lowbit.ops.cpu.jit import operation
 
 float_bits = operation(int32, float32)(formulas.float_bits)
@@ -36,3 +36,12 @@ from_bf16 = operation(float32, uint16)(formulas.from_bf16)
 to_bf16 = operation(uint16, float32)(formulas.to_bf16)
 from_fp16 = operation(float32, uint16)(formulas.from_fp16)
 to_fp16 = operation(uint16, float32)(formulas.to_fp16)
+overflown = operation(float32, float32)(formulas.overflown)
+silu = operation(float32, float32)(curves.silu)
+silu_slope = operation(float32, float32)(curves.silu_slope)
+gelu = operation(float32, float32)(curves.gelu)
+gelu_slope = operation(float32, float32)(curves.gelu_slope)
+gelu_tanh = operation(float32, float32)(curves.gelu_tanh)
+gelu_tanh_slope = operation(float32, float32)(curves.gelu_tanh_slope)
+relu = operation(float32, float32)(curves.relu)
+relu_slope = operation(float32, float32)(curves.relu_slope)

@@ -1,0 +1,53 @@
+"""What the stages of a run keep of their activations, worked out from its configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lowbit.activations import LayerAware, compress_saved_
+from lowbit.train.config import ActivationsConfig
+from lowbit.train.section import ConfigError
+
+Policies = tuple[LayerAware | None, ...]
+
+
+def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
+    """For each stage what it keeps; None: what PyTorch keeps.
+
+    Raises:
+        ConfigError: bits or groups that no codec has, or lists of another length than there are stages.
+    """
+    values = {name: _each(config, name, stages) for name in ("bits", "norm", "mlp", "linear")}
+    return tuple(
+        _policy(config, {name: each[stage] for name, each in values.items() if each})
+        for stage in range(stages)
+    )
+
+
+def compress(module: nn.Module, policy: LayerAware | None, device: torch.device) -> None:
+    """Have a stage's module keep what the policy says; kernels are compiled before a peer waits."""
+    if policy is None:
+        return
+    compress_saved_(module, policy)
+    small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).to(device)
+    compress_saved_(small, policy)
+    small(torch.ones(1, 8, device=device)).sum().backward()
+
+
+def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
+    """One number for each stage, or none."""
+    values = getattr(config, name)
+    if len(values) not in (0 if name != "bits" else 1, 1, stages):
+        raise ConfigError(
+            f"activations.{name} has {len(values)} entries; allowed: one, or one for each of {stages} stages"
+        )
+    return values * stages if len(values) == 1 else values
+
+
+def _policy(config: ActivationsConfig, bits: dict[str, int]) -> LayerAware | None:
+    try:
+        policy = LayerAware(**bits, group=config.group, rounding=config.rounding)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"activations.{error}") from error
+    return None if set(bits.values()) == {16} else policy
