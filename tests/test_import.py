@@ -27,7 +27,7 @@ PUBLIC = {
     "lowbit.cli": "app main",
     "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec GroupInt Session TAHQuant parse",
     "lowbit.collectives": (
-        "AgreementError Pending PeerError agree all_gather all_reduce reduce_scatter"
+        "AgreementError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
