@@ -58,15 +58,23 @@ class Wire(Protocol):
 
 
 class Scratch:
-    """Memory for payloads that is kept between calls: fresh pages would cost more than coding what goes into them."""
+    """Memory for payloads that is kept between calls: fresh pages would cost more than coding what goes into them.
+
+    As much as the call that needed most: what several blocks were needed for is a single one from the next call on.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[torch.device, list[Tensor]] = {}
         self._used: dict[torch.device, list[int]] = {}
+        self._most: dict[torch.device, int] = {}
 
     def reset(self) -> None:
         """All memory may be used again."""
-        for used in self._used.values():
+        for device, used in self._used.items():
+            self._most[device] = max(self._most.get(device, 0), sum(used))
+            if len(used) > 1:
+                self._blocks[device].clear()
+                used.clear()
             used[:] = [0] * len(used)
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
@@ -77,7 +85,8 @@ class Scratch:
             if used[i] + size <= block.numel():
                 used[i] += size
                 return block[used[i] - size : used[i] - size + nbytes]
-        blocks.append(torch.empty(max(size, 1 << 20), dtype=torch.uint8, device=device))
+        least = 1 << 20 if blocks else max(1 << 20, self._most.get(device, 0))
+        blocks.append(torch.empty(max(size, least), dtype=torch.uint8, device=device))
         used.append(size)
         return blocks[-1][:nbytes]
 
