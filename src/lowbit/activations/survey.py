@@ -75,7 +75,7 @@ class Survey:
             self._seen.add(storage._cdata)
             self._alive.append(storage)  # so that no other storage gets the same address
             self._bytes[self._inside[-1] if self._inside else ""] += storage.nbytes()
-        return x
+        return x.detach()  # an output would hold the graph that holds it
 
 
 def _hooked() -> bool:
