@@ -60,12 +60,16 @@ def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 class Itself:
     """Kept: the tensor, in the codec's format or as it is."""
 
-    shape: torch.Size
+    numel: int
     codec: GroupInt | None
 
     def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """The tensor, rounded."""
-        return decoded(kept[0], self.codec, self.shape, dtype)
+        """The tensor, rounded; its shape may be another."""
+        x = kept[0]
+        assert x is not None
+        if self.codec is None:
+            return x.to(dtype)
+        return self.codec.decode(x, shape=(self.numel,), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def recipe_of(x: Tensor) -> Recipe | None:
 def itself(x: Tensor, codec: GroupInt | None) -> Kept | None:
     """What is kept of `x` itself already, in this very format."""
     recipe = recipe_of(x)
-    return recipe.kept() if recipe and recipe.form == Itself(x.shape, codec) else None
+    return recipe.kept() if recipe and recipe.form == Itself(x.numel(), codec) else None
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -195,14 +199,6 @@ def room(codec: GroupInt | None, x: Tensor) -> Tensor:
     if codec is None:
         return x
     return torch.empty(codec.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-
-
-def decoded(
-    kept: Tensor | None, codec: GroupInt | None, shape: torch.Size, dtype: torch.dtype
-) -> Tensor:
-    """A kept tensor in full."""
-    assert kept is not None
-    return kept.to(dtype) if codec is None else codec.decode(kept, shape=shape, dtype=dtype)
 
 
 def check_present(*weights: Tensor | None) -> None:

@@ -65,7 +65,7 @@ def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
         x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x)
     )
     if known is None and recipe_of(x) is None:
-        attach(x, Recipe(Itself(x.shape, codec), kept, weak=True))
+        attach(x, Recipe(Itself(x.numel(), codec), kept, weak=True))
     attach(out, Recipe(form, (*kept, weight, bias)))
     return out
 
@@ -131,7 +131,7 @@ def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Recipe, Kept
     """How a linear layer gets its input back, and the tensors for it."""
     # What attention returns is saved by attention's kernel as it is, so keeping it costs nothing.
     whole = layer.codec is None or layer.in_attention or _from_attention(x)
-    own = Itself(x.shape, None if whole else layer.codec)
+    own = Itself(x.numel(), None if whole else layer.codec)
     recipe = recipe_of(x)
     if recipe is None or (isinstance(recipe.form, Itself) and recipe.form != own):
         kept: Kept = (x.to(dtype) if whole else room(own.codec, x),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,7 @@ def _activation(y: Tensor, gate: Tensor, up: Tensor | None) -> str | None:
 def _try(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor | None:
     """What a module makes of `x` with these weights; None if it takes something else."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             y = functional_call(module, weights, (x,))
     except Exception:
         return None

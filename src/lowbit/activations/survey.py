@@ -46,7 +46,7 @@ class Survey:
     def _start(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
-        if self._hooks is None:
+        if self._hooks is None and not _hooked():  # hooks of ours would hide those of others
             hooks = self._hooks = saved_tensors_hooks(self._pack, lambda x: x)
             hooks.__enter__()
 
@@ -76,3 +76,8 @@ class Survey:
             self._alive.append(storage)  # so that no other storage gets the same address
             self._bytes[self._inside[-1] if self._inside else ""] += storage.nbytes()
         return x
+
+
+def _hooked() -> bool:
+    """Whether somebody's saved_tensors_hooks are active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore

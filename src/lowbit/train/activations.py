@@ -18,11 +18,10 @@ def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
     Raises:
         ConfigError: bits or groups that no codec has, or lists of another length than there are stages.
     """
-    bits, norm, mlp, linear = (
-        _each(config, name, stages) for name in ("bits", "norm", "mlp", "linear")
-    )
+    values = {name: _each(config, name, stages) for name in ("bits", "norm", "mlp", "linear")}
     return tuple(
-        _policy(config, *of_stage) for of_stage in zip(bits, norm, mlp, linear, strict=True)
+        _policy(config, {name: each[stage] for name, each in values.items() if each})
+        for stage in range(stages)
     )
 
 
@@ -36,29 +35,19 @@ def compress(module: nn.Module, policy: LayerAware | None, device: torch.device)
     small(torch.ones(1, 8, device=device)).sum().backward()
 
 
-def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int | None, ...]:
+def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
+    """One number for each stage, or none."""
     values = getattr(config, name)
-    if not values and name != "bits":
-        return (None,) * stages
-    if len(values) not in (1, stages):
+    if len(values) not in (0 if name != "bits" else 1, 1, stages):
         raise ConfigError(
             f"activations.{name} has {len(values)} entries; allowed: one, or one for each of {stages} stages"
         )
-    return values if len(values) == stages else values * stages
+    return values * stages if len(values) == 1 else values
 
 
-def _policy(
-    config: ActivationsConfig, bits: int, norm: int | None, mlp: int | None, linear: int | None
-) -> LayerAware | None:
+def _policy(config: ActivationsConfig, bits: dict[str, int]) -> LayerAware | None:
     try:
-        policy = LayerAware(
-            bits=bits,
-            norm=norm,
-            mlp=mlp,
-            linear=linear,
-            group=config.group,
-            rounding=config.rounding,
-        )
+        policy = LayerAware(**bits, group=config.group, rounding=config.rounding)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"activations.{error}") from error
-    return None if {bits, norm, mlp, linear} <= {16, None} else policy
+    return None if set(bits.values()) == {16} else policy

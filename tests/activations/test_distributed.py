@@ -1,0 +1,104 @@
+"""Compressed activations on several ranks: the same gradients as in one process."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from lowbit.activations import LayerAware, compress_saved_
+from lowbit.codecs import Cast
+from tests.activations.models import Calls, GatedBlock
+from tests.pipeline import toy
+from tests.ranks import Ranks
+
+FP32 = Cast(dtype=torch.float32)
+
+
+class Compressed(GatedBlock):
+    """A block that fits the toy pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__(toy.WIDTH, 40, nn.LayerNorm)
+        compress_saved_(self, LayerAware(bits=4))
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 3, toy.WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def mean_of_both() -> list[Tensor]:
+    """What data parallelism should give, in one process."""
+    model = nn.Sequential(*toy.blocks(2, Compressed))
+    for rank in range(2):
+        (model(batch(rank)).square().mean() / 2).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def data_parallel() -> None:
+    wanted = mean_of_both()
+    model = nn.Sequential(*toy.blocks(2, Compressed))
+    wrapped = DistributedDataParallel(model)
+    wrapped(batch(dist.get_rank())).square().mean().backward()
+    for p, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+    sharded = nn.Sequential(*toy.blocks(2, Compressed))
+    for part in sharded:
+        fully_shard(part)
+    fully_shard(sharded)
+    with Calls() as calls:
+        loss = sharded(batch(dist.get_rank())).square().mean()
+    assert calls.count == {"norm_encode": 2, "gated_encode": 2}
+    loss.backward()
+    for p, grad in zip(sharded.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), grad)  # pyright: ignore
+
+
+def test_ddp_and_fsdp2(ranks: Ranks):
+    ranks.run(data_parallel)
+
+
+def norms_by_themselves() -> str:
+    model = toy.blocks(1, Compressed)[0]
+    fully_shard(model.norm)
+    fully_shard(model)
+    try:
+        model(batch(0)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_norms_that_are_sharded_by_themselves_are_named(ranks: Ranks):
+    assert all("one fully_shard for both" in text for text in ranks.run(norms_by_themselves))
+
+
+def pipelines() -> None:
+    schedules = ["1f1b", "interleaved-2", "zero-bubble"]
+    if hasattr(
+        PipelineStage, "_is_same_rank"
+    ):  # PyTorch before 2.12 sends to itself in V schedules
+        schedules.append("zbv")
+    for schedule in schedules:
+        make = toy.lowbit(forward=FP32, backward=FP32, timeout=30)
+        run = toy.Run(schedule, make, Compressed)
+        stages = toy.blocks(2 * toy.SCHEDULES[schedule][1], Compressed)
+        x, target = toy.batch(0)
+        parts = zip(x.chunk(toy.MICRO_BATCHES), target.chunk(toy.MICRO_BATCHES), strict=True)
+        for piece, goal in parts:
+            y = nn.Sequential(*stages)(piece)
+            (toy.loss_of(y, goal) / toy.MICRO_BATCHES).backward()
+        held = toy.held(schedule, dist.get_rank(), 2)
+        wanted = [p.grad for i in held for p in stages[i].parameters()]
+        found = run.train(0)
+        assert len(found) == len(wanted)
+        for grad, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(grad, other)
+
+
+def test_pipelines_of_every_kind(ranks: Ranks):
+    ranks.run(pipelines)

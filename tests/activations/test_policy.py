@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowbit.activations import LayerAware
+from lowbit.codecs import GroupInt
+
+
+def test_bits_by_layer_type_and_by_layer():
+    policy = LayerAware(bits=4, norm=8, mlp=16, layers={"layers.3": 3, "*.mlp.down": 6})
+    assert policy.bits_of("linear") == 4
+    assert policy.bits_of("norm", "layers.1.norm") == 8
+    assert policy.bits_of("mlp", "layers.1.mlp") == 16
+    assert policy.bits_of("norm", "layers.3.norm") == 3
+    assert policy.bits_of("norm", "layers.33.norm") == 8
+    assert policy.bits_of("linear", "layers.3.mlp.down") == 6
+    assert policy.bits_of("attention", "layers.3.attention") == 16
+    assert policy.codec(16) is None
+    assert policy.codec(3) == GroupInt(bits=3, group=64)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"bits": 1}, "bits is 1; allowed: 2 to 8, or 16"),
+    ({"mlp": 9}, "mlp is 9"),
+    ({"norm": True}, "norm is True"),
+    ({"linear": 4.0}, "linear is 4.0"),
+    ({"bits": None}, "bits is None"),
+    ({"layers": {"a": 1}}, r"layers\['a'\] is 1"),
+    ({"layers": [4]}, r"layers is \[4\]"),
+    ({"layers": {3: 4}}, "layers has 3"),
+    ({"group": 12}, "group is 12"),
+    ({"rounding": "up"}, "rounding is 'up'"),
+])  # fmt: skip
+def test_what_can_not_be_is_refused(wrong: dict[str, Any], says: str):
+    with pytest.raises((TypeError, ValueError), match=says):
+        LayerAware(**wrong)

@@ -1,0 +1,392 @@
+"""`compress_saved_`: gradients, what is kept, and what it composes with, in one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lowbit.activations import LayerAware, compress_saved_, layers
+from lowbit.codecs import GroupInt
+from tests.activations.models import (
+    DIM,
+    FAMILIES,
+    FFN,
+    LENGTH,
+    ROWS,
+    VOCAB,
+    Calls,
+    GatedBlock,
+    distance,
+    gradients,
+    hugging_face,
+    kept,
+    loss_of,
+    reference,
+    tokens,
+)
+
+
+def block(**options: Any) -> GatedBlock:
+    torch.manual_seed(3)
+    made = GatedBlock(**options)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return made
+
+
+def inputs() -> Tensor:
+    x = torch.randn(3, 7, DIM, generator=torch.Generator().manual_seed(2))
+    x[0, 0, 0], x[1] = 40.0, 0.0  # an outlier, and groups of zeros
+    return x.requires_grad_()
+
+
+# --------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gradients_are_those_at_the_rounded_inputs(norm: Any, bits: int):
+    ours, plain = block(norm=norm), block(norm=norm)
+    compress_saved_(ours, LayerAware(bits=bits, group=40))
+    x, x_ = inputs(), inputs()
+    weights = torch.randn(3, 7, DIM)
+    y, wanted_y = ours(x), reference(plain, x_, GroupInt(bits=bits, group=40))
+    torch.testing.assert_close(y, wanted_y)
+    found = gradients(ours, (y * weights).sum()) | {"x": x.grad}
+    wanted = gradients(plain, (wanted_y * weights).sum()) | {"x": x_.grad}
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=2e-4, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, caplog: pytest.LogCaptureFixture):
+    plain, ids = hugging_face(family), tokens()
+    with kept(plain) as before:
+        loss = loss_of(plain, ids)
+    wanted = gradients(plain, loss)
+    errors, sizes = {}, {}
+    for bits in (16, 8, 4):
+        ours = copy.deepcopy(plain)
+        done = compress_saved_(ours, LayerAware(bits=bits))
+        assert not done.left
+        with kept(ours) as after, Calls() as calls:
+            ours_loss = loss_of(ours, ids)
+        torch.testing.assert_close(ours_loss, loss)
+        with Calls() as backward:
+            errors[bits] = distance(gradients(ours, ours_loss), wanted)
+        sizes[bits] = after.total() / before.total()
+    names = [kind for kind, _ in done.bits.values()]
+    assert calls.count["norm_encode"] == backward.count["norm_backward"] == names.count("norm")
+    assert calls.count["gated_encode"] == backward.count["gated_recompute"] == 2
+    assert calls.count["group_int_encode"] == 0  # nothing else had to be kept
+    assert backward.count["norm_recompute"] == 5  # once for q, k and v, and for gate and up
+    assert errors[16] < 1e-6
+    assert errors[8] < 0.02
+    assert 0.01 < errors[4] < 0.2
+    assert sizes[4] < sizes[8] < sizes[16] < (0.75 if family == "gemma2" else 0.65)
+    assert not caplog.records
+
+
+def test_a_llama_keeps_a_payload_for_each_norm_gate_and_up():
+    model, ids = hugging_face("llama"), tokens()
+    compress_saved_(model, LayerAware(bits=4, mlp=8))
+    with kept(model) as found:
+        loss_of(model, ids)
+    wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
+    payloads = 2 * (2 * narrow.nbytes((ROWS, LENGTH, DIM)) + 2 * wide.nbytes((ROWS, LENGTH, FFN)))
+    assert found[torch.uint8] == payloads + narrow.nbytes((ROWS, LENGTH, DIM))
+    positions = ROWS * LENGTH
+    attention = (
+        2 * 4 * positions * (3 * DIM + 4)
+    )  # q, k, v with half the heads, out, the log of its sums
+    tables = 2 * 4 * LENGTH * DIM // 4  # of positions
+    loss = 4 * positions * VOCAB + 4
+    assert found[torch.float32] == attention + tables + loss
+
+
+def test_bits_by_layer(caplog: pytest.LogCaptureFixture):
+    model = hugging_face("llama")
+    done = compress_saved_(model, LayerAware(norm=16, mlp=6, layers={"model.layers.1": 3}))
+    assert done.bits["model.layers.0.mlp"] == ("mlp", 6)
+    assert done.bits["model.layers.1.mlp"] == ("mlp", 3)
+    assert done.bits["model.layers.0.input_layernorm"] == ("norm", 16)
+    assert "mlp in 6 bits" in repr(done)
+    assert gradients(model, loss_of(model, tokens()))
+
+
+def test_stochastic_rounding_repeats_with_the_seed():
+    found = []
+    for seed in (1, 1, 2):
+        ours, x = block(), inputs()
+        compress_saved_(ours, LayerAware(bits=2, rounding="stochastic"))
+        torch.manual_seed(seed)
+        found.append(gradients(ours, ours(x).square().sum()))
+    assert distance(found[0], found[1]) == 0
+    assert distance(found[0], found[2]) > 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(bad: float):
+    ours, x = block(), inputs()
+    compress_saved_(ours)
+    with torch.no_grad():
+        x[2, 3, 5] = bad
+    found = gradients(ours, ours(x).sum())
+    assert all(not g.isfinite().all() for n, g in found.items() if n != "mlp.w2.bias")
+    assert x.grad is not None
+    assert x.grad[2, 3].isnan().all()
+    assert x.grad[0].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+def test_what_several_layers_save_is_stored_once():
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(DIM, DIM) for _ in range(3))
+            self.norm = nn.LayerNorm(DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            return self.a(x) + self.b(x) + self.norm(x) + self.c(x.view(-1, DIM)).view_as(x)
+
+    model = Parallel()
+    compress_saved_(model)
+    with kept(model) as found:
+        model(inputs())
+    assert found == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
+
+
+def test_a_changed_tensor_is_kept_anew():
+    norm, linear = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
+    compress_saved_(nn.ModuleList([norm, linear]), LayerAware(bits=8))
+    x = inputs()
+    h = norm(x)
+    y = linear(h)
+    h.add_(100)  # what is kept of it is a copy
+    (y + linear(h)).sum().backward()
+    wanted = 21 * 100 + 2 * norm(x).detach().sum((0, 1))
+    assert linear.weight.grad is not None
+    torch.testing.assert_close(linear.weight.grad[0], wanted, rtol=0.01, atol=2.0)
+
+
+def test_a_frozen_weight_keeps_no_input():
+    frozen, trained = nn.Linear(DIM, DIM).requires_grad_(False), nn.Linear(DIM, 8)
+    model = nn.Sequential(frozen, nn.Tanh(), trained)
+    compress_saved_(model)
+    with kept(model) as found:
+        y = model(inputs() * 1)
+    assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
+    assert found[torch.float32] == 4 * 21 * DIM  # of tanh
+    assert set(gradients(model, y.sum())) == {"2.weight", "2.bias"}
+
+
+def test_weights_that_autocast_casts_are_not_kept():
+    model = hugging_face("llama")
+    compress_saved_(model, LayerAware(bits=8))
+    wanted = gradients(model, loss_of(model, tokens()))
+    with kept(model) as found, torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, tokens())
+    assert found[torch.bfloat16] <= 2 * 2 * ROWS * LENGTH * 4 * DIM
+    assert distance(gradients(model, loss), wanted) < 0.03
+
+
+def test_attention_is_known_in_plain_modules_by_its_results():
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            y = functional.scaled_dot_product_attention(q, k, v)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    model = Mixer()
+    compress_saved_(model)
+    with kept(model) as found:
+        model(inputs() * 1)
+    assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
+    assert found[torch.float32] == 4 * 21 * (4 * DIM + 4)
+
+
+def test_the_ablation_quantizes_attention_too():
+    plain, ids = hugging_face("llama"), tokens()
+    wanted = gradients(plain, loss_of(plain, ids))
+    errors, sizes = [], []
+    for attention in (16, 4):
+        model = copy.deepcopy(plain)
+        compress_saved_(model, LayerAware(bits=8, attention=attention))
+        with kept(model) as found:
+            loss = loss_of(model, ids)
+        errors.append(distance(gradients(model, loss), wanted))
+        sizes.append(found.total())
+    assert errors[1] > 2 * errors[0]
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference", "eval"])
+def test_without_backward_nothing_is_coded(how: str, caplog: pytest.LogCaptureFixture):
+    layers.say_once.cache_clear()
+    ours, plain, x = block(), block(), inputs()
+    compress_saved_(ours)
+    ours.train(how != "eval")
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "eval": torch.enable_grad}
+    with modes[how](), Calls() as calls:
+        assert torch.equal(ours(x), plain(x))
+        assert torch.equal(ours(x), plain(x))
+    assert not calls.count
+    assert ["evaluation mode" in r.message for r in caplog.records] == [True] * (how == "eval")
+
+
+# ---------------------------------------------------------------------------------------------- what it is with
+
+
+def test_checkpointing_recomputes_the_same():
+    model, ids = hugging_face("llama"), tokens()
+    compress_saved_(model)
+    wanted = gradients(model, loss_of(model, ids))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with kept(model) as found:
+        loss = loss_of(model, ids)
+    assert found[torch.uint8] == GroupInt().nbytes((ROWS, LENGTH, DIM))  # the last norm's
+    assert distance(gradients(model, loss), wanted) == 0
+
+    ours = block()
+    compress_saved_(ours)
+    wanted = gradients(ours, ours(ours(inputs())).square().sum())
+    again = checkpoint(lambda x: ours(ours(x)), inputs(), use_reentrant=False)
+    assert distance(gradients(ours, again.square().sum()), wanted) == 0
+
+
+def test_accumulation_adds_up():
+    ours, x = block(), inputs()
+    compress_saved_(ours)
+    wanted = gradients(ours, ours(x).square().sum())
+    for _ in range(2):
+        ours(x).square().sum().backward()
+    found = {n: p.grad / 2 for n, p in ours.named_parameters() if p.grad is not None}
+    assert distance(found, wanted) == 0
+
+
+def test_a_pass_computes_only_what_it_is_asked_for():
+    ours, x = block(), inputs()
+    compress_saved_(ours)
+    loss = ours(x * 1).square().sum()
+    wanted = torch.autograd.grad(loss, [x, ours.mlp.w1.weight], retain_graph=True)
+    with Calls() as calls:
+        of_x = torch.autograd.grad(loss, [x], retain_graph=True)
+    assert calls.count == {"gated_backward": 1, "norm_backward": 1}
+    of_weight = torch.autograd.grad(loss, [ours.mlp.w1.weight], retain_graph=True)
+    assert torch.equal(of_x[0], wanted[0])
+    assert torch.equal(of_weight[0], wanted[1])
+
+
+def test_compiled_models_give_the_same():
+    ours = block()
+    compress_saved_(ours)
+    wanted = gradients(ours, ours(inputs()).square().sum())
+    compiled = torch.compile(ours, backend="aot_eager")
+    loss = compiled(inputs()).square().sum()
+    assert distance(gradients(ours, loss), wanted) < 1e-6
+
+
+def test_a_copy_of_a_compressed_model_is_one():
+    ours = block()
+    compress_saved_(ours)
+    twin = copy.deepcopy(ours)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert twin(inputs()).equal(inputs())
+    assert not ours(inputs()).equal(inputs())
+
+
+def test_double_backward_is_refused_as_pytorch_does():
+    ours, x = block(), inputs()
+    compress_saved_(ours)
+    (grad,) = torch.autograd.grad(ours(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "mlp.w1.weight", "mlp.w2.weight"])
+def test_a_weight_changed_before_backward_is_noticed(name: str):
+    ours = block()
+    compress_saved_(ours)
+    loss = ours(inputs()).sum()
+    with torch.no_grad():
+        ours.get_parameter(name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_dtypes_that_no_codec_takes_are_left(caplog: pytest.LogCaptureFixture):
+    layers.say_once.cache_clear()
+    ours, plain = block().double(), block().double()
+    compress_saved_(ours)
+    x = inputs().double()
+    wanted = gradients(plain, plain(x).sum())
+    assert distance(gradients(ours, ours(x).sum()), wanted) == 0
+    assert "float64" in caplog.text
+
+
+def test_an_empty_batch_goes_through():
+    ours = block()
+    compress_saved_(ours)
+    found = gradients(ours, ours(torch.empty(0, 7, DIM)).sum())
+    assert all(not g.any() for g in found.values())
+
+
+# -------------------------------------------------------------------------------------------------- all the rest
+
+
+def test_removing_gives_back_what_was():
+    ours = block()
+    done = compress_saved_(ours)
+    done.remove()
+    compress_saved_(ours).remove()
+    with kept(ours) as found, Calls() as calls:
+        assert torch.equal(ours(inputs()), block()(inputs()))
+    assert not calls.count
+    assert found
+    assert all("forward" not in vars(m) for m in ours.modules())
+
+
+def test_unknown_modules_are_listed_once_with_their_share(caplog: pytest.LogCaptureFixture):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Bilinear(8, 8, 8).requires_grad_(True))
+    model[2].forward = lambda x: functional.bilinear(x, x, model[2].weight)
+    done = compress_saved_(model)
+    assert done.left == {"Tanh": 1, "Bilinear": 1}
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        model(torch.randn(4, 8))
+    assert not caplog.records
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+    assert len(caplog.records) == 1
+    assert "Tanh (1 modules, " in caplog.text
+    assert "% of the bytes" in caplog.text
+
+
+def test_mistakes_are_named():
+    model = block()
+    with pytest.raises(ValueError, match=r"layers has 'layrs\.\*', which matches none"):
+        compress_saved_(model, LayerAware(layers={"layrs.*": 8}))
+    with pytest.raises(TypeError, match="policy is int"):
+        compress_saved_(model, 4)  # pyright: ignore
+    with pytest.raises(TypeError, match="model is str"):
+        compress_saved_("model")  # pyright: ignore
+    with pytest.raises(ValueError, match="no module to compress"):
+        compress_saved_(nn.Tanh())
+    compress_saved_(model)
+    with pytest.raises(ValueError, match="compressed already"):
+        compress_saved_(nn.Sequential(model))

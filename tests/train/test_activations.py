@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.activations import LayerAware
+from lowbit.train import ConfigError, TrainConfig, from_mapping
+from lowbit.train.activations import saved_policies
+from lowbit.train.config import ActivationsConfig
+from lowbit.train.loop import Trainer
+from lowbit.train.prepare import prepare
+from tests.ranks import Ranks
+from tests.train.runs import again, losses, tiny
+
+
+def test_bits_are_one_number_or_one_for_each_stage():
+    assert saved_policies(ActivationsConfig(), 2) == (None, None)
+    config = from_mapping({"activations": {"bits": 4, "mlp": [3, 16], "rounding": "stochastic"}})
+    first, second = saved_policies(config.activations, 2)
+    assert first == LayerAware(bits=4, mlp=3, rounding="stochastic")
+    assert second == LayerAware(bits=4, mlp=16, rounding="stochastic")
+    config = ActivationsConfig(bits=(4, 16))  # pyright: ignore
+    assert saved_policies(config, 2) == (LayerAware(bits=4), None)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"bits": 9}, r"activations\.bits is 9"),
+    ({"norm": [4, 1]}, r"activations\.norm is 1"),
+    ({"bits": [4, 4, 4]}, r"activations\.bits has 3 entries; allowed: one, or one for each of 2 stages"),
+    ({"bits": []}, r"activations\.bits has 0 entries"),
+    ({"bits": "4"}, r"activations\.bits is '4'; allowed: an integer or a list of integers"),
+    ({"group": 12}, r"activations\.group is 12"),
+    ({"rounding": "up"}, r"activations\.rounding is 'up'"),
+])  # fmt: skip
+def test_what_can_not_be_is_one_line(wrong: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=says):
+        saved_policies(from_mapping({"activations": wrong}).activations, 2)
+
+
+def compressed(config: TrainConfig) -> list[set[int]]:
+    """Bits of the first and the last stage of a rank."""
+    trainer = Trainer(prepare(config, ranks=1))
+    found = []
+    for module in (trainer.modules[0], trainer.modules[1]):
+        layers = [vars(m).get("forward") for m in module.modules() if "_lowbit_saved" in vars(m)]
+        found.append({layer.args[1].codec.bits for layer in layers if layer})  # pyright: ignore
+    return found
+
+
+def test_each_stage_gets_its_own_bits(ranks: Ranks, tmp_path: Path):
+    pipeline = {"ranks": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
+    config = tiny(tmp_path, pipeline=pipeline, activations={"bits": [3, 8]})
+    assert ranks.run(compressed, config, ranks=1) == [[{3}, {8}]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_pipeline_learns_with_few_bits_what_it_learns_without(
+    ranks: Ranks, tmp_path: Path, family: str
+):
+    pipeline = {"stages_per_rank": 2, "schedule": "InterleavedZeroBubble"}
+    model = {"family": family, "dropout": 0.0}
+    config = tiny(
+        tmp_path,
+        pipeline=pipeline,
+        model=model,
+        gradients={"storage": "fp8"},
+        run={"precision": "bf16"},
+    )
+    plain = ranks.run(losses, config)[0]
+    few = ranks.run(losses, again(config, activations={"bits": 4}))[0]
+    assert few[0] == pytest.approx(plain[0], abs=2e-3)  # before any backward
+    assert few[1:] != plain[1:]
+    assert few[-1] == pytest.approx(plain[-1], abs=0.05)
+    assert few[-1] < few[0] - 0.02
