@@ -58,7 +58,7 @@ def test_cpu_kernels(case: tuple) -> None:
     compare("cpu", *case)
 
 
-@pytest.mark.parametrize("case", (CASES[1], CASES[2], CASES[4]), ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[4]], ids=str)
 def test_gpu_kernels(case: tuple) -> None:
     compare("gpu", *case)
 
