@@ -72,7 +72,7 @@ def test_budgets_are_written_with_their_unit(text: str, size: int):
     [
         ({"budget": "much"}, "budget is 'much'; allowed: bytes, such as 24gb"),
         ({"budget": "1.2.3gb"}, "budget is '1.2.3gb'"),
-        ({"ranks": 16}, "the pipeline has 16 stages"),
+        ({"ranks": 16, "microbatches": 16}, "the pipeline has 16 stages"),
         ({"schedule": "2F2B"}, "pipeline.schedule is '2F2B'"),
         ({"optimizer": "sgd"}, "optimizer is 'sgd'; allowed: 'adamw', 'adamw-8bit'"),
         ({"gradients": "fp7"}, "codec is 'fp7'"),
