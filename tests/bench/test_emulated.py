@@ -7,7 +7,14 @@ import torch
 
 from lowbit import ops
 from lowbit.bench import emulated
-from lowbit.bench.emulated import Recipe, boundary_modules, codec_pair, evaluate, train
+from lowbit.bench.emulated import (
+    Recipe,
+    activation_policy,
+    boundary_modules,
+    codec_pair,
+    evaluate,
+    train,
+)
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, parse
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
@@ -54,6 +61,26 @@ def test_gradients_in_few_bits_train_too(recipe: Recipe):
     assert found[0] == pytest.approx(plain[0], rel=1e-6), "the same start and samples"
     assert found[-1] != plain[-1]
     assert found == pytest.approx(plain, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["activations:low-bit", "activations:uniform"])
+def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
+    _, plain = train(recipe, forward=FP32, backward=FP32, seed=0)
+    policy = activation_policy(name)
+    model, found = train(recipe, forward=FP32, backward=FP32, seed=0, activations=policy)
+    assert found["curve"][0] == pytest.approx(plain["curve"][0], rel=1e-6), "forward is exact"
+    assert found["loss"] != plain["loss"]
+    assert found["loss"] == pytest.approx(plain["loss"], abs=0.05)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert codec_pair(name, "int8") == (FP32, FP32)
+
+
+def test_policies_have_names():
+    assert activation_policy("int4") is None
+    with pytest.raises(
+        ValueError, match="boundary is 'activations:4'; allowed: activations:low-bit, act"
+    ):
+        activation_policy("activations:4")
 
 
 def first_losses(

@@ -1,7 +1,8 @@
 """What autograd keeps between forward and backward, in few bits (AGoQ, arXiv 2605.00539)."""
 
+from lowbit.activations.counting import counted
 from lowbit.activations.hooks import low_bit_saved
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.saved import Compressed, compress_saved_
 
-__all__ = ["Compressed", "LayerAware", "compress_saved_", "low_bit_saved"]
+__all__ = ["Compressed", "LayerAware", "compress_saved_", "counted", "low_bit_saved"]

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lowbit.activations.counted import note
+from lowbit.activations.counting import note
 from lowbit.activations.policy import LayerAware
 from lowbit.codecs import Codec
 from lowbit.codecs.base import FLOATS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.budget import CHOSEN, WIDTHS
-from lowbit.activations.counted import Kept, counted
+from lowbit.activations.counting import Kept, counted
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from lowbit.bench.emulated import Recipe, codec_pair, gradient_codec
+from lowbit.bench.emulated import Recipe, activation_policy, codec_pair, gradient_codec
 from lowbit.bench.jobs import Job, Task, finish
 from lowbit.bench.losses import REFERENCE
 from lowbit.bench.replicas import RANKS
@@ -47,6 +47,8 @@ class Settings:
         boundaries: forward formats, by name or in full. aq-sgd, which codes what changed since a sample was last seen,
             runs in fine-tuning only: from scratch no sample is seen twice. "gradients:fp8": float32 at the boundaries,
             and gradients kept between micro-batches of one sample, and all-reduced over two ranks, in this format.
+            "activations:low-bit", "activations:uniform": float32 at the boundaries, and what autograd keeps in 4 bits,
+            without and with attention's tensors.
         backward: format of the gradients beside low-bit forward formats; fp32, bf16 and fp16 travel alike both ways.
         seeds: of weights and data order.
         device: "cpu" or "cuda"; with several devices, runs at the same time take them in turn.
@@ -123,6 +125,7 @@ class Settings:
         parse(self.backward)
         for boundary in self.boundaries:
             codec_pair(boundary, self.backward)
+            activation_policy(boundary)
             if gradient_codec(boundary) and self.batch % RANKS:
                 raise ValueError(f"batch is {self.batch}; allowed: multiples of {RANKS}")
         for name, least in _LEAST.items():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.activations import LayerAware, compress_saved_
 from lowbit.bench.replicas import Replicas
 from lowbit.codecs import Cast, Codec, parse
 from lowbit.pipeline import Emulation, Traffic, emulate_
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 CURVE_POINTS = 40
 GRADIENTS = "gradients:"
 """Before a format that gradients are kept and all-reduced in, in place of a boundary's."""
+ACTIVATIONS = "activations:"
+"""Before the name of a policy for what autograd keeps, in place of a boundary's format."""
+POLICIES = {"low-bit": LayerAware(bits=4), "uniform": LayerAware(bits=4, attention=4)}
 
 OnStep = Callable[[int, float], None]
 
@@ -65,9 +69,9 @@ class Recipe:
 def codec_pair(boundary: str, backward: str) -> tuple[Codec, Codec]:
     """Codecs each way: plain numbers travel alike in both directions, low-bit formats get the backward format.
 
-    Where gradients have a format of their own, boundaries carry float32.
+    Where gradients or saved activations have a format of their own, boundaries carry float32.
     """
-    forward = Cast() if boundary.startswith(GRADIENTS) else parse(boundary)
+    forward = Cast() if boundary.startswith((GRADIENTS, ACTIVATIONS)) else parse(boundary)
     return forward, forward if isinstance(forward, Cast) else parse(backward)
 
 
@@ -85,6 +89,21 @@ def gradient_codec(boundary: str) -> Codec | None:
     return codec
 
 
+def activation_policy(boundary: str) -> LayerAware | None:
+    """How autograd keeps activations ("activations:low-bit"); None for a boundary's format.
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    if not boundary.startswith(ACTIVATIONS):
+        return None
+    name = boundary.removeprefix(ACTIVATIONS)
+    if name not in POLICIES:
+        allowed = ", ".join(ACTIVATIONS + policy for policy in POLICIES)
+        raise ValueError(f"boundary is {boundary!r}; allowed: {allowed}")
+    return POLICIES[name]
+
+
 def train(
     recipe: Recipe,
     *,
@@ -92,6 +111,7 @@ def train(
     backward: Codec,
     seed: int,
     gradients: Codec | None = None,
+    activations: LayerAware | None = None,
     on_step: OnStep | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Train once and evaluate on the held-out text.
@@ -100,6 +120,7 @@ def train(
         recipe: the run; forward, backward: what every boundary carries.
         seed: of weights and data order.
         gradients: what gradients are kept and all-reduced in (`lowbit.bench.replicas`); None: full precision.
+        activations: how autograd keeps them (`compress_saved_`); None: as they are.
         on_step: called after every step with the number of steps done and the loss.
 
     Returns:
@@ -118,7 +139,10 @@ def train(
         warmup_steps=recipe.warmup_steps,
     )
     replicas = Replicas(model, gradients) if gradients else None
+    compressed = compress_saved_(model, activations) if activations else None
     losses, result = _steps(recipe, model, emulation, data.train, seed, replicas, on_step)
+    if compressed is not None:
+        compressed.remove()
     through = None if forward.needs_key else evaluate(model, data.held_out, recipe)
     emulation.remove()
     result |= {

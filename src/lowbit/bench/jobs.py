@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowbit.bench.emulated import Recipe, codec_pair, gradient_codec, train
+from lowbit.bench.emulated import (
+    Recipe,
+    activation_policy,
+    codec_pair,
+    gradient_codec,
+    train,
+)
 
 _reports: SimpleQueue | None = None  # in a worker: where its steps are told
 
@@ -92,6 +98,7 @@ def _work(task: Task) -> dict[str, Any]:
         backward=backward,
         seed=job.seed,
         gradients=gradient_codec(job.boundary),
+        activations=activation_policy(job.boundary),
         on_step=tell,
     )
     if task.keep:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,8 +113,18 @@ class Settings:
         )  # fmt: skip
 
 
-def run(settings: Settings, *, on_rows: Callable[[Sequence[Row]], None] | None = None) -> Report:
-    """Measure every method at every sequence length.
+def run(
+    settings: Settings,
+    *,
+    on_rows: Callable[[Sequence[Row]], None] | None = None,
+    file: Path | None = None,
+) -> Report:
+    """Measure every method at every sequence length that `file` does not hold yet.
+
+    Args:
+        settings: what to compare.
+        on_rows: called with all rows whenever there is one more.
+        file: JSON that is read first, if it is there, and written again after each measurement; its rows stay.
 
     Returns:
         A report with a row for each: `method`, `sequence`, `saved_bytes` (kept by autograd for one micro-batch, each
@@ -124,23 +136,51 @@ def run(settings: Settings, *, on_rows: Callable[[Sequence[Row]], None] | None =
         `time_vs_bf16` (this over bf16's at the same sequence, None without one).
 
     Raises:
-        ValueError: text, model or device that can not be used.
+        ValueError: text, model or device that can not be used, or `file` holds rows of other settings.
         ModuleNotFoundError: a method needs torchao, which is not installed.
         ChildProcessError: a measurement failed.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
+    rows = _read(file, settings) if file else []
+    known = {(row["method"], row["sequence"]) for row in rows}
     if EIGHT_BIT in settings.methods and importlib.util.find_spec("torchao") is None:
         raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
     load_data(settings.data)  # what can not be read is an error here
-    rows: list[dict[str, Any]] = []
-    for sequence in settings.sequences:
-        for method in settings.methods:
-            rows.append(_measure(settings, method, sequence))
-            rows = [_compared(row, rows) for row in rows]
-            if on_rows:
-                on_rows(rows)
+    for sequence, method in itertools.product(settings.sequences, settings.methods):
+        if (method, sequence) in known:
+            continue
+        rows = sorted([*rows, _measure(settings, method, sequence)], key=_place)
+        rows = [_compared(row, rows) for row in rows]
+        if file:
+            _report(settings, rows).write_json(file)
+        if on_rows:
+            on_rows(rows)
+    return _report(settings, rows)
+
+
+def _report(settings: Settings, rows: Sequence[Row]) -> Report:
     return Report(command="bench memory", settings=settings, machine=machine(), rows=rows)
+
+
+def _place(row: Row) -> tuple[int, int]:
+    return row["sequence"], METHODS.index(row["method"])
+
+
+def _read(file: Path, settings: Settings) -> list[Row]:
+    """Rows of an earlier call with the same settings but for methods and sequences."""
+    if not file.exists():
+        return []
+    earlier = Report.read_json(file)
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        value = list(value) if isinstance(value, tuple) else value
+        found = earlier.settings.get(field.name)
+        if field.name not in ("methods", "sequences") and found != value:
+            raise ValueError(
+                f"{file} holds rows with {field.name} {found!r}; this call has {value!r}: name another file"
+            )
+    return list(earlier.rows)
 
 
 def _measure(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
@@ -159,7 +199,7 @@ def _measure(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
     return row | {"rest_bytes": row["peak_bytes"] - sum(row[name] for name in together)}
 
 
-def _compared(row: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+def _compared(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
     of = next(
         (r for r in rows if r["method"] == REFERENCE and r["sequence"] == row["sequence"]), None
     )
@@ -168,6 +208,6 @@ def _compared(row: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
         "peak_vs_bf16": "peak_bytes",
         "time_vs_bf16": "step_seconds",
     }
-    return row | {
+    return dict(row) | {
         to: row[name] / of[name] if of and of[name] else None for to, name in names.items()
     }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.counted import counted, layer_type
+from lowbit.activations.counting import counted, layer_type
 from lowbit.activations.measure import relative_error
 from lowbit.bench.memory import Settings
 from lowbit.bench.memory_methods import Around, Updates, kept_as

@@ -126,9 +126,9 @@ def run(settings: Settings) -> Report:
     Returns:
         A report with a row for each stage: `stage`, `rank`, `layers`, `held` (micro-batches at its peak), `norm`,
         `mlp`, `linear` (bits), `saved_bytes` (kept by autograd at that peak), `int4_bytes` and `bf16_bytes` (the same
-        with 4 bits everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `device_bytes` (of its
-        rank, all its stages together), `error` (its part of the gradient's relative error); and, alike in all rows,
-        `budget`, `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4 bits
+        with 4 bits everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `device_bytes`
+        (of its rank, all its stages together), `error` (its part of the gradient's relative error); and, alike in all
+        rows, `budget`, `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4 bits
         everywhere).
 
     Raises:

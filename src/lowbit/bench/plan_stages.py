@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.budget import CHOSEN, Sensitivities, StageCost
-from lowbit.activations.counted import Kept, counted
+from lowbit.activations.counting import Kept, counted
 from lowbit.activations.measure import bytes_by_width, sensitivities
 from lowbit.codecs import parse
 from lowbit.train.config import FULL_PRECISION, DataConfig, OptimizerConfig
@@ -36,7 +36,10 @@ class MeasuredStage:
 
 
 class StageMeter:
-    """Counts bytes on stages of one decoder layer of the real width and micro-batch, one of each kind."""
+    """Counts bytes on stages of two decoder layers of the real width and micro-batch, one of each kind.
+
+    The second layer stands for all that follow; the first may differ, because a stage's input is not counted.
+    """
 
     def __init__(self, settings: Settings) -> None:
         from transformers import AutoModelForCausalLM
@@ -45,13 +48,13 @@ class StageMeter:
         vocab = vocabulary(settings.model, 1)
         vocab = settings.vocab if not settings.pretrained else vocab
         config: Any = hugging_face_config(settings.model, vocab=vocab, sequence=settings.sequence)
-        config.num_hidden_layers = 1
+        config.num_hidden_layers = 2
         if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:1]
+            config.layer_types = config.layer_types[:2]
         torch.manual_seed(settings.seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
         self.model = model.bfloat16() if settings.weights == "bf16" else model
-        self._found: dict[tuple[bool, bool], _OneLayer] = {}
+        self._found: dict[tuple[bool, bool], _TwoLayers] = {}
 
     def stage(self, layout: Plan, stage: int) -> MeasuredStage:
         """A stage of the pipeline."""
@@ -60,11 +63,11 @@ class StageMeter:
             self._found[kind] = self._measure(*kind)
         return self._found[kind].times(len(layout.layers_of(stage)))
 
-    def _measure(self, first: bool, last: bool) -> _OneLayer:
+    def _measure(self, first: bool, last: bool) -> _TwoLayers:
         mixed = self.settings.weights == "fp32"
         wire = torch.float32 if mixed else torch.bfloat16
         module = StageModule(
-            self.model, layers=range(1), first=first, last=last,
+            self.model, layers=range(2), first=first, last=last,
             autocast=torch.bfloat16 if mixed else None, wire=wire,
         ).train()  # fmt: skip
         shape = (self.settings.batch, self.settings.sequence)
@@ -78,7 +81,7 @@ class StageMeter:
         with counted(module) as plain:
             graph = forward()
         del graph
-        return _OneLayer(
+        return _TwoLayers(
             widths=bytes_by_width(module, forward, group=self.settings.group),
             plain=plain,
             module=module,
@@ -87,8 +90,8 @@ class StageMeter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OneLayer:
-    """A stage with one decoder layer, measured."""
+class _TwoLayers:
+    """A stage with two decoder layers, measured."""
 
     widths: Mapping[int, Kept]
     plain: Kept
@@ -103,32 +106,23 @@ class _OneLayer:
         }
         kept = self.widths[max(self.widths)]
         others = tuple({kind for kind, _ in kept.modules} - {*CHOSEN, "weights"})
-        parameters = dict(self.module.named_parameters())
-        repeated = layers - 1
-        sizes = [
-            self._fixed(p) * (1 + repeated * name.startswith(self._layer))
-            for name, p in parameters.items()
-        ]
-        cost = StageCost(
-            layers=layers,
-            saved=saved,
-            other=self._bytes(kept, layers, others),
-            fixed=round(sum(sizes)),
-        )
+        named = self.module.named_parameters()
+        fixed = sum(self._fixed(p) * self._times(name, layers) for name, p in named)
+        other = self._bytes(kept, layers, others)
+        cost = StageCost(layers=layers, saved=saved, other=other, fixed=round(fixed))
         kinds = tuple({kind for kind, _ in self.plain.modules} - {"weights"})
         return MeasuredStage(cost=cost, plain=self._bytes(self.plain, layers, kinds))
 
-    @property
-    def _layer(self) -> str:
-        lists = (n for n, m in self.module.named_modules() if isinstance(m, nn.ModuleList))
-        return next(lists) + ".0."
-
     def _bytes(self, kept: Kept, layers: int, kinds: tuple[str, ...]) -> int:
-        found = 0
-        for (kind, name), size in kept.modules.items():
-            if kind in kinds:
-                found += size * (layers if f"{name}.".startswith(self._layer) else 1)
-        return found
+        found = kept.modules.items()
+        return sum(
+            size * self._times(name, layers) for (kind, name), size in found if kind in kinds
+        )
+
+    def _times(self, name: str, layers: int) -> int:
+        """How often what has this name is there in a stage of so many layers."""
+        lists = (n for n, m in self.module.named_modules() if isinstance(m, nn.ModuleList))
+        return layers - 1 if f"{name}.".startswith(f"{next(lists)}.1.") else 1
 
     def _fixed(self, parameter: nn.Parameter) -> float:
         """Bytes of a parameter, its gradient and its state."""

@@ -40,8 +40,8 @@ class Benchmark:
     words: Callable[[], Mapping[str, Words]] = dict
 
 
-def _run_live(table_of: str) -> Callable[[Any, Any, Path | None], Report]:
-    """Show the rows as they come, by `table_of(rows)` of this module."""
+def _run_live(table_of: str, *, goes_on: bool = False) -> Callable[[Any, Any, Path | None], Report]:
+    """Show the rows as they come, by `table_of(rows)` of this module; `goes_on`: with those in the JSON file."""
 
     def run(module: Any, settings: Any, file: Path | None) -> Report:
         from rich.console import Console
@@ -49,7 +49,9 @@ def _run_live(table_of: str) -> Callable[[Any, Any, Path | None], Report]:
 
         views = importlib.import_module(f"lowbit.bench.{table_of}")
         with Live(console=Console(stderr=True), transient=True) as live:
-            return module.run(settings, on_rows=lambda rows: live.update(views.table_of(rows)))
+            more: Any = {"file": file} if goes_on else {}
+            show = lambda rows: live.update(views.table_of(rows))  # noqa: E731
+            return module.run(settings, on_rows=show, **more)
 
     return run
 
@@ -73,7 +75,7 @@ BENCHMARKS = {
     "convergence": Benchmark(
         "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
     ),
-    "memory": Benchmark("memory", "memory_views", _run_live("memory_views")),
+    "memory": Benchmark("memory", "memory_views", _run_live("memory_views", goes_on=True)),
 }
 PLANS = {
     "memory": Benchmark(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.activations import LayerAware, compress_saved_, low_bit_saved
-from lowbit.activations.counted import counted, layer_type
+from lowbit.activations.counting import counted, layer_type
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 

@@ -130,10 +130,10 @@ class _Watch:
         self.path: list[tuple[str, nn.Module]] = []
         self.inputs: set[int] = set()
         self.own = {_key(t) for t in [*model.parameters(), *model.buffers()] for t in _parts(t)}
-        self.handles = [model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)]
+        self.handles: list[Any] = []
         for name, module in model.named_modules():
             self.handles += [
-                module.register_forward_pre_hook(self._enter(name)),
+                module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
                 module.register_forward_hook(self._leave, always_call=True),
             ]
 
@@ -145,6 +145,10 @@ class _Watch:
 
     def count(self, tensor: Tensor) -> list[int]:
         """Count a tensor's storages and return their keys, to release them by."""
+        if (
+            torch._C._current_graph_task_id() != -1
+        ):  # what backward computes again is not kept until then
+            return []
         modules = [module for _, module in self.path]
         name = self.path[-1][0] if self.path else ""
         keys = []
@@ -162,12 +166,11 @@ class _Watch:
         for handle in self.handles:
             handle.remove()
 
-    def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        self.inputs = {_key(part) for t in found for part in _parts(t)}
-
     def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.path:
+                given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                self.inputs = {_key(part) for t in given for part in _parts(t)}
             self.path.append((name, module))
 
         return enter
@@ -187,9 +190,9 @@ def counted(model: nn.Module) -> Iterator[Kept]:
         kept.peak      # {"norm": 8192, "mlp": 24576, ...}
 
     Every storage counts once, whole, for the layer that saved it first, however many operators save it or views of it,
-    until the last of them is freed. Not counted: the model's parameters and buffers, and its inputs. Copies of
-    parameters, such as autocast makes, count as "weights" and not in the totals. Works for forward and backward of any
-    number of micro-batches, under any schedule.
+    until the last of them is freed. Not counted: the model's parameters and buffers, and its inputs (those of the
+    outermost module that is called). Copies of parameters, such as autocast makes, count as "weights" and not in the
+    totals. Works for forward and backward of any number of micro-batches, under any schedule.
 
     Built on `torch.autograd.graph.saved_tensors_hooks`, so it sees what operators and autograd functions save. What
     other such hooks inside the block put in place of tensors is theirs, and counted if they `note` it. With
@@ -197,7 +200,7 @@ def counted(model: nn.Module) -> Iterator[Kept]:
     What backward computes again is not counted. Not for compiled models, which have no modules.
 
     Args:
-        model: whose modules give the layer types.
+        model: whose modules give the layer types; several that run one after the other may share an `nn.ModuleList`.
 
     Yields:
         The count, which goes on after the block for what was saved inside.

@@ -1,0 +1,85 @@
+"""Predicted bytes of pipeline stages, compared with what autograd really keeps under PyTorch's schedules."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowbit.activations import compress_saved_, counted
+from lowbit.activations.budget import plan_bits
+from lowbit.activations.in_flight import actions_of, in_flight, order_of
+from lowbit.bench.plan_memory import Settings
+from lowbit.bench.plan_stages import StageMeter
+from lowbit.codecs import Cast
+from lowbit.pipeline import LowBitStage
+from lowbit.train.model import StageModule, build_model
+from lowbit.train.stages import next_token_loss
+from tests.pipeline.toy import SCHEDULES
+from tests.ranks import Ranks
+
+ERRORS = {kind: {bits: 2.0**-bits for bits in range(2, 9)} for kind in ("norm", "mlp", "linear")}
+NAMES = {"1f1b": "1F1B", "zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
+
+
+def settings_of(name: str) -> Settings:
+    each = SCHEDULES[name][1]
+    return Settings(
+        schedule=NAMES[name], ranks=2, stages_per_rank=each, microbatches=4, batch=2, sequence=32, dim=32, layers=6,
+        heads=2, error_tokens=32,
+    )  # fmt: skip
+
+
+def train_a_step(name: str) -> tuple[int, int, float, bool]:
+    """On every rank: predicted and counted bytes at the peak, what is left after the step, and whether bits differ."""
+    settings = settings_of(name)
+    layout, rank = settings.layout, dist.get_rank()
+    order = order_of(
+        settings.schedule, ranks=2, stages_per_rank=settings.stages_per_rank, microbatches=4
+    )
+    meter = StageMeter(settings)
+    costs = [meter.stage(layout, stage).cost for stage in range(layout.stages)]
+    held = in_flight(order)
+    most = plan_bits(held, costs, ERRORS, device_bytes=1 << 50)
+    plan = plan_bits(
+        held,
+        costs,
+        ERRORS,
+        device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 3,
+    )
+
+    model = build_model(settings.model, vocab=256, sequence=32, seed=0).train()
+    modules = {
+        stage: StageModule(
+            model, layers=layout.layers_of(stage), first=stage == 0, last=stage == layout.stages - 1,
+            autocast=torch.bfloat16,
+        ).train()
+        for stage in layout.stages_of(rank)
+    }  # fmt: skip
+    compressed = [compress_saved_(m, plan.policy(stage)) for stage, m in modules.items()]
+    stages = [
+        LowBitStage(m, stage, layout.stages, torch.device("cpu"), forward=Cast(), backward=Cast())
+        for stage, m in modules.items()
+    ]
+    kind, each = SCHEDULES[name]
+    schedule: Any = kind(stages if each > 1 else stages[0], 4, loss_fn=next_token_loss)
+    assert in_flight(actions_of(schedule)).moments == held.moments
+    ids = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
+    mine: Any = [ids] if 0 in modules else []
+    last = {"target": ids, "losses": []} if layout.stages - 1 in modules else {}
+    schedule.step(*mine, **last, return_outputs=False)  # finds the shapes, by passes of its own
+    with counted(nn.ModuleList(modules.values())) as kept:
+        schedule.step(*mine, **last, return_outputs=False)
+    fixed = sum(costs[stage].fixed for stage in modules)
+    del compressed
+    bits = {tuple(stage.bits.values()) for stage in plan.stages}
+    return plan.device_bytes[rank] - fixed, kept.total, kept.now, len(bits) > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_predicted_bytes_are_those_that_are_kept(ranks: Ranks, name: str):
+    for predicted, found, left, differ in ranks.run(train_a_step, name):
+        assert found == pytest.approx(predicted, rel=0.02)
+        assert left == 0
+        assert differ

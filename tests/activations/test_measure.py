@@ -1,0 +1,71 @@
+"""Errors and bytes measured on a model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit.activations.measure import bytes_by_width, gradients, relative_error, sensitivities
+from lowbit.train.config import ModelConfig
+from lowbit.train.model import build_model
+
+IDS = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model() -> Any:
+    return build_model(
+        ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=32, seed=0
+    ).train()
+
+
+def loss_of(model: Any) -> Tensor:
+    logits = model(input_ids=IDS, use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+
+
+def test_errors_fall_with_bits_and_the_model_comes_back(model: Any):
+    before = gradients(model, lambda: loss_of(model))
+    found = sensitivities(model, lambda: loss_of(model), widths=(3, 6, 16))
+    for kind in ("norm", "mlp"):
+        assert 0.02 < found[kind][3] < 0.5
+        assert found[kind][6] == pytest.approx(
+            found[kind][3] * 7 / 63, rel=0.5
+        )  # steps are 9 times finer
+        assert found[kind][16] == 0
+    assert set(found["linear"].values()) == {
+        0.0
+    }  # every linear layer's input follows from something that is kept
+    after = gradients(model, lambda: loss_of(model))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_bytes_fall_with_bits(model: Any):
+    found = bytes_by_width(model, lambda: loss_of(model), widths=(2, 4, 16))
+    mlp = {bits: kept.peak["mlp"] for bits, kept in found.items()}
+    elements = 2 * IDS.numel() * 192  # gate and up
+    assert mlp == {
+        2: elements * 5 // 16,
+        4: elements * 9 // 16,
+        16: elements * 6,
+    }  # gate, up, and what follows
+    assert len({kept.peak["attention"] for kept in found.values()}) == 1
+
+
+def test_a_loss_that_differs_from_call_to_call_is_refused(model: Any):
+    with pytest.raises(
+        ValueError, match="loss gives gradients that differ by .* between two calls"
+    ):
+        sensitivities(model, lambda: loss_of(model) * torch.rand(()))
+    with pytest.raises(
+        ValueError, match="loss gives gradients of norm 0.0; allowed: finite, above 0"
+    ):
+        sensitivities(model, lambda: loss_of(model) * 0)
+
+
+def test_relative_errors_by_hand():
+    exact = {"a": torch.tensor([3.0]), "b": torch.tensor([[0.0, 4.0]])}
+    found = {"a": torch.tensor([3.0]), "b": torch.tensor([[3.0, 8.0]])}
+    assert relative_error(found, exact) == 1.0

@@ -1,0 +1,174 @@
+"""`lowbit bench memory`: real measurements of a tiny model in processes of their own."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowbit.bench import memory
+from lowbit.bench.memory import Settings, run
+from lowbit.bench.memory_methods import METHODS, Updates, kept_as
+from lowbit.bench.memory_run import Meter, measure
+from lowbit.bench.memory_views import draw, show
+from lowbit.bench.report import Report
+from lowbit.train.config import ModelConfig, OptimizerConfig
+from lowbit.train.model import build_model
+
+HERE = [method for method in METHODS if method != "low-bit+8bit"]  # which needs torchao
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(i * i) for i in range(2000)))
+    return Settings(
+        methods=("bf16",), sequences=(64,), steps=2, dim=32, layers=1, heads=2, text=(str(text),), max_bytes=8000,
+        threads=1,
+    )  # fmt: skip
+
+
+def fake(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
+    size = (100 - 10 * METHODS.index(method)) * sequence
+    return {
+        "method": method, "sequence": sequence, "saved_bytes": size, "peak_bytes": 2 * size, "step_seconds": 1.0,
+        "loss": 4.0, "weights_bytes": 1, "gradients_bytes": 1, "optimizer_bytes": 2, "weight_copies_bytes": 3,
+        "saved": {"norm": size}, "gradient_error": {"all": 0.0, "norm": 0.0}, "rest_bytes": size - 7,
+    }  # fmt: skip
+
+
+def test_a_real_measurement_in_a_process_of_its_own(settings: Settings):
+    row = run(settings).rows[0]
+    assert {"norm", "mlp", "attention", "linear", "loss"} <= set(row["saved"])
+    assert row["saved_bytes"] == sum(row["saved"].values())
+    assert row["gradient_error"]["all"] == 0
+    assert row["optimizer_bytes"] >= 2 * row["weights_bytes"]
+    assert row["gradients_bytes"] == row["weights_bytes"]
+    assert row["peak_bytes"] > 0 < row["step_seconds"]
+    assert (row["saved_vs_bf16"], row["peak_vs_bf16"], row["time_vs_bf16"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("method", HERE)
+def test_what_each_method_keeps_and_loses(settings: Settings, method: str):
+    plain = measure(settings, "bf16", 64)
+    row = measure(settings, method, 64)
+    share, error = row["saved_bytes"] / plain["saved_bytes"], row["gradient_error"]["all"]
+    low, high = {
+        "bf16": (1, 1), "checkpoint": (0.1, 0.4), "fp8": (0.3, 0.6), "int4-uniform": (0.05, 0.3), "low-bit": (0.1, 0.35)
+    }[method]  # fmt: skip
+    assert low <= share <= high
+    assert (error == 0) == (method in ("bf16", "checkpoint"))
+    assert error < 0.3
+    assert row["loss"] == pytest.approx(plain["loss"], abs=0.02)
+
+
+def test_memory_is_seen(settings: Settings):
+    meter = Meter(torch.device("cpu"))
+    meter.reset()
+    filled = torch.ones(16 << 20, dtype=torch.uint8)
+    assert 12 << 20 < meter.peak() < 64 << 20
+    del filled
+
+
+def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    asked = []
+    monkeypatch.setattr(memory, "_measure", lambda *a: asked.append(a[1:]) or fake(*a))
+    both = dataclasses.replace(settings, methods=("low-bit", "bf16"), sequences=(64, 32))
+    file = tmp_path / "m.json"
+    run(dataclasses.replace(both, methods=("bf16",), sequences=(64,)), file=file)
+    report = run(both, file=file)
+    assert asked == [("bf16", 64), ("low-bit", 64), ("low-bit", 32), ("bf16", 32)]
+    places = [(row["sequence"], row["method"]) for row in report.rows]
+    assert places == [(32, "bf16"), (32, "low-bit"), (64, "bf16"), (64, "low-bit")]
+    assert [row["saved_vs_bf16"] for row in report.rows] == [1, 0.6, 1, 0.6]
+    assert Report.read_json(file).rows == report.rows
+    with pytest.raises(
+        ValueError, match="holds rows with dim 32; this call has 64: name another file"
+    ):
+        run(dataclasses.replace(both, dim=64), file=file)
+
+
+def test_rows_are_shown_and_drawn(settings: Settings, tmp_path: Path):
+    from rich.console import Console
+
+    rows = [
+        fake(settings, m, 64)
+        | dict.fromkeys(("saved_vs_bf16", "peak_vs_bf16", "time_vs_bf16"), 0.5)
+        for m in METHODS
+    ]
+    report = Report(command="bench memory", settings=settings, machine={}, rows=rows)
+    console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
+    console.print(show(report))
+    text = console.export_text()
+    assert all(name in text for name in (*METHODS, "norm", "What the peak is made of"))
+    draw(report, tmp_path / "m.png")
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from lowbit.bench import memory_methods
+
+    monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
+    weights = []
+    for method in ("low-bit", "low-bit+8bit"):
+        model = build_model(
+            ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=16, seed=0
+        ).train()
+        updates = Updates(method, model, OptimizerConfig(lr=1e-2))
+        ids = torch.arange(32).view(2, 16)
+        with kept_as(method, model, 4) as around:
+            for one in ids.split(1):
+                with around():
+                    model(input_ids=one, labels=one).loss.backward()
+        parameters = sum(p.nbytes for p in model.parameters())
+        assert updates.gradient_bytes() == pytest.approx(
+            parameters / (4 if "8bit" in method else 1), rel=0.03
+        )
+        updates.step(2)
+        assert updates.state_bytes() >= 2 * parameters
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    moved = (weights[0] - weights[1]).norm() / weights[0].norm()
+    assert 0 < moved < 0.05
+
+
+def test_what_can_not_be_measured_is_said_first(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ValueError, match="no such file"):
+        run(dataclasses.replace(settings, text=("missing.txt",)))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device is cuda; this machine has none"):
+            run(dataclasses.replace(settings, device="cuda"))
+    monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        run(dataclasses.replace(settings, methods=("low-bit+8bit",)))
+    assert raised.value.name == "torchao"
+
+
+def test_a_process_that_fails_is_an_error(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(json, "dumps", lambda told: '{"settings": {}, "method": "bf16"}')
+    with pytest.raises(ChildProcessError, match="bf16 at sequence 64 failed: KeyError: 'sequence'"):
+        run(settings)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"methods": ("int3",)}, r"methods is \('int3',\); allowed: bf16, checkpoint"),
+        ({"sequences": (0,)}, r"sequences is \(0,\); allowed: at least 1 each"),
+        ({"steps": 1}, "steps is 1; allowed: at least 2"),
+        ({"bits": 9}, "bits is 9; allowed: 2 to 8"),
+        ({"weights": "fp16"}, "weights is 'fp16'"),
+        ({"vocab": 100}, "vocabulary has 100 entries"),
+        ({"dim": 33}, "model.dim is 33"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Settings(**wrong)

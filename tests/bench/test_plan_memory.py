@@ -1,0 +1,84 @@
+"""`lowbit plan memory`; that its bytes are real is checked in tests/activations/test_held.py."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lowbit.bench.plan_memory import Settings, parse_bytes, run
+from lowbit.cli import app
+from lowbit.cli.bench import PLANS
+from lowbit.cli.options import explanations
+
+TINY = Settings(
+    ranks=2, microbatches=2, sequence=32, dim=64, layers=5, heads=2, error_tokens=32, error_steps=1, max_bytes=20_000
+)  # fmt: skip
+
+
+def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
+    file, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    words = [
+        f"--{field.name.replace('_', '-')}={getattr(TINY, field.name)}"
+        for field in dataclasses.fields(TINY)
+        if isinstance(getattr(TINY, field.name), int)
+    ]
+    result = CliRunner().invoke(
+        app,
+        ["plan", "memory", *words, "--json", str(file), "--png", str(picture)],
+        env={"COLUMNS": "100"},
+    )
+    assert result.exit_code == 0, result.output
+    assert "relative error of the gradient" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = json.loads(file.read_text())
+    assert written["command"] == "plan memory"
+    first, last = written["rows"]
+    assert (first["layers"], last["layers"], first["held"], last["held"]) == (3, 2, 2, 1)
+    assert first["saved_bytes"] <= first["int4_bytes"] < first["bf16_bytes"] / 2
+    assert last["mlp"] >= first["mlp"]
+    assert max(first["device_bytes"], last["device_bytes"]) <= first["budget"]
+    assert first["error_all"] < first["error_int4"]
+    too_small = CliRunner().invoke(app, ["plan", "memory", *words, "--budget", "1mb"])
+    assert too_small.exit_code == 2
+    assert f"allowed: at least {first['least']:,}, which rank 0 needs" in too_small.stderr
+
+
+def test_gradients_and_optimizer_in_8_bits_take_less():
+    wide = run(TINY).rows[0]["fixed_bytes"]
+    narrow = run(dataclasses.replace(TINY, gradients="fp8", optimizer="adamw-8bit")).rows[0][
+        "fixed_bytes"
+    ]
+    assert narrow / wide == pytest.approx((4 + 1.01 + 2.03) / 16, rel=0.02)
+
+
+def test_settings_are_options_and_explained():
+    assert list(PLANS) == ["memory"]
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    assert [field for field in fields if field not in explanations(Settings)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24gb", 24 * 10**9), ("1.5 GiB", 3 << 29), ("800mb", 8 * 10**8), ("123", 123)],
+)
+def test_budgets_are_written_with_their_unit(text: str, size: int):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"budget": "much"}, "budget is 'much'; allowed: bytes, such as 24gb"),
+        ({"budget": "1.2.3gb"}, "budget is '1.2.3gb'"),
+        ({"ranks": 16}, "the pipeline has 16 stages"),
+        ({"schedule": "2F2B"}, "pipeline.schedule is '2F2B'"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'; allowed: 'adamw', 'adamw-8bit'"),
+        ({"gradients": "fp7"}, "codec is 'fp7'"),
+        ({"sequence": 0}, "sequence is 0; allowed: at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Settings(**wrong)
