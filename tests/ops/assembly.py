@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.ops import gpu
-from lowbit.ops.gpu import block_float8, group_int, launch, tah_quant
+from lowbit.ops.gpu import block_float8, gated, group_int, norm, tah_quant
 
 KERNELS: dict[str, tuple[Codec, bool]] = {
     "TAHQuant() encode": (TAHQuant(), True),
@@ -36,13 +36,54 @@ KERNELS: dict[str, tuple[Codec, bool]] = {
     "BlockFloat8() encode": (BlockFloat8(), True),
     "BlockFloat8() decode": (BlockFloat8(), False),
 }
+NORM = 1e-6, False, 0.0, 4, 64
+FUSED: dict[
+    str, tuple[str, Any]
+] = {  # operator, and its arguments from matrices, vectors and payloads
+    "RMSNorm + GroupInt() encode": ("norm_encode", lambda m, v, p: (m, v, None, p, m, *NORM, None)),
+    "RMSNorm recompute": ("norm_recompute", lambda m, v, p: (p, v, None, m, *NORM)),
+    "RMSNorm backward": ("norm_backward", lambda m, v, p: (p, v, None, m, m, v, None, None, *NORM)),
+    "SwiGLU + GroupInt() encode": (
+        "gated_encode",
+        lambda m, v, p: (m, m, p, p, m, "silu", 4, 64, None),
+    ),
+    "SwiGLU recompute": ("gated_recompute", lambda m, v, p: (p, p, m, "silu", 4, 64)),
+    "SwiGLU backward": ("gated_backward", lambda m, v, p: (p, p, m, m, m, None, "silu", 4, 64)),
+}
 MODULES = {"BlockFloat8": block_float8, "GroupInt": group_int, "TAHQuant": tah_quant}
 SHAPE = (8, 4096, 4096)
-POINTERS = {torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int32: "*i32"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.float32: "*fp32",
+}
+
+
+def fused_launches(operator: str, arguments: Any) -> list[tuple]:
+    """The same for an operator on (tokens, channels)."""
+    rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
+    matrix = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta")
+    payload = torch.empty(GroupInt().nbytes(matrix.shape), dtype=torch.uint8, device="meta")
+    given = arguments(matrix, torch.empty(channels, dtype=torch.bfloat16, device="meta"), payload)
+    return _caught(
+        getattr(gpu, operator), given, {"gated": gated, "norm": norm}[operator.split("_")[0]]
+    )
 
 
 def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
     """Kernels that a call launches, caught before they run: kernel, warps, shape, arguments, settings."""
+    x = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
+    payload = torch.empty(codec.nbytes(SHAPE), dtype=torch.uint8, device="meta")
+    module = MODULES[type(codec).__name__]
+    name = module.__name__.rpartition(".")[2]
+    function = getattr(gpu, f"{name}_{'encode' if encode else 'decode'}")
+    tensors = (x, payload) if encode else (payload, x)
+    flat = (t.view(-1) if isinstance(codec, GroupInt) and t is x else t for t in tensors)
+    return _caught(function, (*flat, *_settings(codec, encode)), module)
+
+
+def _caught(function: Any, given: tuple, module: Any) -> list[tuple]:
     caught = []
 
     def catch(
@@ -50,22 +91,11 @@ def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any],
     ) -> None:
         caught.append((kernel, warps, shape, arguments, settings))
 
-    x = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
-    payload = torch.empty(codec.nbytes(SHAPE), dtype=torch.uint8, device="meta")
-    before = launch.launch
-    for module in MODULES.values():
-        module.launch = catch
+    before, module.launch = module.launch, catch
     try:
-        name = MODULES[type(codec).__name__].__name__.rpartition(".")[2]
-        function = getattr(gpu, f"{name}_{'encode' if encode else 'decode'}")
-        tensors = (x, payload) if encode else (payload, x)
-        function(
-            *(t.view(-1) if isinstance(codec, GroupInt) and t is x else t for t in tensors),
-            *_settings(codec, encode),
-        )
+        function(*given)
     finally:
-        for module in MODULES.values():
-            module.launch = before
+        module.launch = before
     return caught
 
 
@@ -144,11 +174,12 @@ def _output(*command: Any) -> str:
 
 
 def main(names: list[str]) -> None:
-    for name in names or KERNELS:
-        codec, encode = KERNELS[name]
-        for kernel, warps, shape, arguments, settings in launches(codec, encode):
+    for name in names or (*KERNELS, *FUSED):
+        caught = fused_launches(*FUSED[name]) if name in FUSED else launches(*KERNELS[name])
+        for kernel, warps, shape, arguments, settings in caught:
             found = compiled(kernel, warps, shape, arguments, settings)
             lanes = shape.get("NT") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
+            lanes *= shape["ROWS"] if name.startswith("RMSNorm") else 1
             print(json.dumps(row(name, found, lanes * shape["WIDTH"] * 8)), flush=True)
 
 

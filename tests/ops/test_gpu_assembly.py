@@ -13,21 +13,26 @@ import pytest
 pytest.importorskip("triton")
 CODECS = ("TAHQuant()", "GroupInt()", "BlockFloat8()")
 KERNELS = [f"{codec} {way}" for codec in CODECS for way in ("encode", "decode")]
+FUSED = ["RMSNorm + GroupInt() encode", "RMSNorm backward", "SwiGLU backward"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's tools there")
 def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.assembly", *KERNELS],
+        [sys.executable, "-m", "tests.ops.assembly", *KERNELS, *FUSED],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 6
-    for row in rows:
+    assert len(rows) == len(KERNELS) + len(FUSED)
+    for row in rows[len(KERNELS) :]:
+        assert row["spilled_bytes"] == 0, row
+        assert row["vector_loads"] >= 8, row
+        assert row["vector_stores"] >= 8, row
+    for row in rows[: len(KERNELS)]:
         assert row["spilled_bytes"] == row["approximate"] == row["flushed"] == 0, row
         assert row["registers"] <= 128, row
         encode = row["kernel"].endswith("encode")

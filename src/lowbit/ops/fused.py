@@ -18,6 +18,9 @@ from torch.nn import functional
 from lowbit.ops.group_int import group_int_decode, group_int_encode
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+"""For kernels: erfc(z) = t ((((c0 t + c1) t + ...) t + c4) e^(-z^2) within 1.5e-7, where t = 1 / (1 + p z), z >= 0
+(Abramowitz and Stegun, 7.1.26)."""
 GELU_TANH = math.sqrt(2 / math.pi), 0.044715  # act(g) = g (1 + tanh(a (g + b g^3))) / 2
 
 

@@ -20,13 +20,11 @@ from lowbit.ops.cpu.formulas import (
     magnitude,
 )
 from lowbit.ops.cpu.memory import F32, I32
-from lowbit.ops.fused import GELU_TANH
+from lowbit.ops.fused import ERFC, GELU_TANH
 
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4  # the first of 9 bits
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 """(e^r - 1 - r) / r^2 for |r| <= ln 2 / 2, from Cephes' expf."""
-ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-"""erfc(z) = t (((((c0 t + c1) t + ...) t + c4) e^(-z^2), t = 1 / (1 + p z), z >= 0: Abramowitz and Stegun, 7.1.26."""
 FAR = 16.0  # the slopes of both gelu are constant beyond it
 
 

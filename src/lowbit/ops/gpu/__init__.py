@@ -10,16 +10,10 @@ import functools
 import torch
 from triton import knobs
 
-from lowbit.ops.fused import (
-    gated_backward,
-    gated_encode,
-    gated_recompute,
-    norm_backward,
-    norm_encode,
-    norm_recompute,
-)
 from lowbit.ops.gpu.block_float8 import block_float8_decode, block_float8_encode
+from lowbit.ops.gpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.gpu.group_int import group_int_decode, group_int_encode
+from lowbit.ops.gpu.norm import norm_backward, norm_encode, norm_recompute
 from lowbit.ops.gpu.tah_quant import tah_quant_decode, tah_quant_encode
 
 interpreted: bool = knobs.runtime.interpret

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit.ops.gpu.numbers import narrowed, widened
+from lowbit.ops.gpu.numbers import narrowed, rounded, widened
 
 
 @triton.jit
@@ -129,3 +129,13 @@ def store_numbers(y, out, at, v, keep, count, j, RAGGED: tl.constexpr, ACCUMULAT
         if ACCUMULATE:
             value = widened(tl.load(to, mask=mask, other=0.0)) + value
         tl.store(to, narrowed(value, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store(y, out, at, v, keep, count, j, RAGGED: tl.constexpr):
+    """Write eight float32 tensors to `out`; beyond float16 they become Inf."""
+    for k in tl.static_range(8):
+        mask = keep
+        if RAGGED:
+            mask = keep & (k * v + j < count)
+        tl.store(out + at + k * v, rounded(y[k], out.dtype.element_ty), mask=mask)

@@ -34,7 +34,7 @@ def group_int_encode(
     """The reference's bytes."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     launch(
-        _encode, *_shape(x.numel(), group), x, payload, x.numel(), seed or 0,
+        _encode, *shape_of(x.numel(), group), x, payload, x.numel(), seed or 0,
         *starts(layout, "mids", "codes"), *ends(layout, "scales", "mids"),
         BITS=bits, GROUP=group, SYMMETRIC=symmetric, STOCHASTIC=seed is not None,
     )  # fmt: skip
@@ -46,21 +46,23 @@ def group_int_decode(
     """The reference's numbers."""
     layout = group_int_layout(out.numel(), bits, group, symmetric)
     launch(
-        _decode, *_shape(out.numel(), group), payload, out, out.numel(), *starts(layout, "mids", "codes"),
+        _decode, *shape_of(out.numel(), group), payload, out, out.numel(), *starts(layout, "mids", "codes"),
         BITS=bits, GROUP=group, SYMMETRIC=symmetric, ACCUMULATE=accumulate,
     )  # fmt: skip
 
 
-def _shape(numel: int, group: int) -> tuple[int, int, dict[str, int | bool]]:
+def shape_of(
+    numel: int, group: int, at_once: int = AT_ONCE
+) -> tuple[int, int, dict[str, int | bool]]:
     """Programs, warps, and the shape of a program's tensors."""
     width = power_of_two_from(group // 8)
-    groups = max(1, AT_ONCE // (8 * width))
+    groups = max(1, at_once // (8 * width))
     shape = {"GROUPS": groups, "WIDTH": width, "RAGGED": numel % group > 0}
     return ceil_div(ceil_div(numel, group), groups), warps_for(groups * width), shape
 
 
 @triton.jit
-def _lanes(
+def lanes(
     numel, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr
 ):
     """A program's groups (GROUPS,); and, with a second dimension for an eighth: lanes that exist, elements, eighths."""
@@ -74,17 +76,18 @@ def _lanes(
     return group, begin[:, None] + j, count, j, v, (count > 0) & (j < v)
 
 
-@triton.jit(do_not_specialize=["numel", "seed", "mids_16", "codes_16", "scales_end", "mids_end"])
-def _encode(
-    x, payload, numel, seed, mids_16, codes_16, scales_end, mids_end,
+@triton.jit
+def encode_parts(
+    parts, payload, group, there, at, count, j, v, keep, seed, mids_16, codes_16,
     BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
-    group, at, count, j, v, keep = _lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    there = group * GROUP < numel
-    parts = eighths.load(x, at, v, keep, count, j, RAGGED)
-    low, high, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
+    """Write the scales, middles and codes of groups whose elements are eight float32 tensors (groups, eighth).
 
+    Args:
+        group: numbers of the groups, and `there` which of them exist; the rest as from `lanes`.
+    """
+    low, high, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
     low, high = tl.maximum(low, -LARGEST_), tl.minimum(high, LARGEST_)
     if SYMMETRIC:
         center: tl.constexpr = 2.0 ** (BITS - 1) - 1
@@ -123,23 +126,18 @@ def _encode(
         codes = codes + (code,)
     to = section(payload, codes_16) + (group * BITS * (GROUP // 8))[:, None] + j
     eighths.store_codes(to, codes, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
-    if tl.program_id(0) == 0:
-        zero_gap(payload, scales_end, mids_16)
-        zero_gap(payload, mids_end, codes_16)
 
 
-@triton.jit(do_not_specialize=["numel", "mids_16", "codes_16"])
-def _decode(
-    payload, out, numel, mids_16, codes_16,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, ACCUMULATE: tl.constexpr,
-    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+@triton.jit
+def decode_parts(
+    payload, group, there, j, v, keep, mids_16, codes_16,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
-    group, at, count, j, v, keep = _lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    there = group * GROUP < numel
+    """Inverse of `encode_parts`: eight float32 tensors."""
     scales = payload.to(tl.pointer_type(tl.int16))
     scale = of_bits(tl.load(scales + group, mask=there, other=0).to(tl.int32) << 16)
     if SYMMETRIC:
-        offset = tl.full((GROUPS,), -(2.0 ** (BITS - 1) - 1), tl.float32)
+        offset = tl.full(group.shape, -(2.0 ** (BITS - 1) - 1), tl.float32)
     else:
         mids = section(payload, mids_16).to(tl.pointer_type(tl.int16))
         m = tl.load(mids + group, mask=there, other=0).to(tl.float32)
@@ -149,4 +147,42 @@ def _decode(
     y = ()
     for k in tl.static_range(8):
         y = y + ((number_of(codes[k]) + offset[:, None]) * scale[:, None],)
+    return y
+
+
+@triton.jit
+def zero_gaps(payload, mids_16, codes_16, scales_end, mids_end):
+    """Clear the bytes between sections, in the first program."""
+    if tl.program_id(0) == 0:
+        zero_gap(payload, scales_end, mids_16)
+        zero_gap(payload, mids_end, codes_16)
+
+
+@triton.jit(do_not_specialize=["numel", "seed", "mids_16", "codes_16", "scales_end", "mids_end"])
+def _encode(
+    x, payload, numel, seed, mids_16, codes_16, scales_end, mids_end,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
+    there = group * GROUP < numel
+    parts = eighths.load(x, at, v, keep, count, j, RAGGED)
+    encode_parts(
+        parts, payload, group, there, at, count, j, v, keep, seed, mids_16, codes_16,
+        BITS, GROUP, SYMMETRIC, STOCHASTIC, RAGGED,
+    )  # fmt: skip
+    zero_gaps(payload, mids_16, codes_16, scales_end, mids_end)
+
+
+@triton.jit(do_not_specialize=["numel", "mids_16", "codes_16"])
+def _decode(
+    payload, out, numel, mids_16, codes_16,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, ACCUMULATE: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
+    there = group * GROUP < numel
+    y = decode_parts(
+        payload, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, SYMMETRIC
+    )  # fmt: skip
     eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

@@ -75,6 +75,15 @@ def narrowed(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """The same; beyond float16 it becomes Inf."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        return narrowed(x, DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
 def inverse_of(scale):
     """1 / scale rounded once, or 1."""
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0, scale, 1.0))
