@@ -49,8 +49,8 @@ def test_bytes_fall_with_bits(model: Any):
     assert mlp == {
         2: elements * 5 // 16,
         4: elements * 9 // 16,
-        16: elements * 6,
-    }  # gate, up, and what follows
+        16: elements * 4,
+    }
     assert len({kept.peak["attention"] for kept in found.values()}) == 1
 
 

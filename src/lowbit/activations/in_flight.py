@@ -56,6 +56,7 @@ def in_flight(order: Order) -> InFlight:
     A micro-batch is held from its forward (F) until its backward has ended: B, or where a zero-bubble schedule splits
     it into a pass for the inputs (I) and one for the weights (W), the latter. PyTorch's I keeps the graph with all it
     has saved (`retain_graph`), because W starts again from its middle; on the first stage I does nothing at all.
+    What lies behind the last layer with weights, such as the loss, goes earlier: there the count is on the safe side.
 
     Args:
         order: what each rank does (`order_of`, `actions_of`). Communication is skipped; actions that run together

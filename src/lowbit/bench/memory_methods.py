@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +37,13 @@ def kept_as(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
     around: Around = contextlib.nullcontext
     with contextlib.ExitStack() as stack:
         if method == "checkpoint":
-            wrapped: Any = model
-            wrapped.gradient_checkpointing_enable({"use_reentrant": False})
-            stack.callback(wrapped.gradient_checkpointing_disable)
+            # Versions of transformers before 5.2x know it under the second name.
+            on, off = (
+                getattr(model, f"activation_{word}", None) or getattr(model, f"gradient_{word}")
+                for word in ("checkpointing_enable", "checkpointing_disable")
+            )
+            on({"use_reentrant": False})
+            stack.callback(off)
         elif method == "fp8":
             around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
         elif method != "bf16":
