@@ -3,6 +3,7 @@
 Importing this package loads nothing else; import what you use from its subpackages:
 
 * `lowbit.codecs`: formats that turn a tensor into few bytes and back.
+* `lowbit.activations`: `compress_saved_`, few bits for what autograd keeps between forward and backward.
 * `lowbit.pipeline`: `LowBitStage`, a drop-in for `torch.distributed.pipelining.PipelineStage`.
 * `lowbit.train`: the training recipe behind `lowbit train`.
 """

@@ -69,7 +69,7 @@ def test_what_stays_as_it_is():
         linear(mask)  # a leaf without gradient, a weight and its cast
         norm(mask)
         inputs()[:, :4, :7].exp()  # few elements
-        inputs() * mask
+        assert (inputs() * mask).requires_grad
     assert not calls.count
 
 

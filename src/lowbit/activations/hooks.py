@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lowbit.activations.counted import note
 from lowbit.activations.policy import LayerAware
-from lowbit.codecs import GroupInt
+from lowbit.codecs import Codec
 from lowbit.codecs.base import FLOATS
 
 MINIMUM = 1024
@@ -58,6 +59,13 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
         yield
 
 
+def coded_by(
+    codec: Codec | None, *, attention: Codec | None
+) -> contextlib.AbstractContextManager[None]:
+    """`low_bit_saved` with any format without state, and one for what attention saves; None: as it is."""
+    return _Packing(codec, attention).active()
+
+
 def attention_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Attention that keeps its own tensors in few bits, too: the ablation of `LayerAware.attention`."""
     if not (torch.is_grad_enabled() and module.training) or layer.codec is None:
@@ -69,7 +77,7 @@ def attention_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any
 class _Coded:
     """A flat tensor in few bits."""
 
-    def __init__(self, x: Tensor, codec: GroupInt) -> None:
+    def __init__(self, x: Tensor, codec: Codec) -> None:
         with torch.no_grad():
             self.payload = codec.encode(x)
         self.codec, self.numel, self.dtype = codec, x.numel(), x.dtype
@@ -96,7 +104,7 @@ class _Held:
 class _Packing(TorchFunctionMode):
     """Codes what is saved. Only after a function has returned is it known what of it are results, and of what."""
 
-    def __init__(self, codec: GroupInt | None, attention: GroupInt | None) -> None:
+    def __init__(self, codec: Codec | None, attention: Codec | None) -> None:
         super().__init__()
         self._codec, self._attention = codec, attention
         self._pending: list[_Held] | None = None
@@ -140,7 +148,14 @@ class _Packing(TorchFunctionMode):
         return held
 
     def _settle(self, held: _Held, made: set[int], in_attention: bool) -> None:
-        """Code a tensor, if it may be."""
+        """Code a tensor, if it may be, and tell who counts."""
+        self._decide(held, made, in_attention)
+        if held.tensor is not None:
+            held.tensor = held.tensor.detach()  # an output would hold the graph that holds it
+        kept = held.tensor if held.coded is None else held.coded.payload
+        note(held, [] if kept is None else [kept])
+
+    def _decide(self, held: _Held, made: set[int], in_attention: bool) -> None:
         x = held.tensor
         if x is None or x.dtype not in FLOATS or x.numel() < MINIMUM or hasattr(x, "to_local"):
             return
@@ -155,12 +170,12 @@ class _Packing(TorchFunctionMode):
             held.coded = self._code(x, storage, held, codec)
             held.tensor = None
 
-    def _code(self, x: Tensor, storage: Any, held: _Held, codec: GroupInt) -> _Coded:
+    def _code(self, x: Tensor, storage: Any, held: _Held, codec: Codec) -> _Coded:
         total = storage.nbytes() // x.element_size()
         if total > 2 * x.numel():  # a part of something large: by itself
             held.place = (x.size(), torch.empty(x.size(), device="meta").stride(), 0)
             return _Coded(x.detach().contiguous(), codec)
-        key = (storage._cdata, x.dtype, x._version, codec.bits)
+        key = (storage._cdata, x.dtype, x._version, codec)
         known = self._coded.get(key)
         coded = known[1]() if known else None
         if coded is None:

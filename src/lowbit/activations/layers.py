@@ -24,6 +24,7 @@ from lowbit.activations.kept import (
     Recipe,
     attach,
     itself,
+    plain_gated,
     recipe_of,
     room,
     takes,
@@ -53,8 +54,8 @@ class Layer:
 @_eager
 def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     """A norm over the last dimension; the layers that follow find out how to get its output."""
-    weight, bias = module.weight, getattr(module, "bias", None)
-    if not _keeps(module, layer, x, weight, bias):
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not _keeps(module, layer, x):
         return layer.own(x)
     like: NormLike = layer.what
     codec = layer.codec
@@ -73,7 +74,7 @@ def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
 @_eager
 def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     """A linear layer, which keeps its input unless something that it follows from is kept already."""
-    if not _keeps(module, layer, x, module.weight, module.bias):
+    if not _keeps(module, layer, x):
         return layer.own(x)
     dtype = _compute_dtype(x)
     recipe, kept = None, ()
@@ -92,7 +93,7 @@ def activation_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
 def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     """A feed-forward block: its linear layers as they are, activation and product in one."""
     parts: FeedForward = layer.what
-    if not _keeps(module, layer, x, *module.parameters()):
+    if not _keeps(module, layer, x):
         return layer.own(x)
     gate = module.get_submodule(parts.gate)(x)
     up = None if parts.up is None else module.get_submodule(parts.up)(x)
@@ -102,6 +103,8 @@ def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
 def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
     """act(gate) * up, or act(gate); the layer that follows finds out how to get it."""
     activation = layer.what.activation if isinstance(layer.what, FeedForward) else layer.what
+    if not takes(gate, up):
+        return plain_gated(gate, up, activation).to(gate.dtype)
     kept = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
     form = GatedOutput(gate.shape, layer.codec, activation)
     out = GatedFunction.apply(gate, up, form, kept)
@@ -109,10 +112,11 @@ def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
     return out
 
 
-def _keeps(module: nn.Module, layer: Layer, *tensors: Tensor | None) -> bool:
+def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
     """Whether autograd is going to keep something here that can be kept in few bits."""
-    there = [t for t in tensors if t is not None]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in there):
+    if not torch.is_grad_enabled():
+        return False
+    if not (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         return False
     if not module.training:
         say_once(
@@ -120,8 +124,11 @@ def _keeps(module: nn.Module, layer: Layer, *tensors: Tensor | None) -> bool:
             "is kept in full; call model.train() to train it, or use torch.no_grad() to evaluate it"
         )
         return False
-    if not takes(*there):
-        kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in there if not takes(t)})
+    tensors = (x, *module.parameters(recurse=False))
+    if not x.numel():
+        return False
+    if not takes(*tensors):
+        kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if not takes(t)})
         say_once(f"activations of {layer.kind} layers are kept in full where they are {kinds}")
         return False
     return True
@@ -169,7 +176,7 @@ def _norm_dtype(module: nn.Module, like: NormLike, x: Tensor) -> torch.dtype:
     """What the module itself returns."""
     if x.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(module, _FLOAT32_ON_CUDA):
         return torch.float32
-    weight: Any = module.weight
+    weight = getattr(module, "weight", None)
     if like.promotes and weight is not None:
         return torch.promote_types(x.dtype, weight.dtype)
     return x.dtype

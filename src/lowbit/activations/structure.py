@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,11 +63,10 @@ def norm_like(module: nn.Module) -> NormLike | None:
     shape = getattr(module, "normalized_shape", None) or [len(p) for p in own.values()]
     if next(module.children(), None) or own.keys() - {"weight", "bias"} or len(set(shape)) != 1:
         return None
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        n: torch.randn(shape[0], generator=generator) for n, p in own.items() if p is not None
-    }
-    x = torch.randn(2, 3, shape[0], generator=generator) + 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = partial(torch.randn, generator=generator, device="cpu")
+    weights = {name: numbers(shape[0]) for name in own}
+    x = numbers(2, 3, shape[0]) + 1
     y, narrow = (_try(module, weights, v) for v in (x, x.bfloat16()))
     if y is None:
         return None

@@ -59,8 +59,10 @@ class Survey:
         shares = ", ".join(
             f"{name} ({count} modules, {self._bytes[name] / max(1, total):.1%} of the bytes kept for backward)"
             for name, count in self._count.items()
+            if self._bytes[name]
         )
-        log.warning("activations of these types are kept as they are: %s", shares)
+        if shares:
+            log.warning("activations of these types are kept as they are: %s", shares)
         self._alive.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -75,7 +77,7 @@ class Survey:
             self._seen.add(storage._cdata)
             self._alive.append(storage)  # so that no other storage gets the same address
             self._bytes[self._inside[-1] if self._inside else ""] += storage.nbytes()
-        return x
+        return x.detach()  # an output would hold the graph that holds it
 
 
 def _hooked() -> bool:

@@ -50,6 +50,33 @@ def bars(
     _finish(axes, label=label, title=title, legend=len(series) > 1)
 
 
+def stacks(
+    axes: Axes,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    *,
+    label: str,
+    title: str = "",
+) -> None:
+    """A bar for each group, made of one part of each series, the first at the bottom; sums stand above.
+
+    Args:
+        axes: where to draw; groups: names below the bars.
+        series: heights by name of the series, one for each group.
+        label: what the heights are.
+    """
+    below = [0.0] * len(groups)
+    for i, (name, heights) in enumerate(series.items()):
+        drawn = axes.bar(
+            range(len(groups)), heights, bottom=below, width=0.7, color=_colour(i), label=name
+        )
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+        if i == len(series) - 1:
+            axes.bar_label(drawn, [_short(height) for height in below], fontsize=7, padding=1)
+    axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right", fontsize=8)
+    _finish(axes, label=label, title=title, legend=len(series) > 1)
+
+
 def lines(
     axes: Axes,
     series: Mapping[str, Sequence[tuple[float, float]]],

@@ -1,4 +1,4 @@
-"""The commands: `lowbit train`, `lowbit bench ...` and `lowbit demo`."""
+"""The commands: `lowbit train`, `lowbit bench ...`, `lowbit plan ...` and `lowbit demo`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lowbit import __version__
-from lowbit.cli.bench import Benchmarks
+from lowbit.cli.bench import Benchmarks, Plans
 from lowbit.cli.errors import Traceback, one_line_errors
 
 app = typer.Typer(
@@ -19,14 +19,25 @@ app = typer.Typer(
 )
 bench = typer.Typer(
     cls=Benchmarks,
-    help="Measure speed over slow links, the codecs themselves, and what they cost in loss.",
+    help="Measure speed over slow links, the codecs themselves, what they cost in loss, and memory.",
+    no_args_is_help=True,
+)
+plan = typer.Typer(
+    cls=Plans,
+    help="Work out a run before it is started: the memory of its devices.",
     no_args_is_help=True,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
 
 
 @bench.callback()
 def _bench() -> None:
+    pass
+
+
+@plan.callback()
+def _plan() -> None:
     pass
 
 

@@ -1,4 +1,4 @@
-"""`lowbit bench ...`: options are the fields of a benchmark's `Settings`; its report is shown, written and drawn."""
+"""`lowbit bench ...`, `lowbit plan ...`: options are the fields of a `Settings`; reports are shown, written, drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperGroup
@@ -73,25 +73,39 @@ BENCHMARKS = {
     "convergence": Benchmark(
         "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
     ),
+    "memory": Benchmark("memory", "memory_views", _run_live("memory_views")),
+}
+PLANS = {
+    "memory": Benchmark(
+        "plan_memory", "plan_memory_views", lambda module, settings, file: module.run(settings)
+    ),
 }
 
 
 class Benchmarks(TyperGroup):
     """The commands of `lowbit bench`, each made when it is asked for, because its settings import PyTorch."""
 
+    commands_of: ClassVar = BENCHMARKS
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Names, in the order of the help."""
-        return list(BENCHMARKS)
+        return list(self.commands_of)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name; None if there is none."""
-        if cmd_name not in BENCHMARKS:
+        if cmd_name not in self.commands_of:
             return None
         with one_line_errors(traceback=False):
-            command = make_command(BENCHMARKS[cmd_name])
+            command = make_command(self.commands_of[cmd_name])
         only = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         only.command(cmd_name)(command)
         return typer.main.get_command(only)
+
+
+class Plans(Benchmarks):
+    """The commands of `lowbit plan`."""
+
+    commands_of: ClassVar = PLANS
 
 
 def make_command(benchmark: Benchmark) -> Callable[..., None]:

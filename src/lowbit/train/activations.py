@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -45,7 +47,7 @@ def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
     return values * stages if len(values) == 1 else values
 
 
-def _policy(config: ActivationsConfig, bits: dict[str, int]) -> LayerAware | None:
+def _policy(config: ActivationsConfig, bits: dict[str, Any]) -> LayerAware | None:
     try:
         policy = LayerAware(**bits, group=config.group, rounding=config.rounding)
     except (TypeError, ValueError) as error:

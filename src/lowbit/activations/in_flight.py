@@ -1,0 +1,163 @@
+"""How many micro-batches a pipeline stage holds at its peak, from the schedule's own list of actions."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from lowbit.codecs.base import check_int
+
+_ACTION = re.compile(r"(\d+)(F|B|I|W)\d+")
+Order = Mapping[int, Sequence[Any]]
+"""What each rank does, in turn: actions as PyTorch's schedules list them, or as they print ("0F1"); None is idle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """Micro-batches whose activations the stages of a pipeline hold.
+
+    Args:
+        moments: by rank, what its stages hold (by stage) at those moments that no other moment exceeds in every stage:
+            whatever a stage's micro-batch weighs, the rank's memory is highest at one of them.
+    """
+
+    moments: Mapping[int, tuple[Mapping[int, int], ...]]
+
+    @property
+    def stages(self) -> list[int]:
+        """All stages, in order."""
+        return sorted(stage for held in self.moments.values() for stage in held[0])
+
+    def peak(self, stage: int) -> int:
+        """Most micro-batches that a stage holds at a time."""
+        return max(held[stage] for held in self.moments[self.rank_of(stage)])
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has a stage.
+
+        Raises:
+            ValueError: no rank has it.
+        """
+        for rank, held in self.moments.items():
+            if stage in held[0]:
+                return rank
+        raise ValueError(f"stage is {stage}; allowed: {', '.join(map(str, self.stages))}")
+
+
+def in_flight(order: Order) -> InFlight:
+    """Follow every rank's actions and count.
+
+    A micro-batch is held from its forward (F) until its backward has ended: B, or where a zero-bubble schedule splits
+    it into a pass for the inputs (I) and one for the weights (W), the latter. PyTorch's I keeps the graph with all it
+    has saved (`retain_graph`), because W starts again from its middle; on the first stage I does nothing at all.
+
+    Args:
+        order: what each rank does (`order_of`, `actions_of`). Communication is skipped; actions that run together
+            (OVERLAP_F_B) count one after the other, as PyTorch runs them.
+
+    Raises:
+        ValueError: a stage that ends other than it began, on several ranks or without forward.
+    """
+    moments = {rank: _most(_walk(rank, actions)) for rank, actions in order.items()}
+    moments = {rank: found for rank, found in moments.items() if found}
+    stages = [stage for held in moments.values() for stage in held[0]]
+    if not stages or len(set(stages)) < len(stages):
+        raise ValueError(
+            f"order has stages {sorted(stages)}; allowed: each on one rank, at least one"
+        )
+    return InFlight(moments=MappingProxyType(moments))
+
+
+def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
+    """What each rank does in one step under a schedule of `torch.distributed.pipelining`, without starting any.
+
+    Args:
+        schedule: its name ("1F1B", "ZBVZeroBubble", ...) in upper or lower case.
+        ranks, stages_per_rank: of the pipeline; GPipe and 1F1B have one stage a rank.
+        microbatches: of a step.
+
+    Raises:
+        ValueError: an unknown schedule, or numbers that it does not take.
+    """
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+    check_int("ranks", ranks, 1, 1 << 16)
+    check_int("stages_per_rank", stages_per_rank, 1, 1 << 16)
+    check_int("microbatches", microbatches, 1, 1 << 16)
+    kind: Any = get_schedule_class(schedule)
+    several = issubclass(kind, PipelineScheduleMulti)
+    if not several and stages_per_rank != 1:
+        raise ValueError(f"stages_per_rank is {stages_per_rank}; allowed with {schedule}: 1")
+    stages = [
+        _Stage(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)
+    ]
+    return actions_of(kind(stages if several else stages[0], microbatches, loss_fn=_no_loss))
+
+
+def actions_of(schedule: Any) -> Order:
+    """The action list of a schedule that exists: of all its ranks, so each of them can tell."""
+    order = getattr(schedule, "pipeline_order", None)
+    return order or schedule._get_pipeline_order()
+
+
+class _Stage:
+    """What a schedule asks of a stage when it lays out its actions."""
+
+    def __init__(self, index: int, ranks: int, stages: int) -> None:
+        self.stage_index, self.num_stages = index, stages
+        self.group_size, self.group_rank = ranks, 0
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.submod, self.has_backward, self.device = nn.Identity(), True, "cpu"
+
+
+def _no_loss(output: Any, target: Any) -> Any:
+    raise AssertionError("this schedule is never run")
+
+
+def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Counter[int]]:
+    """What a rank's stages hold after each of its forwards.
+
+    Numbers of micro-batches are not looked at: PyTorch's 1F1B lists the last stage's forwards one too high.
+    """
+    steps = [
+        (int(stage), kind)
+        for action in actions
+        if action is not None
+        for stage, kind in _ACTION.findall(str(action))
+    ]
+    held = Counter({stage: 0 for stage, _ in steps})
+    for stage, kind in steps:
+        if kind == "I":
+            continue
+        held[stage] += 1 if kind == "F" else -1
+        if held[stage] < 0:
+            raise ValueError(
+                f"order of rank {rank} ends more micro-batches of stage {stage} than it has begun"
+            )
+        if kind == "F":
+            yield held.copy()
+    for stage, count in held.items():
+        if count:
+            raise ValueError(
+                f"order of rank {rank} leaves {count} micro-batches of stage {stage} without backward"
+            )
+
+
+def _most(moments: Iterator[Counter[int]]) -> tuple[Mapping[int, int], ...]:
+    """Those that no other exceeds in every stage, each once, in the order of time."""
+    different = list({tuple(sorted(held.items())): None for held in moments})
+    maximal = [
+        one
+        for one in different
+        if not any(
+            other != one and all(b >= a for (_, a), (_, b) in zip(one, other, strict=True))
+            for other in different
+        )
+    ]
+    return tuple(MappingProxyType(dict(held)) for held in maximal)

@@ -1,0 +1,213 @@
+"""The process of one measurement of `lowbit bench memory`: a method at a sequence length, told in JSON both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.activations.counted import counted, layer_type
+from lowbit.activations.measure import relative_error
+from lowbit.bench.memory import Settings
+from lowbit.bench.memory_methods import Around, Updates, kept_as
+from lowbit.train.config import OptimizerConfig
+from lowbit.train.data import Order, Windows, load_data
+from lowbit.train.model import build_model
+
+_SKIPPED = 1  # steps that are not measured: the first makes the optimizer's state
+
+
+class Meter:
+    """The memory that this process uses beyond what it used at first.
+
+    On a CPU the most pages that were resident (VmHWM, reset through clear_refs), on a GPU what its allocator gave out.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._first = 0
+        self._first = self._settled()
+
+    def reset(self) -> None:
+        """Start to look for the highest value anew."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        """Most bytes since `reset`."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._first
+        return _resident("VmHWM") - self._first
+
+    def _settled(self) -> int:
+        gc.collect()
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        with contextlib.suppress(AttributeError):  # the C library of others than GNU
+            ctypes.CDLL(None).malloc_trim(0)
+        return _resident("VmRSS")
+
+
+class Training:
+    """A model trained with a method."""
+
+    def __init__(self, settings: Settings, method: str, sequence: int) -> None:
+        self.settings, self.method = settings, method
+        self.device = torch.device(settings.device)
+        data = replace(settings.data, sequence=sequence)
+        self.windows: Windows = load_data(data).train
+        self.order = Order(samples=len(self.windows), batch=data.batch, seed=settings.seed)
+        model = build_model(
+            settings.model, vocab=settings.vocab, sequence=sequence, seed=settings.seed
+        )
+        if settings.weights == "bf16":
+            model = model.bfloat16()
+        self.model = nn.Module.to(model, self.device).train()
+        self.updates = Updates(method, self.model, OptimizerConfig(lr=settings.lr))
+
+    def loss(self, inputs: Tensor, targets: Tensor, around: Around) -> Tensor:
+        """Mean loss of a micro-batch, nats a token."""
+        mixed = self.settings.weights == "fp32"
+        with around():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+                logits = self.model(input_ids=inputs, use_cache=False).logits
+            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Tokens and targets of a step, a micro-batch each."""
+        ids = self.order.ids(step).split(self.settings.batch)
+        batches = [self.windows.batch(some) for some in ids]
+        return [(x.to(self.device), y.to(self.device)) for x, y in batches]
+
+    def step(self, number: int, around: Around) -> tuple[float, float, int]:
+        """One step: its loss, its seconds, and bytes of the gradients before the optimizer's turn."""
+        batches = self.microbatches(number)
+        self._wait()
+        start = time.perf_counter()
+        losses = []
+        for inputs, targets in batches:
+            loss = self.loss(inputs, targets, around)
+            loss.backward()
+            losses.append(loss.detach())
+            del loss
+        held = self.updates.gradient_bytes()
+        self.updates.step(len(batches))
+        mean = torch.stack(losses).mean().item()
+        self._wait()
+        return mean, time.perf_counter() - start, held
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
+    """Train for `settings.steps` steps and measure; see `lowbit.bench.memory.run` for the fields."""
+    _rehearse(settings, method)
+    meter = Meter(torch.device(settings.device))
+    training = Training(settings, method, sequence)
+    peaks, seconds, losses, held = [], [], [], 0
+    with kept_as(method, training.model, settings.bits) as around:
+        for number in range(settings.steps):
+            meter.reset()
+            loss, took, held = training.step(number, around)
+            losses.append(loss)
+            peaks.append(meter.peak())
+            seconds.append(took)
+    row = {
+        "method": method,
+        "sequence": sequence,
+        "peak_bytes": max(peaks[_SKIPPED:]),
+        "step_seconds": statistics.median(seconds[_SKIPPED:]),
+        "loss": losses[-1],
+        "weights_bytes": sum(p.nbytes for p in training.model.parameters()),
+        "gradients_bytes": held,
+        "optimizer_bytes": training.updates.state_bytes(),
+    }
+    return row | _kept_and_lost(training)
+
+
+def _rehearse(settings: Settings, method: str) -> None:
+    """Two steps of a tiny model: afterwards kernels are compiled, and whatever is loaded late is there."""
+    tiny = replace(
+        settings,
+        dim=64,
+        layers=1,
+        heads=1,
+        kv_heads=0,
+        ffn=0,
+        pretrained="",
+        steps=2,
+        max_bytes=20_000,
+    )
+    training = Training(tiny, method, 64)
+    with kept_as(method, training.model, settings.bits) as around:
+        for number in range(2):
+            training.step(number, around)
+    _kept_and_lost(training)
+
+
+def _kept_and_lost(training: Training) -> dict[str, Any]:
+    """Bytes that autograd keeps of a micro-batch, and errors of its gradients, by layer type."""
+    inputs, targets = training.microbatches(training.settings.steps)[0]
+    model, updates = training.model, training.updates
+    with kept_as(training.method, model, training.settings.bits) as around, counted(model) as kept:
+        found = updates.gradients(lambda: training.loss(inputs, targets, around))
+    plain = training.loss(inputs, targets, contextlib.nullcontext)
+    named = dict(model.named_parameters())
+    exact = dict(zip(named, torch.autograd.grad(plain, list(named.values())), strict=True))
+    exact = {name: gradient.float() for name, gradient in exact.items()}
+    groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, gradient in exact.items():
+        groups[_type_of(model, name)][name] = gradient
+    errors = {kind: relative_error(found, group) for kind, group in groups.items()}
+    return {
+        "saved_bytes": kept.total,
+        "saved": {kind: size for kind, size in kept.peak.items() if kind != "weights"},
+        "weight_copies_bytes": kept.peak.get("weights", 0),
+        "gradient_error": {"all": relative_error(found, exact), **errors},
+    }
+
+
+def _type_of(model: nn.Module, parameter: str) -> str:
+    """The layer type of a parameter's module."""
+    parts = parameter.split(".")[:-1]
+    path = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+    return layer_type(path)
+
+
+def _resident(name: str) -> int:
+    """Bytes that the kernel tells of this process under a name."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    """Read {"settings", "method", "sequence"} from standard input and answer with the row, on the last line."""
+    told = json.loads(sys.stdin.read())
+    values: dict[str, Any] = told["settings"]
+    lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
+    settings = Settings(**(values | lists))
+    torch.set_num_threads(settings.threads)
+    row = measure(settings, told["method"], told["sequence"])
+    sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What `lowbit plan memory` measures: bytes of pipeline stages, and errors of a model's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.activations.budget import CHOSEN, Sensitivities, StageCost
+from lowbit.activations.counted import Kept, counted
+from lowbit.activations.measure import bytes_by_width, sensitivities
+from lowbit.codecs import parse
+from lowbit.train.config import FULL_PRECISION, DataConfig, OptimizerConfig
+from lowbit.train.data import Order, load_data
+from lowbit.train.model import StageModule, build_model, hugging_face_config, vocabulary
+from lowbit.train.optim import make_optimizer
+from lowbit.train.plan import Plan
+from lowbit.train.stages import next_token_loss
+
+if TYPE_CHECKING:
+    from lowbit.bench.plan_memory import Settings
+
+OPTIMIZERS = {"adamw": 8.0, "adamw-8bit": 2 + 2 * 4 / 256}
+"""Bytes of state for each parameter: two in float32, or torchao's in 8 bits with a float32 scale for each 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStage:
+    """What a stage costs with every number of bits; `plain`: bytes that it keeps of a micro-batch in plain BF16."""
+
+    cost: StageCost
+    plain: int
+
+
+class StageMeter:
+    """Counts bytes on stages of one decoder layer of the real width and micro-batch, one of each kind."""
+
+    def __init__(self, settings: Settings) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.settings = settings
+        vocab = vocabulary(settings.model, 1)
+        vocab = settings.vocab if not settings.pretrained else vocab
+        config: Any = hugging_face_config(settings.model, vocab=vocab, sequence=settings.sequence)
+        config.num_hidden_layers = 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        torch.manual_seed(settings.seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+        self.model = model.bfloat16() if settings.weights == "bf16" else model
+        self._found: dict[tuple[bool, bool], _OneLayer] = {}
+
+    def stage(self, layout: Plan, stage: int) -> MeasuredStage:
+        """A stage of the pipeline."""
+        kind = (stage == 0, stage == layout.stages - 1)
+        if kind not in self._found:
+            self._found[kind] = self._measure(*kind)
+        return self._found[kind].times(len(layout.layers_of(stage)))
+
+    def _measure(self, first: bool, last: bool) -> _OneLayer:
+        mixed = self.settings.weights == "fp32"
+        wire = torch.float32 if mixed else torch.bfloat16
+        module = StageModule(
+            self.model, layers=range(1), first=first, last=last,
+            autocast=torch.bfloat16 if mixed else None, wire=wire,
+        ).train()  # fmt: skip
+        shape = (self.settings.batch, self.settings.sequence)
+        ids = torch.randint(module.vocab, shape, generator=torch.Generator().manual_seed(0))
+        given = ids if first else torch.randn(*shape, module.width, dtype=wire, requires_grad=True)
+
+        def forward() -> Tensor:
+            out = module(given)
+            return next_token_loss(out, ids) if last else out
+
+        with counted(module) as plain:
+            graph = forward()
+        del graph
+        return _OneLayer(
+            widths=bytes_by_width(module, forward, group=self.settings.group),
+            plain=plain,
+            module=module,
+            settings=self.settings,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OneLayer:
+    """A stage with one decoder layer, measured."""
+
+    widths: Mapping[int, Kept]
+    plain: Kept
+    module: StageModule
+    settings: Settings
+
+    def times(self, layers: int) -> MeasuredStage:
+        """The same stage with so many layers."""
+        saved = {
+            kind: {bits: self._bytes(kept, layers, (kind,)) for bits, kept in self.widths.items()}
+            for kind in CHOSEN
+        }
+        kept = self.widths[max(self.widths)]
+        others = tuple({kind for kind, _ in kept.modules} - {*CHOSEN, "weights"})
+        parameters = dict(self.module.named_parameters())
+        repeated = layers - 1
+        sizes = [
+            self._fixed(p) * (1 + repeated * name.startswith(self._layer))
+            for name, p in parameters.items()
+        ]
+        cost = StageCost(
+            layers=layers,
+            saved=saved,
+            other=self._bytes(kept, layers, others),
+            fixed=round(sum(sizes)),
+        )
+        kinds = tuple({kind for kind, _ in self.plain.modules} - {"weights"})
+        return MeasuredStage(cost=cost, plain=self._bytes(self.plain, layers, kinds))
+
+    @property
+    def _layer(self) -> str:
+        lists = (n for n, m in self.module.named_modules() if isinstance(m, nn.ModuleList))
+        return next(lists) + ".0."
+
+    def _bytes(self, kept: Kept, layers: int, kinds: tuple[str, ...]) -> int:
+        found = 0
+        for (kind, name), size in kept.modules.items():
+            if kind in kinds:
+                found += size * (layers if f"{name}.".startswith(self._layer) else 1)
+        return found
+
+    def _fixed(self, parameter: nn.Parameter) -> float:
+        """Bytes of a parameter, its gradient and its state."""
+        gradient = float(parameter.nbytes)
+        if self.settings.gradients != FULL_PRECISION:
+            gradient = parse(self.settings.gradients).nbytes(parameter.shape)
+        return parameter.nbytes + gradient + OPTIMIZERS[self.settings.optimizer] * parameter.numel()
+
+
+def gradient_errors(settings: Settings) -> Sensitivities:
+    """Errors of the whole model's gradient by layer type and bits, on one short sample of text.
+
+    Computed in float32, after some steps of training unless the model is pretrained.
+    """
+    data = DataConfig(
+        text=settings.text, tokenizer=settings.pretrained or "bytes", sequence=settings.error_tokens,
+        batch=1, max_bytes=settings.max_bytes,
+    )  # fmt: skip
+    loaded = load_data(data)
+    vocab = vocabulary(settings.model, loaded.tokenizer.size)
+    sequence = max(settings.sequence, settings.error_tokens)
+    model = build_model(settings.model, vocab=vocab, sequence=sequence, seed=settings.seed).train()
+    order = Order(samples=len(loaded.train), batch=1, seed=settings.seed)
+
+    def loss(step: int) -> Tensor:
+        inputs, targets = loaded.train.batch(order.ids(step))
+        return next_token_loss(model(input_ids=inputs, use_cache=False).logits, targets)
+
+    steps = 0 if settings.pretrained else settings.error_steps
+    optimizer = make_optimizer(model.parameters(), OptimizerConfig())
+    for step in range(steps):
+        loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer
+    return sensitivities(model, lambda: loss(steps), group=settings.group)

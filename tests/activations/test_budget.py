@@ -1,0 +1,137 @@
+"""Bits within a budget: compared with all combinations there are."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from lowbit.activations import LayerAware
+from lowbit.activations.budget import CHOSEN, WIDTHS, StageCost, plan_bits
+from lowbit.activations.in_flight import in_flight, order_of
+
+ERRORS = {
+    kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]}
+    for kind, scale in zip(CHOSEN, (3, 1, 2), strict=True)
+}
+
+
+def cost(norm: int = 100, mlp: int = 300, linear: int = 50, **fields: int) -> StageCost:
+    sizes = dict(zip(CHOSEN, (norm, mlp, linear), strict=True))
+    saved = {kind: {bits: size * bits for bits in WIDTHS} for kind, size in sizes.items()}
+    return StageCost(**{"layers": 2, "other": 1000, "fixed": 5000} | fields, saved=saved)
+
+
+def held(schedule: str, ranks: int, each: int = 1):
+    return in_flight(order_of(schedule, ranks=ranks, stages_per_rank=each, microbatches=2 * ranks))
+
+
+def test_nothing_that_fits_loses_less():
+    flight, costs = held("1F1B", 2), [cost(), cost(norm=70, fixed=9000)]
+    for limit in (10_840, 12_345, 20_000, 10**6):
+        plan = plan_bits(flight, costs, ERRORS, device_bytes=limit)
+        for stage, one in enumerate(costs):
+            errors = [
+                sum((ERRORS[kind] | {16: 0})[b] ** 2 for kind, b in zip(CHOSEN, bits, strict=True))
+                / 2
+                for bits in itertools.product(WIDTHS, repeat=3)
+                if one.fixed
+                + flight.peak(stage) * one.per_microbatch(dict(zip(CHOSEN, bits, strict=True)))
+                <= limit
+            ]
+            found = plan.stages[stage]
+            assert found.error == pytest.approx(math.sqrt(min(errors)), rel=1e-12)
+            assert plan.device_bytes[stage] == one.fixed + found.saved_bytes <= limit
+            assert found.saved_bytes == found.held * one.per_microbatch(found.bits)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "each"), [("1F1B", 4, 1), ("InterleavedZeroBubble", 2, 2)]
+)
+def test_more_bytes_never_lose_more_and_late_stages_get_more_bits(
+    schedule: str, ranks: int, each: int
+):
+    flight = held(schedule, ranks, each)
+    costs = [cost() for _ in flight.stages]
+    least = plan_bits(flight, costs, ERRORS, device_bytes=1 << 40).least
+    errors = []
+    for limit in range(least, 4 * least, least // 7):
+        plan = plan_bits(flight, costs, ERRORS, device_bytes=limit)
+        assert plan == plan_bits(flight, costs, ERRORS, device_bytes=limit)
+        assert max(plan.device_bytes.values()) <= limit
+        errors.append(plan.error)
+        if each == 1:
+            bits = [sum(stage.bits.values()) for stage in plan.stages]
+            assert bits == sorted(bits)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > errors[-1]
+    everything = plan_bits(flight, costs, ERRORS, device_bytes=1 << 40)
+    assert {bits for stage in everything.stages for bits in stage.bits.values()} == {16}
+    assert everything.error == 0
+
+
+def test_too_little_says_how_much_would_do():
+    flight, costs = held("1F1B", 2), [cost(), cost()]
+    least = 5000 + 2 * (1000 + 2 * 450)
+    with pytest.raises(
+        ValueError, match=rf"device_bytes is 8,000; allowed: at least {least:,}, which rank 0 needs"
+    ):
+        plan_bits(flight, costs, ERRORS, device_bytes=8000)
+    plan = plan_bits(flight, costs, ERRORS, device_bytes=least)
+    assert plan.least == least == plan.device_bytes[0]
+    assert dict(plan.stages[0].bits) == dict.fromkeys(CHOSEN, 2)
+
+
+def test_policies_are_what_was_chosen():
+    plan = plan_bits(held("1F1B", 2), [cost(), cost()], ERRORS, device_bytes=12_000, group=32)
+    for stage in plan.stages:
+        policy = plan.policy(stage.stage)
+        assert policy == LayerAware(**stage.bits, group=32)
+        assert policy.attention == 16
+    with pytest.raises(ValueError, match="stage is 2; allowed: 0 to 1"):
+        plan.policy(2)
+
+
+def test_the_worst_moment_counts_and_not_the_sum_of_peaks():
+    flight = in_flight({0: ["0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"]})
+    plan = plan_bits(flight, [cost(fixed=0), cost(fixed=0)], ERRORS, device_bytes=1 << 40)
+    assert plan.device_bytes[0] == max(stage.saved_bytes for stage in plan.stages)
+
+
+def test_many_stages_on_a_rank_are_thinned():
+    draw = random.Random(0)
+    order = order_of("LoopedBFS", ranks=1, stages_per_rank=6, microbatches=2)
+    costs = [cost(norm=draw.randrange(50, 200), mlp=draw.randrange(50, 200)) for _ in range(6)]
+    full = plan_bits(in_flight(order), costs, ERRORS, device_bytes=1 << 40)
+    half = (full.least + full.device_bytes[0]) // 2
+    plan = plan_bits(in_flight(order), costs, ERRORS, device_bytes=half)
+    assert full.error == 0 < plan.error
+    assert 0.8 * half < plan.device_bytes[0] <= half
+
+
+def test_bits_that_change_nothing_are_not_taken_away():
+    plan = plan_bits(
+        held("1F1B", 1),
+        [cost(linear=0)],
+        ERRORS | {"linear": dict.fromkeys(WIDTHS, 0.0)},
+        device_bytes=8000,
+    )
+    assert plan.stages[0].bits["linear"] == 16
+    assert plan.stages[0].bits["mlp"] < 16
+
+
+def test_wrong_input_is_refused():
+    flight = held("1F1B", 2)
+    with pytest.raises(ValueError, match="costs has 1 stages; allowed: 2"):
+        plan_bits(flight, [cost()], ERRORS, device_bytes=1 << 40)
+    with pytest.raises(
+        ValueError, match="sensitivities has nothing for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"
+    ):
+        plan_bits(flight, [cost(), cost()], {**ERRORS, "mlp": {}}, device_bytes=1 << 40)
+    bad = {**ERRORS, "norm": ERRORS["norm"] | {2: math.nan}}
+    with pytest.raises(ValueError, match="sensitivities is nan for 'norm' at 2 bits"):
+        plan_bits(flight, [cost(), cost()], bad, device_bytes=1 << 40)
+    with pytest.raises(ValueError, match="saved has norm; allowed"):
+        StageCost(layers=1, saved={"norm": {4: 1}})
+    with pytest.raises(ValueError, match="fixed is -1"):
+        cost(fixed=-1)

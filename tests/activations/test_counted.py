@@ -1,0 +1,187 @@
+"""Bytes that autograd keeps: compared with what the graph itself holds, and with sums by hand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowbit.activations import LayerAware, compress_saved_, low_bit_saved
+from lowbit.activations.counted import counted, layer_type
+from lowbit.train.config import ModelConfig
+from lowbit.train.model import build_model
+
+TOKENS = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(0))
+TARGETS = TOKENS.roll(1)
+
+
+@pytest.fixture
+def model() -> Any:
+    config = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1)
+    return build_model(config, vocab=64, sequence=24, seed=0).train()
+
+
+def loss_of(model: Any) -> Tensor:
+    logits = model(input_ids=TOKENS, use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), TARGETS.flatten())
+
+
+def in_graph(root: Tensor, *but: Tensor) -> int:
+    """Slow reference: bytes of all storages that the nodes behind a tensor hold, each once."""
+    left = {t.untyped_storage()._cdata for t in but}
+    sizes: dict[int, int] = {}
+    nodes, seen = [root.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += getattr(node, "saved_tensors", ())
+        for value in saved:
+            for t in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(t, Tensor) and t.untyped_storage()._cdata not in left:
+                    sizes[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+    return sum(sizes.values())
+
+
+def own(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers(), TOKENS]
+
+
+@pytest.mark.parametrize("bits", [0, 4, 16])
+def test_all_that_the_graph_holds_is_counted_once(model: Any, bits: int):
+    if bits:
+        compress_saved_(model, LayerAware(bits=bits))
+    graph = loss_of(model)
+    expected = in_graph(graph, *own(model))
+    with counted(model) as kept:
+        loss = loss_of(model)
+    assert kept.now == kept.total == expected
+    assert set(kept.peak) >= {"norm", "mlp", "attention", "loss"}
+    assert sum(kept.modules.values()) == expected
+    assert kept.modules["norm", "model.layers.1.input_layernorm"] > 0
+    plain = [p.grad.clone() for p in _backward(graph, model)]
+    counted_too = [p.grad for p in _backward(loss, model)]
+    assert all(map(torch.equal, plain, counted_too))
+    assert (kept.now, kept.total) == (0, expected)
+
+
+def _backward(loss: Tensor, model: nn.Module) -> list[nn.Parameter]:
+    model.zero_grad()
+    loss.backward()
+    return list(model.parameters())
+
+
+def test_bytes_by_hand():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
+    x = torch.randn(5, 8)
+    with counted(model) as kept:
+        y = model(x).square()
+    # tanh's output (saved twice, counted once), the norm's mean, deviation and output, and y of the square
+    assert kept.peak == {
+        "other": 5 * 6 * 4,
+        "norm": 2 * 5 * 4,
+        "linear": 5 * 6 * 4,
+        "loss": 5 * 4 * 4,
+    }
+    del y
+    assert kept.now == 0
+
+
+def test_the_peak_is_of_all_micro_batches_in_flight():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    with counted(model) as kept:
+        first, second = model(torch.randn(4, 8)), model(torch.randn(4, 8))
+        assert kept.now == 2 * 4 * 8 * 4
+        first.sum().backward()
+        third = model(torch.randn(4, 8))
+        assert kept.now == kept.total == 2 * 4 * 8 * 4
+        kept.reset()
+        (second.sum() + third.sum()).backward()
+    assert (kept.now, kept.total) == (0, 2 * 4 * 8 * 4)
+
+
+def test_copies_of_weights_are_told_apart(model: Any):
+    with counted(model) as kept, torch.autocast("cpu", torch.bfloat16):
+        graph = loss_of(model)
+    linear = [m.weight.numel() * 2 for m in model.modules() if isinstance(m, nn.Linear)]
+    assert kept.peak["weights"] == sum(linear)
+    assert kept.total == sum(kept.peak.values()) - sum(linear)
+    del graph
+    # an activation as large as the weight is none
+    square = nn.Sequential(nn.Tanh(), nn.Linear(16, 16))
+    with counted(square) as kept, torch.autocast("cpu", torch.bfloat16):
+        graph = square(torch.randn(16, 16, requires_grad=True))
+    assert kept.peak == {"other": 16 * 16 * 4, "linear": 16 * 16 * 2, "weights": 16 * 16 * 2}
+    del graph
+
+
+def test_checkpointed_parts_keep_their_inputs():
+    inner = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Tanh(), inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=False)
+
+    model = Model()
+    with counted(model) as kept:
+        y = model(torch.randn(4, 8, requires_grad=True))
+        y.sum().backward()
+    assert kept.peak == {"other": 4 * 8 * 4}
+    assert kept.now == 0
+
+
+@pytest.mark.parametrize("attention", [4, 16])
+def test_what_hooks_keep_is_counted(model: Any, attention: int):
+    with counted(model) as plain:
+        graph = loss_of(model)
+    del graph
+    policy = LayerAware(attention=attention)
+    with counted(model) as kept, low_bit_saved(policy):
+        graph = loss_of(model)
+    assert 0 < kept.peak["mlp"] < plain.peak["mlp"] / 5
+    whole = kept.peak["attention"] == plain.peak["attention"]
+    assert whole == (attention == 16)
+    assert kept.peak["attention"] <= plain.peak["attention"]
+    del graph
+    assert kept.now == 0
+
+
+def test_nothing_is_kept_without_gradients_and_the_model_is_left_alone(model: Any):
+    with torch.no_grad(), counted(model) as kept:
+        loss_of(model)
+    assert (kept.total, kept.peak) == (0, {})
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_errors_inside_leave_nothing_behind(model: Any):
+    with pytest.raises(IndexError), counted(model):
+        model(input_ids=TOKENS + 64)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with counted(model) as kept:
+        graph = loss_of(model)
+    assert kept.total > 0
+    del graph
+
+
+def test_layer_types_by_where_they_are():
+    class Attention(nn.Module): ...
+
+    class GatedMLP(nn.Module): ...
+
+    linear, silu, norm = nn.Linear(2, 2), nn.SiLU(), nn.RMSNorm(2)
+    top = nn.Sequential()
+    assert layer_type([]) == "loss"
+    assert layer_type([top]) == layer_type([top, silu]) == "other"
+    assert layer_type([top, linear]) == layer_type([top, Attention(), linear]) == "linear"
+    assert layer_type([top, GatedMLP(), linear]) == layer_type([top, GatedMLP(), silu]) == "mlp"
+    assert layer_type([top, Attention()]) == layer_type([top, Attention(), silu]) == "attention"
+    assert layer_type([top, Attention(), norm]) == layer_type([top, norm]) == "norm"
+    assert layer_type([top, nn.Embedding(2, 2)]) == "embedding"
