@@ -200,9 +200,9 @@ def _resident(name: str) -> int:
 def main() -> None:
     """Read {"settings", "method", "sequence"} from standard input and answer with the row, on the last line."""
     told = json.loads(sys.stdin.read())
-    values: dict[str, Any] = told["settings"]
-    lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
-    settings = Settings(**(values | lists))
+    values: Any = told["settings"]
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    settings = Settings(**values)
     torch.set_num_threads(settings.threads)
     row = measure(settings, told["method"], told["sequence"])
     sys.stdout.write(json.dumps(row) + "\n")
