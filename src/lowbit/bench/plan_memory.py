@@ -137,8 +137,8 @@ def run(settings: Settings) -> Report:
         with 4 bits everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `pipeline_bytes`
         (outputs and gradients that the pipeline holds at most, and its buffers), `device_bytes` (of its rank: all its
         stages together, at the rank's worst moment), `error` (its part of the gradient's relative error); and, alike in
-        all rows, `budget`, `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4 bits
-        everywhere).
+        all rows, `budget`, `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4
+        bits everywhere).
 
     Raises:
         ValueError: a budget that nothing fits in; it names the least that would do.
