@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.measure import bytes_by_width, gradients, relative_error, sensitivities
+from lowbit.activations.measure import (
+    bytes_between_passes,
+    bytes_by_width,
+    gradients,
+    relative_error,
+    sensitivities,
+)
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 
@@ -23,6 +29,18 @@ def model() -> Any:
 def loss_of(model: Any) -> Tensor:
     logits = model(input_ids=IDS, use_cache=False).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+
+
+def test_gradients_between_two_passes_are_counted_once_and_without_those_at_the_ends():
+    layers = nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8)
+    )
+    x = torch.randn(5, 8, requires_grad=True)
+    y = layers(x)
+    assert bytes_between_passes(y, torch.ones(5, 8), x, layers.parameters()) == 4 * 5 * (16 + 24)
+    loss = layers(x).square().mean()
+    assert bytes_between_passes(loss, None, x, layers.parameters()) == 4 * 5 * (16 + 24 + 8)
+    assert x.grad is None
 
 
 def test_errors_fall_with_bits_and_the_model_comes_back(model: Any):

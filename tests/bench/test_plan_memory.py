@@ -39,6 +39,18 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
     assert (first["layers"], last["layers"], first["held"], last["held"]) == (3, 2, 2, 1)
     assert first["saved_bytes"] <= first["int4_bytes"] < first["bf16_bytes"] / 2
     assert last["mlp"] >= first["mlp"]
+    activation, logits = (
+        4 * 32 * 64,
+        2 * 32 * 256,
+    )  # float32 on the wire, bfloat16 from the output matrix
+    assert (
+        first["pipeline_bytes"] == 2 * activation + 2 * activation
+    )  # outputs held, gradients received
+    assert last["pipeline_bytes"] == logits + 2 * activation
+    for row in (first, last):
+        assert row["device_bytes"] == sum(
+            row[f"{what}_bytes"] for what in ("fixed", "saved", "pipeline")
+        )
     assert max(first["device_bytes"], last["device_bytes"]) <= first["budget"]
     assert first["error_all"] < first["error_int4"]
     too_small = CliRunner().invoke(app, ["plan", "memory", *words, "--budget", "1mb"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,40 @@ def sensitivities(
                 compressed.remove()
             found[kind][bits] = error if error > max(2 * noise, ORDER_OF_SUMS) else 0.0
     return found
+
+
+def bytes_between_passes(
+    output: Tensor,
+    grad_output: Tensor | None,
+    input: Tensor,
+    parameters: Iterable[nn.Parameter],
+) -> int:
+    """What PyTorch holds of a micro-batch between backward's pass for the inputs and the one for the weights.
+
+    These are the gradients of what layers with weights put out, each storage once. They are there beside what autograd
+    keeps, whatever its bits, in zero-bubble schedules.
+
+    Args:
+        output: of a stage, or a loss; its graph is spent. grad_output: its gradient, not counted; None: 1, of a loss.
+        input: of the stage, with `requires_grad`; its own gradient is not counted.
+        parameters: of the stage.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    given = None if grad_output is None else [grad_output]
+    grads, groups = stage_backward_input([output], given, [input], iter(parameters))
+    found = {
+        gradient.untyped_storage()._cdata: gradient.untyped_storage().nbytes()
+        for group in groups
+        for at_node in group.get("grads") or ()
+        for gradient in at_node or ()
+        if gradient is not None
+    }
+    for other in (grad_output, input.grad, *grads):
+        if other is not None:
+            found.pop(other.untyped_storage()._cdata, None)
+    input.grad = None
+    return sum(found.values())
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lowbit.activations.budget import CHOSEN, StageCost, plan_bits
-from lowbit.activations.in_flight import in_flight, order_of
+from lowbit.activations.in_flight import InFlight, in_flight, order_of
 from lowbit.bench.plan_stages import OPTIMIZERS, StageMeter, gradient_errors
 from lowbit.bench.report import Report, machine
 from lowbit.codecs import parse
@@ -29,8 +29,8 @@ class Settings:
     """The pipeline, the model, and the memory of a device.
 
     Args:
-        budget: bytes of a device for weights, gradients, optimizer and saved activations, such as 24gb or 500mib;
-            absent: what the neediest rank takes with 4 bits everywhere.
+        budget: bytes of a device for weights, gradients, optimizer, saved activations and what the pipeline holds, such
+            as 24gb or 500mib; absent: what the neediest rank takes with 4 bits everywhere.
         schedule: of `torch.distributed.pipelining`: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble,
             ZBVZeroBubble or DualPipeV.
         ranks: of the pipeline; stages_per_rank: more than one for interleaved and V-shaped schedules.
@@ -96,6 +96,14 @@ class Settings:
         return ModelConfig(**{name: getattr(self, name) for name in names})
 
     @property
+    def held(self) -> InFlight:
+        """Micro-batches that the stages hold."""
+        order = order_of(
+            self.schedule, ranks=self.ranks, stages_per_rank=self.stages_per_rank, microbatches=self.microbatches
+        )  # fmt: skip
+        return in_flight(order)
+
+    @property
     def layout(self) -> Plan:
         """Which rank and which stage has which layers."""
         pipeline = PipelineConfig(
@@ -126,19 +134,16 @@ def run(settings: Settings) -> Report:
     Returns:
         A report with a row for each stage: `stage`, `rank`, `layers`, `held` (micro-batches at its peak), `norm`,
         `mlp`, `linear` (bits), `saved_bytes` (kept by autograd at that peak), `int4_bytes` and `bf16_bytes` (the same
-        with 4 bits everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `device_bytes`
-        (of its rank, all its stages together), `error` (its part of the gradient's relative error); and, alike in all
-        rows, `budget`, `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4 bits
-        everywhere).
+        with 4 bits everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `pipeline_bytes`
+        (outputs and gradients that the pipeline holds at most, and its buffers), `device_bytes` (of its rank: all its
+        stages together, at the rank's worst moment), `error` (its part of the gradient's relative error); and, alike in
+        all rows, `budget`, `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4
+        bits everywhere).
 
     Raises:
         ValueError: a budget that nothing fits in; it names the least that would do.
     """
-    order = order_of(
-        settings.schedule, ranks=settings.ranks, stages_per_rank=settings.stages_per_rank,
-        microbatches=settings.microbatches,
-    )  # fmt: skip
-    held, layout, meter = in_flight(order), settings.layout, StageMeter(settings)
+    held, layout, meter = settings.held, settings.layout, StageMeter(settings)
     stages = [meter.stage(layout, stage) for stage in range(layout.stages)]
     errors = gradient_errors(settings)
     choose = partial(plan_bits, held, sensitivities=errors, group=settings.group)
@@ -156,6 +161,7 @@ def run(settings: Settings) -> Report:
             "int4_bytes": int4.stages[one.stage].saved_bytes,
             "bf16_bytes": one.held * stages[one.stage].plain,
             "fixed_bytes": stages[one.stage].cost.fixed,
+            "pipeline_bytes": _pipeline_bytes(held, one.stage, stages[one.stage].cost),
             "device_bytes": plan.device_bytes[one.rank],
             "error": one.error,
             "budget": plan.limit,
@@ -166,6 +172,12 @@ def run(settings: Settings) -> Report:
         for one in plan.stages
     ]
     return Report(command="plan memory", settings=settings, machine=machine(), rows=rows)
+
+
+def _pipeline_bytes(held: InFlight, stage: int, cost: StageCost) -> int:
+    """The most that the pipeline, not autograd, holds of a stage's micro-batches, and its buffers."""
+    between = held.most_halfway(stage) * cost.gradients
+    return held.peak(stage) * cost.output + between + cost.buffers
 
 
 def _only(cost: StageCost, bits: int) -> StageCost:

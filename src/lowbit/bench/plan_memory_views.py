@@ -26,6 +26,7 @@ COLUMNS = (
     Column(title="4 bits\nMB", field="int4_bytes", show=_megabytes),
     Column(title="BF16\nMB", field="bf16_bytes", show=_megabytes),
     Column(title="fixed\nMB", field="fixed_bytes", show=_megabytes),
+    Column(title="pipeline\nMB", field="pipeline_bytes", show=_megabytes),
     Column(title="device\nMB", field="device_bytes", show=_megabytes),
     Column(title="error", field="error", show="{:.4f}".format),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from lowbit.activations.budget import CHOSEN, Sensitivities, StageCost
 from lowbit.activations.counting import Kept, counted
-from lowbit.activations.measure import bytes_by_width, sensitivities
+from lowbit.activations.measure import bytes_between_passes, bytes_by_width, sensitivities
+from lowbit.activations.policy import LayerAware
+from lowbit.activations.saved import compress_saved_
 from lowbit.codecs import parse
 from lowbit.train.config import FULL_PRECISION, DataConfig, OptimizerConfig
 from lowbit.train.data import Order, load_data
@@ -44,7 +46,7 @@ class StageMeter:
     def __init__(self, settings: Settings) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.settings = settings
+        self.settings, self.splits = settings, settings.held.splits
         vocab = vocabulary(settings.model, 256)
         config: Any = hugging_face_config(settings.model, vocab=vocab, sequence=settings.sequence)
         config.num_hidden_layers = 2
@@ -53,6 +55,8 @@ class StageMeter:
         torch.manual_seed(settings.seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
         self.model = model.bfloat16() if settings.weights == "bf16" else model
+        self.mixed = settings.weights == "fp32"
+        self.wire = torch.float32 if self.mixed else torch.bfloat16
         self._found: dict[tuple[bool, bool], _TwoLayers] = {}
 
     def stage(self, layout: Plan, stage: int) -> MeasuredStage:
@@ -63,15 +67,8 @@ class StageMeter:
         return self._found[kind].times(len(layout.layers_of(stage)))
 
     def _measure(self, first: bool, last: bool) -> _TwoLayers:
-        mixed = self.settings.weights == "fp32"
-        wire = torch.float32 if mixed else torch.bfloat16
-        module = StageModule(
-            self.model, layers=range(2), first=first, last=last,
-            autocast=torch.bfloat16 if mixed else None, wire=wire,
-        ).train()  # fmt: skip
-        shape = (self.settings.batch, self.settings.sequence)
-        ids = torch.randint(module.vocab, shape, generator=torch.Generator().manual_seed(0))
-        given = ids if first else torch.randn(*shape, module.width, dtype=wire, requires_grad=True)
+        module = self._module(2, first, last)
+        ids, given = self._batch(module)
 
         def forward() -> Tensor:
             out = module(given)
@@ -80,20 +77,61 @@ class StageMeter:
         with counted(module) as plain:
             graph = forward()
         del graph
+        with torch.no_grad():
+            output = module(given).nbytes
+        # Gradients arrive for what goes out; with two passes, those of the inputs stay until the next step.
+        buffers = 0 if last else output
+        if not first:
+            buffers += given.nbytes * (2 if self.splits else 1)
         return _TwoLayers(
             widths=bytes_by_width(module, forward, group=self.settings.group),
             plain=plain,
+            output=output,
+            buffers=buffers * self.settings.microbatches,
+            gradients=[self._gradients(layers, first, last) for layers in (1, 2)],
             module=module,
             settings=self.settings,
         )
 
+    def _module(self, layers: int, first: bool, last: bool) -> StageModule:
+        return StageModule(
+            self.model, layers=range(layers), first=first, last=last,
+            autocast=torch.bfloat16 if self.mixed else None, wire=self.wire,
+        ).train()  # fmt: skip
+
+    def _batch(self, module: StageModule) -> tuple[Tensor, Tensor]:
+        """Token ids of a micro-batch, and what the stage is given of it."""
+        shape = (self.settings.batch, self.settings.sequence)
+        ids = torch.randint(module.vocab, shape, generator=torch.Generator().manual_seed(0))
+        if module.first:
+            return ids, ids
+        return ids, torch.randn(*shape, module.width, dtype=self.wire, requires_grad=True)
+
+    def _gradients(self, layers: int, first: bool, last: bool) -> int:
+        """Bytes that a stage of so many layers holds between two passes of backward; the first has only one."""
+        if first or not self.splits:
+            return 0
+        module = self._module(layers, first, last)
+        ids, given = self._batch(module)
+        compressed = compress_saved_(module, LayerAware(group=self.settings.group))
+        try:
+            out = module(given)
+            gradient = None if last else torch.ones_like(out)
+            out = next_token_loss(out, ids) if last else out
+            return bytes_between_passes(out, gradient, given, module.parameters())
+        finally:
+            compressed.remove()
+
 
 @dataclass(frozen=True, kw_only=True)
 class _TwoLayers:
-    """A stage with two decoder layers, measured."""
+    """A stage with two decoder layers, measured; `gradients` with one and with two."""
 
     widths: Mapping[int, Kept]
     plain: Kept
+    output: int
+    buffers: int
+    gradients: Sequence[int]
     module: StageModule
     settings: Settings
 
@@ -108,7 +146,11 @@ class _TwoLayers:
         named = self.module.named_parameters()
         fixed = sum(self._fixed(p) * self._times(name, layers) for name, p in named)
         other = self._bytes(kept, layers, others)
-        cost = StageCost(layers=layers, saved=saved, other=other, fixed=round(fixed))
+        one, two = self.gradients
+        cost = StageCost(
+            layers=layers, saved=saved, other=other, output=self.output, buffers=self.buffers,
+            gradients=one + (layers - 1) * (two - one), fixed=round(fixed),
+        )  # fmt: skip
         kinds = tuple({kind for kind, _ in self.plain.modules} - {"weights"})
         return MeasuredStage(cost=cost, plain=self._bytes(self.plain, layers, kinds))
 
