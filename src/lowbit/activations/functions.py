@@ -19,7 +19,7 @@ from lowbit.activations.kept import (
     GatedOutput,
     Kept,
     NormOutput,
-    Recipe,
+    Rebuilt,
     check_present,
     plain_gated,
 )
@@ -131,10 +131,10 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-        transposed: bool, dtype: torch.dtype, recipe: Recipe | None, kept: Kept,
+        transposed: bool, dtype: torch.dtype, rebuilt: Rebuilt | None, kept: Kept,
     ) -> Tensor:  # fmt: skip
-        """Computes in `dtype`. `recipe`: None if the weight is frozen; `kept`: its tensors."""
-        ctx.transposed, ctx.recipe, ctx.dtype = transposed, recipe, dtype
+        """Computes in `dtype`. `rebuilt`: x in backward, None if the weight is frozen; `kept`: from what."""
+        ctx.transposed, ctx.rebuilt, ctx.dtype = transposed, rebuilt, dtype
         ctx.of_x, ctx.of_bias = x.dtype, None if bias is None else bias.dtype
         ctx.given = (True, True, bias is not None)
         ctx.save_for_backward(weight, *kept)
@@ -155,7 +155,7 @@ class LinearFunction(torch.autograd.Function):
                 grad_x = (grad_out @ (w.t() if ctx.transposed else w)).to(ctx.of_x)
             g_NO = grad_out.reshape(-1, grad_out.shape[-1])
             if wants_weight:
-                x_NI = ctx.recipe.rebuild(tuple(kept), ctx.dtype).reshape(len(g_NO), -1)
+                x_NI = ctx.rebuilt.get(tuple(kept), ctx.dtype).reshape(len(g_NO), -1)
                 product = x_NI.t() @ g_NO if ctx.transposed else g_NO.t() @ x_NI
                 grad_weight = product.to(weight.dtype)
             if wants_bias:

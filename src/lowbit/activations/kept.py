@@ -118,11 +118,42 @@ class GatedOutput:
 Form = Itself | NormOutput | GatedOutput
 
 
-class Recipe:
-    """A form with the tensors that it needs, shared by all who save them.
+class Rebuilt:
+    """A tensor that backward computes again, for all who saved its recipe. Holds none of what it is computed from.
 
     Where several users need the tensor in backward, the first one's copy serves all. At most one such copy exists in a
-    thread, and none after the last user's turn.
+    thread, and none after the last user's turn or the end of the pass.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form, self.users = form, 0
+        self._copy: Tensor | None = None
+        self._turns = 0
+
+    def get(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """The tensor, from what a user saved; for use in backward."""
+        if self.users < 2:
+            return self.form.rebuild(kept, dtype)
+        if self._copy is None or self._copy.dtype != dtype:
+            previous = getattr(_latest, "rebuilt", lambda: None)()
+            if previous is not None:
+                previous._copy = None
+            self._copy = self.form.rebuild(kept, dtype)
+            _latest.rebuilt = weakref.ref(self)
+            # A pass for some of the gradients leaves out turns.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
+        copy = self._copy
+        self._turns += 1
+        if self._turns % self.users == 0:
+            self._copy = None
+        return copy
+
+    def _end(self) -> None:
+        self._copy, self._turns = None, 0
+
+
+class Recipe:
+    """A form with the tensors that it needs. Only the tensor that it is of holds it, so both go together.
 
     Args:
         form: how; kept: from what.
@@ -131,32 +162,14 @@ class Recipe:
     """
 
     def __init__(self, form: Form, kept: Kept, *, weak: bool = False) -> None:
-        self.form, self.users = form, 0
+        self.form, self.rebuilt = form, Rebuilt(form)
         self._kept = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in kept]
         self._count = sum(t is not None for t in kept)
-        self._copy: Tensor | None = None
-        self._turns = 0
 
     def kept(self) -> Kept | None:
         """The tensors; None once they are gone."""
         found = tuple(get() for get in self._kept)
         return found if sum(t is not None for t in found) == self._count else None
-
-    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """The tensor, from what a user saved."""
-        if self.users < 2:
-            return self.form.rebuild(kept, dtype)
-        if self._copy is None or self._copy.dtype != dtype:
-            previous = getattr(_latest, "recipe", lambda: None)()
-            if previous is not None:
-                previous._copy = None
-            self._copy = self.form.rebuild(kept, dtype)
-            _latest.recipe = weakref.ref(self)
-        copy = self._copy
-        self._turns += 1
-        if self._turns % self.users == 0:
-            self._copy = None
-        return copy
 
 
 _recipes = WeakTensorKeyDictionary()  # of the tensors that are alive, with their versions

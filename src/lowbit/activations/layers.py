@@ -21,6 +21,7 @@ from lowbit.activations.kept import (
     Itself,
     Kept,
     NormOutput,
+    Rebuilt,
     Recipe,
     attach,
     itself,
@@ -77,10 +78,10 @@ def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     if not _keeps(module, layer, x):
         return layer.own(x)
     dtype = _compute_dtype(x)
-    recipe, kept = None, ()
+    rebuilt, kept = None, ()
     if module.weight.requires_grad:
-        recipe, kept = _input_of(layer, x, dtype)
-    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, recipe, kept)
+        rebuilt, kept = _input_of(layer, x, dtype)
+    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, rebuilt, kept)
 
 
 @_eager
@@ -134,7 +135,7 @@ def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
     return True
 
 
-def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Recipe, Kept]:
+def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Kept]:
     """How a linear layer gets its input back, and the tensors for it."""
     # What attention returns is saved by attention's kernel as it is, so keeping it costs nothing.
     whole = layer.codec is None or layer.in_attention or _from_attention(x)
@@ -149,8 +150,8 @@ def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Recipe, Kept
         attach(x, recipe)
     else:
         kept = recipe.kept() or ()
-    recipe.users += 1
-    return recipe, kept
+    recipe.rebuilt.users += 1
+    return recipe.rebuilt, kept
 
 
 def _from_attention(x: Tensor) -> bool:
