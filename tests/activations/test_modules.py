@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowbit.activations import LayerAware, compress_saved_
+from lowbit.activations import LayerAware, compress_saved_, restore_
 from lowbit.codecs import GroupInt
 from tests.activations.models import DIM, Calls, Gated, distance, gradients, kept
 
@@ -106,3 +107,37 @@ def test_a_view_that_several_layers_read_is_stored_once():
     with kept(model) as found:
         model(inputs())
     assert found == {torch.uint8: GroupInt().nbytes((5, DIM // 2))}
+
+
+@pytest.mark.parametrize(("module", "dtype"), [
+    (nn.Linear(DIM, 4), torch.bfloat16),
+    (nn.Linear(DIM, 4).bfloat16(), torch.float32),
+    (nn.LayerNorm(DIM).bfloat16(), torch.float32),
+])  # fmt: skip
+def test_dtypes_that_pytorch_refuses_are_refused(module: nn.Module, dtype: torch.dtype):
+    compress_saved_(module)
+    with pytest.raises(RuntimeError, match="dtype"):
+        module(inputs().to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(inputs().to(dtype)).requires_grad
+
+
+def test_copies_are_given_back_their_own_forward():
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), Gated(DIM, 64), nn.GELU())
+    wanted = model(inputs())
+    done = compress_saved_(model)
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    copies = copy.deepcopy(model), torch.load(written, weights_only=False)
+    done.remove()
+    for twin in copies:
+        with Calls() as calls:
+            twin(inputs())
+        assert calls.count
+        restore_(twin)
+        with Calls() as calls:
+            assert torch.equal(twin(inputs()), wanted)
+        assert not calls.count
+        assert not any("forward" in vars(m) for m in twin.modules())
+    compress_saved_(copies[0])

@@ -152,7 +152,9 @@ def test_nobodys_hooks_see_what_is_made_up():
     mlp, norm, seen = Gated(8, 24), nn.LayerNorm(8), []
     for module in (norm, *mlp.modules()):
         module.register_forward_hook(lambda *given: seen.append(given))
-    assert feed_forward(mlp) and norm_like(norm) and activation_like(mlp.act)
+    assert feed_forward(mlp)
+    assert norm_like(norm)
+    assert activation_like(mlp.act)
     assert not seen
     mlp(torch.zeros(8))
     assert len(seen) == 5

@@ -148,7 +148,13 @@ def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
         kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if not takes(t)})
         say_once(f"activations of {layer.kind} layers are kept in full where they are {kinds}")
         return False
-    return True
+    # PyTorch refuses most mixtures of dtypes here: its own functions shall say so.
+    takes_all = layer.kind != "linear" and not isinstance(module, nn.LayerNorm)
+    return (
+        takes_all
+        or torch.is_autocast_enabled(x.device.type)
+        or len({t.dtype for t in tensors}) == 1
+    )
 
 
 def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Kept]:
