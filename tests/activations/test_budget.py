@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -96,6 +97,23 @@ def test_the_worst_moment_counts_and_not_the_sum_of_peaks():
     flight = in_flight({0: ["0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"]})
     plan = plan_bits(flight, [cost(fixed=0), cost(fixed=0)], ERRORS, device_bytes=1 << 40)
     assert plan.device_bytes[0] == max(stage.saved_bytes for stage in plan.stages)
+
+
+def test_what_the_pipeline_holds_counts():
+    flight = in_flight({0: ["1F0", "1F1", "1I0", "1W0", "1B1"], 1: ["0F0", "0F1", "0B0", "0B1"]})
+    costs = [
+        cost(output=10, gradients=10**6, buffers=100),
+        cost(output=10, gradients=300_000, buffers=100),
+    ]
+    plan = plan_bits(flight, costs, ERRORS, device_bytes=1 << 40)
+    first, last = (5000 + 100 + 2 * 10 + stage.saved_bytes for stage in plan.stages)
+    assert plan.device_bytes == {1: first, 0: last + 300_000}
+
+
+def test_the_fewest_bits_are_those_that_saved_has():
+    one = replace(cost(), saved={kind: {4: 400} for kind in CHOSEN})
+    with pytest.raises(ValueError, match=r"needs with the fewest bits everywhere \(5,000 of them"):
+        plan_bits(held("1F1B", 1), [one], ERRORS, device_bytes=6000)
 
 
 def test_many_stages_on_a_rank_are_thinned():

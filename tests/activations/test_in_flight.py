@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowbit.activations.in_flight import in_flight, order_of
+from lowbit.activations.in_flight import Moment, in_flight, order_of
 
 
 def peaks(schedule: str, ranks: int, each: int, microbatches: int) -> list[int]:
@@ -38,8 +38,25 @@ def test_a_list_by_hand():
     held = in_flight(
         {3: ["0F0", None, "1F0", "0F1", "0B0", "1SEND_B0", "1I0", "1F1", "1W0", "1B1", "0B1"]}
     )
-    assert held.moments == {3: ({0: 2, 1: 1}, {0: 1, 1: 2})}
+    none = {0: 0, 1: 0}
+    first, last = (
+        Moment(held={0: 2, 1: 1}, halfway=none),
+        Moment(held={0: 1, 1: 2}, halfway={0: 0, 1: 1}),
+    )
+    assert held.moments == {3: (first, last)}
     assert (held.stages, held.peak(0), held.peak(1), held.rank_of(1)) == ([0, 1], 2, 2, 3)
+
+
+def test_gradients_wait_between_the_passes_for_inputs_and_weights():
+    held = in_flight({0: ["1F0", "1I0", "1F1", "1I1", "1W0", "1F2", "1B2", "1W1"]})
+    assert held.moments == {0: (Moment(held={1: 2}, halfway={1: 2}),)}
+    assert held.splits
+    assert held.most_halfway(1) == 2
+    first = in_flight({0: ["0F0", "0I0", "0W0"]})  # where I does nothing
+    assert (first.splits, first.most_halfway(0)) == (False, 0)
+    assert not in_flight(order_of("1F1B", ranks=2, stages_per_rank=1, microbatches=4)).splits
+    zero_bubble = order_of("ZBVZeroBubble", ranks=2, stages_per_rank=2, microbatches=8)
+    assert in_flight(zero_bubble).splits
 
 
 def test_inputs_and_weights_apart_end_with_the_weights():

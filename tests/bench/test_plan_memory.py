@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lowbit.bench.plan_memory import Settings, parse_bytes, run
+from lowbit.bench.plan_memory import Settings, parse_bytes
+from lowbit.bench.plan_stages import StageMeter
 from lowbit.cli import app
 from lowbit.cli.bench import PLANS
 from lowbit.cli.options import explanations
@@ -46,10 +47,8 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
 
 
 def test_gradients_and_optimizer_in_8_bits_take_less():
-    wide = run(TINY).rows[0]["fixed_bytes"]
-    narrow = run(dataclasses.replace(TINY, gradients="fp8", optimizer="adamw-8bit")).rows[0][
-        "fixed_bytes"
-    ]
+    small = dataclasses.replace(TINY, gradients="fp8", optimizer="adamw-8bit")
+    wide, narrow = (StageMeter(s).stage(s.layout, 0).cost.fixed for s in (TINY, small))
     assert narrow / wide == pytest.approx((4 + 1.01 + 2.03) / 16, rel=0.02)
 
 

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
-from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from lowbit.collectives import (
+    PeerError,
+    all_gather,
+    all_reduce,
+    all_reduce_bytes,
+    reduce_scatter,
+)
 from tests.ranks import Ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
@@ -296,6 +302,27 @@ def test_a_rank_that_dies_ends_the_others_on_any_transport(ranks: Ranks):
     ranks.start(3)
     outcomes = ranks.outcomes(dies, "collectives", ranks=3)
     assert [o.kind for o in outcomes] == ["RuntimeError", "RuntimeError", "ended"], outcomes
+
+
+def hangs(numel: int, options: dict[str, Any]) -> float:
+    x = data(dist.get_rank(), numel)
+    all_reduce(x, INT8, timeout=2, **options)
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="did not"):
+        all_reduce(x, INT8, timeout=2, **options)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("numel", "options"), [(1000, {}), (40_000, {"node_size": 2})], ids=["small", "nodes"]
+)
+def test_a_rank_that_hangs_ends_what_the_engine_does(
+    ranks: Ranks, numel: int, options: dict[str, Any]
+):
+    assert 1 < ranks.run(hangs, numel, options)[0] < 5
 
 
 def refuses(codec: Any, options: dict[str, Any]) -> None:

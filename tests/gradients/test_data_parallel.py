@@ -135,6 +135,28 @@ def test_nodes(ranks: Ranks):
     ranks.run(by_nodes, ranks=4)
 
 
+def two_groups() -> list[float]:
+    rank = dist.get_rank()
+    both = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = both[rank // 2]
+    assert isinstance(group, dist.ProcessGroup)
+    torch.manual_seed(rank // 2)
+    model = nn.Linear(64, 64)
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.register_comm_hook(None, all_reduce_hook(BlockFloat8(), group=group, small=0))
+    for step in range(2):
+        ddp(torch.full((4, 64), float(rank + step))).square().mean().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad.flatten().tolist()
+
+
+def test_models_of_several_groups_do_not_meet(ranks: Ranks):
+    found = ranks.run(two_groups, ranks=4)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0] != found[2]
+
+
 def dies() -> None:
     model = ddp(INT8, timeout=10)
     if dist.get_rank() == 1:

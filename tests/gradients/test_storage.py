@@ -470,3 +470,28 @@ def test_bad_input_is_named() -> None:
     model = Toy()
     with pytest.raises(TypeError, match="optimizer is LBFGS"):
         GradientStorage(model).step(torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match="optimizer is SparseAdam"):
+        GradientStorage(model).step(torch.optim.SparseAdam(list(model.parameters())))
+
+
+def test_means_of_float16_sums_that_float16_does_not_hold():
+    parameter = nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    storage = GradientStorage([parameter])
+    for _ in range(4):
+        parameter.grad = torch.full_like(parameter, 30000.0)
+        storage.absorb()
+    storage.scale_(1 / 4)
+    storage.step(torch.optim.SGD([parameter], lr=1.0))
+    assert torch.allclose(parameter, torch.full_like(parameter, -30000.0), rtol=2**-4)
+
+
+def test_parameters_that_thaw_need_a_new_storage():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    storage = GradientStorage(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    storage.step(optimizer)
+    model[0].requires_grad_(True)
+    for use in (lambda: storage.step(optimizer), lambda: storage.all_reduce(lambda x: None)):
+        with pytest.raises(RuntimeError, match="parameter '0.weight' requires a gradient"):
+            use()

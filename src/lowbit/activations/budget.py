@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from lowbit.activations.in_flight import InFlight
+from lowbit.activations.in_flight import InFlight, Moment
 from lowbit.activations.policy import LayerAware
 from lowbit.codecs.base import check_int
 
@@ -31,22 +31,29 @@ Sensitivities = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """What a pipeline stage keeps, in bytes.
+    """What a pipeline stage keeps, in bytes. Beside autograd, PyTorch's `PipelineStage` keeps tensors, too.
 
     Args:
         layers: decoder layers of the stage: its share of the model's loss of precision.
         saved: of one micro-batch, by layer type and bits (16: as it is).
         other: of one micro-batch, whatever the bits: attention, embedding, the loss.
+        output: of one micro-batch: what the stage hands on, held from its forward until its backward.
+        gradients: of one micro-batch between backward's passes for the inputs and for the weights (zero-bubble
+            schedules): those of the layers' outputs, never quantized.
+        buffers: at all times: what receives inputs and gradients, for every micro-batch of a step.
         fixed: at all times: weights, gradients, optimizer.
     """
 
     layers: int
     saved: Mapping[str, Mapping[int, int]]
     other: int = 0
+    output: int = 0
+    gradients: int = 0
+    buffers: int = 0
     fixed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "other", "fixed"):
+        for name in ("layers", "other", "output", "gradients", "buffers", "fixed"):
             check_int(name, getattr(self, name), 0, 1 << 62)
         if set(self.saved) != set(CHOSEN) or not all(self.saved.values()):
             raise ValueError(
@@ -54,7 +61,7 @@ class StageCost:
             )
 
     def per_microbatch(self, bits: Bits) -> int:
-        """Bytes that one micro-batch keeps with these bits."""
+        """Bytes that autograd keeps of one micro-batch with these bits."""
         return self.other + sum(self.saved[kind][bits[kind]] for kind in CHOSEN)
 
 
@@ -84,9 +91,10 @@ class MemoryPlan:
 
     Args:
         stages: in order.
-        device_bytes: by rank, predicted: what is fixed, and what autograd keeps at the rank's worst moment.
+        device_bytes: by rank, predicted: what is there at all times, and what autograd and the pipeline keep at the
+            rank's worst moment.
         limit: bytes that every device has for them.
-        least: bytes a device that would just do, with 2 bits everywhere.
+        least: bytes a device that would just do, with the fewest bits everywhere.
         group: elements that share a scale.
     """
 
@@ -135,8 +143,9 @@ def plan_bits(
         held: micro-batches in flight, from `in_flight`.
         costs: of every stage, in order.
         sensitivities: relative gradient error by type and bits; at 16 bits it is 0 and may be left out.
-        device_bytes: that one device has for weights, gradients, optimizer and saved activations. Leave room for what
-            is in use only for a moment: a layer's decoded activations, buffers of the pipeline.
+        device_bytes: that one device has for all that `StageCost` names. Leave room for what it does not: what is in
+            use only for a moment, such as a layer's decoded activations; payloads on their way; and the last stage's
+            outputs, if the schedule's `step` shall return them.
         group: elements that share a scale, for the policies.
 
     Raises:
@@ -154,7 +163,7 @@ def plan_bits(
         worst = max(choices, key=lambda rank: choices[rank].least)
         raise ValueError(
             f"device_bytes is {device_bytes:,}; allowed: at least {least:,}, which rank {worst} needs "
-            f"with 2 bits everywhere ({choices[worst].fixed:,} of them for what no bits change)"
+            f"with the fewest bits everywhere ({choices[worst].fixed:,} of them for what is there at all times)"
         )
     stages: dict[int, StagePlan] = {}
     used: dict[int, int] = {}
@@ -189,19 +198,20 @@ class _Rank:
 
     def __init__(
         self,
-        moments: Sequence[Mapping[int, int]],
+        moments: Sequence[Moment],
         costs: Sequence[StageCost],
         fronts: Sequence[Sequence[_Point]],
     ) -> None:
-        self.stages = sorted(moments[0])
+        self.stages = sorted(moments[0].held)
         if len(self.stages) > MOST_STAGES:
             raise ValueError(
                 f"held has {len(self.stages)} stages on a rank; allowed: up to {MOST_STAGES}"
             )
         most = int(MOST_COMBINATIONS ** (1 / len(self.stages)) + 1e-9)
         self.fronts = [_thinned(fronts[stage], most) for stage in self.stages]
-        self.fixed = sum(costs[stage].fixed for stage in self.stages)
-        self.counts = torch.tensor([[held[stage] for stage in self.stages] for held in moments])
+        self.fixed = sum(costs[stage].fixed + costs[stage].buffers for stage in self.stages)
+        counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
+        beside = torch.tensor([self._beside(moment, costs) for moment in moments])
         every = [torch.arange(len(front)) for front in self.fronts]
         self.picked = torch.cartesian_prod(*every).view(-1, len(every))
         sizes = self._table([[point.size for point in front] for front in self.fronts], torch.int64)
@@ -210,9 +220,16 @@ class _Rank:
         )
         self.loss = losses.sum(1)
         # A rank's memory is highest at one of its moments; integers are exact up to 2^63.
-        at_moments = (sizes[:, None, :] * self.counts[None]).sum(2)
+        at_moments = (sizes[:, None, :] * counts[None]).sum(2) + beside
         self.bytes = at_moments.amax(1) + self.fixed
         self.least = int(self.bytes.min())
+
+    def _beside(self, moment: Moment, costs: Sequence[StageCost]) -> int:
+        """Bytes that the pipeline holds for the micro-batches of a moment, beside those of autograd."""
+        return sum(
+            moment.held[s] * costs[s].output + moment.halfway[s] * costs[s].gradients
+            for s in self.stages
+        )
 
     def best(self, limit: int) -> tuple[dict[int, _Point], int]:
         """The points that lose least within so many bytes, by stage, and their bytes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,24 +18,47 @@ Order = Mapping[int, Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class InFlight:
-    """Micro-batches whose activations the stages of a pipeline hold.
+class Moment:
+    """Micro-batches that a rank's stages hold at one time.
 
     Args:
-        moments: by rank, what its stages hold (by stage) at those moments that no other moment exceeds in every stage:
-            whatever a stage's micro-batch weighs, the rank's memory is highest at one of them.
+        held: by stage, those whose activations it holds.
+        halfway: by stage, those of them that are between backward's pass for the inputs and the one for the weights,
+            for which PyTorch holds gradients of the layers' outputs as well.
     """
 
-    moments: Mapping[int, tuple[Mapping[int, int], ...]]
+    held: Mapping[int, int]
+    halfway: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """Micro-batches that the stages of a pipeline hold.
+
+    Args:
+        moments: by rank, those that no other exceeds in every number: whatever a stage's micro-batch weighs, the rank's
+            memory is highest at one of them.
+    """
+
+    moments: Mapping[int, tuple[Moment, ...]]
 
     @property
     def stages(self) -> list[int]:
         """All stages, in order."""
-        return sorted(stage for held in self.moments.values() for stage in held[0])
+        return sorted(stage for found in self.moments.values() for stage in found[0].held)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any stage holds gradients between two passes of its backward."""
+        return any(any(m.halfway.values()) for found in self.moments.values() for m in found)
 
     def peak(self, stage: int) -> int:
         """Most micro-batches that a stage holds at a time."""
-        return max(held[stage] for held in self.moments[self.rank_of(stage)])
+        return max(moment.held[stage] for moment in self.moments[self.rank_of(stage)])
+
+    def most_halfway(self, stage: int) -> int:
+        """Most micro-batches that a stage has between the passes for inputs and for weights at a time."""
+        return max(moment.halfway[stage] for moment in self.moments[self.rank_of(stage)])
 
     def rank_of(self, stage: int) -> int:
         """The rank that has a stage.
@@ -44,8 +66,8 @@ class InFlight:
         Raises:
             ValueError: no rank has it.
         """
-        for rank, held in self.moments.items():
-            if stage in held[0]:
+        for rank, found in self.moments.items():
+            if stage in found[0].held:
                 return rank
         raise ValueError(f"stage is {stage}; allowed: {', '.join(map(str, self.stages))}")
 
@@ -55,7 +77,8 @@ def in_flight(order: Order) -> InFlight:
 
     A micro-batch is held from its forward (F) until its backward has ended: B, or where a zero-bubble schedule splits
     it into a pass for the inputs (I) and one for the weights (W), the latter. PyTorch's I keeps the graph with all it
-    has saved (`retain_graph`), because W starts again from its middle; on the first stage I does nothing at all.
+    has saved (`retain_graph`), because W starts again from its middle, and the gradients that W starts with; on the
+    first stage I does nothing at all.
     What lies behind the last layer with weights, such as the loss, goes earlier: there the count is on the safe side.
 
     Args:
@@ -67,7 +90,7 @@ def in_flight(order: Order) -> InFlight:
     """
     moments = {rank: _most(_walk(rank, actions)) for rank, actions in order.items()}
     moments = {rank: found for rank, found in moments.items() if found}
-    stages = [stage for held in moments.values() for stage in held[0]]
+    stages = [stage for found in moments.values() for stage in found[0].held]
     if not stages or len(set(stages)) < len(stages):
         raise ValueError(
             f"order has stages {sorted(stages)}; allowed: each on one rank, at least one"
@@ -121,8 +144,8 @@ def _no_loss(output: Any, target: Any) -> Any:
     raise AssertionError("this schedule is never run")
 
 
-def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Counter[int]]:
-    """What a rank's stages hold after each of its forwards.
+def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
+    """What a rank's stages hold after each forward, and after each pass for the inputs.
 
     Numbers of micro-batches are not looked at: PyTorch's 1F1B lists the last stage's forwards one too high.
     """
@@ -132,17 +155,21 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Counter[int]]:
         if action is not None
         for stage, kind in _ACTION.findall(str(action))
     ]
-    held = Counter({stage: 0 for stage, _ in steps})
+    held = {stage: 0 for stage, _ in sorted(steps)}
+    halfway = held.copy()
     for stage, kind in steps:
-        if kind == "I":
-            continue
-        held[stage] += 1 if kind == "F" else -1
-        if held[stage] < 0:
+        if kind in "IW" and stage != 0:
+            halfway[stage] += 1 if kind == "I" else -1
+        if kind in "FBW":
+            held[stage] += 1 if kind == "F" else -1
+        if min(held[stage], halfway[stage]) < 0:
             raise ValueError(
                 f"order of rank {rank} ends more micro-batches of stage {stage} than it has begun"
             )
-        if kind == "F":
-            yield held.copy()
+        if kind in "FI":
+            yield Moment(
+                held=MappingProxyType(held.copy()), halfway=MappingProxyType(halfway.copy())
+            )
     for stage, count in held.items():
         if count:
             raise ValueError(
@@ -150,15 +177,14 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Counter[int]]:
             )
 
 
-def _most(moments: Iterator[Counter[int]]) -> tuple[Mapping[int, int], ...]:
-    """Those that no other exceeds in every stage, each once, in the order of time."""
-    different = list({tuple(sorted(held.items())): None for held in moments})
-    maximal = [
+def _most(moments: Iterator[Moment]) -> tuple[Moment, ...]:
+    """Those that no other exceeds in every number, each once, in the order of time."""
+    different = {(*one.held.values(), *one.halfway.values()): one for one in moments}
+    return tuple(
         one
-        for one in different
+        for numbers, one in different.items()
         if not any(
-            other != one and all(b >= a for (_, a), (_, b) in zip(one, other, strict=True))
+            other != numbers and all(b >= a for a, b in zip(numbers, other, strict=True))
             for other in different
         )
-    ]
-    return tuple(MappingProxyType(dict(held)) for held in maximal)
+    )

@@ -13,6 +13,9 @@ from lowbit.activations.counting import Kept, counted
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
 
+ORDER_OF_SUMS = 1e-6
+"""Relative errors of float32 gradients below this come from adding up in another order, not from few bits."""
+
 
 def bytes_by_width(
     model: nn.Module,
@@ -80,7 +83,7 @@ def sensitivities(
                 error = relative_error(gradients(model, loss), exact)
             finally:
                 compressed.remove()
-            found[kind][bits] = error if error > 2 * noise else 0.0
+            found[kind][bits] = error if error > max(2 * noise, ORDER_OF_SUMS) else 0.0
     return found
 
 

@@ -24,7 +24,7 @@ from lowbit.bench.memory import Settings
 from lowbit.bench.memory_methods import Around, Updates, kept_as
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, Windows, load_data
-from lowbit.train.model import build_model
+from lowbit.train.model import build_model, vocabulary
 
 _SKIPPED = 1  # steps that are not measured: the first makes the optimizer's state
 
@@ -71,9 +71,8 @@ class Training:
         data = replace(settings.data, sequence=sequence)
         self.windows: Windows = load_data(data).train
         self.order = Order(samples=len(self.windows), batch=data.batch, seed=settings.seed)
-        model = build_model(
-            settings.model, vocab=settings.vocab, sequence=sequence, seed=settings.seed
-        )
+        vocab = vocabulary(settings.model, 256)
+        model = build_model(settings.model, vocab=vocab, sequence=sequence, seed=settings.seed)
         if settings.weights == "bf16":
             model = model.bfloat16()
         self.model = nn.Module.to(model, self.device).train()
@@ -201,9 +200,9 @@ def _resident(name: str) -> int:
 def main() -> None:
     """Read {"settings", "method", "sequence"} from standard input and answer with the row, on the last line."""
     told = json.loads(sys.stdin.read())
-    values: dict[str, Any] = told["settings"]
-    lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
-    settings = Settings(**(values | lists))
+    values: Any = told["settings"]
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    settings = Settings(**values)
     torch.set_num_threads(settings.threads)
     row = measure(settings, told["method"], told["sequence"])
     sys.stdout.write(json.dumps(row) + "\n")

@@ -45,8 +45,7 @@ class StageMeter:
         from transformers import AutoModelForCausalLM
 
         self.settings = settings
-        vocab = vocabulary(settings.model, 1)
-        vocab = settings.vocab if not settings.pretrained else vocab
+        vocab = vocabulary(settings.model, 256)
         config: Any = hugging_face_config(settings.model, vocab=vocab, sequence=settings.sequence)
         config.num_hidden_layers = 2
         if getattr(config, "layer_types", None):

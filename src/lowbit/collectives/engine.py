@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from lowbit.collectives.failure import PeerError
 
 # New in 2.13; what 2.11 has instead does the same.
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -18,6 +21,26 @@ def gather(out: Tensor, x: Tensor, group: Any, *, async_op: bool = False) -> dis
     return getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
 
 
-def sum_scatter(out: Tensor, x: Tensor, group: Any) -> None:
-    """This rank's share of the sum of everybody's `x` in `out`."""
-    getattr(dist, _SCATTER)(out, x, group=group)
+def sum_scatter(out: Tensor, x: Tensor, group: Any) -> dist.Work | None:
+    """Start: this rank's share of the sum of everybody's `x` in `out`."""
+    return getattr(dist, _SCATTER)(out, x, group=group, async_op=True)
+
+
+def finish(work: dist.Work | None, group: Any, timeout: float) -> None:
+    """Wait for a collective; on Gloo at most `timeout` seconds, elsewhere as long as the engine does.
+
+    Raises:
+        PeerError: a rank ended, or did not take part in time; the engine does not say who.
+    """
+    assert work is not None  # only for ranks outside the group
+    if "gloo" not in dist.get_backend(group):
+        work.wait()
+        return
+    try:
+        work.wait(timedelta(seconds=timeout))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerError(
+            f"a rank ended or did not take part within {timeout:g} s (seen by rank {dist.get_rank()}: {reason})",
+            -1,
+        ) from error

@@ -26,7 +26,7 @@ class PeerError(RuntimeError):
     """A peer ended, or did not answer in time.
 
     Attributes:
-        rank: the rank, within the group, that failed first as far as can be told.
+        rank: the rank, within the group, that failed first as far as can be told; -1 where it cannot be.
     """
 
     def __init__(self, message: str, rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,22 +22,31 @@ class Nodes:
     between: dist.ProcessGroup
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Nodes]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, float], Nodes]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def nodes_of(group: dist.ProcessGroup, node_size: int) -> Nodes:
-    """The groups for nodes of so many successive ranks, made at the first call, which all ranks make together."""
+def nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> Nodes:
+    """The groups for nodes of so many successive ranks, made at the first call, which all ranks make together.
+
+    `timeout`: of the engine's own work in them, in seconds; Gloo's reduce-scatter knows of no other.
+    """
     known = _made.setdefault(group, {})
-    if node_size not in known:
+    key = node_size, timeout
+    if key not in known:
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         first, place = me - me % node_size, me % node_size
-        known[node_size] = Nodes(
-            _new_group(ranks[first : first + node_size]), _new_group(ranks[place::node_size])
+        known[key] = Nodes(
+            _new_group(ranks[first : first + node_size], timeout),
+            _new_group(ranks[place::node_size], timeout),
         )
-    return known[node_size]
+    return known[key]
 
 
-def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None]) -> None:
+def sum_by_nodes(
+    x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], timeout: float
+) -> None:
     """Replace `x` by its sum over all ranks.
 
     Bytes that leave each node, for n elements: those of `between` for n, divided among the ranks of the node. Inside
@@ -47,19 +57,22 @@ def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None]) -> 
         nodes: the groups.
         between: replaces a float32 tensor by its sum over `nodes.between`, the same on all of its ranks; whatever it
             divides by, the result is divided by.
+        timeout: seconds for each of the sums inside a node.
     """
     size = dist.get_world_size(nodes.inside)
     length = -(-x.numel() // size)
     whole = torch.zeros(size * length, device=x.device)
     whole[: x.numel()].copy_(x)
     part = torch.empty(length, device=x.device)
-    engine.sum_scatter(part, whole, nodes.inside)
+    engine.finish(engine.sum_scatter(part, whole, nodes.inside), nodes.inside, timeout)
     between(part)
-    engine.gather(whole, part, nodes.inside)
+    engine.finish(engine.gather(whole, part, nodes.inside, async_op=True), nodes.inside, timeout)
     x.copy_(whole[: x.numel()])
 
 
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    made = dist.new_group(ranks=ranks, use_local_synchronization=True)
+def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
+    made = dist.new_group(
+        ranks=ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
+    )
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit.codecs import TAHQuant
 from lowbit.codecs.base import FLOATS, Codec, check_choice, check_int
-from lowbit.collectives import algorithms
+from lowbit.collectives import algorithms, engine
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.line import Call, Pending, Transport, line_of, tagged
@@ -104,7 +104,7 @@ def all_reduce(
     sums = partial(kind, codec=codec, chunk=chunk, divisor=divisor)
 
     def between_nodes(part: Tensor) -> None:
-        nodes = nodes_of(group, node_size).between
+        nodes = nodes_of(group, node_size, timeout).between
         if node_size == ranks:  # a single node: nothing is coded
             part.div_(divisor)
             return
@@ -117,9 +117,9 @@ def all_reduce(
 
     def work(wire: Wire) -> None:
         if not coded:
-            _plain(flat, group, ranks, divisor, rest)
+            _plain(flat, group, ranks, divisor, rest, timeout)
         elif node_size > 1:
-            sum_by_nodes(flat, nodes_of(group, node_size), between_nodes)
+            sum_by_nodes(flat, nodes_of(group, node_size, timeout), between_nodes, timeout)
         else:
             sums(flat, wire=wire, errors=rest)
         if flat.data_ptr() != tensor.data_ptr():
@@ -266,12 +266,17 @@ def check_summable(codec: object) -> Codec:
 
 
 def _plain(
-    flat: Tensor, group: dist.ProcessGroup, ranks: int, divisor: int, errors: Tensor | None
+    flat: Tensor,
+    group: dist.ProcessGroup,
+    ranks: int,
+    divisor: int,
+    errors: Tensor | None,
+    timeout: float,
 ) -> None:
     """The engine's own sum, in float32."""
     if ranks > 1 and flat.numel():
         total = flat.float()
-        dist.all_reduce(total, group=group)
+        engine.finish(dist.all_reduce(total, group=group, async_op=True), group, timeout)
         flat.copy_(total.div_(divisor) if divisor > 1 else total)
     if errors is not None:
         errors.zero_()

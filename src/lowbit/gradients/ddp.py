@@ -63,7 +63,8 @@ def all_reduce_hook(
         raise ValueError(
             f"error_feedback is True and node_size is {node_size}; allowed: one of the two"
         )
-    own = dist.new_group(dist.get_process_group_ranks(group))
+    # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
+    own = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
     # For good: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it holds
     # the interpreter's lock, for threads that may need it.
     for kept in (group, own):

@@ -72,7 +72,9 @@ class GradientStorage:
         self._nearest = self.codec
         if getattr(self.codec, "rounding", "nearest") != "nearest":
             self._nearest = dataclasses.replace(self.codec, rounding="nearest")  # pyright: ignore[reportCallIssue]
-        self._stored = {p: _Stored(name) for name, p in _named(parameters)}
+        named = _named(parameters)
+        self._stored = {p: _Stored(name) for name, p in named if p.requires_grad}
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         for parameter, stored in self._stored.items():
             _check_parameter(stored.name, parameter)
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
@@ -90,7 +92,16 @@ class GradientStorage:
 
         Args:
             parameters: which; None: all. Parameters that are not stored here are left alone.
+
+        Raises:
+            RuntimeError: a parameter that was frozen when this storage was made requires a gradient now.
         """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} requires a gradient, which it did not when this storage was made; "
+                    "allowed: a new GradientStorage (close() this one first)"
+                )
         for parameter in self._stored if parameters is None else parameters:
             if parameter in self._stored:
                 self._absorb(parameter)
@@ -101,8 +112,11 @@ class GradientStorage:
         if stored is None or not stored.held or stored.payload is None:
             return None
         dtype = dtype or parameter.dtype
-        found = self.codec.decode(stored.payload, shape=parameter.shape, dtype=dtype)
-        return found if stored.factor == 1 else found.mul_(stored.factor)
+        if stored.factor == 1:
+            return self.codec.decode(stored.payload, shape=parameter.shape, dtype=dtype)
+        # A sum may be beyond what float16 holds when its mean is not.
+        found = self.codec.decode(stored.payload, shape=parameter.shape, dtype=torch.float32)
+        return found.mul_(stored.factor).to(dtype)
 
     def gradients(
         self, parameters: Iterable[nn.Parameter] | None = None
@@ -199,14 +213,18 @@ class GradientStorage:
         once for each portion.
 
         Args:
-            optimizer: any that treats parameters apart from each other: all of `torch.optim` but LBFGS, with or without
-                `foreach` and `fused`; 8-bit ones of torchao and bitsandbytes.
+            optimizer: any that treats parameters apart from each other: all of `torch.optim` but LBFGS and SparseAdam,
+                with or without `foreach` and `fused`; 8-bit ones of torchao and bitsandbytes.
 
         Raises:
-            TypeError: LBFGS, whose step is one of all parameters together.
+            TypeError: LBFGS, whose step is one of all parameters together; SparseAdam, whose gradients are sparse.
+            RuntimeError: as `absorb`.
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError("optimizer is LBFGS; allowed: those that treat each parameter apart")
+        if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+            raise TypeError(
+                f"optimizer is {type(optimizer).__name__}; "
+                "allowed: those that treat each parameter apart, with dense gradients"
+            )
         self.absorb()
         groups = optimizer.param_groups
         every: list[nn.Parameter] = [p for group in groups for p in group["params"]]
@@ -329,7 +347,7 @@ class GradientStorage:
 
 
 def _named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that require gradients, each once."""
+    """Parameters, each once."""
     if isinstance(parameters, nn.parallel.DistributedDataParallel):
         raise TypeError(
             "parameters is a DistributedDataParallel, which keeps full-precision gradients of its own; "
@@ -339,7 +357,7 @@ def _named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn
         found = list(parameters.named_parameters())
     else:
         found = [(str(i), p) for i, p in enumerate(parameters)]
-    return list({p: (name, p) for name, p in reversed(found) if p.requires_grad}.values())[::-1]
+    return list({p: (name, p) for name, p in reversed(found)}.values())[::-1]
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
