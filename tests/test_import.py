@@ -22,7 +22,7 @@ HEAVY = (
 )
 PUBLIC = {
     "lowbit": "__version__",
-    "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved",
+    "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
     "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec GroupInt Session TAHQuant parse",

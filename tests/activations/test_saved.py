@@ -232,6 +232,7 @@ def test_the_ablation_quantizes_attention_too():
         errors.append(distance(gradients(model, loss), wanted))
         sizes.append(found.total())
     assert errors[1] > 2 * errors[0]
+    assert sizes[1] < 0.8 * sizes[0]
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference", "eval"])
@@ -296,7 +297,9 @@ def test_compiled_models_give_the_same():
     compress_saved_(ours)
     wanted = gradients(ours, ours(inputs()).square().sum())
     compiled = torch.compile(ours, backend="aot_eager")
-    loss = compiled(inputs()).square().sum()
+    with kept(ours) as found:
+        loss = compiled(inputs()).square().sum()
+    assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM)) + 2 * GroupInt().nbytes((3, 7, FFN))
     assert distance(gradients(ours, loss), wanted) < 1e-6
 
 

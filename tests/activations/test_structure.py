@@ -51,6 +51,48 @@ def test_norms_are_known_by_what_they_compute(module: nn.Module, norm: Norm | No
     assert (found and found.norm) == norm
 
 
+class Hidden(nn.Module):
+    """A norm that does not tell its epsilon, or adds it elsewhere."""
+
+    def __init__(self, formula: Any) -> None:
+        super().__init__()
+        self.normalized_shape, self.formula = (24,), formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formula(x)
+
+
+class OtherRMSNorm(Hidden):
+    pass
+
+
+@pytest.mark.parametrize(("formula", "norm"), [
+    (lambda x: functional.layer_norm(x, (24,), eps=1e-5), Norm(eps=1e-5, centred=True)),
+    (lambda x: functional.rms_norm(x, (24,), eps=1e-6), Norm(eps=1e-6)),
+    (lambda x: functional.rms_norm(x, (24,), eps=3e-7), None),
+    (lambda x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5), None),
+])  # fmt: skip
+def test_an_epsilon_is_found_or_the_norm_left(formula: Any, norm: Norm | None):
+    found = norm_like(OtherRMSNorm(formula))
+    assert (found and found.norm) == norm
+
+
+def test_defaults_of_dtype_do_not_matter():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = norm_like(nn.LayerNorm(24)), feed_forward(Gated(8, 24)), activation_like(nn.GELU())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_default_epsilon_is_that_of_pytorch(dtype: torch.dtype):
+    x = torch.randn(4, 24).to(dtype) * 1e-3
+    found = Norm(eps=None).plain(x, None, None).to(dtype)
+    torch.testing.assert_close(found, nn.RMSNorm(24, dtype=dtype)(x))
+
+
 @pytest.mark.parametrize(("module", "name"), [
     (nn.SiLU(), "silu"), (nn.GELU(), "gelu"), (nn.GELU(approximate="tanh"), "gelu_tanh"), (nn.ReLU(), "relu"),
     (nn.ReLU(inplace=True), None), (nn.Tanh(), None), (nn.ReLU6(), None), (nn.Softmax(-1), None),
@@ -94,6 +136,28 @@ def test_feed_forward_blocks_are_known_by_what_they_compute(module: nn.Module, f
     assert [m.training for m in module.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert not any("forward" in vars(m) for m in module.modules())
+
+
+def test_blocks_that_may_change_their_formula_are_left():
+    with_scale = Functional(lambda m, x: m.b(functional.gelu(m.a(x)) * m.scale))
+    with_scale.scale = nn.Parameter(torch.ones(1))
+    with_buffer = Functional(lambda m, x: m.b(functional.gelu(m.a(x)) * m.scale))
+    with_buffer.register_buffer("scale", torch.ones(1))
+    with_norm = Functional(lambda m, x: m.b(functional.gelu(m.a(x))))
+    with_norm.norm = nn.LayerNorm(8)
+    assert not any(map(feed_forward, (with_scale, with_buffer, with_norm)))
+
+
+def test_nobodys_hooks_see_what_is_made_up():
+    mlp, norm, seen = Gated(8, 24), nn.LayerNorm(8), []
+    for module in (norm, *mlp.modules()):
+        module.register_forward_hook(lambda *given: seen.append(given))
+    assert feed_forward(mlp)
+    assert norm_like(norm)
+    assert activation_like(mlp.act)
+    assert not seen
+    mlp(torch.zeros(8))
+    assert len(seen) == 5
 
 
 def test_attention_is_known_by_its_names():

@@ -3,6 +3,13 @@
 from lowbit.activations.counting import counted
 from lowbit.activations.hooks import low_bit_saved
 from lowbit.activations.policy import LayerAware
-from lowbit.activations.saved import Compressed, compress_saved_
+from lowbit.activations.saved import Compressed, compress_saved_, restore_
 
-__all__ = ["Compressed", "LayerAware", "compress_saved_", "counted", "low_bit_saved"]
+__all__ = [
+    "Compressed",
+    "LayerAware",
+    "compress_saved_",
+    "counted",
+    "low_bit_saved",
+    "restore_",
+]

@@ -19,7 +19,7 @@ from lowbit.activations.kept import (
     GatedOutput,
     Kept,
     NormOutput,
-    Recipe,
+    Rebuilt,
     check_present,
     plain_gated,
 )
@@ -53,6 +53,7 @@ class NormFunction(torch.autograd.Function):
         """`kept`: room for the payload if it is `fresh`, otherwise a payload of x, or x; `dtype`: of the output."""
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
         ctx.given = (True, weight is not None, bias is not None)
+        ctx.of_bias = None if bias is None else bias.dtype
         ctx.save_for_backward(*kept, weight)
         codec, norm = form.codec, form.norm
         if codec is None or not fresh:
@@ -71,18 +72,19 @@ class NormFunction(torch.autograd.Function):
         form: NormOutput = ctx.form
         check_present(weight)
         _, wants_weight, wants_bias = wanted(ctx)
+        bias = None  # the gradients depend on no values of it
+        if wants_bias:
+            bias = torch.zeros(ctx.shape[-1:], dtype=ctx.of_bias, device=grad_out.device)
         if form.codec is None:
-            bias = torch.zeros_like(weight) if ctx.given[2] else None
             grads = _differentiate(form.norm.plain, kept, weight, bias, grad_out=grad_out)
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if wants_weight else None
-        grad_bias = torch.empty_like(weight) if wants_bias else None
         ops.norm_backward(
-            kept, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, grad_bias, None,
+            kept, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
             form.eps, form.norm.centred, form.norm.offset, form.codec.bits, form.codec.group,
         )  # fmt: skip
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, bias, None, None, None, None
 
 
 class GatedFunction(torch.autograd.Function):
@@ -131,10 +133,10 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-        transposed: bool, dtype: torch.dtype, recipe: Recipe | None, kept: Kept,
+        transposed: bool, dtype: torch.dtype, rebuilt: Rebuilt | None, kept: Kept,
     ) -> Tensor:  # fmt: skip
-        """Computes in `dtype`. `recipe`: None if the weight is frozen; `kept`: its tensors."""
-        ctx.transposed, ctx.recipe, ctx.dtype = transposed, recipe, dtype
+        """Computes in `dtype`. `rebuilt`: x in backward, None if the weight is frozen; `kept`: from what."""
+        ctx.transposed, ctx.rebuilt, ctx.dtype = transposed, rebuilt, dtype
         ctx.of_x, ctx.of_bias = x.dtype, None if bias is None else bias.dtype
         ctx.given = (True, True, bias is not None)
         ctx.save_for_backward(weight, *kept)
@@ -155,7 +157,7 @@ class LinearFunction(torch.autograd.Function):
                 grad_x = (grad_out @ (w.t() if ctx.transposed else w)).to(ctx.of_x)
             g_NO = grad_out.reshape(-1, grad_out.shape[-1])
             if wants_weight:
-                x_NI = ctx.recipe.rebuild(tuple(kept), ctx.dtype).reshape(len(g_NO), -1)
+                x_NI = ctx.rebuilt.get(tuple(kept), ctx.dtype).reshape(len(g_NO), -1)
                 product = x_NI.t() @ g_NO if ctx.transposed else g_NO.t() @ x_NI
                 grad_weight = product.to(weight.dtype)
             if wants_bias:

@@ -7,6 +7,7 @@ saves that instead: three projections of a norm's output all save the payload of
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from dataclasses import dataclass
@@ -31,19 +32,31 @@ class Norm:
     centred: bool = False
     offset: float = 0.0
 
-    def eps_of(self, dtype: torch.dtype) -> float:
-        """`eps`, or PyTorch's default for inputs of this dtype."""
-        return torch.finfo(dtype).eps if self.eps is None else self.eps
+    def eps_of(self, x: Tensor) -> float:
+        """`eps`, or what `nn.RMSNorm` takes without one for inputs like this."""
+        return default_eps(x.dtype, x.device.type) if self.eps is None else self.eps
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """By PyTorch's own functions, in float32."""
-        eps, shape = self.eps_of(x.dtype), x.shape[-1:]
+        eps, shape = self.eps_of(x), x.shape[-1:]
         scale = None if weight is None else weight.float() + self.offset
         if self.centred:
             shift = None if bias is None else bias.float()
             return functional.layer_norm(x.float(), shape, scale, shift, eps)
         out = functional.rms_norm(x.float(), shape, scale, eps)
         return out if bias is None else out + bias.float()
+
+
+@functools.cache
+def default_eps(dtype: torch.dtype, device: str) -> float:
+    """The epsilon of `rms_norm` without one: that of the dtype it computes in, which depends on PyTorch's version."""
+    tiny = torch.full((8,), 1e-3, dtype=dtype, device=device)
+    narrow = torch.finfo(dtype).eps
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        is_wide = bool(
+            functional.rms_norm(tiny, (8,))[0] > 0.5
+        )  # 0.94 with float32's, less than 0.04 with others
+    return torch.finfo(torch.float32).eps if is_wide else narrow
 
 
 def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
@@ -118,11 +131,42 @@ class GatedOutput:
 Form = Itself | NormOutput | GatedOutput
 
 
-class Recipe:
-    """A form with the tensors that it needs, shared by all who save them.
+class Rebuilt:
+    """A tensor that backward computes again, for all who saved its recipe. Holds none of what it is computed from.
 
     Where several users need the tensor in backward, the first one's copy serves all. At most one such copy exists in a
-    thread, and none after the last user's turn.
+    thread, and none after the last user's turn or the end of the pass.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form, self.users = form, 0
+        self._copy: Tensor | None = None
+        self._turns = 0
+
+    def get(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """The tensor, from what a user saved; for use in backward."""
+        if self.users < 2:
+            return self.form.rebuild(kept, dtype)
+        if self._copy is None or self._copy.dtype != dtype:
+            previous = getattr(_latest, "rebuilt", lambda: None)()
+            if previous is not None:
+                previous._copy = None
+            self._copy = self.form.rebuild(kept, dtype)
+            _latest.rebuilt = weakref.ref(self)
+            # A pass for some of the gradients leaves out turns.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
+        copy = self._copy
+        self._turns += 1
+        if self._turns % self.users == 0:
+            self._copy = None
+        return copy
+
+    def _end(self) -> None:
+        self._copy, self._turns = None, 0
+
+
+class Recipe:
+    """A form with the tensors that it needs. Only the tensor that it is of holds it, so both go together.
 
     Args:
         form: how; kept: from what.
@@ -131,32 +175,14 @@ class Recipe:
     """
 
     def __init__(self, form: Form, kept: Kept, *, weak: bool = False) -> None:
-        self.form, self.users = form, 0
+        self.form, self.rebuilt = form, Rebuilt(form)
         self._kept = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in kept]
         self._count = sum(t is not None for t in kept)
-        self._copy: Tensor | None = None
-        self._turns = 0
 
     def kept(self) -> Kept | None:
         """The tensors; None once they are gone."""
         found = tuple(get() for get in self._kept)
         return found if sum(t is not None for t in found) == self._count else None
-
-    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """The tensor, from what a user saved."""
-        if self.users < 2:
-            return self.form.rebuild(kept, dtype)
-        if self._copy is None or self._copy.dtype != dtype:
-            previous = getattr(_latest, "recipe", lambda: None)()
-            if previous is not None:
-                previous._copy = None
-            self._copy = self.form.rebuild(kept, dtype)
-            _latest.recipe = weakref.ref(self)
-        copy = self._copy
-        self._turns += 1
-        if self._turns % self.users == 0:
-            self._copy = None
-        return copy
 
 
 _recipes = WeakTensorKeyDictionary()  # of the tensors that are alive, with their versions
@@ -170,14 +196,17 @@ def attach(x: Tensor, recipe: Recipe) -> None:
 
 def recipe_of(x: Tensor) -> Recipe | None:
     """How to get `x` back, if something is kept already. A view of the same elements counts as the tensor."""
-    base = x._base if x._is_view() else x
-    if base is None or base.numel() != x.numel():
-        return None
-    if base is not x and not (base.is_contiguous() and x.is_contiguous()):
-        return None
-    version, recipe = _recipes.get(base) or (None, None)
+    version, recipe = _recipes.get(x) or _recipes.get(_same_elements(x)) or (None, None)
     # Changed in place since, or kept for a graph that is gone: then it has to be kept anew.
     return recipe if recipe and version == x._version and recipe.kept() is not None else None
+
+
+def _same_elements(x: Tensor) -> Tensor:
+    """What `x` is a view of, if they have the same elements in the same order; otherwise `x`."""
+    base = x._base if x._is_view() else None
+    if base is None or base.numel() != x.numel():
+        return x
+    return base if base.is_contiguous() and x.is_contiguous() else x
 
 
 def itself(x: Tensor, codec: GroupInt | None) -> Kept | None:

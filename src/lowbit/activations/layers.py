@@ -7,6 +7,7 @@ takes, the module's own forward runs. `torch.compile` leaves these functions out
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lowbit.activations.kept import (
     Itself,
     Kept,
     NormOutput,
+    Rebuilt,
     Recipe,
     attach,
     itself,
@@ -29,7 +31,7 @@ from lowbit.activations.kept import (
     room,
     takes,
 )
-from lowbit.activations.structure import FeedForward, NormLike
+from lowbit.activations.structure import FeedForward, NormLike, passive
 from lowbit.codecs import GroupInt
 
 log = logging.getLogger(__name__)
@@ -51,17 +53,34 @@ class Layer:
     in_attention: bool = False
 
 
-@_eager
+Forward = Callable[[Any, Layer, Tensor], Tensor]
+
+
+def _of_one_tensor(forward: Forward) -> Callable[..., Any]:
+    """A forward for calls with one tensor, of which something would be kept; the module's own for all others."""
+
+    @functools.wraps(forward)
+    def called(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            return layer.own(*args, **kwargs)
+        named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
+        if not named_right or not _keeps(module, layer, given[0]):
+            return layer.own(*args, **kwargs)
+        return forward(module, layer, given[0])
+
+    return _eager(called)
+
+
+@_of_one_tensor
 def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     """A norm over the last dimension; the layers that follow find out how to get its output."""
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not _keeps(module, layer, x):
-        return layer.own(x)
     like: NormLike = layer.what
     codec = layer.codec
     known = itself(x, codec)
     kept = known or (room(codec, x),)
-    form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x.dtype))
+    form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x))
     out = NormFunction.apply(
         x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x)
     )
@@ -71,29 +90,27 @@ def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     return out
 
 
-@_eager
+@_of_one_tensor
 def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     """A linear layer, which keeps its input unless something that it follows from is kept already."""
-    if not _keeps(module, layer, x):
-        return layer.own(x)
     dtype = _compute_dtype(x)
-    recipe, kept = None, ()
+    rebuilt, kept = None, ()
     if module.weight.requires_grad:
-        recipe, kept = _input_of(layer, x, dtype)
-    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, recipe, kept)
+        rebuilt, kept = _input_of(layer, x, dtype)
+    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, rebuilt, kept)
 
 
-@_eager
+@_of_one_tensor
 def activation_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     """An activation function by itself."""
-    return gated(layer, x, None) if _keeps(module, layer, x) else layer.own(x)
+    return gated(layer, x, None)
 
 
-@_eager
+@_of_one_tensor
 def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     """A feed-forward block: its linear layers as they are, activation and product in one."""
     parts: FeedForward = layer.what
-    if not _keeps(module, layer, x):
+    if not passive(module, parts):
         return layer.own(x)
     gate = module.get_submodule(parts.gate)(x)
     up = None if parts.up is None else module.get_submodule(parts.up)(x)
@@ -131,10 +148,16 @@ def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
         kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if not takes(t)})
         say_once(f"activations of {layer.kind} layers are kept in full where they are {kinds}")
         return False
-    return True
+    # PyTorch refuses most mixtures of dtypes here: its own functions shall say so.
+    takes_all = layer.kind != "linear" and not isinstance(module, nn.LayerNorm)
+    return (
+        takes_all
+        or torch.is_autocast_enabled(x.device.type)
+        or len({t.dtype for t in tensors}) == 1
+    )
 
 
-def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Recipe, Kept]:
+def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Kept]:
     """How a linear layer gets its input back, and the tensors for it."""
     # What attention returns is saved by attention's kernel as it is, so keeping it costs nothing.
     whole = layer.codec is None or layer.in_attention or _from_attention(x)
@@ -149,8 +172,8 @@ def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Recipe, Kept
         attach(x, recipe)
     else:
         kept = recipe.kept() or ()
-    recipe.users += 1
-    return recipe, kept
+    recipe.rebuilt.users += 1
+    return recipe.rebuilt, kept
 
 
 def _from_attention(x: Tensor) -> bool:

@@ -35,7 +35,7 @@ def bytes_by_width(
     """
     found: dict[int, Kept] = {}
     for bits in widths:
-        compressed = compress_saved_(model, LayerAware(bits=bits, group=group))
+        compressed = compress_saved_(model, LayerAware(bits=bits, group=group), report=False)
         try:
             with counted(model) as found[bits]:
                 graph = forward()
@@ -78,7 +78,7 @@ def sensitivities(
         found[kind] = {}
         for bits in widths:
             only: dict[str, Any] = dict.fromkeys(KINDS, WHOLE) | {kind: bits}
-            compressed = compress_saved_(model, LayerAware(group=group, **only))
+            compressed = compress_saved_(model, LayerAware(group=group, **only), report=False)
             try:
                 error = relative_error(gradients(model, loss), exact)
             finally:

@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 _LIGHT = (nn.Embedding, nn.Identity, nn.modules.dropout._DropoutNd)
 
 
-def compress_saved_(model: nn.Module, policy: LayerAware | None = None) -> Compressed:
+def compress_saved_(
+    model: nn.Module, policy: LayerAware | None = None, *, report: bool = True
+) -> Compressed:
     """Have a model keep its activations for backward in few bits, in place.
 
     Forward computes what it did, from unrounded activations. Backward gets rounded inputs of norms, of activation
@@ -55,6 +57,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None) -> Compr
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.
         policy: bits; `LayerAware()` if absent.
+        report: log that share.
 
     Raises:
         TypeError, ValueError: a model that is compressed already or has nothing to compress, a policy whose `layers`
@@ -66,7 +69,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None) -> Compr
         raise TypeError(f"{wrong[0]} is {type(wrong[1]).__name__}; allowed: Module and LayerAware")
     if twice := [n for n, m in model.named_modules() if _MARK in vars(m)]:
         raise ValueError(
-            f"model is compressed already ({twice[0] or 'itself'!r}); allowed: remove() of the first compress_saved_"
+            f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first"
         )
     found = {
         name: plan for name, m in model.named_modules() if (plan := _plan(name, m, model, policy))
@@ -76,7 +79,25 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None) -> Compr
             f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
         )
     policy.check_layers(found)
-    return Compressed(model, policy, found)
+    return Compressed(model, policy, found, report)
+
+
+def restore_(model: nn.Module) -> None:
+    """Undo `compress_saved_`, in place, for copies of a compressed model and unpickled ones, too.
+
+    Args:
+        model: any module; parts of it that are not compressed stay as they are.
+    """
+    for module in model.modules():
+        _restore(module)
+
+
+def _restore(module: nn.Module) -> None:
+    layer = vars(module).pop(_MARK, None)
+    if layer is not None:
+        del module.forward
+        if module.forward != layer.own:  # not its class's, but somebody's own
+            module.forward = layer.own
 
 
 class Compressed:
@@ -88,35 +109,31 @@ class Compressed:
         left: how many modules there are of each type that is not understood, and whose activations stay as they are.
     """
 
-    def __init__(self, model: nn.Module, policy: LayerAware, plans: dict[str, _Plan]) -> None:
+    def __init__(
+        self, model: nn.Module, policy: LayerAware, plans: dict[str, _Plan], report: bool
+    ) -> None:
         self.bits: dict[str, tuple[str, int]] = {}
-        self._modules: list[tuple[nn.Module, Any]] = []
+        self._modules: list[nn.Module] = []
         for name, (kind, forward, what) in plans.items():
             module, bits = model.get_submodule(name), policy.bits_of(kind, name)
-            before = vars(module).get("forward")
             layer = Layer(
                 kind=kind, own=module.forward, codec=policy.codec(bits), what=what,
                 in_attention=kind == "linear" and in_attention(name, model),
             )  # fmt: skip
             module.forward = functools.partial(forward, module, layer)
-            setattr(module, _MARK, True)
+            setattr(module, _MARK, layer)
             self.bits[name] = (kind, bits)
-            self._modules.append((module, before))
+            self._modules.append(module)
         left = {n: m for n, m in model.named_modules() if _is_left(m) and n not in plans}
         self.left: Counter[str] = Counter(type(m).__name__ for m in left.values())
-        self._survey = Survey(model, left) if left else None
+        self._survey = Survey(model, left) if left and report else None
 
     def remove(self) -> None:
         """Give the modules their own forward back."""
         if self._survey is not None:
             self._survey.remove()
-        while self._modules:
-            module, before = self._modules.pop()
-            delattr(module, _MARK)
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
+        for module in self._modules:
+            _restore(module)
 
     def __repr__(self) -> str:
         kinds = Counter(f"{kind} in {bits} bits" for kind, bits in self.bits.values())

@@ -22,8 +22,11 @@ from torch.func import functional_call
 from lowbit.activations.kept import Norm, plain_gated
 from lowbit.ops.fused import ACTIVATIONS
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules that do not tell theirs
 _ATTENTION = re.compile("attention|attn", re.I)
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -47,6 +50,8 @@ class FeedForward:
 
 def linear_like(module: nn.Module) -> bool | None:
     """Whether a linear layer's weight is stored as (inputs, outputs); None: not a linear layer."""
+    if "forward" in vars(module):  # somebody's own, of which nothing is known
+        return None
     if isinstance(module, nn.Linear):
         return False if type(module).forward is nn.Linear.forward else None
     kind = type(module)
@@ -64,27 +69,37 @@ def norm_like(module: nn.Module) -> NormLike | None:
     if next(module.children(), None) or own.keys() - {"weight", "bias"} or len(set(shape)) != 1:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
-    numbers = partial(torch.randn, generator=generator, device="cpu")
+    numbers = partial(torch.randn, generator=generator, dtype=torch.float32, device="cpu")
     weights = {name: numbers(shape[0]) for name in own}
     x = numbers(2, 3, shape[0]) + 1
-    y, narrow = (_try(module, weights, v) for v in (x, x.bfloat16()))
-    if y is None:
-        return None
-    eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), None)
-    for norm in (Norm(eps=eps), Norm(eps=eps, offset=1.0), Norm(eps=eps, centred=True)):
-        wanted = norm.plain(x, weights.get("weight"), weights.get("bias"))
-        if y.shape == x.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-4):
-            promotes = narrow is not None and narrow.dtype == torch.float32
-            return NormLike(norm=norm, promotes=promotes)
+    narrow = _try(module, weights, x.bfloat16())
+    promotes = narrow is not None and narrow.dtype == torch.float32
+    found = [getattr(module, name) for name in _EPS if hasattr(module, name)]
+    for eps in (*found[:1], *_USUAL_EPS):
+        if eps is None and not isinstance(module, nn.RMSNorm):
+            continue
+        for norm in (Norm(eps=eps), Norm(eps=eps, offset=1.0), Norm(eps=eps, centred=True)):
+            if all(_computes(module, norm, weights, x, scale) for scale in (1.0, 1e-3, 1e-6)):
+                return NormLike(norm=norm, promotes=promotes)
     return None
+
+
+def _computes(
+    module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tensor, scale: float
+) -> bool:
+    """Whether a module is this norm for inputs of some size: small ones show its epsilon, and where it is added."""
+    if "bias" in weights:  # a large one would hide the rest
+        weights = weights | {"bias": weights["bias"] * scale}
+    y, x = _try(module, weights, x * scale), x * scale
+    wanted = norm.plain(x, weights.get("weight"), weights.get("bias"))
+    if y is None or y.shape != x.shape:
+        return False
+    return torch.allclose(y, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 def activation_like(module: nn.Module) -> str | None:
     """Which of the activation functions that operators know a module is; None: none of them."""
-    home = type(module).__module__
-    if home not in ("torch.nn.modules.activation", "transformers.activations"):
-        return None
-    if getattr(module, "inplace", False):
+    if type(module).__module__ not in _ACTIVATIONS or getattr(module, "inplace", False):
         return None
     x = _samples()[0]
     y = _try(module, {}, x)
@@ -94,7 +109,7 @@ def activation_like(module: nn.Module) -> str | None:
 def feed_forward(module: nn.Module) -> FeedForward | None:
     """The linear layers and the activation of a feed-forward block; None: something else."""
     linears = [name for name, child in module.named_children() if _has_features(child)]
-    if len(linears) not in (2, 3) or is_attention(module):
+    if len(linears) not in (2, 3) or is_attention(module) or _has_more(module, linears):
         return None
     outputs = dict(zip(linears, _samples(), strict=False))
     x = torch.zeros_like(outputs[linears[0]])
@@ -121,6 +136,36 @@ def feed_forward(module: nn.Module) -> FeedForward | None:
     return None
 
 
+def _has_more(module: nn.Module, linears: list[str]) -> bool:
+    """Whether a block has what may change its formula later on: tensors of its own, children of other kinds.
+
+    Dropout may be there as long as it does nothing, which is looked at in every call (`passive`).
+    """
+    rest = [child for name, child in module.named_children() if name not in linears]
+    known = all(
+        isinstance(child, nn.Identity | nn.Dropout) or type(child).__module__ in _ACTIVATIONS
+        for child in rest
+    )
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not known or bool(tensors) or any([*c.parameters(), *c.buffers()] for c in rest)
+
+
+def passive(module: nn.Module, parts: FeedForward) -> bool:
+    """Whether nothing but the formula happens inside a feed-forward block: no dropout, and no hooks on its activation.
+
+    Hooks on its linear layers are called as ever, and those of this library only watch.
+    """
+    for name, child in module.named_children():
+        if name in (parts.gate, parts.up, parts.down):
+            continue
+        if isinstance(child, nn.Dropout) and child.training and child.p > 0:
+            return False
+        hooks = [hook for kind in _HOOKS for hook in getattr(child, kind).values()]
+        if not all(getattr(hook, "__module__", "").startswith(__package__) for hook in hooks):
+            return False
+    return True
+
+
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is attention, by its class's name."""
     return bool(_ATTENTION.search(type(module).__name__))
@@ -143,8 +188,8 @@ def _has_features(module: nn.Module) -> bool:
 def _samples() -> tuple[Tensor, Tensor, Tensor]:
     """Three tensors (1, 3, 16) in which every activation is itself: small numbers beside large ones."""
     small, large = (
-        torch.linspace(-4, 4, 24, device="cpu"),
-        torch.linspace(-99, 98, 24, device="cpu"),
+        torch.linspace(-4, 4, 24, dtype=torch.float32, device="cpu"),
+        torch.linspace(-99, 98, 24, dtype=torch.float32, device="cpu"),
     )
     x = torch.stack([small, large], -1).view(1, 3, 16)
     return x, x.flip(1, 2) * 1.7 + 0.3, x.flip(1) * 0.6 - 0.7
@@ -161,11 +206,24 @@ def _activation(y: Tensor, gate: Tensor, up: Tensor | None) -> str | None:
 def _try(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor | None:
     """What a module makes of `x` with these weights; None if it takes something else."""
     try:
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"), _without_hooks(module):
             y = functional_call(module, weights, (x,))
     except Exception:
         return None
     return y if isinstance(y, Tensor) else None
+
+
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Nobody's hooks while the block runs: what it computes is made up."""
+    before = [(part, kind, getattr(part, kind)) for part in module.modules() for kind in _HOOKS]
+    for part, kind, hooks in before:
+        setattr(part, kind, type(hooks)())
+    try:
+        yield
+    finally:
+        for part, kind, hooks in before:
+            setattr(part, kind, hooks)
 
 
 @contextlib.contextmanager

@@ -265,12 +265,13 @@ def draw_seed(rounding: str, device: torch.device) -> int | None:
     return int(torch.randint(2**31, ()))
 
 
-def check_int(name: str, value: object, low: int, high: int) -> None:
-    """Raise unless `value` is an int (no bool) in [low, high]."""
+def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) -> None:
+    """Raise unless `value` is an int (no bool) in [low, high], and a multiple of `multiple`."""
+    allowed = f"{low} to {high}" + (f", multiples of {multiple}" if multiple > 1 else "")
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; allowed: an integer from {low} to {high}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; allowed: {low} to {high}")
+        raise TypeError(f"{name} is {value!r}; allowed: an integer from {allowed}")
+    if not low <= value <= high or value % multiple:
+        raise ValueError(f"{name} is {value}; allowed: {allowed}")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:

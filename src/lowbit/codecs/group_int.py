@@ -51,9 +51,7 @@ class GroupInt(Codec):
 
     def __post_init__(self) -> None:
         check_int("bits", self.bits, 2, 8)
-        check_int("group", self.group, 8, 65536)
-        if self.group % 8:
-            raise ValueError(f"group is {self.group}; allowed: multiples of 8")
+        check_int("group", self.group, 8, 65536, multiple=8)
         check_choice("symmetric", self.symmetric, (False, True))
         check_choice("rounding", self.rounding, ("nearest", "stochastic"))
 

@@ -1,0 +1,86 @@
+"""How long payloads and decoded copies live."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from lowbit.activations import compress_saved_, kept, layers
+from tests.activations.models import DIM, GatedBlock
+
+
+class Made:
+    """Follows the storages of all payloads and of all tensors that are decoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.payloads: list[StorageWeakRef] = []
+        self.copies: list[StorageWeakRef] = []
+        follow = {(layers, "room"): self.payloads, (kept.NormOutput, "rebuild"): self.copies}
+        for (where, name), found in follow.items():
+            monkeypatch.setattr(where, name, self._noting(getattr(where, name), found))
+
+    def _noting(self, function: Any, found: list[StorageWeakRef]) -> Any:
+        def noting(*args: Any) -> Tensor:
+            out = function(*args)
+            found.append(StorageWeakRef(out.untyped_storage()))
+            return out
+
+        return noting
+
+    def alive(self) -> tuple[int, int]:
+        gc.collect()
+        payloads, copies = ([r for r in f if not r.expired()] for f in (self.payloads, self.copies))
+        return len(payloads), len(copies)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    return Made(monkeypatch)
+
+
+def model() -> nn.Module:
+    found = nn.Sequential(GatedBlock(), nn.LayerNorm(DIM), nn.Linear(DIM, DIM))
+    compress_saved_(found)
+    return found
+
+
+def test_payloads_end_with_backward_while_the_loss_lives(made: Made):
+    y = model()(torch.randn(3, DIM))
+    loss = y.sum()
+    assert made.alive() == (4, 0)
+    loss.backward()
+    assert made.alive() == (0, 0)
+    assert len(made.copies) == 2  # one for gate and up, one for the layer at the end
+    assert loss.isfinite()
+
+
+def test_checkpointing_keeps_no_payloads(made: Made):
+    x = torch.randn(3, DIM, requires_grad=True)
+    y: Any = checkpoint(model(), x, use_reentrant=False)
+    assert len(made.payloads) == 4
+    assert made.alive() == (0, 0)
+    y.sum().backward()
+    assert made.alive() == (0, 0)
+
+
+def test_payloads_that_hooks_move_away_are_freed(made: Made):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = model()(torch.randn(3, DIM)).sum()
+    assert made.alive() == (0, 0)
+    loss.backward()
+
+
+def test_a_pass_for_one_gradient_leaves_no_copy(made: Made):
+    ours: Any = model()
+    loss = ours(torch.randn(3, DIM)).sum()
+    torch.autograd.grad(loss, [ours[0].mlp.w1.weight], retain_graph=True)
+    assert len(made.copies) == 1
+    assert made.alive() == (4, 0)
+    loss.backward()
+    assert len(made.copies) == 3

@@ -1,0 +1,143 @@
+"""Modules that are called or changed in ways of their own: results are those of the modules themselves."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowbit.activations import LayerAware, compress_saved_, restore_
+from lowbit.codecs import GroupInt
+from tests.activations.models import DIM, Calls, Gated, distance, gradients, kept
+
+
+def inputs() -> Tensor:
+    return torch.randn(5, DIM, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_calls_by_keyword(training: bool):
+    for module in (nn.Linear(DIM, 4), nn.LayerNorm(DIM), nn.GELU()):
+        wanted = module(inputs())
+        compress_saved_(module)
+        module.train(training)
+        with kept(module) as found:
+            torch.testing.assert_close(module(input=inputs()), wanted)
+        assert bool(found[torch.uint8]) == training
+        with pytest.raises(TypeError):
+            module(other=inputs())
+        with pytest.raises(TypeError):
+            module(inputs(), inputs())
+
+
+class OlmoNorm(nn.Module):
+    """Without weight, as OLMo's, or with a bias alone."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.normalized_shape = (DIM,)
+        if bias:
+            self.bias = nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (DIM,), None, getattr(self, "bias", None), eps=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_norms_without_weight(bias: bool, bits: int):
+    plain = nn.Sequential(nn.Linear(DIM, DIM), OlmoNorm(bias), nn.Linear(DIM, 8))
+    ours = copy.deepcopy(plain)
+    compress_saved_(ours, LayerAware(bits=bits))
+    wanted = gradients(plain, plain(inputs()).square().sum())
+    with Calls() as calls:
+        y = ours(inputs())
+    assert calls.count["norm_encode"] == (bits == 8)
+    assert distance(gradients(ours, y.square().sum()), wanted) < (0.03 if bits == 8 else 1e-6)
+
+
+def test_linear_layers_with_another_forward_are_left():
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    model[0].forward = lambda x: functional.linear(x, model[0].weight) * 3
+    wanted = model(inputs())
+    done = compress_saved_(model)
+    assert [*done.bits] == ["1"]
+    torch.testing.assert_close(model(inputs()), wanted)
+
+
+def test_dropout_that_is_turned_on_later_drops():
+    mlp = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM), nn.Dropout(0.0))
+    done = compress_saved_(mlp)
+    assert done.bits[""] == ("mlp", 4)
+    assert mlp(inputs()).all()
+    mlp[3].p = 0.5
+    with kept(mlp) as found:
+        y = mlp(inputs())
+    assert (y == 0).float().mean() > 0.3
+    assert found[torch.uint8] == GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64))
+
+
+def test_hooks_on_activations_are_called():
+    mlp, seen = Gated(DIM, 64), []
+    wanted: Any = mlp.act(mlp.w1(inputs()))
+    mlp.act.register_forward_hook(lambda module, args, out: seen.append(out))
+    compress_saved_(mlp)
+    mlp(inputs()).sum().backward()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], wanted)
+
+
+def test_a_view_that_several_layers_read_is_stored_once():
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(DIM // 2, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            half = (x * 2)[:, : DIM // 2]
+            return self.a(half) + self.b(half) + self.c(half)
+
+    model = Parallel()
+    compress_saved_(model)
+    with kept(model) as found:
+        model(inputs())
+    assert found == {torch.uint8: GroupInt().nbytes((5, DIM // 2))}
+
+
+@pytest.mark.parametrize(("module", "dtype"), [
+    (nn.Linear(DIM, 4), torch.bfloat16),
+    (nn.Linear(DIM, 4).bfloat16(), torch.float32),
+    (nn.LayerNorm(DIM).bfloat16(), torch.float32),
+])  # fmt: skip
+def test_dtypes_that_pytorch_refuses_are_refused(module: nn.Module, dtype: torch.dtype):
+    compress_saved_(module)
+    with pytest.raises(RuntimeError, match="dtype"):
+        module(inputs().to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(inputs().to(dtype)).requires_grad
+
+
+def test_copies_are_given_back_their_own_forward():
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), Gated(DIM, 64), nn.GELU())
+    wanted = model(inputs())
+    done = compress_saved_(model)
+    written = io.BytesIO()
+    torch.save(model, written)
+    written.seek(0)
+    copies = copy.deepcopy(model), torch.load(written, weights_only=False)
+    done.remove()
+    for twin in copies:
+        with Calls() as calls:
+            twin(inputs())
+        assert calls.count
+        restore_(twin)
+        with Calls() as calls:
+            assert torch.equal(twin(inputs()), wanted)
+        assert not calls.count
+        assert not any("forward" in vars(m) for m in twin.modules())
+    compress_saved_(copies[0])
