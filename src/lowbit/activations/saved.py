@@ -35,13 +35,14 @@ def compress_saved_(
 ) -> Compressed:
     """Have a model keep its activations for backward in few bits, in place.
 
-    Forward computes what it did, from unrounded activations. Backward gets rounded inputs of norms, of activation
-    functions and gates, and of linear layers, and recomputes from them what else it needs: a norm's output for the
-    projections that follow (once, however many there are), act(gate) * up for the layer after it. So a decoder layer
-    keeps one payload for each norm, gate and up; q, k, v and the output of attention stay as they are, and o_proj
-    shares the latter with attention's kernel. Weights are saved by reference, even where autocast casts them. A linear
-    layer with a frozen weight keeps no input. In evaluation mode, and where no gradients are wanted, nothing is kept or
-    coded.
+    Forward computes what it did, from unrounded activations; in bfloat16 and float16 all but exactly, because norms,
+    and activation and product, are computed in float32 and rounded once. Backward gets rounded inputs of norms, of
+    activation functions and gates, and of linear layers, and recomputes from them what else it needs: a norm's output
+    for the projections that follow (once, however many there are), act(gate) * up for the layer after it. So a
+    decoder layer keeps one payload for each norm, gate and up; q, k, v and the output of attention stay as they are,
+    and o_proj shares the latter with attention's kernel. Weights are saved by reference, even where autocast casts
+    them. A linear layer with a frozen weight keeps no input. In evaluation mode, and where no gradients are wanted,
+    nothing is kept or coded.
 
     Norms, activation functions (SiLU, GELU of both kinds, ReLU) and feed-forward blocks are found by what they compute,
     linear layers by their class (`nn.Linear`, Hugging Face's `Conv1D`). This covers Llama, Qwen, Mistral, Gemma and
@@ -50,6 +51,8 @@ def compress_saved_(
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
     that follow it, as wrapping whole decoder layers does. Under `torch.compile` graphs break around compressed modules.
+    Not supported: second derivatives, and `torch.func` (`grad`, `vmap`, ...) around a compressed model; PyTorch
+    refuses both.
 
     Deviations from the paper (arXiv 2605.00539), which is silent there: groups of 64 with a middle as well as a scale,
     nearest rounding, and inputs of norms in front of attention quantized like others.

@@ -161,7 +161,9 @@ def passive(module: nn.Module, parts: FeedForward) -> bool:
         if isinstance(child, nn.Dropout) and child.training and child.p > 0:
             return False
         hooks = [hook for kind in _HOOKS for hook in getattr(child, kind).values()]
-        if not all(getattr(hook, "__module__", "").startswith(__package__) for hook in hooks):
+        if not all(
+            getattr(hook, "__module__", "").startswith("lowbit.activations") for hook in hooks
+        ):
             return False
     return True
 
