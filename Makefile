@@ -16,7 +16,7 @@ demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 
 	@$(BIN)/lowbit demo
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
 	@PYTHONPATH=src $(PYTHON) -m pytest $(GPU_TESTS) $(ARGS)

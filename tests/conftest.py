@@ -13,6 +13,13 @@ if not torch.cuda.is_available():
 
 from tests.ranks import Ranks
 
+SLOW = ("test_docs", "test_launch", "test_examples", "test_demo", "test_convergence", "test_held")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few long tests first, so that the two workers of `make test` end together."""
+    items.sort(key=lambda item: item.path.stem not in SLOW)
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
