@@ -107,6 +107,14 @@ def test_more_hosts_meet_at_a_bridge() -> None:
 
 
 @needs_link
+def test_congestion_control_is_the_usual_one() -> None:
+    with SlowLink() as link:
+        for host in range(2):
+            found = output_of(link, host, "cat", "/proc/sys/net/ipv4/tcp_congestion_control")
+            assert found.strip() in ("cubic", "reno")
+
+
+@needs_link
 def test_hosts_see_their_own_network_only() -> None:
     with SlowLink() as link, SlowLink() as other:
         interfaces = output_of(link, 0, "ip", "-br", "link").splitlines()

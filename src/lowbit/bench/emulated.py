@@ -34,7 +34,11 @@ GRADIENTS = "gradients:"
 """Before a format that gradients are kept and all-reduced in, in place of a boundary's."""
 ACTIVATIONS = "activations:"
 """Before the name of a policy for what autograd keeps, in place of a boundary's format."""
-POLICIES = {"low-bit": LayerAware(bits=4), "uniform": LayerAware(bits=4, attention=4)}
+POLICIES = {
+    "low-bit": LayerAware(bits=4),
+    "norm-8": LayerAware(bits=4, norm=8),
+    "uniform": LayerAware(bits=4, attention=4),
+}
 
 OnStep = Callable[[int, float], None]
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lowbit.bench.memory_methods import EIGHT_BIT, METHODS
+from lowbit.bench.pipeline import check_at_least, model_of
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs.base import check_choice, check_int
 from lowbit.train.config import DataConfig, ModelConfig
@@ -88,9 +89,7 @@ class Settings:
             raise ValueError(f"methods is {self.methods}; allowed: {', '.join(METHODS)}")
         if not self.sequences or min(self.sequences) < 1:
             raise ValueError(f"sequences is {self.sequences}; allowed: at least 1 each")
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+        check_at_least(self, **_LEAST)
         check_int("bits", self.bits, 2, 8)
         check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("weights", self.weights, ("fp32", "bf16"))
@@ -99,10 +98,7 @@ class Settings:
     @property
     def model(self) -> ModelConfig:
         """The model as `lowbit train` describes it."""
-        if self.pretrained:
-            return ModelConfig(pretrained=self.pretrained)
-        names = ("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab")
-        return ModelConfig(**{name: getattr(self, name) for name in names})
+        return model_of(self)
 
     @property
     def data(self) -> DataConfig:

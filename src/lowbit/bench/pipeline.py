@@ -19,6 +19,7 @@ from lowbit.bench.launch import Ranks, set_rate, started
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Cast, parse
 from lowbit.codecs.base import check_choice
+from lowbit.train.config import ModelConfig
 from lowbit.train.config_file import from_mapping
 from lowbit.train.device import choose_device
 from lowbit.train.plan import make_plan
@@ -214,6 +215,14 @@ def step(ranks: Ranks, name: str, count: int) -> list[dict[str, Any]]:
         speed = step[0]["tokens_per_second"] * step[0]["seconds"] / seconds
         merged.append({**step[0], "seconds": seconds, "tokens_per_second": speed})
     return merged
+
+
+def model_of(settings: Any) -> ModelConfig:
+    """The model of settings with a field for each number of it, and a `pretrained` that takes their place."""
+    if settings.pretrained:
+        return ModelConfig(pretrained=settings.pretrained)
+    names = ("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab")
+    return ModelConfig(**{name: getattr(settings, name) for name in names})
 
 
 def check_at_least(settings: Any, **least: int) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 
 from lowbit.activations.budget import CHOSEN, StageCost, plan_bits
 from lowbit.activations.in_flight import InFlight, in_flight, order_of
+from lowbit.bench.pipeline import check_at_least, model_of
 from lowbit.bench.plan_stages import OPTIMIZERS, StageMeter, gradient_errors
 from lowbit.bench.report import Report, machine
 from lowbit.codecs import parse
@@ -77,9 +78,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+        check_at_least(self, **_LEAST)
         check_choice("weights", self.weights, ("fp32", "bf16"))
         check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
         if self.gradients != FULL_PRECISION:
@@ -90,10 +89,7 @@ class Settings:
     @property
     def model(self) -> ModelConfig:
         """The model as `lowbit train` describes it."""
-        if self.pretrained:
-            return ModelConfig(pretrained=self.pretrained)
-        names = ("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab")
-        return ModelConfig(**{name: getattr(self, name) for name in names})
+        return model_of(self)
 
     @property
     def held(self) -> InFlight:
