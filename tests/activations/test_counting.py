@@ -54,7 +54,7 @@ def own(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("bits", [0, 4, 16])
 def test_all_that_the_graph_holds_is_counted_once(model: Any, bits: int):
     if bits:
-        compress_saved_(model, LayerAware(bits=bits))
+        compress_saved_(model, LayerAware(bits=bits, norm=bits))
     graph = loss_of(model)
     expected = in_graph(graph, *own(model))
     with counted(model) as kept:

@@ -53,7 +53,7 @@ class OlmoNorm(nn.Module):
 def test_norms_without_weight(bias: bool, bits: int):
     plain = nn.Sequential(nn.Linear(DIM, DIM), OlmoNorm(bias), nn.Linear(DIM, 8))
     ours = copy.deepcopy(plain)
-    compress_saved_(ours, LayerAware(bits=bits))
+    compress_saved_(ours, LayerAware(bits=bits, norm=bits))
     wanted = gradients(plain, plain(inputs()).square().sum())
     with Calls() as calls:
         y = ours(inputs())

@@ -55,7 +55,7 @@ def inputs() -> Tensor:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_gradients_are_those_at_the_rounded_inputs(norm: Any, bits: int):
     ours, plain = block(norm=norm), block(norm=norm)
-    compress_saved_(ours, LayerAware(bits=bits, group=40))
+    compress_saved_(ours, LayerAware(bits=bits, norm=bits, group=40))
     x, x_ = inputs(), inputs()
     weights = torch.randn(3, 7, DIM)
     y, wanted_y = ours(x), reference(plain, x_, GroupInt(bits=bits, group=40))
@@ -75,7 +75,7 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     errors, sizes = {}, {}
     for bits in (16, 8, 4):
         ours = copy.deepcopy(plain)
-        done = compress_saved_(ours, LayerAware(bits=bits))
+        done = compress_saved_(ours, LayerAware(bits=bits, norm=bits))
         assert not done.left
         with kept(ours) as after, Calls() as calls:
             ours_loss = loss_of(ours, ids)
@@ -97,12 +97,12 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
 
 def test_a_llama_keeps_a_payload_for_each_norm_gate_and_up():
     model, ids = hugging_face("llama"), tokens()
-    compress_saved_(model, LayerAware(bits=4, mlp=8))
+    compress_saved_(model)
     with kept(model) as found:
         loss_of(model, ids)
     wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
-    payloads = 2 * (2 * narrow.nbytes((ROWS, LENGTH, DIM)) + 2 * wide.nbytes((ROWS, LENGTH, FFN)))
-    assert found[torch.uint8] == payloads + narrow.nbytes((ROWS, LENGTH, DIM))
+    payloads = 2 * (2 * wide.nbytes((ROWS, LENGTH, DIM)) + 2 * narrow.nbytes((ROWS, LENGTH, FFN)))
+    assert found[torch.uint8] == payloads + wide.nbytes((ROWS, LENGTH, DIM))
     positions = ROWS * LENGTH
     attention = (
         2 * 4 * positions * (3 * DIM + 4)
@@ -161,10 +161,20 @@ def test_what_several_layers_save_is_stored_once():
             return self.a(x) + self.b(x) + self.norm(x) + self.c(x.view(-1, DIM)).view_as(x)
 
     model = Parallel()
-    compress_saved_(model)
+    compress_saved_(model, LayerAware(norm=4))
     with kept(model) as found:
         model(inputs())
     assert found == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
+
+
+@pytest.mark.parametrize(("linear", "sizes"), [(4, 1), (8, 1), (16, 2)])
+def test_a_linear_layer_takes_what_a_norm_keeps_in_more_bits(linear: int, sizes: int):
+    both, x = nn.ModuleList([nn.LayerNorm(DIM), nn.Linear(DIM, DIM)]), inputs() * 1
+    compress_saved_(both, LayerAware(linear=linear))
+    with kept(both) as found:
+        _ = [module(x) for module in both]
+    assert len(found) == sizes
+    assert found[torch.uint8] == GroupInt(bits=8).nbytes((3, 7, DIM))
 
 
 def test_a_changed_tensor_is_kept_anew():
@@ -259,7 +269,7 @@ def test_checkpointing_recomputes_the_same():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with kept(model) as found:
         loss = loss_of(model, ids)
-    assert found[torch.uint8] == GroupInt().nbytes((ROWS, LENGTH, DIM))  # the last norm's
+    assert found[torch.uint8] == GroupInt(bits=8).nbytes((ROWS, LENGTH, DIM))  # the last norm's
     assert distance(gradients(model, loss), wanted) == 0
 
     ours = block()
@@ -299,7 +309,8 @@ def test_compiled_models_give_the_same():
     compiled = torch.compile(ours, backend="aot_eager")
     with kept(ours) as found:
         loss = compiled(inputs()).square().sum()
-    assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM)) + 2 * GroupInt().nbytes((3, 7, FFN))
+    payloads = GroupInt(bits=8).nbytes((3, 7, DIM)) + 2 * GroupInt().nbytes((3, 7, FFN))
+    assert found[torch.uint8] == payloads
     assert distance(gradients(ours, loss), wanted) < 1e-6
 
 

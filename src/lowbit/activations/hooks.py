@@ -42,7 +42,8 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
     are coded, which do no harm: backward uses what was coded before.
 
     Args:
-        policy: `bits`, `attention`, `group` and `rounding`; `LayerAware()` if absent. Layers are not known here.
+        policy: `bits`, `attention`, `group` and `rounding`; `LayerAware()` if absent. Layers are not known here, so the
+            inputs of norms get `bits` like everything else.
 
     Raises:
         ValueError: bits for layers or layer types, which only `compress_saved_` knows.

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowbit import ops
+from lowbit.activations.policy import WHOLE
 from lowbit.codecs import GroupInt
 from lowbit.codecs.base import FLOATS
 
@@ -75,6 +76,11 @@ class Itself:
 
     numel: int
     codec: GroupInt | None
+
+    @property
+    def bits(self) -> int:
+        """Of an element; what is kept in more serves who asks for fewer."""
+        return WHOLE if self.codec is None else self.codec.bits
 
     def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
         """The tensor, rounded; its shape may be another."""

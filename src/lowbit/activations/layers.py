@@ -163,7 +163,7 @@ def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Kep
     whole = layer.codec is None or layer.in_attention or _from_attention(x)
     own = Itself(x.numel(), None if whole else layer.codec)
     recipe = recipe_of(x)
-    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form != own):
+    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
         kept: Kept = (x.to(dtype) if whole else room(own.codec, x),)
         if own.codec is not None:
             with torch.no_grad():

@@ -11,18 +11,22 @@ from lowbit.codecs.base import check_int
 
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16
+NORM_BITS = 8
+"""Of norms, at least, unless a policy says otherwise: all that follows a norm gets its gradient from what it keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAware:
     """Bits in which saved activations wait for backward (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
-    n elements take n bits / 8 + 4 n / group bytes (`GroupInt`, asymmetric): 4.5 bits an element by default. 16 stands
-    for as it is: nothing is rounded, but what can be computed from it in backward is not kept either.
+    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 4.5 bits an element, 8.5
+    for norms. 16 stands for as it is: nothing is rounded, but what can be computed from it in backward is not kept
+    either.
 
     Args:
         bits: 2 to 8, or 16; for all layer types that have no bits of their own.
-        norm: of the inputs of norms, from which the linear layers that follow get theirs, too.
+        norm: of the inputs of norms, from which the linear layers that follow get theirs, too. None: 8, or `bits` where
+            those are more. With 4 bits there, which the paper has everywhere, training from scratch lost 0.1 nats.
         mlp: of what activation functions and gates work on.
         linear: of inputs of linear layers that come neither from a norm nor from an activation, nor from attention.
         attention: of q, k, v, attention's output and what its kernel saves. Anything but 16 is for the ablation: the
@@ -30,7 +34,7 @@ class LayerAware:
         group: elements for each scale, a multiple of 8.
         rounding: "nearest" or "stochastic", whose error is zero on average.
         layers: bits by module name, for all types but attention: {"model.layers.3": 8} or {"*.mlp": 3}. A name or
-            pattern (`fnmatch`) also means what is inside; of several that match the last one counts.
+            pattern (`fnmatch`) also means what is inside, its norms too; of several that match the last one counts.
 
     Raises:
         TypeError, ValueError: anything else.
@@ -62,11 +66,14 @@ class LayerAware:
     def bits_of(self, kind: str, name: str = "") -> int:
         """Bits of a layer type ("norm", "mlp", "linear", "attention") in the module of this name."""
         own = getattr(self, kind)
-        found = self.bits if own is None else own
+        found = self._bits_of_all(kind) if own is None else own
         if kind != "attention":
             for pattern, bits in self.layers.items():
                 found = bits if matches(name, pattern) else found
         return found
+
+    def _bits_of_all(self, kind: str) -> int:
+        return max(self.bits, NORM_BITS) if kind == "norm" else self.bits
 
     def codec(self, bits: int) -> GroupInt | None:
         """The format of so many bits; None: as it is."""

@@ -55,7 +55,7 @@ def compress_saved_(
     refuses both.
 
     Deviations from the paper (arXiv 2605.00539), which is silent there: groups of 64 with a middle as well as a scale,
-    nearest rounding, and inputs of norms in front of attention quantized like others.
+    nearest rounding, inputs of norms in front of attention quantized like others, and 8 bits for inputs of norms.
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.

@@ -35,9 +35,9 @@ GRADIENTS = "gradients:"
 ACTIVATIONS = "activations:"
 """Before the name of a policy for what autograd keeps, in place of a boundary's format."""
 POLICIES = {
-    "low-bit": LayerAware(bits=4),
-    "norm-8": LayerAware(bits=4, norm=8),
-    "uniform": LayerAware(bits=4, attention=4),
+    "low-bit": LayerAware(),
+    "norm-4": LayerAware(norm=4),
+    "uniform": LayerAware(norm=4, attention=4),
 }
 
 OnStep = Callable[[int, float], None]

@@ -41,10 +41,11 @@ class Settings:
 
     Args:
         methods: bf16 (PyTorch's own), checkpoint (of decoder layers), fp8 (everything saved in 8 bits), int4-uniform
-            (attention in few bits, too), low-bit (ours), low-bit+8bit (ours, with gradients and AdamW in 8 bits).
+            (everything in few bits), int4 (everything but attention), low-bit (ours: 8 for norms), low-bit+8bit (ours,
+            with gradients and AdamW in 8 bits).
         sequences: tokens of a sample.
         batch: samples of a micro-batch; microbatches: of a step.
-        bits: of low-bit activations.
+        bits: of low-bit activations; norms have at least 8 in low-bit.
         steps: of training, at least 2; the first is not measured.
         device: "cpu" or "cuda" (the current device).
         weights: "fp32" (master weights; matrix products in bfloat16 by autocast, as in `lowbit train`) or "bf16" (the

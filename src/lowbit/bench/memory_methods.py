@@ -17,7 +17,7 @@ from lowbit.train.config import OptimizerConfig
 from lowbit.train.optim import make_optimizer
 
 EIGHT_BIT = "low-bit+8bit"
-METHODS = ("bf16", "checkpoint", "fp8", "int4-uniform", "low-bit", EIGHT_BIT)
+METHODS = ("bf16", "checkpoint", "fp8", "int4-uniform", "int4", "low-bit", EIGHT_BIT)
 
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
@@ -29,7 +29,8 @@ def kept_as(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
 
     bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
     everything that is saved, attention's tensors too, as `BlockFloat8`, nothing recomputed (as COAT does, which fuses
-    it into its layers). int4-uniform: `compress_saved_` with `bits` for attention, too. low-bit: without.
+    it into its layers). int4-uniform: `compress_saved_` with `bits` everywhere, in attention and norms, too. int4: all
+    but attention. low-bit: as `LayerAware` has it, with 8 bits for norms.
 
     Yields:
         What each forward pass has to run in.
@@ -48,7 +49,9 @@ def kept_as(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
             around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
         elif method != "bf16":
             attention = bits if method == "int4-uniform" else 16
-            compressed = compress_saved_(model, LayerAware(bits=bits, attention=attention))
+            norm = bits if method.startswith("int4") else None
+            policy = LayerAware(bits=bits, norm=norm, attention=attention)
+            compressed = compress_saved_(model, policy)
             stack.callback(compressed.remove)
         yield around
 
