@@ -60,6 +60,22 @@ def test_payloads_end_with_backward_while_the_loss_lives(made: Made):
     assert loss.isfinite()
 
 
+@pytest.mark.parametrize("last", [nn.LayerNorm(DIM), nn.GELU()])
+def test_payloads_end_with_backward_while_the_output_lives(made: Made, last: nn.Module):
+    ours, after = nn.Sequential(nn.Linear(DIM, DIM), last), nn.Linear(DIM, DIM)
+    compress_saved_(nn.ModuleList([ours, after]))
+    x = torch.randn(3, DIM)
+    y = ours(x)
+    assert made.alive() == (2, 0)
+    y.sum().backward(retain_graph=True)  # the graph holds them
+    assert made.alive() == (2, 0)
+    y.sum().backward()
+    assert made.alive() == (0, 0)
+    after(y.detach().requires_grad_()).sum().backward()
+    wanted = y.detach().sum(0).expand(DIM, DIM)
+    torch.testing.assert_close(after.weight.grad, wanted, rtol=0, atol=0.5)
+
+
 def test_checkpointing_keeps_no_payloads(made: Made):
     x = torch.randn(3, DIM, requires_grad=True)
     y: Any = checkpoint(model(), x, use_reentrant=False)

@@ -29,6 +29,7 @@ SUMMARY = Summary(
     compute_seconds=0.1,
     codec_seconds=0.1,
     wait_seconds=0.1,
+    bytes_activations=None,
     bytes_sent=70,
     bytes_saved=400,
     seconds=7.0,

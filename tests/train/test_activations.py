@@ -10,6 +10,7 @@ from lowbit.train import ConfigError, TrainConfig, from_mapping
 from lowbit.train.activations import saved_policies
 from lowbit.train.config import ActivationsConfig
 from lowbit.train.loop import Trainer
+from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from tests.ranks import Ranks
 from tests.train.runs import again, losses, tiny
@@ -69,7 +70,12 @@ def test_a_pipeline_learns_with_few_bits_what_it_learns_without(
         run={"precision": "bf16"},
     )
     plain = ranks.run(losses, config)[0]
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["bytes_activations"] is None
     few = ranks.run(losses, again(config, activations={"bits": 4}))[0]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len({line["bytes_activations"] for line in lines}) == 1
+    # For each of 64 tokens of a stage's micro-batches in flight, a payload of 32 channels at least.
+    assert 10_000 < lines[0]["bytes_activations"] < 200_000
     assert few[0] == pytest.approx(plain[0], abs=2e-3)  # before any backward
     assert few[1:] != plain[1:]
     assert few[-1] == pytest.approx(plain[-1], abs=0.05)

@@ -40,6 +40,8 @@ class StageCost:
         output: of one micro-batch: what the stage hands on, held from its forward until its backward.
         gradients: of one micro-batch between backward's passes for the inputs and for the weights (zero-bubble
             schedules): those of the layers' outputs, never quantized.
+        early: of one micro-batch: the part of `other` and `output` that goes with the pass for the inputs already.
+        inputs: of one micro-batch from its pass for the inputs to the end of the step: gradients of the inputs.
         buffers: at all times: what receives inputs and gradients, for every micro-batch of a step.
         fixed: at all times: weights, gradients, optimizer.
     """
@@ -49,12 +51,18 @@ class StageCost:
     other: int = 0
     output: int = 0
     gradients: int = 0
+    early: int = 0
+    inputs: int = 0
     buffers: int = 0
     fixed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "other", "output", "gradients", "buffers", "fixed"):
+        for name in ("layers", "other", "output", "gradients", "early", "inputs", "buffers", "fixed"):
             check_int(name, getattr(self, name), 0, 1 << 62)
+        if self.early > self.other + self.output:
+            raise ValueError(
+                f"early is {self.early}; allowed: at most other and output together ({self.other + self.output})"
+            )
         if set(self.saved) != set(CHOSEN) or not all(self.saved.values()):
             raise ValueError(
                 f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(CHOSEN)}"
@@ -157,7 +165,7 @@ def plan_bits(
         raise ValueError(f"costs has {len(costs)} stages; allowed: {len(held.stages)}, as held")
     layers = sum(cost.layers for cost in costs)
     fronts = [_front(cost, _errors(cost, sensitivities), layers) for cost in costs]
-    choices = {rank: _Rank(moments, costs, fronts) for rank, moments in held.moments.items()}
+    choices = {rank: _Rank(rank, held, costs, fronts) for rank in held.moments}
     least = max(choice.least for choice in choices.values())
     if least > device_bytes:
         worst = max(choices, key=lambda rank: choices[rank].least)
@@ -198,10 +206,12 @@ class _Rank:
 
     def __init__(
         self,
-        moments: Sequence[Moment],
+        rank: int,
+        held: InFlight,
         costs: Sequence[StageCost],
         fronts: Sequence[Sequence[_Point]],
     ) -> None:
+        moments = held.moments[rank]
         self.stages = sorted(moments[0].held)
         if len(self.stages) > MOST_STAGES:
             raise ValueError(
@@ -211,7 +221,7 @@ class _Rank:
         self.fronts = [_thinned(fronts[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed + costs[stage].buffers for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
-        beside = torch.tensor([self._beside(moment, costs) for moment in moments])
+        beside = torch.tensor([beside_autograd(held, moment, costs) for moment in moments])
         every = [torch.arange(len(front)) for front in self.fronts]
         self.picked = torch.cartesian_prod(*every).view(-1, len(every))
         sizes = self._table([[point.size for point in front] for front in self.fronts], torch.int64)
@@ -223,13 +233,6 @@ class _Rank:
         at_moments = (sizes[:, None, :] * counts[None]).sum(2) + beside
         self.bytes = at_moments.amax(1) + self.fixed
         self.least = int(self.bytes.min())
-
-    def _beside(self, moment: Moment, costs: Sequence[StageCost]) -> int:
-        """Bytes that the pipeline holds for the micro-batches of a moment, beside those of autograd."""
-        return sum(
-            moment.held[s] * costs[s].output + moment.halfway[s] * costs[s].gradients
-            for s in self.stages
-        )
 
     def best(self, limit: int) -> tuple[dict[int, _Point], int]:
         """The points that lose least within so many bytes, by stage, and their bytes."""
@@ -244,6 +247,28 @@ class _Rank:
     def _table(self, values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
         columns = [torch.tensor(v, dtype=dtype)[self.picked[:, i]] for i, v in enumerate(values)]
         return torch.stack(columns, dim=1)
+
+
+def beside_autograd(
+    held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()
+) -> int:
+    """Bytes that the pipeline holds for the micro-batches of a moment, buffers aside, less what autograd frees early.
+
+    What a stage hands to the next one of its own rank is in that one's buffer, and the gradient in its own.
+
+    Args:
+        held: of the pipeline; moment: of one of its ranks.
+        costs: of every stage; stages: those that count, all of the rank's if none are given.
+    """
+    total = 0
+    for s in stages or moment.held:
+        output = 0 if held.stays(s) else costs[s].output
+        inputs = 0 if s and held.stays(s - 1) else costs[s].inputs
+        halfway = costs[s].gradients - costs[s].early
+        total += (
+            moment.held[s] * output + moment.halfway[s] * halfway + moment.passed[s] * inputs
+        )
+    return total
 
 
 def _errors(cost: StageCost, sensitivities: Sensitivities) -> dict[str, dict[int, float]]:

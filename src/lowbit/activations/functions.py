@@ -22,6 +22,7 @@ from lowbit.activations.kept import (
     Rebuilt,
     check_present,
     plain_gated,
+    release,
 )
 from lowbit.codecs.base import draw_seed
 
@@ -69,6 +70,7 @@ class NormFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         kept, weight = ctx.saved_tensors
+        release(ctx)
         form: NormOutput = ctx.form
         check_present(weight)
         _, wants_weight, wants_bias = wanted(ctx)
@@ -110,6 +112,7 @@ class GatedFunction(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         gate, up = ctx.saved_tensors
+        release(ctx)
         form: GatedOutput = ctx.form
         if form.codec is None:
 

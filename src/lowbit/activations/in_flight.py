@@ -25,10 +25,19 @@ class Moment:
         held: by stage, those whose activations it holds.
         halfway: by stage, those of them that are between backward's pass for the inputs and the one for the weights,
             for which PyTorch holds gradients of the layers' outputs as well.
+        passed: by stage, those that have had a pass for the inputs alone in this step: PyTorch holds the gradients of
+            their inputs until the next one.
     """
 
     held: Mapping[int, int]
     halfway: Mapping[int, int]
+    passed: Mapping[int, int]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """For each stage: micro-batches before any backward, halfway ones, and those that have passed."""
+        whole = (self.held[stage] - self.halfway[stage] for stage in self.held)
+        return (*whole, *self.halfway.values(), *self.passed.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +45,8 @@ class InFlight:
     """Micro-batches that the stages of a pipeline hold.
 
     Args:
-        moments: by rank, those that no other exceeds in every number: whatever a stage's micro-batch weighs, the rank's
-            memory is highest at one of them.
+        moments: by rank, those that no other exceeds in every one of its `numbers`: whatever a stage's micro-batch
+            weighs, the rank's memory is highest at one of them.
     """
 
     moments: Mapping[int, tuple[Moment, ...]]
@@ -60,6 +69,10 @@ class InFlight:
         """Most micro-batches that a stage has between the passes for inputs and for weights at a time."""
         return max(moment.halfway[stage] for moment in self.moments[self.rank_of(stage)])
 
+    def stays(self, stage: int) -> bool:
+        """Whether a stage hands its outputs on within its rank, as V-shaped schedules do in their middle."""
+        return stage + 1 in self.stages and self.rank_of(stage) == self.rank_of(stage + 1)
+
     def rank_of(self, stage: int) -> int:
         """The rank that has a stage.
 
@@ -78,8 +91,8 @@ def in_flight(order: Order) -> InFlight:
     A micro-batch is held from its forward (F) until its backward has ended: B, or where a zero-bubble schedule splits
     it into a pass for the inputs (I) and one for the weights (W), the latter. PyTorch's I keeps the graph with all it
     has saved (`retain_graph`), because W starts again from its middle, and the gradients that W starts with; on the
-    first stage I does nothing at all.
-    What lies behind the last layer with weights, such as the loss, goes earlier: there the count is on the safe side.
+    first stage I does nothing at all. Only what lies behind the last layer with weights, the loss, goes with I
+    (`StageCost.early`).
 
     Args:
         order: what each rank does (`order_of`, `actions_of`). Communication is skipped; actions that run together
@@ -156,10 +169,11 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
         for stage, kind in _ACTION.findall(str(action))
     ]
     held = {stage: 0 for stage, _ in sorted(steps)}
-    halfway = held.copy()
+    halfway, passed = held.copy(), held.copy()
     for stage, kind in steps:
         if kind in "IW" and stage != 0:
             halfway[stage] += 1 if kind == "I" else -1
+            passed[stage] += kind == "I"
         if kind in "FBW":
             held[stage] += 1 if kind == "F" else -1
         if min(held[stage], halfway[stage]) < 0:
@@ -167,9 +181,8 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
                 f"order of rank {rank} ends more micro-batches of stage {stage} than it has begun"
             )
         if kind in "FI":
-            yield Moment(
-                held=MappingProxyType(held.copy()), halfway=MappingProxyType(halfway.copy())
-            )
+            copies = (MappingProxyType(counts.copy()) for counts in (held, halfway, passed))
+            yield Moment(**dict(zip(("held", "halfway", "passed"), copies, strict=True)))
     for stage, count in held.items():
         if count:
             raise ValueError(
@@ -179,7 +192,7 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
 
 def _most(moments: Iterator[Moment]) -> tuple[Moment, ...]:
     """Those that no other exceeds in every number, each once, in the order of time."""
-    different = {(*one.held.values(), *one.halfway.values()): one for one in moments}
+    different = {one.numbers: one for one in moments}
     return tuple(
         one
         for numbers, one in different.items()

@@ -11,6 +11,7 @@ import functools
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,12 +184,27 @@ class Recipe:
     def __init__(self, form: Form, kept: Kept, *, weak: bool = False) -> None:
         self.form, self.rebuilt = form, Rebuilt(form)
         self._kept = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in kept]
-        self._count = sum(t is not None for t in kept)
+        self._count = sum(t is not None for t in kept)  # at least one
 
     def kept(self) -> Kept | None:
         """The tensors; None once they are gone."""
         found = tuple(get() for get in self._kept)
         return found if sum(t is not None for t in found) == self._count else None
+
+    def until_backward(self, node: Any) -> None:
+        """Hold the tensors no longer than the graph's node that made the tensor: it may outlive its backward."""
+        node.recipe = weakref.ref(self)
+
+    def release(self) -> None:
+        """Let go of the tensors."""
+        self._kept = []
+
+
+def release(node: Any) -> None:
+    """For a node's backward: what it made can not be had from its recipe any more."""
+    recipe = getattr(node, "recipe", lambda: None)()
+    if recipe is not None:
+        recipe.release()
 
 
 _recipes = WeakTensorKeyDictionary()  # of the tensors that are alive, with their versions

@@ -86,7 +86,7 @@ def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     )
     if known is None and recipe_of(x) is None:
         attach(x, Recipe(Itself(x.numel(), codec), kept, weak=True))
-    attach(out, Recipe(form, (*kept, weight, bias)))
+    _tell(out, Recipe(form, (*kept, weight, bias)))
     return out
 
 
@@ -125,8 +125,14 @@ def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
     kept = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
     form = GatedOutput(gate.shape, layer.codec, activation)
     out = GatedFunction.apply(gate, up, form, kept)
-    attach(out, Recipe(form, kept))
+    _tell(out, Recipe(form, kept))
     return out
+
+
+def _tell(out: Tensor, recipe: Recipe) -> None:
+    """Tell whoever is about to save an output how to get it, as long as there is a backward to come."""
+    attach(out, recipe)
+    recipe.until_backward(out.grad_fn)
 
 
 def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:

@@ -7,10 +7,11 @@ besides, and multiplied; errors of the gradient are measured on the whole model,
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lowbit.activations.budget import CHOSEN, StageCost, plan_bits
+from lowbit.activations.budget import CHOSEN, StageCost, beside_autograd, plan_bits
 from lowbit.activations.in_flight import InFlight, in_flight, order_of
 from lowbit.bench.pipeline import check_at_least, model_of
 from lowbit.bench.plan_stages import OPTIMIZERS, StageMeter, gradient_errors
@@ -157,7 +158,7 @@ def run(settings: Settings) -> Report:
             "int4_bytes": int4.stages[one.stage].saved_bytes,
             "bf16_bytes": one.held * stages[one.stage].plain,
             "fixed_bytes": stages[one.stage].cost.fixed,
-            "pipeline_bytes": _pipeline_bytes(held, one.stage, stages[one.stage].cost),
+            "pipeline_bytes": _pipeline_bytes(held, one.stage, [stage.cost for stage in stages]),
             "device_bytes": plan.device_bytes[one.rank],
             "error": one.error,
             "budget": plan.limit,
@@ -170,10 +171,11 @@ def run(settings: Settings) -> Report:
     return Report(command="plan memory", settings=settings, machine=machine(), rows=rows)
 
 
-def _pipeline_bytes(held: InFlight, stage: int, cost: StageCost) -> int:
+def _pipeline_bytes(held: InFlight, stage: int, costs: Sequence[StageCost]) -> int:
     """The most that the pipeline, not autograd, holds of a stage's micro-batches, and its buffers."""
-    between = held.most_halfway(stage) * cost.gradients
-    return held.peak(stage) * cost.output + between + cost.buffers
+    moments = held.moments[held.rank_of(stage)]
+    most = max(beside_autograd(held, moment, costs, [stage]) for moment in moments)
+    return most + costs[stage].buffers
 
 
 def _only(cost: StageCost, bits: int) -> StageCost:

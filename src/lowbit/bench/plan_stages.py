@@ -80,13 +80,12 @@ class StageMeter:
         with torch.no_grad():
             output = module(given).nbytes
         # Gradients arrive for what goes out; with two passes, those of the inputs stay until the next step.
-        buffers = 0 if last else output
-        if not first:
-            buffers += given.nbytes * (2 if self.splits else 1)
+        buffers = (0 if last else output) + (0 if first else given.nbytes)
         return _TwoLayers(
             widths=bytes_by_width(module, forward, group=self.settings.group),
             plain=plain,
             output=output,
+            inputs=given.nbytes if self.splits and not first else 0,
             buffers=buffers * self.settings.microbatches,
             gradients=[self._gradients(layers, first, last) for layers in (1, 2)],
             module=module,
@@ -130,6 +129,7 @@ class _TwoLayers:
     widths: Mapping[int, Kept]
     plain: Kept
     output: int
+    inputs: int
     buffers: int
     gradients: Sequence[int]
     module: StageModule
@@ -147,9 +147,11 @@ class _TwoLayers:
         fixed = sum(self._fixed(p) * self._times(name, layers) for name, p in named)
         other = self._bytes(kept, layers, others)
         one, two = self.gradients
+        loss = self._bytes(kept, layers, ("loss",))
         cost = StageCost(
-            layers=layers, saved=saved, other=other, output=self.output, buffers=self.buffers,
-            gradients=one + (layers - 1) * (two - one), fixed=round(fixed),
+            layers=layers, saved=saved, other=other, output=self.output, inputs=self.inputs, buffers=self.buffers,
+            early=loss + self.output if self.module.last else 0, gradients=one + (layers - 1) * (two - one),
+            fixed=round(fixed),
         )  # fmt: skip
         kinds = tuple({kind for kind, _ in self.plain.modules} - {"weights"})
         return MeasuredStage(cost=cost, plain=self._bytes(self.plain, layers, kinds))

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import lowbit
+from lowbit.activations import counted
 from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
@@ -130,6 +132,7 @@ class Trainer:
         run, data = self.config.run, self.config.data
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
         self.checkpoints = prepared.checkpoints(self.rank)
+        self._kept = 0  # by autograd, at most; the same in every step
         self.start = self._begin()
 
     def run(self, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
@@ -161,7 +164,7 @@ class Trainer:
         optim.set_learning_rate(self.optimizer, rate)
         ids = self.replicas.share(self.order.ids(step))
         inputs, targets = self.prepared.data.train.batch(ids)
-        loss, work = self.pipeline.step(inputs, targets, ids)
+        loss, work = self._pass(inputs, targets, ids)
         self.gradients.finish()
         if self.replicas.count > 1:
             # Before tied weights are summed: their copies lie in different buckets, but must come out the same.
@@ -180,6 +183,17 @@ class Trainer:
             step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * self.replicas.count,
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work,
         )  # fmt: skip
+
+    def _pass(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
+        """Forward and backward; where activations are compressed, the first one counts what is kept of them."""
+        if not any(self.prepared.activations) or self._kept:
+            loss, work = self.pipeline.step(inputs, targets, ids)
+        else:
+            with counted(nn.ModuleList(self.modules.values())) as kept:
+                loss, work = self.pipeline.step(inputs, targets, ids)
+            self._kept = kept.total
+        work.activation_bytes = self._kept
+        return loss, work
 
     def evaluate(self, step: int, recorder: Recorder | None = None) -> dict[str, float]:
         """Held-out loss without codecs and with them: {"held_out_loss": ..., "held_out_loss_codecs": ...}."""

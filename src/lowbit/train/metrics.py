@@ -20,7 +20,7 @@ class Work:
     """What one step cost on this rank.
 
     Bytes and elements are those it sent over boundaries, and of gradients to other pipelines; an all-reduce has to send
-    2 (W - 1) / W elements for each of the tensor's.
+    2 (W - 1) / W elements for each of the tensor's. Activations: bytes that autograd kept here at the worst moment.
     """
 
     forward_bytes: int = 0
@@ -32,6 +32,7 @@ class Work:
     wait_seconds: float = 0.0
     gradient_bytes: float = 0.0
     gradient_elements: float = 0.0
+    activation_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class StepMetrics:
         tokens_per_second: of the whole batch, over the whole step.
         bits_forward, bits_backward: bits on the wire for each element that crossed; None if nothing did.
         bits_gradients: of gradients between pipelines, likewise.
+        bytes_activations: that autograd kept at the worst moment, the mean over the ranks; counted in the first step of
+            a run with `[activations]`, and the same in all others; None without.
         bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: against float32.
         seconds: the whole step; compute_seconds, codec_seconds, wait_seconds: shares of it, mean over the ranks.
     """
@@ -57,6 +60,7 @@ class StepMetrics:
     bits_gradients: float | None
     bytes_sent: int
     bytes_saved: int
+    bytes_activations: int | None
     seconds: float
     compute_seconds: float
     codec_seconds: float
@@ -93,6 +97,7 @@ def step_metrics(
         bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
         bytes_sent=round(sent),
         bytes_saved=round(4 * elements - sent),
+        bytes_activations=round(work.activation_bytes / ranks) or None,
         seconds=seconds,
         compute_seconds=work.compute_seconds / ranks,
         codec_seconds=work.codec_seconds / ranks,
@@ -226,6 +231,8 @@ def describe(metrics: StepMetrics) -> str:
         text += f"  bits {metrics.bits_forward:.2f} fwd {metrics.bits_backward:.2f} bwd"
     if metrics.bits_gradients is not None:
         text += f"  gradients {metrics.bits_gradients:.2f}"
+    if metrics.bytes_activations is not None:
+        text += f"  activations {metrics.bytes_activations / 1e6:.1f} MB"
     if metrics.bytes_saved:
         text += f"  {metrics.bytes_saved / 1e6:.1f} MB/step saved"
     return text

@@ -29,6 +29,7 @@ class Summary:
             first, which sets things up, are left out where others remain).
         bits_forward, bits_backward, bits_gradients, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means
             over the same steps, as in `StepMetrics`.
+        bytes_activations: as in `StepMetrics`.
         bytes_sent, bytes_saved, seconds: totals over all steps of this call.
         boundary, forward, backward: what was at the boundaries; ranks, stages, schedule: the pipeline.
         model: folder of the trained model; None if it was not saved.
@@ -48,6 +49,7 @@ class Summary:
     compute_seconds: float
     codec_seconds: float
     wait_seconds: float
+    bytes_activations: int | None
     bytes_sent: int
     bytes_saved: int
     seconds: float
@@ -86,6 +88,7 @@ def summarize(
         compute_seconds=_mean(settled, "compute_seconds") or 0.0,
         codec_seconds=_mean(settled, "codec_seconds") or 0.0,
         wait_seconds=_mean(settled, "wait_seconds") or 0.0,
+        bytes_activations=history[-1].bytes_activations if history else None,
         bytes_sent=sum(m.bytes_sent for m in history),
         bytes_saved=sum(m.bytes_saved for m in history),
         seconds=sum(m.seconds for m in history),
