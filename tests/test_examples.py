@@ -43,24 +43,16 @@ def test_data_parallel_ranks_learn_the_same():
     assert "bit for bit: yes" in done.stdout
 
 
-def fine_tune(*options: str) -> tuple[list[float], float]:
-    """Losses, and the MB that autograd keeps."""
+def test_one_line_makes_autograd_keep_less():
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "fine_tune.py"), *options],
+        [sys.executable, str(EXAMPLES / "fine_tune.py"), "--steps", "8", "--sequence", "64"],
         text=True,
         capture_output=True,
         timeout=100,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"loss ([\d.]+), autograd keeps ([\d.]+) MB", done.stdout)
-    return [float(loss) for loss, _ in found], float(found[0][1])
-
-
-def test_one_line_keeps_less_and_learns_the_same():
-    options = ("--steps", "8", "--sequence", "64")
-    plain, before = fine_tune("--plain", *options)
-    few, after = fine_tune(*options)
-    assert after < 0.5 * before
-    assert few[-1] < few[0]
-    assert abs(few[-1] - plain[-1]) < 0.1
+    after, before = re.findall(r"([\d.]+) MB", done.stdout)
+    assert float(after) < 0.4 * float(before)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < 4.5 < 5 < losses[0], done.stdout

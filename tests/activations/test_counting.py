@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit.activations import LayerAware, compress_saved_, low_bit_saved
 from lowbit.activations.counting import counted, layer_type
+from lowbit.codecs import GroupInt
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 
@@ -185,3 +186,24 @@ def test_layer_types_by_where_they_are():
     assert layer_type([top, Attention()]) == layer_type([top, Attention(), silu]) == "attention"
     assert layer_type([top, Attention(), norm]) == layer_type([top, norm]) == "norm"
     assert layer_type([top, nn.Embedding(2, 2)]) == "embedding"
+
+
+@pytest.mark.parametrize(
+    ("linear", "types"), [(4, {"norm"}), (8, {"norm"}), (16, {"norm", "linear"})]
+)
+def test_a_linear_layer_takes_what_a_norm_keeps_in_more_bits(linear: int, types: set[str]):
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            return self.norm(x) + self.linear(x)
+
+    both = Both()
+    compress_saved_(both, LayerAware(linear=linear))
+    with counted(both) as kept:
+        both(torch.randn(3, 32, requires_grad=True))
+    assert set(kept.peak) == types
+    assert kept.peak["norm"] == GroupInt(bits=8).nbytes((3, 32))

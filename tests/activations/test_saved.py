@@ -167,16 +167,6 @@ def test_what_several_layers_save_is_stored_once():
     assert found == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
 
 
-@pytest.mark.parametrize(("linear", "sizes"), [(4, 1), (8, 1), (16, 2)])
-def test_a_linear_layer_takes_what_a_norm_keeps_in_more_bits(linear: int, sizes: int):
-    both, x = nn.ModuleList([nn.LayerNorm(DIM), nn.Linear(DIM, DIM)]), inputs() * 1
-    compress_saved_(both, LayerAware(linear=linear))
-    with kept(both) as found:
-        _ = [module(x) for module in both]
-    assert len(found) == sizes
-    assert found[torch.uint8] == GroupInt(bits=8).nbytes((3, 7, DIM))
-
-
 def test_a_changed_tensor_is_kept_anew():
     norm, linear = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
     compress_saved_(nn.ModuleList([norm, linear]), LayerAware(bits=8))

@@ -57,7 +57,16 @@ class StageCost:
     fixed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "other", "output", "gradients", "early", "inputs", "buffers", "fixed"):
+        for name in (
+            "layers",
+            "other",
+            "output",
+            "gradients",
+            "early",
+            "inputs",
+            "buffers",
+            "fixed",
+        ):
             check_int(name, getattr(self, name), 0, 1 << 62)
         if self.early > self.other + self.output:
             raise ValueError(
@@ -265,9 +274,7 @@ def beside_autograd(
         output = 0 if held.stays(s) else costs[s].output
         inputs = 0 if s and held.stays(s - 1) else costs[s].inputs
         halfway = costs[s].gradients - costs[s].early
-        total += (
-            moment.held[s] * output + moment.halfway[s] * halfway + moment.passed[s] * inputs
-        )
+        total += moment.held[s] * output + moment.halfway[s] * halfway + moment.passed[s] * inputs
     return total
 
 

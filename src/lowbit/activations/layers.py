@@ -114,7 +114,12 @@ def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
         return layer.own(x)
     gate = module.get_submodule(parts.gate)(x)
     up = None if parts.up is None else module.get_submodule(parts.up)(x)
-    return module.get_submodule(parts.down)(gated(layer, gate, up))
+    product = gated(layer, gate, up)
+    del (
+        gate,
+        up,
+    )  # a step's memory is highest here: they need not be there while the last layer runs
+    return module.get_submodule(parts.down)(product)
 
 
 def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """`lowbit bench activations`: how far few bits of saved activations turn a trained model's gradients.
 
-One model, trained at full precision first: gradients of random weights say little, because attention is still flat. Then
-every method's gradients of the same samples are compared with PyTorch's, layer type by layer type.
+One model, trained at full precision first: gradients of random weights say little, because attention is still flat.
+Then every method's gradients of the same samples are compared with PyTorch's, layer type by layer type.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Settings:
             keeps is always measured, for the bytes.
         sequences: tokens of a sample.
         samples: on which gradients are compared, one after the other, held out from training.
-        batch: samples of a training step; train_steps: of training before that, on samples of the longest sequence,
-            with lr as its highest learning rate.
+        batch: samples of a training step; train_steps: of training before that, on samples of the longest sequence.
+        lr: highest learning rate of this training.
         device: "cpu" or "cuda" (the current device).
         family: architecture: llama, gpt2, ... as in `lowbit train`.
         pretrained: local Hugging Face folder to take the model from; the sizes below then do not count, and training
@@ -111,9 +111,7 @@ class Settings:
         )  # fmt: skip
 
 
-def run(
-    settings: Settings, *, on_rows: Callable[[Sequence[Row]], None] | None = None
-) -> Report:
+def run(settings: Settings, *, on_rows: Callable[[Sequence[Row]], None] | None = None) -> Report:
     """Train the model, and measure.
 
     Returns:
@@ -132,9 +130,11 @@ def run(
     model, loss = _trained(settings, every[max(settings.sequences)])
     rows: list[Row] = []
     for sequence, data in every.items():
+        batches = _held_out(settings, data)
+        exact = [gradients(model, lambda batch=batch: _loss(model, *batch)) for batch in batches]
         plain = 0
         for method in dict.fromkeys((PLAIN, *settings.methods)):
-            row = _measure(settings, model, data, method)
+            row = _measure(model, method, batches, exact)
             plain = plain or row["saved_bytes"]
             more = {"saved_vs_plain": row["saved_bytes"] / plain, "train_loss": loss}
             rows.append({"sequence": sequence, **row, **more})
@@ -166,30 +166,35 @@ def _trained(settings: Settings, data: Data) -> tuple[nn.Module, float | None]:
     return model, statistics.fmean(last) if last else None
 
 
-def _measure(settings: Settings, model: nn.Module, data: Data, method: str) -> dict[str, Any]:
+def _held_out(settings: Settings, data: Data) -> list[tuple[Tensor, Tensor]]:
+    """The samples to compare on: evenly over the held-out text, one at a time."""
+    count = min(settings.samples, len(data.held_out))
+    ids = torch.arange(count) * len(data.held_out) // count
+    return [data.held_out.batch(one) for one in ids.split(1)]
+
+
+def _measure(
+    model: nn.Module,
+    method: str,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    exact: Sequence[dict[str, Tensor]],
+) -> dict[str, Any]:
     """Bytes of the first sample and errors of all."""
     policy = METHODS[method]
+    compressed = compress_saved_(model, policy, report=False) if policy else None
     found: dict[str, list[float]] = defaultdict(list)
-    saved = 0
-    count = min(settings.samples, len(data.held_out))
-    for index in range(count):  # evenly over the held-out text
-        batch = data.held_out.batch(torch.tensor([index * len(data.held_out) // count]))
-        exact = gradients(model, lambda batch=batch: _loss(model, *batch))
-        compressed = compress_saved_(model, policy, report=False) if policy else None
-        try:
-            if not saved:
-                with counted(model) as kept:
-                    graph = _loss(model, *batch)
-                saved = kept.total
-                del graph
+    try:
+        with counted(model) as kept:
+            graph = _loss(model, *batches[0])
+        del graph
+        for batch, wanted in zip(batches, exact, strict=True):
             given = gradients(model, lambda batch=batch: _loss(model, *batch))
-        finally:
-            if compressed is not None:
-                compressed.remove()
-        for where, names in _groups(model, exact).items():
-            some = {name: exact[name] for name in names}
-            found[where].append(relative_error(given, some))
-    return {"method": method, "saved_bytes": saved, "errors": dict(found)}
+            for where, names in _groups(model, wanted).items():
+                found[where].append(relative_error(given, {name: wanted[name] for name in names}))
+    finally:
+        if compressed is not None:
+            compressed.remove()
+    return {"method": method, "saved_bytes": kept.total, "errors": dict(found)}
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -213,12 +218,13 @@ def _groups(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows with medians of the errors, by where, and `spread`: of "all", lowest and highest."""
+    """Rows with medians of the errors, by where, and `lowest` and `highest` of "all"."""
     return [
         {
             **row,
             **{where: statistics.median(errors) for where, errors in row["errors"].items()},
-            "spread": (min(row["errors"]["all"]), max(row["errors"]["all"])),
+            "lowest": min(row["errors"]["all"]),
+            "highest": max(row["errors"]["all"]),
         }
         for row in rows
     ]

@@ -11,36 +11,36 @@ from lowbit.bench.activations import PLAIN, summary
 from lowbit.bench.report import Column, Report, Row, table
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
-_FIRST = ("all", "norm", "mlp")
-_LAST = ("linear", "embedding", "other")
+_PLACE = (Column(title="sequence", field="sequence"), Column(title="method", field="method"))
+_ERROR = "{:.4f}".format
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Bytes and errors of each method: medians over the samples."""
-    found = [dict.fromkeys(row["errors"]) for row in rows]
-    every = list(dict.fromkeys(where for one in found for where in one))
-    between = [where for where in every if where not in (*_FIRST, *_LAST)]
+    """Bytes of each method, and errors of the whole gradient."""
     columns = [
-        Column(title="sequence", field="sequence"),
-        Column(title="method", field="method"),
+        *_PLACE,
         Column(title="saved\nMB", field="saved_bytes", show=lambda size: f"{size / 1e6:.2f}"),
         Column(title="of\nplain", field="saved_vs_plain", show="{:.0%}".format),
-        *(
-            Column(title=where, field=where, show="{:.4f}".format)
-            for where in (*_FIRST, *between, *_LAST)
-        ),
-        Column(title="all: lowest\nand highest", field="spread", show=_spread),
+        Column(title="error,\nmedian", field="all", show=_ERROR),
+        Column(title="\nlowest", field="lowest", show=_ERROR),
+        Column(title="\nhighest", field="highest", show=_ERROR),
+        Column(title="in training", field="train_loss", show=_ERROR),
     ]
-    title = "Relative error of gradients, by layer type and linear layer of attention: medians"
-    shown: list[dict[str, Any]] = [row for row in summary(rows) if row["method"] != PLAIN]
-    return table(shown, columns, title=title)
+    return table(summary(rows), columns, title="Bytes kept, and relative error of gradients")
 
 
-def show(report: Report) -> Table:
-    """The table."""
-    return table_of(report.rows)
+def show(report: Report) -> Group:
+    """The same, and medians of the errors by layer type and linear layer of attention."""
+    from rich.console import Group
+
+    rows: list[dict[str, Any]] = [row for row in summary(report.rows) if row["method"] != PLAIN]
+    where = dict.fromkeys(name for row in report.rows for name in row["errors"] if name != "all")
+    columns = [*_PLACE, *(Column(title=name, field=name, show=_ERROR) for name in where)]
+    by_type = table(rows, columns, title="Medians, by layer type and linear layer of attention")
+    return Group(table_of(report.rows), by_type)
 
 
 def draw(report: Report, path: Path) -> None:
@@ -52,7 +52,3 @@ def draw(report: Report, path: Path) -> None:
     figure = charts.new_figure(panels=1)
     charts.lines(figure.axes[0], lines, x_label="tokens of a sample", label="relative error")
     charts.save(figure, path)
-
-
-def _spread(ends: tuple[float, float]) -> str:
-    return f"{ends[0]:.4f} {ends[1]:.4f}"

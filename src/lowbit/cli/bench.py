@@ -76,9 +76,7 @@ BENCHMARKS = {
         "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
     ),
     "memory": Benchmark("memory", "memory_views", _run_live("memory_views", goes_on=True)),
-    "activations": Benchmark(
-        "activations", "activations_views", _run_live("activations_views")
-    ),
+    "activations": Benchmark("activations", "activations_views", _run_live("activations_views")),
 }
 PLANS = {
     "memory": Benchmark(

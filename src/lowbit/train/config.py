@@ -174,7 +174,7 @@ class ActivationsConfig(Section):
 
     Args:
         bits: 2 to 8 for all layer types that have none of their own; 16: nothing is compressed there.
-        norm, mlp, linear: 2 to 8, or 16 (as they are), of these layer types; absent: as `bits`, but at least 8 for norms.
+        norm, mlp, linear: 2 to 8, or 16 (as they are), of these layer types; absent: as `bits`, norms at least 8.
         group: elements for each scale; rounding: "nearest" or "stochastic".
     """
 
