@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ METHODS: dict[str, LayerAware | None] = {
     "low-bit": LayerAware(),
     "int4": LayerAware(norm=4),
     "int4-uniform": LayerAware(norm=4, attention=4),
+    "int8-uniform": LayerAware(bits=8, attention=8),
     "attention-4": LayerAware(**_ELSEWHERE, attention=4),
     "attention-8": LayerAware(**_ELSEWHERE, attention=8),
     "low-bit+attention-4": LayerAware(attention=4),
@@ -48,9 +49,9 @@ class Settings:
     """The model, how it is trained first, and the methods.
 
     Args:
-        methods: low-bit (ours), int4 (norms in 4 bits, too), int4-uniform (attention's tensors in 4, too), attention-4
-            and attention-8 (nothing but attention's), low-bit+attention-4 and -8 (ours, and attention's). What PyTorch
-            keeps is always measured, for the bytes.
+        methods: low-bit (ours), int4 (norms in 4 bits, too), int4-uniform (attention's tensors in 4, too), int8-uniform
+            (all in 8), attention-4 and attention-8 (nothing but attention's), low-bit+attention-4 and -8 (ours, and
+            attention's). What PyTorch keeps is always measured, for the bytes.
         sequences: tokens of a sample.
         samples: on which gradients are compared, one after the other, held out from training.
         batch: samples of a training step; train_steps: of training before that, on samples of the longest sequence.
@@ -68,7 +69,7 @@ class Settings:
         threads: of PyTorch.
     """
 
-    methods: tuple[str, ...] = ("low-bit", "int4", "int4-uniform", "attention-4", "attention-8")
+    methods: tuple[str, ...] = tuple(METHODS)[1:]
     sequences: tuple[int, ...] = (256, 1024)
     samples: int = 8
     batch: int = 2
@@ -180,7 +181,7 @@ def _measure(
     exact: Sequence[dict[str, Tensor]],
 ) -> dict[str, Any]:
     """Bytes of the first sample and errors of all."""
-    policy = METHODS[method]
+    policy, groups = METHODS[method], _groups(model)
     compressed = compress_saved_(model, policy, report=False) if policy else None
     found: dict[str, list[float]] = defaultdict(list)
     try:
@@ -189,8 +190,10 @@ def _measure(
         del graph
         for batch, wanted in zip(batches, exact, strict=True):
             given = gradients(model, lambda batch=batch: _loss(model, *batch))
-            for where, names in _groups(model, wanted).items():
-                found[where].append(relative_error(given, {name: wanted[name] for name in names}))
+            for where, names in groups.items():
+                found[where].append(
+                    relative_error(given, {n: wanted[n] for n in names if n in wanted})
+                )
     finally:
         if compressed is not None:
             compressed.remove()
@@ -203,9 +206,12 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return next_token_loss(logits, targets.to(device))
 
 
-def _groups(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
-    """Names of parameters by where they are: all, a layer type, or one of attention's linear layers."""
-    names = list(names)
+def _groups(model: nn.Module) -> dict[str, list[str]]:
+    """Names of parameters by where they are: all, a layer type, or one of attention's linear layers.
+
+    Ask before the model is compressed: afterwards layers are not what they look like.
+    """
+    names = [name for name, _ in model.named_parameters()]
     groups: dict[str, list[str]] = {"all": names}
     for name in names:
         parts = name.split(".")[:-1]
