@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
+
+from tests.forked import context
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,8 @@ class Ranks:
         self._workers[rank], self._ready[rank] = self._new(), False
 
     def _new(self) -> tuple[BaseProcess, Connection]:
-        context = mp.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+        ours, theirs = context().Pipe()
+        process = context().Process(target=_serve, args=(theirs, self._store.port), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -119,8 +118,6 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 
 def _serve(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
-    importlib.import_module("torch.distributed.pipelining")
-    importlib.import_module("lowbit.pipeline")
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     pipe.send("ready")
     while True:

@@ -4,13 +4,8 @@ Python blocks of one file share a namespace and run in a process of their own, i
 several ranks is a whole script, marked with its number of ranks: ```python torchrun=2
 """
 
-import contextlib
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +18,9 @@ import typer
 
 from lowbit.cli import app
 from lowbit.train import ConfigError, from_mapping, load
+from tests.forked import run_script
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 280
 PAGES = [
     path
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
@@ -84,22 +79,9 @@ def name(page: Path) -> str:
 
 
 def run(script: Path, ranks: int) -> None:
-    """Assert that a script ends well, alone or under torchrun; nothing of it outlives this call."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    process = subprocess.Popen(
-        [sys.executable, *(launcher if ranks else []), str(script)],
-        cwd=script.parent,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output
+    """Assert that a script ends well, alone or as the ranks that torchrun would start."""
+    done = run_script(script, ranks=ranks, folder=script.parent)
+    assert done.code == 0, done.output
 
 
 PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks(page.read_text()))]

@@ -47,7 +47,7 @@ def test_notes_lead_to_the_first_that_failed(ranks: Ranks, error: RuntimeError, 
         assert culprit == 3, text
         assert f"host {rank + 1} " in text
         assert "host 3 " in text
-        assert seconds < 5
+        assert seconds < 15
 
 
 def test_two_that_wait_for_each_other_blame_each_other(ranks: Ranks):
@@ -78,7 +78,7 @@ def without_store(answers: bool) -> tuple[str, float]:
 def test_a_store_that_is_gone_too_does_not_hold_anybody_up(ranks: Ranks, answers: bool):
     [(text, seconds)] = ranks.run(without_store, answers, ranks=1)
     assert text.startswith("host 1 closed its connection; so did the store, which host 0 hosts")
-    assert seconds < 5
+    assert seconds < 20
 
 
 def waits_for_less_than_the_timeout() -> timedelta:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -32,10 +31,11 @@ FIT = {
 
 
 class Late:
-    """A device whose copies to the host are done some time after they were asked for, or never."""
+    """A device whose copies to the host are done some time after they were asked for, when told to, or never."""
 
-    def __init__(self, seconds: float = 0.01, error: str = "") -> None:
-        self.seconds, self.error = seconds, error
+    def __init__(self, held: bool = False, error: str = "") -> None:
+        self.error = error
+        self.held: list[Callable[[], None]] | None = [] if held else None
         self.stream = "computation"
         self.log: list[str] = []
         self.sources: list[Tensor] = []
@@ -63,7 +63,10 @@ class Late:
             host.copy_(payload)
             copied.done.set()
 
-        threading.Timer(self.seconds, copy).start()
+        if self.held is None:
+            threading.Timer(0.01, copy).start()
+        else:
+            self.held.append(copy)
         return host, copied
 
     def to_device(self, host: Tensor) -> Tensor:
@@ -151,22 +154,24 @@ def opened(late: Late, topic: str = "test", timeout: float = 10.0) -> Staged:
 
 def without_waiting() -> None:
     """Only `drain` waits for the device and for the peer; the tensor is known to be read meanwhile."""
-    late = Late(seconds=0.5)
+    late = Late(held=True)
     transport, other = opened(late), 1 - dist.get_rank()
     transport.post(Route(other, 0), 64)
     transport.post(Route(other, 1), 64)
-    start, x = time.monotonic(), torch.ones(64)
+    x = torch.ones(64)
     with transport.leaving(x):
         payload = torch.full((64,), 7, dtype=torch.uint8)
         assert transport.send(Route(other, 0), payload) == []
         assert transport.send(Route(other, 1), payload + 1) == []
-    assert time.monotonic() - start < 0.3
     assert late.sources[0] is x
+    assert late.held is not None
+    for copy in late.held:  # all of them: nothing before this line has waited for one
+        copy()
     for tag in (1, 0):
         with transport.arriving():
             assert transport.take(Route(other, tag), 64).unique().tolist() == [7 + tag]
     transport.drain()
-    assert time.monotonic() - start > 0.4
+    assert transport._outbox == []
     assert late.log == ["fence", "arrival", "arrival"]
 
 

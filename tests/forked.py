@@ -1,0 +1,100 @@
+"""New processes that need not import PyTorch: forks of one that has, and that has done nothing else.
+
+Importing PyTorch, its pipelining and transformers takes a process seconds of processor time; the tests start a hundred.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from torch.distributed import TCPStore  # pyright: ignore
+
+_IMPORTED = [
+    "torch.distributed.pipelining",
+    "transformers.models.llama.modeling_llama",
+    "lowbit.pipeline",
+    "numba",
+]
+
+
+def context() -> ForkServerContext:
+    """Where to start processes: `context().Process(target=..., args=...)`."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(_IMPORTED)  # counts until the first process starts
+    return found
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a script ended: the worst exit code of its ranks, and all that they printed, rank after rank."""
+
+    code: int
+    output: str
+
+
+def run_script(
+    script: Path, *arguments: str, ranks: int = 0, timeout: float = 280, folder: Path
+) -> Done:
+    """Run a script as `__main__` in `folder`, alone or as the ranks that torchrun would start; nothing outlives this.
+
+    A script that takes longer ends with code -9.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes: list[BaseProcess] = []
+    logs = [folder / f".output-{script.stem}-{rank}" for rank in range(max(1, ranks))]
+    for rank, log in enumerate(logs):
+        environment = _of_rank(rank, ranks, store.port) if ranks else {}
+        work = (str(script), arguments, environment, str(folder), str(log))
+        processes.append(context().Process(target=_run, args=work, daemon=True))
+        processes[-1].start()
+    _wait(processes, timeout)
+    codes = [process.exitcode for process in processes]
+    output = "\n".join(log.read_text() for log in logs if log.exists())
+    return Done(next((code for code in codes if code), 0) or 0, output)
+
+
+def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def _wait(processes: Sequence[BaseProcess], timeout: float) -> None:
+    """Until all have ended; after the first that failed, the others have some seconds."""
+    deadline, failed = time.monotonic() + timeout, False
+    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+        if not failed and any(p.exitcode for p in processes):
+            failed, deadline = True, min(deadline, time.monotonic() + 10)
+        time.sleep(0.02)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _run(
+    script: str, arguments: Sequence[str], environment: dict[str, str], folder: str, log: str
+) -> None:
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.update(environment)
+    if environment:
+        import torch
+
+        torch.set_num_threads(1)  # PyTorch read OMP_NUM_THREADS when it was imported
+    os.chdir(folder)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, folder)
+    runpy.run_path(script, run_name="__main__")
