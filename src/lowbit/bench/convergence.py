@@ -47,8 +47,9 @@ class Settings:
         boundaries: forward formats, by name or in full. aq-sgd, which codes what changed since a sample was last seen,
             runs in fine-tuning only: from scratch no sample is seen twice. "gradients:fp8": float32 at the boundaries,
             and gradients kept between micro-batches of one sample, and all-reduced over two ranks, in this format.
-            "activations:low-bit", "activations:norm-4", "activations:uniform": float32 at the boundaries, and what
-            autograd keeps in 4 bits, 8 for norms; in 4 for norms, too; and in 4 for attention's tensors, too.
+            "activations:low-bit", "activations:norm-4", "activations:attention-8", "activations:uniform": float32 at
+            the boundaries, and what autograd keeps in 4 bits, 8 for norms; in 4 for norms, too; with attention's
+            tensors in 8; and in 4 for everything.
         backward: format of the gradients beside low-bit forward formats; fp32, bf16 and fp16 travel alike both ways.
         seeds: of weights and data order.
         device: "cpu" or "cuda"; with several devices, runs at the same time take them in turn.

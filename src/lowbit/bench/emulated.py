@@ -37,6 +37,7 @@ ACTIVATIONS = "activations:"
 POLICIES = {
     "low-bit": LayerAware(),
     "norm-4": LayerAware(norm=4),
+    "attention-8": LayerAware(attention=8),
     "uniform": LayerAware(norm=4, attention=4),
 }
 
