@@ -110,6 +110,35 @@ def test_what_the_pipeline_holds_counts():
     assert plan.device_bytes == {1: first, 0: last + 300_000}
 
 
+def peak(order: list[str], **fields: int) -> int:
+    """Predicted bytes of a rank that has all stages, of which autograd keeps nothing."""
+    flight = in_flight({0: order})
+    costs = [cost(0, 0, 0, other=0, fixed=0, **fields) for _ in flight.stages]
+    return plan_bits(flight, costs, ERRORS, device_bytes=1 << 40).device_bytes[0]
+
+
+def test_what_goes_with_the_inputs_pass_and_what_comes_with_it():
+    order = ["0F0", "0B0", "1F0", "1F1", "1I0", "1W0", "1I1", "1W1"]
+    assert peak(order, output=1000, early=1000) == 2000  # before any pass
+    assert peak(order, gradients=300) == 300
+    assert peak(order, output=1000, early=1000, gradients=1200) == 2000 - 1000 + 1200
+    assert (
+        peak(order, inputs=70) == 0
+    )  # stage 0 has its gradients already, in buffers of the same rank
+
+
+def test_what_stays_on_a_rank_counts_once():
+    ends = in_flight(
+        {0: ["0F0", "3F0", "3I0", "3W0", "0B0"], 1: ["1F0", "2F0", "2I0", "2W0", "1B0"]}
+    )
+    assert [ends.stays(stage) for stage in range(4)] == [False, True, False, False]
+    costs = [cost(0, 0, 0, other=0, fixed=0, output=10, inputs=7) for _ in range(4)]
+    plan = plan_bits(ends, costs, ERRORS, device_bytes=1 << 40)
+    assert plan.device_bytes == {0: 10 + 10 + 7, 1: 10}
+    with pytest.raises(ValueError, match="early is 11; allowed: at most other and output together"):
+        cost(other=0, output=10, early=11)
+
+
 def test_the_fewest_bits_are_those_that_saved_has():
     one = replace(cost(), saved={kind: {4: 400} for kind in CHOSEN})
     with pytest.raises(ValueError, match=r"needs with the fewest bits everywhere \(5,000 of them"):

@@ -29,6 +29,9 @@ Sensitivities = Mapping[str, Mapping[int, float]]
 """Relative error of the gradient by layer type and bits: |g' - g| / |g| with this type alone in so many bits."""
 
 
+_NUMBERS = ("layers", "other", "output", "gradients", "early", "inputs", "buffers", "fixed")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
     """What a pipeline stage keeps, in bytes. Beside autograd, PyTorch's `PipelineStage` keeps tensors, too.
@@ -57,16 +60,7 @@ class StageCost:
     fixed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "layers",
-            "other",
-            "output",
-            "gradients",
-            "early",
-            "inputs",
-            "buffers",
-            "fixed",
-        ):
+        for name in _NUMBERS:
             check_int(name, getattr(self, name), 0, 1 << 62)
         if self.early > self.other + self.output:
             raise ValueError(

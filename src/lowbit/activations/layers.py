@@ -115,10 +115,8 @@ def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     gate = module.get_submodule(parts.gate)(x)
     up = None if parts.up is None else module.get_submodule(parts.up)(x)
     product = gated(layer, gate, up)
-    del (
-        gate,
-        up,
-    )  # a step's memory is highest here: they need not be there while the last layer runs
+    # A step's memory is highest here: these need not be there while the last layer runs.
+    del gate, up
     return module.get_submodule(parts.down)(product)
 
 
