@@ -33,8 +33,8 @@ PUBLIC = {
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": (
         "backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
-        "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode norm_backward norm_encode "
-        "norm_recompute tah_quant_decode tah_quant_encode"
+        "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode "
+        "norm_backward norm_encode norm_recompute tah_quant_decode tah_quant_encode"
     ),
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.train": (

@@ -22,7 +22,7 @@ SMALLEST, LARGEST = (
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FeatureInt4(Codec):
-    """Partial sums of tensor parallelism: every feature as INT4 with a scale measured beforehand, k outliers as bfloat16.
+    """Partial sums of tensor parallelism: features as INT4 with scales measured beforehand, k outliers as bfloat16.
 
     The format of arXiv 2411.07942, for the all-reduces behind attention and MLP: their summands have a few features
     that are large on every input, and others whose range hardly depends on it. So no scale travels. E features are the
@@ -33,9 +33,9 @@ class FeatureInt4(Codec):
     holds number j in its low half and number j + h, or 0, in its high half; halves are two's complement). Bits:
     (16 k + 4 (E - k)) / E, 4.1875 with k = E / 64.
 
-    scale = range / 7, inverse = 1 / scale, code = round(x inverse), ties to even, cut to [-7, 7]; y = code scale. Each is
-    one float32 operation: x is multiplied by the rounded inverse, not divided. Code -8 is NaN: NaN and Inf decode to
-    NaN, in outliers they stay what they are. Finite values beyond a range become its end; outliers beyond bfloat16's
+    scale = range / 7, inverse = 1 / scale, code = round(x inverse), ties to even, cut to [-7, 7]; y = code scale. Each
+    is one float32 operation: x is multiplied by the rounded inverse, not divided. Code -8 is NaN: NaN and Inf decode
+    to NaN, in outliers they stay what they are. Finite values beyond a range become its end; outliers beyond bfloat16's
     largest number become that. Scales are at least 2^-126 and at most 2^123. A payload of zeros decodes to zeros.
 
     In a sum over R ranks (`lowbit.collectives.all_reduce`) `part(r)` codes what rank r adds, with its own scales, and
@@ -50,8 +50,8 @@ class FeatureInt4(Codec):
     quantization, so that the sum may be reduced in two steps.
 
     Args:
-        ranges: (R, E) float32, positive: the largest magnitude that rank r's partial sums have in each feature. Those of
-            outliers are not used, but must be positive.
+        ranges: (R, E) float32, positive: the largest magnitude that rank r's partial sums have in each feature. Those
+            of outliers are not used, but must be positive.
         total: (E,) float32: the same of the sum over the ranks.
         features: the k outliers, ascending; fewer than E, maybe none.
         rank: whose partial sums this codec codes.
@@ -91,7 +91,7 @@ class FeatureInt4(Codec):
 
         Args:
             parts: of each rank, all of one shape (..., E).
-            outliers: how many features travel as bfloat16: those with the largest range over all ranks; absent: E // 64.
+            outliers: how many features travel as bfloat16: those of the largest range over all ranks; absent: E // 64.
             artifact: as above.
 
         Raises:

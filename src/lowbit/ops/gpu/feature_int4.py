@@ -96,7 +96,7 @@ def _shape(rows: int, features: int, outliers: int) -> tuple[int, int, dict[str,
 
 @triton.jit
 def _place(rows, features, outliers, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """A program's rows (ROWS, 1); which bytes or, if negative, outliers it takes; bytes in a row; others than outliers."""
+    """A program's rows (ROWS, 1); which bytes or, if negative, outliers it takes; a row's bytes and its rest."""
     rest = features - outliers
     half = (rest + 1) // 2
     of_codes, of_outliers = tl.cdiv(half, WIDTH), tl.cdiv(outliers, WIDTH)
@@ -150,8 +150,7 @@ def _encode(
         tl.store(to, bits.to(tl.int16), mask=keep)
         count = tl.sum((keep & (finite == 0)).to(tl.int64))
     if COUNT:
-        if count > 0:
-            tl.atomic_add(clipped, count)
+        tl.atomic_add(clipped, count)
     if tl.program_id(0) == 0:
         zero_gap(payload, features_end, codes_16)
 
