@@ -5,6 +5,8 @@ from __future__ import annotations
 from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.calibrate import calibrate
 from lowbit.tensor_parallel.calibration import Calibration
+from lowbit.tensor_parallel.cut import tensor_parallel_
+from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.emulate import Emulation, emulate_tensor_parallel_
 from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_plan, low_bit_styles
 from lowbit.tensor_parallel.plan import boundaries
@@ -14,6 +16,7 @@ from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
 __all__ = [
     "Calibration",
     "CalibrationError",
+    "Drift",
     "Emulation",
     "Installed",
     "LowBitRowwiseParallel",
@@ -24,4 +27,5 @@ __all__ = [
     "low_bit_",
     "low_bit_plan",
     "low_bit_styles",
+    "tensor_parallel_",
 ]

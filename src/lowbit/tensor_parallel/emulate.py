@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lowbit.codecs.base import Codec, check_int
 from lowbit.tensor_parallel.calibration import Calibration
+from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import (
     OURS,
     ROW,
@@ -64,6 +65,7 @@ def emulate_tensor_parallel_(
     settings: Settings | None = None,
     plan: Plan | None = None,
     watch: Watch | None = None,
+    drift: Drift | None = None,
 ) -> Emulation:
     """Make a whole model compute, in place and in this process, what it would on so many tensor-parallel ranks.
 
@@ -80,7 +82,7 @@ def emulate_tensor_parallel_(
             BF16 all-reduce does the same for two ranks, and rounds after every addition with more.
         settings: how sums travel; default `Settings()`.
         plan: overrides the model's own.
-        watch: sees all partial sums and their total.
+        watch: sees all partial sums and their total. drift: watches what is coded, over all ranks.
 
     Returns:
         An `Emulation`, whose `remove()` undoes it.
@@ -107,7 +109,9 @@ def emulate_tensor_parallel_(
             codec = low_bit.codec(name) if isinstance(low_bit, Calibration) else low_bit
             if codec is not None:
                 check_codec(name, codec, module.out_features, ranks)
-            add_up = _Sum(name, codec, chosen, watch)
+            if drift is not None:
+                codec = drift.attach(name, codec, module.weight.device)
+            add_up = _Sum(name, codec, chosen, watch, drift)
             emulation._replace(module, _row_forward(name, module, ranks, add_up))
         else:
             emulation._replace(module, _column_forward(module, ranks))
@@ -121,11 +125,21 @@ class _Sum:
     """What happens to the partial sums of a boundary."""
 
     def __init__(
-        self, name: str, codec: Codec | None, settings: Settings, watch: Watch | None
+        self,
+        name: str,
+        codec: Codec | None,
+        settings: Settings,
+        watch: Watch | None,
+        drift: Drift | None,
     ) -> None:
-        self._name, self._codec, self._settings, self._watch = name, codec, settings, watch
+        self._name, self._codec, self._settings = name, codec, settings
+        self._watch, self._drift = watch, drift
 
     def __call__(self, partials: list[Tensor]) -> Tensor:
+        numel, ranks = partials[0].numel(), len(partials)
+        if self._drift is not None and self._settings.codes(numel) and ranks > 1:
+            totals = ranks * self._settings.totals(numel, ranks)
+            self._drift.look(self._name, partials, totals)
         total = sum_in_process(partials, self._codec, self._settings)
         if self._watch is not None:
             self._watch(self._name, partials, total)

@@ -15,12 +15,12 @@ from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.calibration import Calibration
+from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import OURS, is_row, parallel_boundaries, plan_of
 from lowbit.tensor_parallel.reduce import Settings, check_codec
 from lowbit.tensor_parallel.rowwise import (
     Installed,
     LowBitRowwiseParallel,
-    Watch,
     group_of,
     install,
 )
@@ -33,7 +33,7 @@ def low_bit_(
     calibration: Source,
     *,
     settings: Settings | None = None,
-    watch: Watch | None = None,
+    drift: Drift | None = None,
 ) -> Installed:
     """Let a tensor-parallel model add up its partial sums in few bits, in place, on all ranks at once.
 
@@ -46,7 +46,7 @@ def low_bit_(
         model: on real tensor-parallel ranks: its row-wise `Linear`s have `DTensor` weights.
         calibration: a file of `lowbit calibrate`, a `Calibration`, or a codec for all boundaries.
         settings: how sums travel; default `Settings()`.
-        watch: sees partial sums and totals, such as a `Drift`.
+        drift: watches at run time whether the calibrated ranges hold.
 
     Returns:
         An `Installed`, whose `remove()` undoes it.
@@ -68,7 +68,7 @@ def low_bit_(
     if isinstance(found, Calibration):
         found.check(model, dist.get_world_size(group), rows)
     codecs = {name: found.codec(name) if isinstance(found, Calibration) else found for name in rows}
-    return install(rows, codecs, group, chosen, watch=watch)
+    return install(rows, codecs, group, chosen, drift=drift)
 
 
 def load_agreed(

@@ -48,6 +48,10 @@ class Settings:
         """Whether a sum of so many elements is worth coding."""
         return numel >= max(1, self.small)
 
+    def totals(self, numel: int, ranks: int) -> int:
+        """About how many values of the sum each rank codes for the others."""
+        return -(-numel // ranks) if self.chosen(ranks) == "two_shot" else 0
+
     def chosen(self, ranks: int) -> Algorithm:
         """The algorithm for so many ranks."""
         if self.algorithm == "auto":

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
+from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import is_cut_by_input, shards
 from lowbit.tensor_parallel.reduce import (
     Settings,
@@ -62,18 +63,18 @@ def install(
     settings: Settings,
     *,
     watch: Watch | None = None,
+    drift: Drift | None = None,
 ) -> Installed:
     """Let row-wise modules add up their partial sums by these codecs; those without one in the model's dtype.
 
     Args:
         rows: modules by name, whose weights are `DTensor`s cut by inputs.
-        codecs: by name. watch: sees partial sums and totals.
+        codecs: by name. watch: sees partial sums and totals. drift: watches what is coded.
     """
     installed = Installed()
     for name, module in rows.items():
-        installed.replace(
-            module, row_forward(name, module, codecs.get(name), group, settings, watch)
-        )
+        forward = row_forward(name, module, codecs.get(name), group, settings, watch, drift)
+        installed.replace(module, forward)
     return installed
 
 
@@ -84,6 +85,7 @@ def row_forward(
     group: dist.ProcessGroup,
     settings: Settings,
     watch: Watch | None = None,
+    drift: Drift | None = None,
 ) -> Callable[..., Tensor]:
     """A forward for a row-wise module: takes its rank's part of the input, or the whole; returns the whole output.
 
@@ -92,6 +94,8 @@ def row_forward(
     if codec is not None:
         check_codec(name, codec, module.out_features, dist.get_world_size(group))
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if drift is not None:
+        codec = drift.attach(name, codec, local(module.weight).device)
 
     def forward(x: Tensor) -> Tensor:
         check_inference(name, x, module.weight)
@@ -101,6 +105,8 @@ def row_forward(
         elif x.shape[-1] == module.in_features != weight.shape[1]:
             x = shards(x, ranks, -1)[rank].contiguous()
         partial = F.linear(x, weight)
+        if drift is not None and ranks > 1 and settings.codes(partial.numel()):
+            drift.look(name, [partial], settings.totals(partial.numel(), ranks), rank)
         seen = partial.clone() if watch is not None else partial
         total = sum_over_ranks(partial, codec, group, settings)
         if watch is not None:
