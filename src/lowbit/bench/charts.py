@@ -104,7 +104,7 @@ def heights(
     label: str,
     title: str = "",
 ) -> None:
-    """Positive numbers in rows and columns, as colours on a logarithmic scale; marked columns get an arrow below their cell.
+    """Positive numbers in rows and columns, as colours on a logarithmic scale; marked ones get an arrow.
 
     Args:
         figure, axes: where to draw; rows: of equal length, the first on top.

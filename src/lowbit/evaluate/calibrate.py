@@ -13,7 +13,7 @@ import torch
 from lowbit.bench.report import Report, Row, machine
 from lowbit.evaluate import loading, text
 from lowbit.evaluate.settings import CalibrateSettings
-from lowbit.tensor_parallel import Calibration, calibrate
+from lowbit.tensor_parallel import Calibration, calibrate, tensor_parallel_
 from lowbit.train import ConfigError
 from lowbit.train.process_group import joined, world
 
@@ -45,7 +45,7 @@ def run(settings: CalibrateSettings) -> Report:
     loading.check_length(settings.model, settings.length)
     start = Calibration.load(settings.path) if settings.continue_ else None
     sequences = draw(settings)
-    with parallel_model(settings.model, settings.dtype, device, settings.ranks) as model:
+    with parallel_model(settings.model, settings.dtype, device) as model:
         found = make(model, sequences, settings, start=start)
     if rank == 0:
         found.save(settings.path)
@@ -56,22 +56,18 @@ def run(settings: CalibrateSettings) -> Report:
 
 
 @contextlib.contextmanager
-def parallel_model(
-    folder: str, dtype: str, device: torch.device, ranks: int
-) -> Iterator[PreTrainedModel]:
-    """The model: cut over the ranks where this process is one of a job, else whole (to play `ranks` ranks with)."""
+def parallel_model(folder: str, dtype: str, device: torch.device) -> Iterator[PreTrainedModel]:
+    """The model: cut over the ranks where this process is one of a job, else whole, to play ranks with."""
     kind = loading.choose_dtype(dtype, device)
     if world()[1] == 1:
         yield loading.load_model(folder, dtype=kind, device=device)
         return
-    from torch.distributed.device_mesh import init_device_mesh
-
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with joined(TIMEOUT, backend="nccl" if device.type == "cuda" else "gloo"):
-        mesh = init_device_mesh(device.type, (ranks,))
         model = loading.load_model(folder, dtype=kind, device=device)
-        yield loading.cut_over_ranks_(model, mesh)
+        tensor_parallel_(model)
+        yield model
 
 
 def draw(settings: CalibrateSettings) -> text.Sequences:

@@ -1,4 +1,4 @@
-"""Formats by name, as what `lowbit.tensor_parallel` takes: a calibration for a model's boundaries, or one codec for all."""
+"""Formats by name, as what `lowbit.tensor_parallel` takes: a calibration, or one codec for all boundaries."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(names: tuple[str, ...]) -> None:
 
 
 def bits_per_value(low_bit: Calibration | Codec, rows: int, width: int) -> float:
-    """Bits on the wire for each value of a sum of (rows, width), every byte of the payload counted, over all boundaries."""
+    """Bits on the wire for each value of a sum of (rows, width), every byte counted, over all boundaries."""
     if isinstance(low_bit, Codec):
         return low_bit.bits_per_element((rows, width))
     codecs = [low_bit.codec(name) for name in low_bit.features]

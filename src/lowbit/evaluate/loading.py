@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    parallelize_module,
-)
 
-from lowbit.codecs import Cast
-from lowbit.tensor_parallel import LowBitRowwiseParallel
-from lowbit.tensor_parallel.plan import COLUMN, is_row, plan_of
 from lowbit.train import ConfigError
 from lowbit.train.device import choose_autocast, choose_device
 
@@ -68,30 +58,6 @@ def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreT
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model {folder!r} can not be loaded: {reason}") from error
     return model.to(device).eval()
-
-
-def cut_over_ranks_(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
-    """Cut a whole model over the ranks of a mesh by the plan that it brings, in place; sums travel in float32.
-
-    Each rank has loaded the whole model and keeps its part. (Hugging Face's loader reads only the part, and needs
-    accelerate; a model that it has cut can be evaluated by the same functions.)
-
-    Raises:
-        ValueError: a model without a plan, or with styles that are not known here.
-    """
-    styles = {name: _style(style) for name, style in plan_of(model).items()}
-    parallelize_module(model, mesh, styles)
-    return model
-
-
-def _style(name: str) -> ParallelStyle:
-    """PyTorch's style for one of Hugging Face's; row-wise ones without hooks, so that `low_bit_` can replace the sum."""
-    if is_row(name):
-        row = LowBitRowwiseParallel(Cast(dtype=torch.float32))
-        row.agreed = True  # it is no choice
-        return row
-    whole = name != COLUMN[0]
-    return ColwiseParallel(output_layouts=Replicate() if whole else None)
 
 
 def model_config(folder: str) -> dict[str, Any]:

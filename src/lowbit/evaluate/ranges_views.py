@@ -45,7 +45,7 @@ def show(report: Report) -> Table:
 
 
 def draw(report: Report, path: Path) -> None:
-    """A panel for each kind of boundary: ranges by layer and feature, over the boundary's median; chosen ones marked."""
+    """A panel for each kind of boundary: ranges by layer and feature, over the layer's median."""
     kinds = list(dict.fromkeys(_kind(row) for row in report.rows))
     figure = charts.new_figure(panels=len(kinds), width=7.0)
     for axes, kind in zip(figure.axes, kinds, strict=True):
@@ -71,5 +71,5 @@ def _kind(row: Row) -> str:
 
 
 def _few(features: Sequence[int]) -> str:
-    more = f", ..." if len(features) > _SHOWN else ""
+    more = ", ..." if len(features) > _SHOWN else ""
     return ", ".join(map(str, features[:_SHOWN])) + more

@@ -108,9 +108,7 @@ class Evaluation:
         settings = self.settings
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        with calibrate.parallel_model(
-            settings.model, settings.dtype, self.device, self.ranks
-        ) as model:
+        with calibrate.parallel_model(settings.model, settings.dtype, self.device) as model:
             if self.ranks > 1:
                 agree(None, self._facts(), topic="evaluation")
             for case in self._cases(model):

@@ -49,7 +49,7 @@ class Sequences:
         return self.predicted // self.length
 
     def window(self, index: int) -> tuple[Tensor, Tensor]:
-        """Token ids that go in and those that are predicted from them: int64, (length,) each; the last may be shorter."""
+        """Token ids that go in, and those to predict: int64, (length,) each; the last window may be shorter."""
         start = index * self.length
         if self.begin is None:
             both = torch.from_numpy(self.tokens[start : start + self.length + 1].astype(np.int64))
