@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from lowbit.evaluate.settings import CalibrateSettings, EvaluateSettings
 
 if TYPE_CHECKING:
-    from lowbit.evaluate.perplexity import Score, perplexity
+    from lowbit.evaluate.score import Score, perplexity
     from lowbit.evaluate.text import Sequences
 
 __all__ = ["CalibrateSettings", "EvaluateSettings", "Score", "Sequences", "perplexity"]
 
-_LATER = {"Score": "perplexity", "perplexity": "perplexity", "Sequences": "text"}
+_LATER = {"Score": "score", "perplexity": "score", "Sequences": "text"}
 
 
 def __getattr__(name: str) -> Any:

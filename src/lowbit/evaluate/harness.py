@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+_SEED = 1234  # of the solved examples: lm-eval's own default
+
+
 def zero_shot(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -40,7 +43,7 @@ def zero_shot(
     """
     for needed in ("lm_eval", "accelerate"):
         importlib.import_module(needed)
-    from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval import evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -58,18 +61,16 @@ def zero_shot(
         pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch, max_length=length
     )
     try:
-        found: Any = simple_evaluate(
-            model=wrapped,
-            tasks=list(tasks),
-            task_manager=manager,
-            num_fewshot=shots,
-            limit=limit or None,
-            bootstrap_iters=0,
-            log_samples=False,
-        )
+        loaded = manager.load(list(tasks))
     except (FileNotFoundError, ConnectionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"a task of {', '.join(tasks)} can not be loaded: {reason}") from error
+    for task in loaded["tasks"].values():
+        task.set_config(key="num_fewshot", value=shots)
+        task.set_fewshot_seed(seed=_SEED)
+    found: Any = evaluate(
+        lm=wrapped, task_dict=loaded, limit=limit or None, bootstrap_iters=0, log_samples=False
+    )
     return scores_of(found["results"], found["higher_is_better"])
 
 

@@ -17,7 +17,7 @@ from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec
 from lowbit.collectives import agree
 from lowbit.evaluate import calibrate, formats, loading, text
-from lowbit.evaluate.perplexity import BoundaryErrors, Reference, Score, perplexity
+from lowbit.evaluate.score import BoundaryErrors, Reference, Score, perplexity
 from lowbit.evaluate.settings import (
     BASE,
     CalibrateSettings,
