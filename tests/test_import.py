@@ -37,6 +37,10 @@ PUBLIC = {
         "norm_backward norm_encode norm_recompute tah_quant_decode tah_quant_encode"
     ),
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
+    "lowbit.tensor_parallel": (
+        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings "
+        "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"
+    ),
     "lowbit.train": (
         "ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"
     ),

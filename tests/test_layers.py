@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "gradients": {"collectives", "codecs"},
     "pipeline": {"collectives", "codecs"},
     "activations": {"codecs", "ops"},
+    "tensor_parallel": {"collectives", "codecs"},
     "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
     "bench": {
         "train",
