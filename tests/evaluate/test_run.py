@@ -1,5 +1,6 @@
-"""`lowbit calibrate` and `lowbit evaluate` on a tiny checkpoint: what they write, what they refuse, real against played."""
+"""`lowbit calibrate` and `lowbit evaluate` on a tiny checkpoint: outcomes, refusals, real ranks against played ones."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -135,14 +136,16 @@ def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
     common = ["--text", text, "--length", "32", "--sequences", "4"]
     file = str(tmp_path / "c.safetensors")
     files = ["--json", str(tmp_path / "c.json"), "--png", str(tmp_path / "c.png")]
-    done = invoke("calibrate", str(folder), "--features", "distributed", "--output", file, *common, *files)  # fmt: skip
+    options = ["--features", "distributed", "--output", file]
+    done = invoke("calibrate", str(folder), *options, *common, *files)
     assert done.exit_code == 0, done.output
     assert "layers.1.mlp.down_proj" in done.stdout
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
     assert len(rows) == 4
     assert len(rows[0]["aggregated"]) == 32
     files = ["--json", str(tmp_path / "e.json"), "--png", str(tmp_path / "e.png")]
-    done = invoke("evaluate", str(folder), "--low-bit", "--tp", "2", "--calibration", file, *common, *files)  # fmt: skip
+    options = ["--low-bit", "--tp", "2", "--calibration", file]
+    done = invoke("evaluate", str(folder), *options, *common, *files)
     assert done.exit_code == 0, done.output
     assert "feature-int4" in done.stdout
     written = json.loads((tmp_path / "e.json").read_text())
@@ -151,30 +154,42 @@ def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("c.png", "e.png"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["calibrate", "nowhere"], "allowed: a local folder with a Hugging Face checkpoint"),
-        (["calibrate", "{model}", "--ranks", "3"], "ranks is 3; the model's heads can be shared out over 1, 2, 4"),
-        (["calibrate", "{model}", "--length", "65"], "length is 65; the model knows 64 positions"),
-        (["calibrate", "{model}", "--features", "E/0"], "features is 'E/0'; allowed: 'E/64'"),
-        (["calibrate", "{model}", "--features", "32", "--length", "8"], "k is 32; allowed: 0 to 31"),
-        (["calibrate", "{model}", "--text", "{short}", "--length", "64"], "has 9 tokens; allowed: at least one sequence of 64"),
-        (["evaluate", "{model}", "--length", "8", "--format", "int5x"], "format is 'int5x'; allowed: int4, feature-int4"),
-        (["evaluate", "{model}", "--length", "8", "--tp", "3"], "tp is 3; the model's heads"),
-        (["evaluate", "{model}", "--length", "8", "--calibration", "{short}"], "no safetensors file"),
-        (["evaluate", "{model}", "--length", "8", "--tp", "4", "--calibration", "{calibration}"], "calibration is for 2 ranks and tp is 4"),
-        (["evaluate", "{model}", "--task-folder", "here"], "task-folder is 'here'; allowed: with --task"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(arguments: list[str], line: str, folder: Path, calibrated: Path, tmp_path: Path):  # fmt: skip
+CUT = "the model's heads can be shared out over 1, 2, 4"
+REFUSED = [
+    ("calibrate nowhere", "allowed: a local folder with a Hugging Face checkpoint"),
+    ("calibrate {model} --ranks 3", f"ranks is 3; {CUT}"),
+    ("calibrate {model} --length 65", "length is 65; the model knows 64 positions"),
+    ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
+    ("calibrate {model} --features 32 --length 8 --text {text}", "k is 32; allowed: 0 to 31"),
+    (
+        "calibrate {model} --length 64 --text {short}",
+        "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",
+    ),
+    (
+        "evaluate {model} --length 8 --text {text} --format int5x",
+        "format is 'int5x'; allowed: int4, feature-int4",
+    ),
+    ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
+    ("evaluate {model} --length 8 --calibration {short}", "no safetensors file"),
+    (
+        "evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
+        "calibration is for 2 ranks and tp is 4",
+    ),
+    ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
+]
+
+
+@pytest.mark.parametrize(("command", "line"), REFUSED)
+def test_bad_input_is_one_line(
+    command: str, line: str, folder: Path, calibrated: Path, tmp_path: Path
+):
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    given = {"model": folder, "short": short, "calibration": calibrated}
-    result = invoke(*(word.format(**given) for word in arguments))
+    given = {"model": folder, "text": folder / "text.txt", "short": short}
+    result = invoke(*command.format(calibration=calibrated, **given).split())
     assert result.exit_code == 2, result.output
     assert line in result.stderr
-    assert result.stderr.strip().count("error:") == 1
+    assert result.stderr.count("error:") == 1
 
 
 def test_settings_are_checked():
@@ -216,6 +231,7 @@ def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
     )
     rows = run.run(settings).rows
     assert [set(row["scores"]) for row in rows] == [{"letters acc"}] * 2
-    assert all(row["scores"]["letters acc"] * 6 == pytest.approx(round(row["scores"]["letters acc"] * 6)) for row in rows)  # fmt: skip
+    right = [6 * row["scores"]["letters acc"] for row in rows]
+    assert right == pytest.approx([round(count) for count in right])
     with pytest.raises(ConfigError, match="task is 'nonsense'; allowed"):
-        run.run(evaluation(folder, tps=(2,), tasks=("nonsense",)))
+        run.run(dataclasses.replace(settings, tasks=("nonsense",)))
