@@ -25,18 +25,23 @@ PUBLIC = {
     "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
-    "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec GroupInt Session TAHQuant parse",
+    "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session TAHQuant parse",
     "lowbit.collectives": (
         "AgreementError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
+    "lowbit.evaluate": "CalibrateSettings EvaluateSettings Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": (
-        "backend block_float8_decode block_float8_encode gated_backward gated_encode "
-        "gated_recompute group_int_decode group_int_encode norm_backward norm_encode "
-        "norm_recompute tah_quant_decode tah_quant_encode"
+        "backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
+        "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode "
+        "norm_backward norm_encode norm_recompute tah_quant_decode tah_quant_encode"
     ),
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
+    "lowbit.tensor_parallel": (
+        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings "
+        "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"
+    ),
     "lowbit.train": (
         "ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"
     ),

@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "gradients": {"collectives", "codecs"},
     "pipeline": {"collectives", "codecs"},
     "activations": {"codecs", "ops"},
+    "tensor_parallel": {"collectives", "codecs"},
     "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
     "bench": {
         "train",
@@ -25,7 +26,8 @@ MAY_IMPORT = {
         "ops",
         "network",
     },
-    "cli": {"bench", "train", "activations", "codecs"},
+    "evaluate": {"bench", "train", "tensor_parallel", "collectives", "codecs"},
+    "cli": {"evaluate", "bench", "train", "activations", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -10,9 +10,11 @@ import torch
 from torch.library import opcheck
 
 from lowbit import ops
-from lowbit.codecs import BlockFloat8, Cast, Codec, GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, TAHQuant
 from lowbit.ops import contract, reference
 
+FEATURES = FeatureInt4(ranges=torch.ones(3, 70), total=torch.ones(70), features=(5, 69))
+ORDER = torch.tensor([*(f for f in range(70) if f not in (5, 69)), 5, 69], dtype=torch.int32)
 TAH = (64, 5, 4, 0.88, "range")
 CASES = {
     "group_int_encode": lambda: (
@@ -45,6 +47,16 @@ CASES = {
         "e4m3",
         128,
         False,
+    ),
+    "feature_int4_encode": lambda: (
+        *(torch.randn(3, 70), bytes_of(FEATURES, 3, 70), torch.rand(70), ORDER, 2),
+        torch.zeros(1, dtype=torch.int64),
+    ),
+    "feature_int4_decode": lambda: (
+        *(encoded(FEATURES, 3, 70), torch.empty(3, 70), torch.rand(70), ORDER, 2), True,
+    ),
+    "feature_int4_sum": lambda: (
+        [encoded(FEATURES, 3, 70) for _ in range(3)], torch.empty(3, 70), torch.rand(3, 70), ORDER, 2, 3,
     ),
     "tah_quant_encode": lambda: (torch.randn(2, 3, 70), bytes_of(TAHQuant(), 2, 3, 70), *TAH, None),
     "tah_quant_decode": lambda: (
@@ -116,7 +128,13 @@ def test_compiles_without_a_graph_break() -> None:
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
     x = torch.randn(2, 3, 70)
-    for codec in (GroupInt(bits=5), TAHQuant(), BlockFloat8(), Cast(dtype=torch.bfloat16)):
+    for codec in (
+        GroupInt(bits=5),
+        TAHQuant(),
+        BlockFloat8(),
+        FEATURES,
+        Cast(dtype=torch.bfloat16),
+    ):
         with ops.backend(backend):
             expected = codec.encode(x)
             buffer = torch.zeros(offset + len(expected), dtype=torch.uint8)
@@ -132,8 +150,13 @@ def test_wrong_tensors_are_refused(name: str) -> None:
     operator = getattr(ops, name)
     first, second, *rest = CASES[name]()
     x, payload = (first, second) if name.endswith("encode") else (second, first)
+    payloads = payload
+    payload = payloads[1] if name.endswith("sum") else payload
 
     def call(x: torch.Tensor, payload: torch.Tensor) -> None:
+        if name.endswith("sum"):
+            operator([payloads[0], payload, payloads[2]], x, *rest)
+            return
         operator(*((x, payload) if name.endswith("encode") else (payload, x)), *rest)
 
     with pytest.raises(TypeError, match=r"dtype torch\.float64; allowed: float32"):
@@ -170,6 +193,24 @@ def test_wrong_tensors_for_backward_are_refused(name: str) -> None:
         if argument is None and "Tensor" in schema[i] and "up" in schema[i].split()[-1]:
             with pytest.raises(ValueError, match="up is None; allowed: all of"):
                 call(i, torch.empty(210))
+
+
+def test_wrong_tables_of_features_are_refused() -> None:
+    x, payload, inverse, order, outliers, clipped = CASES["feature_int4_encode"]()
+    encode = ops.feature_int4_encode
+    with pytest.raises(ValueError, match=r"scale is torch.float32 \(69,\).*float32 \(70,\)"):
+        encode(x, payload, inverse[:69], order, outliers, clipped)
+    with pytest.raises(ValueError, match=r"order is torch.int64 .*expected contiguous torch.int32"):
+        encode(x, payload, inverse, order.long(), outliers, clipped)
+    with pytest.raises(ValueError, match=r"clipped is torch.float32"):
+        encode(x, payload, inverse, order, outliers, clipped.float())
+    with pytest.raises(ValueError, match="outliers is 70 of 70 features"):
+        encode(x, payload, inverse, order, 70, clipped)
+    payloads, out, scales, order, outliers, divisor = CASES["feature_int4_sum"]()
+    with pytest.raises(ValueError, match=r"scale is torch.float32 \(3, 70\).*\(2, 70\)"):
+        ops.feature_int4_sum(payloads[:2], out, scales, order, outliers, divisor)
+    with pytest.raises(ValueError, match="divisor 0, payloads 3; allowed"):
+        ops.feature_int4_sum(payloads, out, scales, order, outliers, 0)
 
 
 def test_wrong_settings_are_refused() -> None:

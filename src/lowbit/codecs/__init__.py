@@ -6,8 +6,19 @@ from lowbit.codecs.aq_sgd import AQSGD
 from lowbit.codecs.base import Codec, Session
 from lowbit.codecs.block_float8 import BlockFloat8
 from lowbit.codecs.cast import Cast
+from lowbit.codecs.feature_int4 import FeatureInt4
 from lowbit.codecs.group_int import GroupInt
 from lowbit.codecs.names import parse
 from lowbit.codecs.tah_quant import TAHQuant
 
-__all__ = ["AQSGD", "BlockFloat8", "Cast", "Codec", "GroupInt", "Session", "TAHQuant", "parse"]
+__all__ = [
+    "AQSGD",
+    "BlockFloat8",
+    "Cast",
+    "Codec",
+    "FeatureInt4",
+    "GroupInt",
+    "Session",
+    "TAHQuant",
+    "parse",
+]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -33,6 +33,28 @@ class Codec(ABC):
 
     wire_version: ClassVar[int] = 1
     needs_key: ClassVar[bool] = False
+
+    @property
+    def grain(self) -> int:
+        """Elements that must stay together where a tensor is cut, such as the features of a token; 1: none."""
+        return 1
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks' tensors it can code in a sum; None: any number."""
+        return None
+
+    def part(self, rank: int) -> Codec:
+        """What codes the tensor that a rank adds to a sum; this codec itself, unless ranks differ."""
+        return self
+
+    def whole(self) -> Codec:
+        """What codes a sum over all ranks."""
+        return self
+
+    def identity(self) -> str:
+        """What ranks compare before they sum with it: the same for all its parts."""
+        return f"{self} [{self.fingerprint()}]"
 
     @abstractmethod
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -143,6 +165,51 @@ class Codec(ABC):
         total = x.float() if x.dtype != torch.float32 else x.clone()
         self._decode(payload, total, True)
         self._encode(total, payload)
+
+    def sum(
+        self,
+        payloads: Iterable[Tensor],
+        *,
+        out: Tensor,
+        divisor: int = 1,
+        scratch: Tensor | None = None,
+    ) -> Tensor:
+        """Add up what all ranks sent: decode, sum in float32 in the order of the ranks, divide, round once.
+
+        Args:
+            payloads: of rank 0, 1, ..., each made by its `part(rank).encode`; taken one after the other.
+            out: tensor to overwrite: float32, bfloat16 or float16, contiguous; its shape is that of what was coded.
+            divisor: what the sum is divided by.
+            scratch: float32, contiguous, as many elements as `out`: partial sums may go there; allocated if absent.
+
+        Returns:
+            `out`.
+
+        Raises:
+            TypeError: a dtype of `out` that is not allowed.
+            ValueError: an `out` or `scratch` that is not contiguous, or payloads of another number or length.
+        """
+        _check_float("out", out)
+        if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
+            raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
+        if out.numel():
+            self._sum(payloads, out, divisor, scratch)
+        return out
+
+    def _sum(
+        self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None
+    ) -> None:
+        """`sum` into a tensor that is not empty; formats that need no float32 copy for it do better."""
+        total = out if out.dtype == torch.float32 else scratch
+        if total is None:
+            total = torch.empty(out.shape, device=out.device)
+        total = total.view(out.shape)
+        for rank, payload in enumerate(payloads):
+            self.part(rank).decode(payload, shape=out.shape, out=total, accumulate=rank > 0)
+        if divisor > 1:
+            total.div_(divisor)
+        if total is not out:
+            out.copy_(total)
 
     def bits_per_element(self, shape: Sequence[int]) -> float:
         """Every byte of the payload, divided by the elements (0 for an empty tensor)."""

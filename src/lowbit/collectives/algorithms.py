@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,18 @@ from lowbit.collectives.wire import Wire
 
 AHEAD = 2
 """Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
+ONE_SHOT_BYTES = 1 << 17
+"""Bytes of a payload up to which "auto" sends everything to everybody among more than two ranks."""
+
+
+def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
+    """What "auto" means for a payload of so many bytes: the same on all ranks, for nothing else is looked at.
+
+    Two ranks send the same bytes either way, and one_shot codes once. Among more, two_shot sends 2 / ranks of
+    one_shot's bytes, and takes a second round trip, which small messages do not earn
+    (docs/results/tensor-parallel.md).
+    """
+    return "one_shot" if ranks <= 2 or nbytes <= ONE_SHOT_BYTES else "two_shot"
 
 
 def two_shot(
@@ -28,7 +42,8 @@ def two_shot(
             from this rank's contribution, and, in its own shard, from the sum: added to this rank's next contribution,
             it makes up for both. Zero where it is not finite.
     """
-    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk)
+    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, grain=codec.grain)
+    whole = codec.whole()
     # All receives first: a sender can begin only when it knows of the receive, and what tells it so would queue behind
     # everything that this rank sends to it.
     open_scatter(codec, wire, shards)
@@ -46,7 +61,7 @@ def two_shot(
                 piece = shards.piece(source, k)
                 if piece.stop > piece.start:
                     payload = wire.take(shards.chunks + k, source)
-                    codec.decode(payload, shape=x[piece].shape, out=x[piece])
+                    whole.decode(payload, shape=x[piece].shape, out=x[piece])
 
 
 def _spread(
@@ -60,11 +75,11 @@ def _spread(
 ) -> None:
     """Add up a chunk of this rank's shard, code the sum and send it to everybody."""
     if size := shards.size(wire.rank, k):
-        part = add_up(total[:size], codec, wire, k, divisor)
-        payload = codec.encode(part, out=wire.box(shards.chunks + k))
+        part, whole = add_up(total[:size], codec, wire, k, divisor), codec.whole()
+        payload = whole.encode(part, out=wire.box(shards.chunks + k))
         if errors is not None:
             mine = errors[shards.piece(wire.rank, k)]
-            lost = part - codec.decode(payload, shape=part.shape)
+            lost = part - whole.decode(payload, shape=part.shape)
             mine.add_(_finite(lost), alpha=divisor)
     wire.send(shards.chunks + k)
 
@@ -76,19 +91,20 @@ def one_shot(
 
     Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
     """
-    shards = Shards(numel=x.numel(), ranks=1, chunk=chunk)
+    shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     gather(x, codec, wire, shards, errors)
     total = torch.empty(min(shards.chunk, shards.length), device=x.device)
     for k in range(shards.chunks):
-        part = add_up(total[: shards.size(0, k)], codec, wire, k, divisor)
-        x[shards.piece(0, k)].copy_(part)
+        add_up(x[shards.piece(0, k)], codec, wire, k, divisor, total)
 
 
 def reduce_scatter(
     x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int
 ) -> None:
     """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
-    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel())
+    shards = Shards(
+        numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel(), grain=codec.grain
+    )
     open_scatter(codec, wire, shards)
     for k in range(shards.chunks):
         scatter(x, codec, wire, shards, k, None)
@@ -101,12 +117,12 @@ def reduce_scatter(
 
 def all_gather(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int) -> None:
     """Write what every rank's `x` (n elements) decodes to, one after the other, to `out` (ranks * n elements)."""
-    shards = Shards(numel=x.numel(), ranks=1, chunk=chunk)
+    shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     gather(x, codec, wire, shards, None)
     for k in range(shards.chunks):
         for source in range(wire.ranks):
             target = out[source * x.numel() :][: x.numel()][shards.piece(0, k)]
-            codec.decode(wire.take(k, source), shape=target.shape, out=target)
+            codec.part(source).decode(wire.take(k, source), shape=target.shape, out=target)
 
 
 def open_scatter(codec: Codec, wire: Wire, shards: Shards) -> None:
@@ -120,11 +136,12 @@ def scatter(
     x: Tensor, codec: Codec, wire: Wire, shards: Shards, k: int, errors: Tensor | None
 ) -> None:
     """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
+    mine = codec.part(wire.rank)
     for step in range(1, wire.ranks + 1):  # each rank begins with another, and itself comes last
         to = (wire.rank + step) % wire.ranks
         piece = shards.piece(to, k)
         if piece.stop > piece.start:
-            _encode(x[piece], codec, wire.box(k, to), None if errors is None else errors[piece])
+            _encode(x[piece], mine, wire.box(k, to), None if errors is None else errors[piece])
         wire.send(k, to)
 
 
@@ -133,21 +150,25 @@ def gather(x: Tensor, codec: Codec, wire: Wire, shards: Shards, errors: Tensor |
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
         wire.open(k, [size] * wire.ranks, [size])
+    mine = codec.part(wire.rank)
     for k in range(shards.chunks):
         piece = shards.piece(0, k)
-        _encode(x[piece], codec, wire.box(k), None if errors is None else errors[piece])
+        _encode(x[piece], mine, wire.box(k), None if errors is None else errors[piece])
         wire.send(k)
 
 
-def add_up(total: Tensor, codec: Codec, wire: Wire, lane: int, divisor: int) -> Tensor:
-    """Decode what all ranks sent on a lane and add it up in `total` (float32), in the order of the ranks."""
-    if total.numel():
-        for source in range(wire.ranks):
-            payload = wire.take(lane, source)
-            codec.decode(payload, shape=total.shape, out=total, accumulate=source > 0)
-        if divisor > 1:
-            total.div_(divisor)
-    return total
+def add_up(
+    out: Tensor, codec: Codec, wire: Wire, lane: int, divisor: int, scratch: Tensor | None = None
+) -> Tensor:
+    """Decode what all ranks sent on a lane and write its sum to `out`, in the order of the ranks.
+
+    `scratch`: at least as many float32 elements, where `out` is not float32.
+    """
+    if out.numel():
+        payloads = (wire.take(lane, source) for source in range(wire.ranks))
+        room = None if scratch is None else scratch[: out.numel()]
+        codec.sum(payloads, out=out, divisor=divisor, scratch=room)
+    return out
 
 
 def _encode(x: Tensor, codec: Codec, box: Tensor, errors: Tensor | None) -> None:

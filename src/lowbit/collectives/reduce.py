@@ -21,7 +21,7 @@ from lowbit.collectives.shards import Shards
 from lowbit.collectives.wire import Wire
 
 Op = Literal["sum", "avg"]
-Algorithm = Literal["two_shot", "one_shot"]
+Algorithm = Literal["two_shot", "one_shot", "auto"]
 
 CHUNK = 1 << 20
 """Most elements of a piece. Measured on 4 ranks, 64 MB, 1 Gbit/s and unlimited: smaller ones cost more processor time
@@ -65,13 +65,15 @@ def all_reduce(
 
     Args:
         tensor: float32, bfloat16 or float16, any shape and strides; the same shape and dtype on all ranks.
-        codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`.
+        codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`; or `FeatureInt4`
+            for as many ranks, of any rank's part: shards and chunks are then whole rows.
         group: the ranks; None: the default group.
-        op: "sum" or "avg". algorithm: "two_shot" or "one_shot".
+        op: "sum" or "avg". algorithm: "two_shot", "one_shot", or "auto": by ranks and bytes alone, one_shot for two
+            ranks and for small payloads.
         async_op: return at once; the tensor must not be touched before `wait()` on what is returned.
         node_size: so many successive ranks share a node, a divisor of the ranks. Sums inside a node travel in float32
             through the engine, and each element leaves a node once, coded. 1: no nodes.
-        chunk: elements of a piece, a multiple of 16. small: see above.
+        chunk: most elements of a piece, a multiple of 16. small: see above.
         timeout: seconds in which a missing or failed peer is an error.
         errors: float32, contiguous, shape of `tensor`: filled with what quantization took from this rank's part, for
             error feedback: add it to the next tensor. Zeros for small tensors. Not with nodes.
@@ -92,9 +94,11 @@ def all_reduce(
     _check(tensor, codec, op, chunk=chunk, timeout=timeout)
     check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small)
     check_choice("transport", transport, ("auto", "messages", "collectives"))
+    _check_fit("tensor", tensor, codec, ranks, node_size)
     _check_errors(errors, tensor, node_size)
     divisor = ranks if op == "avg" else 1
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small)
+    algorithm = _chosen(algorithm, tensor.numel(), codec, ranks // node_size)
     facts |= {"algorithm": algorithm, "node size": str(node_size)}
     facts["error feedback"] = "no" if errors is None else "yes"
     flat = tensor.detach().reshape(-1)  # the tensor itself where it is contiguous, else a copy
@@ -145,8 +149,8 @@ def all_reduce_bytes(
     """
     if ranks == 1 or numel < max(1, small):
         return 2 * (ranks - 1) * 4 * numel // ranks
-    everything = algorithm == "one_shot"
-    shards = Shards(numel=numel, ranks=1 if everything else ranks, chunk=chunk)
+    everything = _chosen(algorithm, numel, codec, ranks) == "one_shot"
+    shards = Shards(numel=numel, ranks=1 if everything else ranks, chunk=chunk, grain=codec.grain)
 
     def coded(owner: int) -> int:
         return sum(codec.nbytes((shards.size(owner, k),)) for k in range(shards.chunks))
@@ -184,6 +188,7 @@ def reduce_scatter(
     ranks = dist.get_world_size(group)
     _check(input, codec, op, chunk=chunk, timeout=timeout, name="input")
     _check_pair("output", output, "input", input, ranks)
+    _check_fit("output", output, codec, ranks)
     facts = _facts("reduce_scatter", input, codec, op=op, chunk=chunk, output=_described(output))
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
     divisor = ranks if op == "avg" else 1
@@ -227,6 +232,7 @@ def all_gather(
     ranks = dist.get_world_size(group)
     _check(input, codec, "sum", chunk=chunk, timeout=timeout, name="input")
     _check_pair("input", input, "output", output, ranks)
+    _check_fit("input", input, codec, ranks)
     facts = _facts("all_gather", input, codec, chunk=chunk, output=_described(output))
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
@@ -263,6 +269,10 @@ def check_summable(codec: object) -> Codec:
             "does not depend on the tensor's shape, such as GroupInt or Cast"
         )
     return codec
+
+
+def _chosen(algorithm: Algorithm, numel: int, codec: Codec, ranks: int) -> Algorithm:
+    return algorithms.choose(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
 
 
 def _plain(
@@ -304,7 +314,7 @@ def _submit(
 
 def _facts(name: str, x: Tensor, codec: Codec, **more: object) -> dict[str, str]:
     facts = {"collective": name, "tensor": _described(x)}
-    facts["codec"] = f"{codec} [{codec.fingerprint()}]"
+    facts["codec"] = codec.identity()
     return facts | {key: str(value) for key, value in more.items()}
 
 
@@ -324,7 +334,7 @@ def check_call(
 ) -> None:
     """Raise what a collective with these arguments would; None: a group that is not known yet."""
     check_summable(codec)
-    check_choice("algorithm", algorithm, ("two_shot", "one_shot"))
+    check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
     ranks = dist.get_world_size(group) if group is not None else 1
     check_int("node_size", node_size, 1, ranks)
     if isinstance(node_size, int) and ranks % node_size:
@@ -347,6 +357,18 @@ def _check(
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} is {found}; allowed: {', '.join(map(str, FLOATS))}")
     check_choice("op", op, ("sum", "avg"))
+
+
+def _check_fit(name: str, x: Tensor, codec: Codec, ranks: int, node_size: int = 1) -> None:
+    """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`."""
+    if codec.ranks not in (None, ranks):
+        raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")
+    if codec.ranks is not None and node_size > 1:
+        raise ValueError(f"node_size is {node_size}; allowed with {codec}, made for ranks: 1")
+    if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
+        raise ValueError(
+            f"{name} is {_described(x)}; allowed with {codec}: (..., {codec.grain}), or flat rows of as many"
+        )
 
 
 def _check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:

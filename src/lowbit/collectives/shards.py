@@ -16,19 +16,23 @@ class Shards:
         numel: elements of the tensor; ranks: shards, the last of which may be shorter or empty.
         chunk: most elements of a piece.
         length: elements of a shard; absent: as even as possible.
+        grain: elements that stay together: shards and chunks are multiples of it, as `numel` and `length` must be.
     """
 
     numel: int
     ranks: int
     chunk: int
     length: int = 0
+    grain: int = 1
 
     def __post_init__(self) -> None:
+        unit = _ALIGN if self.grain == 1 else self.grain
         if not self.length:
             even = -(-self.numel // self.ranks)
-            object.__setattr__(self, "length", -(-even // _ALIGN) * _ALIGN)
+            object.__setattr__(self, "length", -(-even // unit) * unit)
+        chunk = self.chunk // self.grain * self.grain
         least = -(-self.length // _MOST_CHUNKS)
-        object.__setattr__(self, "chunk", max(self.chunk, -(-least // _ALIGN) * _ALIGN))
+        object.__setattr__(self, "chunk", max(chunk, self.grain, -(-least // unit) * unit))
 
     @property
     def chunks(self) -> int:

@@ -8,6 +8,9 @@ from lowbit.ops.contract import backend
 
 block_float8_encode = torch.ops.lowbit.block_float8_encode.default
 block_float8_decode = torch.ops.lowbit.block_float8_decode.default
+feature_int4_decode = torch.ops.lowbit.feature_int4_decode.default
+feature_int4_encode = torch.ops.lowbit.feature_int4_encode.default
+feature_int4_sum = torch.ops.lowbit.feature_int4_sum.default
 gated_backward = torch.ops.lowbit.gated_backward.default
 gated_encode = torch.ops.lowbit.gated_encode.default
 gated_recompute = torch.ops.lowbit.gated_recompute.default
@@ -23,6 +26,9 @@ __all__ = [
     "backend",
     "block_float8_decode",
     "block_float8_encode",
+    "feature_int4_decode",
+    "feature_int4_encode",
+    "feature_int4_sum",
     "gated_backward",
     "gated_encode",
     "gated_recompute",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lowbit.ops.feature_int4 import feature_int4_layout
 from lowbit.ops.float8 import FORMATS, block_float8_layout
 from lowbit.ops.fused import ACTIVATIONS
 from lowbit.ops.layout import group_int_layout, tah_geometry
@@ -42,6 +43,33 @@ def _check_block_float8(x: Tensor, payload: Tensor, format: str, block: int) -> 
             f"allowed: {', '.join(map(repr, FORMATS))}, and a multiple of 32"
         )
     _check(x, payload, 1, block_float8_layout(x.numel(), block).nbytes)
+
+
+def _check_feature_int4(
+    x: Tensor, payloads: Sequence[Tensor], scales: Tensor, order: Tensor, outliers: int,
+    clipped: Tensor | None = None, divisor: int = 1,
+) -> None:  # fmt: skip
+    features = x.shape[-1] if x.dim() else 0
+    if not 0 <= outliers < max(1, features) or divisor < 1 or not payloads:
+        raise ValueError(
+            f"outliers is {outliers} of {features} features, divisor {divisor}, payloads {len(payloads)}; "
+            "allowed: fewer outliers than features, at least 1 and 1"
+        )
+    rows = x.numel() // max(1, features)
+    for payload in payloads:
+        _check(x, payload, 2, feature_int4_layout(rows, features, outliers).nbytes)
+    shape = (features,) if scales.dim() == 1 else (len(payloads), features)
+    for name, t, dtype, expected in (
+        ("scale", scales, torch.float32, shape), ("order", order, torch.int32, (features,)),
+        ("clipped", clipped, torch.int64, (1,)),
+    ):  # fmt: skip
+        if t is not None and (
+            t.dtype != dtype or t.shape != expected or t.device != x.device or not t.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}, contiguous: {t.is_contiguous()}; "
+                f"expected contiguous {dtype} {expected} on {x.device}"
+            )
 
 
 def _check_tah(
@@ -195,6 +223,11 @@ CHECKS: dict[str, Callable[..., None]] = {
     "group_int_decode": lambda payload, out, *a: _check_group_int(out, payload, *a[:3]),
     "block_float8_encode": lambda x, payload, *a: _check_block_float8(x, payload, *a[:2]),
     "block_float8_decode": lambda payload, out, *a: _check_block_float8(out, payload, *a[:2]),
+    "feature_int4_encode": lambda x, payload, *a: _check_feature_int4(x, [payload], *a),
+    "feature_int4_decode": lambda payload, out, *a: _check_feature_int4(out, [payload], *a[:3]),
+    "feature_int4_sum": lambda payloads, out, *a: _check_feature_int4(
+        out, payloads, *a[:3], divisor=a[3]
+    ),
     "tah_quant_encode": lambda x, payload, *a: _check_tah(
         x, payload, *a[:5], pivot=a[5] is not None
     ),

@@ -6,8 +6,14 @@ Operators fill or read a payload that the caller allocated, so they allocate no 
 - `group_int_decode(payload, out, bits, group, symmetric, accumulate)`: payload -> out (N,).
 - `block_float8_encode(x, payload, format, block, seed, accumulate)`: x (N,) -> payload, or added to what it holds.
 - `block_float8_decode(payload, out, format, block, accumulate)`: payload -> out (N,).
+- `feature_int4_encode(x, payload, inverse, order, outliers, clipped)`: x (N, E) -> payload; adds to `clipped`, if any.
+- `feature_int4_decode(payload, out, scale, order, outliers, accumulate)`: payload -> out (N, E).
+- `feature_int4_sum(payloads, out, scales, order, outliers, divisor)`: R payloads -> their sum, divided, in out (N, E).
 - `tah_quant_encode(x, payload, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)`: x (B, S, C).
 - `tah_quant_decode(payload, out, ..., pivot, accumulate)`: payload -> out (B, S, C).
+
+`inverse`, `scale` float32 (E,) and `scales` (R, E) hold 0 at the outliers; `order` int32 (E,): the other features,
+then the outliers, both ascending; `clipped` int64 (1,): how many values were NaN, Inf or beyond the codes.
 
 Operators for backward from quantized inputs (formulas: `lowbit.ops.fused`). Payloads are those of `group_int_encode`,
 asymmetric, of a tensor's elements in order; x' stands for what such a payload decodes to, in float32:
@@ -56,6 +62,12 @@ SCHEMAS = {
     "bool accumulate) -> ()",
     "block_float8_decode": "(Tensor payload, Tensor(a!) out, str format, int block, "
     "bool accumulate) -> ()",
+    "feature_int4_encode": "(Tensor x, Tensor(a!) payload, Tensor inverse, Tensor order, int outliers, "
+    "Tensor(b!)? clipped) -> ()",
+    "feature_int4_decode": "(Tensor payload, Tensor(a!) out, Tensor scale, Tensor order, int outliers, "
+    "bool accumulate) -> ()",
+    "feature_int4_sum": "(Tensor[] payloads, Tensor(a!) out, Tensor scales, Tensor order, int outliers, "
+    "int divisor) -> ()",
     "tah_quant_encode": "(Tensor x, Tensor(a!) payload, int tile, int high_bits, int low_bits, "
     "float low_fraction, str allocation, float? pivot_ratio) -> ()",
     "tah_quant_decode": "(Tensor payload, Tensor(a!) out, int tile, int high_bits, int low_bits, "
@@ -145,13 +157,10 @@ def _load(name: str) -> Any:
 def _on(name: str, home: str | None) -> Callable[..., None]:
     def run(*args: Any) -> None:
         CHECKS[name](*args)
-        function = _implementation(name, home, args[0].device)
+        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        function = _implementation(name, home, first.device)
         # Sections are read as words and vectors, but a part of a larger buffer may start anywhere.
-        aligned = {
-            i: args[i].clone()
-            for i, _ in payloads
-            if args[i] is not None and args[i].data_ptr() % ALIGNMENT
-        }
+        aligned = {i: _aligned(args[i]) for i, _ in payloads if not _is_aligned(args[i])}
         function(*(aligned.get(i, argument) for i, argument in enumerate(args)))
         for i, written in payloads:
             if written and i in aligned:
@@ -160,6 +169,18 @@ def _on(name: str, home: str | None) -> Callable[..., None]:
     parameters = SCHEMAS[name].split(",")
     payloads = [(i, "!" in p) for i, p in enumerate(parameters) if "payload" in p]
     return run
+
+
+def _is_aligned(payload: Any) -> bool:
+    """Of a payload, a list of them, or None."""
+    if isinstance(payload, list | tuple):
+        return all(map(_is_aligned, payload))
+    return payload is None or payload.data_ptr() % ALIGNMENT == 0
+
+
+def _aligned(payload: Any) -> Any:
+    """A copy that begins where kernels want it."""
+    return [p.clone() for p in payload] if isinstance(payload, list | tuple) else payload.clone()
 
 
 def _register() -> torch.library.Library:

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from lowbit.ops.exact import entropy, rotate, smallest, store
+from lowbit.ops.feature_int4 import feature_int4_decode as feature_int4_decode
+from lowbit.ops.feature_int4 import feature_int4_encode as feature_int4_encode
+from lowbit.ops.feature_int4 import feature_int4_sum as feature_int4_sum
 from lowbit.ops.float8 import block_float8_decode as block_float8_decode
 from lowbit.ops.float8 import block_float8_encode as block_float8_encode
 from lowbit.ops.fused import gated_backward as gated_backward

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lowbit import ops
-from lowbit.codecs import Codec
+from lowbit.codecs import Codec, FeatureInt4
 
 FOLDER = Path(__file__).parent
 
@@ -25,6 +25,13 @@ def sample() -> torch.Tensor:
     x[1000:1064] = 0
     x[1400:1600] *= 2.0**-60
     return x.view(2, 5, 200)
+
+
+def feature_int4() -> FeatureInt4:
+    """A codec for the sample, from integers alone: ranges that some values exceed, five outliers."""
+    n = torch.arange(400, dtype=torch.int64)
+    ranges = (0.5 + (n * 2654435761 % 97) / 32).view(2, 200)
+    return FeatureInt4(ranges=ranges, total=ranges.sum(0), features=(0, 1, 64, 133, 199))
 
 
 def golden_path(codec: Codec) -> Path:

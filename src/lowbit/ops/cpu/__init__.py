@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lowbit.ops.cpu.block_float8 import block_float8_decode, block_float8_encode
+from lowbit.ops.cpu.feature_int4 import feature_int4_decode, feature_int4_encode, feature_int4_sum
 from lowbit.ops.cpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.cpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.cpu.norm import norm_backward, norm_encode, norm_recompute
@@ -12,6 +13,9 @@ from lowbit.ops.cpu.tah_encode import tah_quant_encode
 __all__ = [
     "block_float8_decode",
     "block_float8_encode",
+    "feature_int4_decode",
+    "feature_int4_encode",
+    "feature_int4_sum",
     "gated_backward",
     "gated_encode",
     "gated_recompute",

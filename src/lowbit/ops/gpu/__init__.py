@@ -11,6 +11,7 @@ import torch
 from triton import knobs
 
 from lowbit.ops.gpu.block_float8 import block_float8_decode, block_float8_encode
+from lowbit.ops.gpu.feature_int4 import feature_int4_decode, feature_int4_encode, feature_int4_sum
 from lowbit.ops.gpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.gpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.gpu.norm import norm_backward, norm_encode, norm_recompute
@@ -33,6 +34,9 @@ def unsupported(device: torch.device) -> str:
 __all__ = [
     "block_float8_decode",
     "block_float8_encode",
+    "feature_int4_decode",
+    "feature_int4_encode",
+    "feature_int4_sum",
     "gated_backward",
     "gated_encode",
     "gated_recompute",
