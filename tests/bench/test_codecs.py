@@ -11,7 +11,7 @@ from lowbit.bench.codecs import Settings, relative_error, run
 from lowbit.bench.samples import drawn
 from lowbit.codecs import GroupInt, TAHQuant
 
-NAMES = ("int4", "tah-quant", "published-procedure")
+NAMES = ("int4", "feature-int4", "tah-quant", "published-procedure")
 
 
 @pytest.fixture(scope="module")

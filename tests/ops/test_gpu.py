@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit import ops
-from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, TAHQuant
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -121,6 +121,31 @@ def test_block_float8(codec: BlockFloat8) -> None:
                 codec.add(payload, (x * 0.3).to(DEVICE))
                 sums.append(payload)
         assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize(
+    ("size", "outliers"), [(600, (0, 7, 599)), (33, ()), (1, ()), (70, tuple(range(1, 70)))]
+)
+def test_feature_int4(size: int, outliers: tuple[int, ...]) -> None:
+    """Rows and bytes that fill no program; counters, and sums over ranks in every dtype."""
+    g = torch.Generator().manual_seed(size)
+    ranges = torch.rand(3, size, generator=g) + 0.5
+    codec = FeatureInt4(ranges=ranges, total=ranges.sum(0), features=outliers)
+    check(codec, tensor((9, size), torch.float32, "hard"))
+    for dtype in DTYPES:
+        parts = [tensor((11, size), dtype, k).to(DEVICE) * 2 for k in ("hard", "grid", "gaussian")]
+        found = []
+        for name in ("reference", "gpu"):
+            with ops.backend(name):
+                clipped = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+                counting = codec.counting(clipped)
+                payloads = [counting.part(r).encode(x) for r, x in enumerate(parts)]
+                sums = [
+                    codec.sum(payloads, out=torch.empty_like(parts[0]), divisor=d) for d in (1, 3)
+                ]
+                found.append([*payloads, *sums, clipped])
+        assert all(same(*pair) for pair in zip(*found, strict=True))
+        assert found[0][-1][0] > 0 or size == 1
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -23,7 +23,7 @@ from lowbit import ops
 from lowbit.bench import charts, samples, timing
 from lowbit.bench.published import PublishedProcedure
 from lowbit.bench.report import Column, Report, Row, machine, table
-from lowbit.codecs import Codec, TAHQuant, parse
+from lowbit.codecs import Codec, FeatureInt4, TAHQuant, parse
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -32,12 +32,14 @@ DATA = ("gaussian", "student-t", "outliers", "real")
 DTYPES = ("float32", "bfloat16", "float16")
 REFERENCE_ROUNDS = 3
 FEW_BITS = 6  # formats below it are compared in the picture
+FITTED = "feature-int4"
 EXTRA_NAMES = {
     "tah-quant-token": dataclasses.replace(TAHQuant.published(), allocation="token"),
     "published-procedure": PublishedProcedure(allocation="tile"),
     "published-procedure-token": PublishedProcedure(allocation="token"),
 }
-"""Besides what `lowbit.codecs.parse` takes: allocation by token, and the procedure of the paper's research code."""
+"""Besides what `lowbit.codecs.parse` takes, and `FITTED`: allocation by token, and the procedure of the
+paper's research code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,8 @@ class Settings:
     """What is measured.
 
     Args:
-        codecs: formats by name or in full; also tah-quant-token (allocation by token), and published-procedure and
+        codecs: formats by name or in full; also feature-int4 (FeatureInt4 with ranges, and channels / 64 outliers, from
+            the very tensors that it then codes), tah-quant-token (allocation by token), and published-procedure and
             published-procedure-token (what the paper's research code does: its errors and bits, not its speed).
         dtypes: of the tensors: float32, bfloat16, float16.
         device: cpu or cuda.
@@ -63,7 +66,7 @@ class Settings:
 
     codecs: tuple[str, ...] = (
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
-        "tah-quant-token", "published-procedure", "published-procedure-token",
+        "tah-quant-token", "published-procedure", "published-procedure-token", FITTED,
     )  # fmt: skip
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     device: str = "cpu"
@@ -76,7 +79,7 @@ class Settings:
     train_steps: int = 60
 
     def __post_init__(self) -> None:
-        for name in self.codecs:
+        for name in set(self.codecs) - {FITTED}:
             _codec(name)
         for field, allowed in (("dtypes", DTYPES), ("data", DATA)):
             values = getattr(self, field)
@@ -132,7 +135,7 @@ def _rows(settings: Settings, data: str) -> Iterator[Row]:
     for dtype in (getattr(torch, name) for name in settings.dtypes):
         inputs = _Inputs(timed.to(settings.device, dtype))
         for name in settings.codecs:
-            codec = _codec(name)
+            codec = _fitted(tensors) if name == FITTED else _codec(name)
             about = {
                 "codec": name, "device": settings.device, "dtype": str(dtype).removeprefix("torch."), "data": data,
                 "shape": list(timed.shape), **_accuracy(codec, [t.to(settings.device, dtype) for t in tensors]),
@@ -230,6 +233,10 @@ def _codec(name: str) -> Codec | PublishedProcedure:
             f"codec is {name!r}, which codes differences between visits; measure its inner codec"
         )
     return found
+
+
+def _fitted(tensors: Sequence[Tensor]) -> FeatureInt4:
+    return FeatureInt4.fit([torch.cat([t.float().flatten(0, -2) for t in tensors])])
 
 
 def _counts(settings: Settings) -> list[int]:

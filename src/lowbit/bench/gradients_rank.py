@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.bench.gradients import ENGINE, MATRIX, POWER_RANK, codec_of
-from lowbit.bench.rank import TIMEOUT_SECONDS, pin
+from lowbit.bench.rank import serve
 from lowbit.collectives import all_reduce
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.line import payload_bytes
 from lowbit.gradients import all_reduce_hook
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
-from lowbit.train.peers import first_line
-from lowbit.train.process_group import joined
 from lowbit.train.stages import next_token_loss
 
 _BUCKET_MB = 25  # PyTorch's default
@@ -190,22 +185,5 @@ def _power_state() -> powerSGD_hook.PowerSGDState:
     )
 
 
-def main() -> None:
-    """Join the other ranks and follow orders until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    pin(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    with joined(TIMEOUT_SECONDS):
-        worker = Rank()
-        for line in sys.stdin:
-            method, arguments = json.loads(line)
-            try:
-                answer = {"result": getattr(worker, method)(**arguments)}
-            except Exception as error:
-                answer = {"error": first_line(error)}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Rank)

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def pin(rank: int, ranks: int) -> None:
     torch.set_num_threads(threads)
 
 
-def follow(worker: Rank, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Follow one order: {"result": ...}, or {"error": one line}, after which this process is of no more use."""
     try:
         return {"result": getattr(worker, method)(**arguments)}
@@ -94,14 +95,14 @@ def follow(worker: Rank, method: str, arguments: dict[str, Any]) -> dict[str, An
         return {"error": first_line(error)}
 
 
-def main() -> None:
-    """Join the other ranks and follow orders until standard input ends."""
+def serve(make: Callable[[], Any]) -> None:
+    """Join the other ranks and let what `make` makes then follow orders until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     pin(rank, ranks)
     with joined(TIMEOUT_SECONDS):
-        worker = Rank()
+        worker = make()
         for line in sys.stdin:
             method, arguments = json.loads(line)
             answers.write(json.dumps(follow(worker, method, arguments)) + "\n")
@@ -109,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Rank)

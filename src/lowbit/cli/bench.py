@@ -72,6 +72,9 @@ BENCHMARKS = {
     "gradients": Benchmark(
         "gradients", "gradients_views", _run_live("gradients_views"), _link_words
     ),
+    "tensor-parallel": Benchmark(
+        "tensor_parallel", "tensor_parallel_views", _run_live("tensor_parallel_views"), _link_words
+    ),
     "convergence": Benchmark(
         "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
     ),

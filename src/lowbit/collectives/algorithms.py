@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,18 @@ from lowbit.collectives.wire import Wire
 
 AHEAD = 2
 """Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
+ONE_SHOT_BYTES = 1 << 18
+"""Bytes of a payload up to which "auto" sends everything to everybody among more than two ranks."""
+
+
+def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
+    """What "auto" means for a payload of so many bytes: the same on all ranks, for nothing else is looked at.
+
+    Two ranks send the same bytes either way, and one_shot codes once. Among more, two_shot sends 2 / ranks of
+    one_shot's bytes, and takes a second round trip, which small messages do not earn
+    (docs/results/tensor-parallel.md).
+    """
+    return "one_shot" if ranks <= 2 or nbytes <= ONE_SHOT_BYTES else "two_shot"
 
 
 def two_shot(

@@ -21,7 +21,7 @@ from lowbit.collectives.shards import Shards
 from lowbit.collectives.wire import Wire
 
 Op = Literal["sum", "avg"]
-Algorithm = Literal["two_shot", "one_shot"]
+Algorithm = Literal["two_shot", "one_shot", "auto"]
 
 CHUNK = 1 << 20
 """Most elements of a piece. Measured on 4 ranks, 64 MB, 1 Gbit/s and unlimited: smaller ones cost more processor time
@@ -68,7 +68,8 @@ def all_reduce(
         codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`; or `FeatureInt4`
             for as many ranks, of any rank's part: shards and chunks are then whole rows.
         group: the ranks; None: the default group.
-        op: "sum" or "avg". algorithm: "two_shot" or "one_shot".
+        op: "sum" or "avg". algorithm: "two_shot", "one_shot", or "auto": by ranks and bytes alone, one_shot for two
+            ranks and for small payloads.
         async_op: return at once; the tensor must not be touched before `wait()` on what is returned.
         node_size: so many successive ranks share a node, a divisor of the ranks. Sums inside a node travel in float32
             through the engine, and each element leaves a node once, coded. 1: no nodes.
@@ -97,6 +98,7 @@ def all_reduce(
     _check_errors(errors, tensor, node_size)
     divisor = ranks if op == "avg" else 1
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small)
+    algorithm = _chosen(algorithm, tensor.numel(), codec, ranks // node_size)
     facts |= {"algorithm": algorithm, "node size": str(node_size)}
     facts["error feedback"] = "no" if errors is None else "yes"
     flat = tensor.detach().reshape(-1)  # the tensor itself where it is contiguous, else a copy
@@ -147,7 +149,7 @@ def all_reduce_bytes(
     """
     if ranks == 1 or numel < max(1, small):
         return 2 * (ranks - 1) * 4 * numel // ranks
-    everything = algorithm == "one_shot"
+    everything = _chosen(algorithm, numel, codec, ranks) == "one_shot"
     shards = Shards(numel=numel, ranks=1 if everything else ranks, chunk=chunk, grain=codec.grain)
 
     def coded(owner: int) -> int:
@@ -269,6 +271,10 @@ def check_summable(codec: object) -> Codec:
     return codec
 
 
+def _chosen(algorithm: Algorithm, numel: int, codec: Codec, ranks: int) -> Algorithm:
+    return algorithms.choose(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
+
+
 def _plain(
     flat: Tensor,
     group: dist.ProcessGroup,
@@ -328,7 +334,7 @@ def check_call(
 ) -> None:
     """Raise what a collective with these arguments would; None: a group that is not known yet."""
     check_summable(codec)
-    check_choice("algorithm", algorithm, ("two_shot", "one_shot"))
+    check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
     ranks = dist.get_world_size(group) if group is not None else 1
     check_int("node_size", node_size, 1, ranks)
     if isinstance(node_size, int) and ranks % node_size:

@@ -1,0 +1,202 @@
+"""Sums of partial sums that every rank codes with scales of its own: what a loop over ranks gives, to the bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs import FeatureInt4, GroupInt
+from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
+from lowbit.collectives.shards import Shards
+from tests.ranks import Ranks
+
+SIZE = 72
+
+
+def part(rank: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Partial sums with an outlier, of a size that depends on the rank."""
+    x = torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(rank + 7 * rows))
+    x[:, 5] *= 40 * (rank + 1)
+    return (x * (rank + 1)).to(dtype)
+
+
+def codec_of(ranks: int, artifact: str = "") -> FeatureInt4:
+    return FeatureInt4.fit([part(r, 64) for r in range(ranks)], outliers=2, artifact=artifact)
+
+
+def summed(codec: FeatureInt4, parts: list[Tensor], algorithm: str, divisor: int) -> Tensor:
+    """In one process, all at once."""
+    total = torch.zeros(parts[0].shape)
+    for rank, x in enumerate(parts):
+        y = codec.part(rank).decode(codec.part(rank).encode(x), shape=x.shape)
+        total = y if rank == 0 else total + y
+    total = total / divisor
+    return codec.whole().round_trip(total) if algorithm == "two_shot" else total
+
+
+def sums() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    codec = codec_of(ranks)
+    for rows, dtype, options in (
+        (1, torch.bfloat16, {}),
+        (37, torch.bfloat16, {"chunk": 1040}),
+        (37, torch.float16, {"chunk": 16, "op": "avg"}),
+        (150, torch.float32, {"transport": "collectives", "chunk": 2000}),
+        (0, torch.bfloat16, {}),
+    ):
+        parts = [part(r, rows, dtype) for r in range(ranks)]
+        for algorithm in ("one_shot", "two_shot"):
+            x = parts[rank].clone().view(rows, 1, SIZE)
+            # Whichever rank's part is given, and counting or not: the same.
+            given = codec.part(ranks - 1 - rank)
+            counter = torch.zeros(2, dtype=torch.int64)
+            all_reduce(x, given.counting(counter), algorithm=algorithm, small=0, **options)
+            expected = summed(codec, parts, algorithm, ranks if "op" in options else 1).to(dtype)
+            assert torch.equal(x.view(rows, SIZE), expected), (rows, dtype, options, algorithm)
+            own = torch.zeros(2, dtype=torch.int64)
+            codec.part(rank).counting(own).encode(parts[rank])
+            assert counter[0] == own[0]
+    x = part(rank, 36)
+    mine = torch.empty(36 // ranks * SIZE)
+    reduce_scatter(mine, x, codec)
+    everybodys = torch.empty(ranks * x.numel())
+    all_gather(everybodys, x.reshape(-1), codec)
+    decoded = [codec.part(r).round_trip(part(r, 36).float()) for r in range(ranks)]
+    assert torch.equal(everybodys, torch.cat(decoded).view(-1))
+    expected = summed(codec, [part(r, 36) for r in range(ranks)], "one_shot", 1).view(ranks, -1)
+    assert torch.equal(mine, expected[rank])
+    bad = part(rank, 8)
+    if rank == 1:
+        bad[3, 9] = torch.inf
+    all_reduce(bad, codec, algorithm="one_shot", small=0)
+    assert bad.isnan().nonzero().tolist() == [[3, 9]]
+    with torch.inference_mode():  # whose tensors no other mode may write to
+        x = part(rank, 9)
+        all_reduce(x, codec, algorithm="two_shot", small=0)
+    y = part(rank, 9)
+    all_reduce(y, codec, algorithm="two_shot", small=0)
+    assert torch.equal(x, y)
+    one_question_for_all_layers(rank, ranks)
+    auto_is_one_of_the_two(codec, rank, ranks)
+    bytes_are_known(codec, rank, ranks)
+
+
+def auto_is_one_of_the_two(codec: FeatureInt4, rank: int, ranks: int) -> None:
+    for rows in (4, 2 * ONE_SHOT_BYTES // SIZE):
+        expected = choose(ranks, codec.nbytes((rows, SIZE)))
+        assert (expected == "two_shot") == (ranks > 2 and rows > 4)
+        x, y = part(rank, rows), part(rank, rows)
+        all_reduce(x, codec, algorithm="auto", small=0)
+        all_reduce(y, codec, algorithm=expected, small=0)
+        assert torch.equal(x, y)
+        sent = [all_reduce_bytes(x.numel(), codec, rank=rank, ranks=ranks, algorithm=a, small=0)
+                for a in ("auto", expected)]  # fmt: skip
+        assert sent[0] == sent[1]
+
+
+def bytes_are_known(codec: FeatureInt4, rank: int, ranks: int) -> None:
+    sent: list[int] = []
+    engine = dist.isend
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel())
+        return engine(tensor, *args, **kwargs)
+
+    dist.isend = counted
+    try:
+        for algorithm in ("one_shot", "two_shot"):
+            sent.clear()
+            how: Any = {"algorithm": algorithm, "chunk": 1040, "small": 0}
+            all_reduce(part(rank, 37), codec, **how)
+            expected = all_reduce_bytes(37 * SIZE, codec, rank=rank, ranks=ranks, **how)
+            assert sum(sent) == expected
+    finally:
+        dist.isend = engine
+
+
+def one_question_for_all_layers(rank: int, ranks: int) -> None:
+    """Layers of one artifact and of one shape are one kind of call; others are not."""
+    from lowbit.collectives.line import line_of
+
+    group = dist.group.WORLD
+    assert group is not None
+    kinds = line_of(group)._kinds
+    layers = [codec_of(ranks, artifact="one") for _ in range(3)]
+    changed = layers[1].ranges * 2
+    layers[1] = FeatureInt4(ranges=changed, total=layers[1].total, features=(1, 2), artifact="one")
+    before = len(kinds)
+    for layer in layers:
+        x = part(rank, 5)
+        all_reduce(x, layer, algorithm="one_shot", small=0)
+        expected = summed(layer, [part(r, 5) for r in range(ranks)], "one_shot", 1)
+        assert torch.equal(x, expected.bfloat16())
+    assert len(kinds) == before + 1
+    all_reduce(part(rank, 5), codec_of(ranks, "two"), algorithm="one_shot", small=0)
+    assert len(kinds) == before + 2
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_are_those_of_one_process(ranks: Ranks, count: int):
+    ranks.run(sums, ranks=count)
+
+
+def differs() -> None:
+    ranges = torch.ones(2, SIZE)
+    ranges[1, 3] += dist.get_rank() * 1e-6
+    codec = FeatureInt4(ranges=ranges, total=torch.ones(SIZE), features=())
+    all_reduce(part(0, 4), codec, small=0, timeout=40)
+
+
+def test_other_ranges_are_the_same_error_on_all(ranks: Ranks):
+    outcomes = ranks.outcomes(differs)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "codec: FeatureInt4(72 features, 0 outliers, rank 0 of 2" in outcomes[0].text
+
+
+def refusals() -> list[str]:
+    said = []
+    for codec, x, options in (
+        (codec_of(2), part(0, 4), {}),
+        (codec_of(1), torch.ones(4, SIZE + 1), {}),
+        (codec_of(1), torch.ones(SIZE, 4), {}),
+        (codec_of(1), torch.ones(SIZE + 1), {}),
+    ):
+        with pytest.raises(ValueError, match="allowed") as error:
+            all_reduce(x, codec, small=0, **options)
+        said.append(str(error.value))
+    return said
+
+
+def nodes() -> None:
+    with pytest.raises(ValueError, match="node_size is 2; allowed with FeatureInt4"):
+        all_reduce(part(0, 4), codec_of(2), node_size=2)
+
+
+def test_what_does_not_fit_is_refused_at_once(ranks: Ranks):
+    (said,) = ranks.run(refusals, ranks=1)
+    assert "allowed in a group of 1: one for 1 ranks" in said[0]
+    assert "tensor is float32 (4, 73); allowed with FeatureInt4" in said[1]
+    assert all("(..., 72), or flat rows of as many" in text for text in said[1:])
+    ranks.run(nodes)
+
+
+@pytest.mark.parametrize("numel", [0, 72, 720, 72 * 1001])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("chunk", [16, 80, 1000, 1 << 20])
+def test_shards_and_chunks_are_whole_rows(numel: int, ranks: int, chunk: int):
+    shards = Shards(numel=numel, ranks=ranks, chunk=chunk, grain=72)
+    pieces = [shards.piece(r, k) for r in range(ranks) for k in range(shards.chunks)]
+    assert all(p.start % 72 == p.stop % 72 == 0 for p in pieces)
+    assert sum(p.stop - p.start for p in pieces) == numel
+    assert all(p.stop - p.start <= max(chunk, 72) for p in pieces)
+    even = Shards(numel=numel, ranks=ranks, chunk=chunk)
+    assert even.length == 16 * math.ceil(math.ceil(numel / ranks) / 16)
+    assert even.chunk == max(chunk, 16)
+    assert GroupInt().grain == 1
