@@ -69,8 +69,8 @@ class Drift:
         drift.write(SummaryWriter("runs/drift"), step)
 
     The codec counts clipped values in the pass in which it codes. The error is that of up to 4 rows of every `every`th
-    call. Counters are looked at in those calls and by `report` only. The way out of a drift is `lowbit calibrate --continue` with the
-    new text (`calibrate(..., start=calibration)`).
+    call. Counters are looked at in those calls and by `report` only. The way out of a drift is
+    `lowbit calibrate --continue` with the new text (`calibrate(..., start=calibration)`).
 
     Args:
         threshold: share of clipped values that is worth a warning. Ranges are averages of the extremes of sequences, so

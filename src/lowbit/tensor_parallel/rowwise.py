@@ -71,9 +71,12 @@ def install(
         rows: modules by name, whose weights are `DTensor`s cut by inputs.
         codecs: by name. watch: sees partial sums and totals. drift: watches what is coded.
     """
+    forwards = {  # all of them, or none
+        module: row_forward(name, module, codecs.get(name), group, settings, watch, drift)
+        for name, module in rows.items()
+    }
     installed = Installed()
-    for name, module in rows.items():
-        forward = row_forward(name, module, codecs.get(name), group, settings, watch, drift)
+    for module, forward in forwards.items():
         installed.replace(module, forward)
     return installed
 
