@@ -29,6 +29,7 @@ PUBLIC = {
     "lowbit.collectives": (
         "AgreementError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
+    "lowbit.evaluate": "CalibrateSettings EvaluateSettings Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": (

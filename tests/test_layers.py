@@ -27,7 +27,8 @@ MAY_IMPORT = {
         "ops",
         "network",
     },
-    "cli": {"bench", "train", "activations", "codecs"},
+    "evaluate": {"bench", "train", "tensor_parallel", "collectives", "codecs"},
+    "cli": {"evaluate", "bench", "train", "activations", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -93,6 +93,40 @@ def lines(
     _finish(axes, label=label, title=title, legend=len(series) > 1)
 
 
+def heights(
+    figure: Figure,
+    axes: Axes,
+    rows: Sequence[Sequence[float]],
+    *,
+    marks: Sequence[Sequence[int]],
+    x_label: str,
+    y_label: str,
+    label: str,
+    title: str = "",
+) -> None:
+    """Positive numbers in rows and columns, as colours on a logarithmic scale; marked ones get an arrow.
+
+    Args:
+        figure, axes: where to draw; rows: of equal length, the first on top.
+        marks: columns of each row; label: what the colours are.
+    """
+    from matplotlib.colors import LogNorm
+
+    drawn = axes.imshow(
+        rows, aspect="auto", norm=LogNorm(), cmap="viridis", interpolation="nearest"
+    )
+    points = [(column, row + 0.42) for row, columns in enumerate(marks) for column in columns]
+    if points:
+        axes.plot(
+            *zip(*points, strict=True), linestyle="", marker="^", markersize=4, color=_colour(1)
+        )
+    figure.colorbar(drawn, ax=axes, label=label)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_yticks(range(len(rows)))
+    axes.set_title(title, fontsize=10, loc="left")
+
+
 def save(figure: Figure, path: Path | str) -> None:
     """Write the picture, whose kind its suffix tells.
 

@@ -1,4 +1,4 @@
-"""The commands: `lowbit train`, `lowbit bench ...`, `lowbit plan ...` and `lowbit demo`."""
+"""The commands: `lowbit train`, `calibrate`, `evaluate`, `bench ...`, `plan ...` and `demo`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import typer
 from lowbit import __version__
 from lowbit.cli.bench import Benchmarks, Plans
 from lowbit.cli.errors import Traceback, one_line_errors
+from lowbit.cli.inference import calibrate_command, evaluate_command
 
 app = typer.Typer(
-    help="Train in pipeline parallel with few bits on the wire.",
+    help="Train and run models on several ranks with few bits on the wire.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,6 +30,8 @@ plan = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(plan, name="plan")
+app.command("calibrate")(calibrate_command())
+app.command("evaluate")(evaluate_command())
 
 
 @bench.callback()

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from lowbit.cli.errors import Traceback, one_line_errors
-from lowbit.cli.options import Words, build, parameters
+from lowbit.cli.options import NO_WORDS, Words, build, parameters
 
 if TYPE_CHECKING:
     from lowbit.bench import Report
@@ -116,32 +116,55 @@ class Plans(Benchmarks):
 def make_command(benchmark: Benchmark) -> Callable[..., None]:
     """A function with the benchmark's settings as its parameters, as typer takes it."""
     module = importlib.import_module(f"lowbit.bench.{benchmark.module}")
-    words = benchmark.words()
+    return command_of(
+        module.Settings,
+        lambda settings, json: benchmark.run(module, settings, json),
+        views=f"lowbit.bench.{benchmark.views}",
+        summary=summary_line(module.__doc__ or ""),
+        words=benchmark.words(),
+    )
+
+
+def command_of(
+    settings: type,
+    run: Callable[[Any, Path | None], Report],
+    *,
+    views: str,
+    summary: str,
+    words: Mapping[str, Words] = NO_WORDS,
+) -> Callable[..., None]:
+    """A function with the fields of `settings` as its parameters, as typer takes it.
+
+    Args:
+        run: given the settings and the file for the rows, makes the report. views: the module that shows it.
+        summary: what the help says; words: how elements of lists are written.
+    """
 
     def command(
         json: Json = None, png: Png = None, traceback: Traceback = False, **given: Any
     ) -> None:
         with one_line_errors(traceback):
-            settings = build(module.Settings, given, words)
+            chosen = build(settings, given, words)
             for path in (json, png):
                 check_output(path)
-            conclude(benchmark, benchmark.run(module, settings, json), json, png)
+            report = run(chosen, json)
+            if os.environ.get("RANK", "0") == "0":
+                conclude(importlib.import_module(views), report, json, png)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
     signature = inspect.Signature(
-        [*parameters(module.Settings, words), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
+        [*parameters(settings, words), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
     )
     command.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {}
-    command.__doc__ = summary_line(module.__doc__ or "")
+    command.__doc__ = summary
     return command
 
 
-def conclude(benchmark: Benchmark, report: Report, json: Path | None, png: Path | None) -> None:
-    """Show a report, and write what was asked for."""
+def conclude(views: Any, report: Report, json: Path | None, png: Path | None) -> None:
+    """Show a report by `show` and `draw` of a module, and write what was asked for."""
     from rich.console import Console
 
-    views = importlib.import_module(f"lowbit.bench.{benchmark.views}")
     if json is not None:
         report.write_json(json)
     Console().print(views.show(report))

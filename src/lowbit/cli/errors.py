@@ -12,7 +12,7 @@ import typer
 
 EXTRAS = dict.fromkeys(
     ("transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib"), "train"
-) | {"datasets": "datasets", "torchao": "8bit"}
+) | {"datasets": "datasets", "torchao": "8bit", "lm_eval": "tasks", "accelerate": "tasks"}
 USAGE, FAILURE = 2, 1
 
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]

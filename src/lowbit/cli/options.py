@@ -33,7 +33,8 @@ NO_WORDS: Mapping[str, Words] = types.MappingProxyType({})
 def parameters(settings: type, words: Mapping[str, Words] = NO_WORDS) -> list[inspect.Parameter]:
     """One keyword parameter for each field, as typer reads them; a list that is not given is None.
 
-    Several values are one option with commas, named in the singular: `seeds: tuple[int, ...]` is `--seed 0,1,2`.
+    Several values are one option with commas, named in the singular: `seeds: tuple[int, ...]` is `--seed 0,1,2`. A
+    field without a default is an argument. What would be a word of Python ends in an underscore: `continue_`.
     Explanations come from the "Args:" of the docstring.
 
     Args:
@@ -43,6 +44,15 @@ def parameters(settings: type, words: Mapping[str, Words] = NO_WORDS) -> list[in
     hints = typing.get_type_hints(settings)
     return [
         inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[
+                hints[field.name],
+                typer.Argument(metavar=field.name.upper(), help=explained.get(field.name)),
+            ],
+        )
+        if field.default is dataclasses.MISSING
+        else inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None if _element(hints[field.name]) else field.default,
@@ -105,7 +115,7 @@ def _option(name: str, hint: Any) -> str:
     """`--link` for links, `--boundary` for boundaries, `--warmup-steps`, `--demo/--no-demo`."""
     if _element(hint):
         name = re.sub(r"(?<=[^s])s$", "", re.sub(r"ies$", "y", name))
-    flag = f"--{name.replace('_', '-')}"
+    flag = f"--{name.rstrip('_').replace('_', '-')}"
     return f"{flag}/--no-{flag[2:]}" if _single(hint) is bool else flag
 
 

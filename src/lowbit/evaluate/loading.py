@@ -1,0 +1,100 @@
+"""Local Hugging Face checkpoints: whole, to play ranks with, or cut over the ranks of a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowbit.train import ConfigError
+from lowbit.train.device import choose_autocast, choose_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What the model computes in; "auto": bfloat16 where the device has instructions for it, else float32."""
+    if name == "auto":
+        return choose_autocast("auto", device) or torch.float32
+    return DTYPES[name]
+
+
+def find_device(name: str, ranks: int) -> torch.device:
+    """The device of this rank of so many.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    try:
+        return choose_device(name, ranks)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("run.device", "device")) from error
+
+
+def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A causal language model from a local folder; nothing is downloaded.
+
+    Args:
+        folder: with `config.json` and weights; dtype: to load them in; device: to compute on.
+
+    Raises:
+        ConfigError: no checkpoint there, or one that Hugging Face can not load.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    model_config(folder)
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model {folder!r} can not be loaded: {reason}") from error
+    return model.to(device).eval()
+
+
+def model_config(folder: str) -> dict[str, Any]:
+    """The checkpoint's `config.json`.
+
+    Raises:
+        ConfigError: it is missing, or no JSON.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model is {folder!r}; {path}: {error.strerror}; "
+            "allowed: a local folder with a Hugging Face checkpoint"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model is {folder!r}; {path} is not JSON: {error}") from error
+    return values.get("text_config") or values
+
+
+def check_length(folder: str, length: int) -> None:
+    """Raise unless the model knows as many positions.
+
+    Raises:
+        ConfigError: windows are longer.
+    """
+    values = model_config(folder)
+    longest = values.get("max_position_embeddings", values.get("n_positions"))
+    if longest is not None and length > longest:
+        raise ConfigError(
+            f"length is {length}; the model knows {longest} positions; allowed: at most as many"
+        )
+
+
+def possible_ranks(folder: str, wanted: tuple[int, ...] = (1, 2, 4, 8)) -> tuple[int, ...]:
+    """Those numbers of ranks that share out the model's heads evenly."""
+    values = model_config(folder)
+    heads = [values.get(key) for key in ("num_attention_heads", "num_key_value_heads", "n_head")]
+    return tuple(n for n in wanted if all(h % n == 0 for h in heads if h))

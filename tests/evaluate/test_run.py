@@ -1,0 +1,237 @@
+"""`lowbit calibrate` and `lowbit evaluate` on a tiny checkpoint: outcomes, refusals, real ranks against played ones."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowbit.cli import app
+from lowbit.evaluate import CalibrateSettings, EvaluateSettings, calibrate, run
+from lowbit.tensor_parallel import Calibration, CalibrationError
+from lowbit.train import ConfigError
+from tests.evaluate.models import write_checkpoint
+from tests.ranks import Ranks
+
+WIDE = {"COLUMNS": "160", "TERM": "dumb"}
+SHORT: dict[str, Any] = {"length": 32, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def calibrated(folder: Path) -> Path:
+    """A calibration for two ranks, beside the checkpoint."""
+    calibrate.run(settings_of(folder))
+    return folder / "calibration-tp2.safetensors"
+
+
+def settings_of(folder: Path, **more: Any) -> CalibrateSettings:
+    text = (str(folder / "text.txt"),)
+    return CalibrateSettings(
+        **{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more}
+    )
+
+
+def evaluation(folder: Path, **more: Any) -> EvaluateSettings:
+    text = (str(folder / "text.txt"),)
+    return EvaluateSettings(
+        **{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more}
+    )
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, arguments, env=WIDE)
+
+
+def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path):
+    settings = evaluation(
+        folder, tps=(1, 2, 4), formats=("int4", "feature-int4", "int8"),
+        calibration_text=(str(folder / "text.txt"),), calibration_sequences=4,
+    )  # fmt: skip
+    seen: list[int] = []
+    report = run.run(settings, on_rows=lambda rows: seen.append(len(rows)))
+    rows = {(row["format"], row["tp"]): row for row in report.rows}
+    names = ("bf16", "int4", "feature-int4", "int8")
+    assert list(rows) == [("bf16", 1)] + [(name, tp) for tp in (2, 4) for name in names]
+    assert seen == list(range(1, 10))
+    assert rows["bf16", 2]["bits_per_value"] == 16
+    assert rows["int4", 2]["bits_per_value"] == pytest.approx(4, abs=0.01)
+    for (name, tp), row in rows.items():
+        assert row["tokens"] == 256
+        assert row["kept"] == rows["bf16", tp]["perplexity"] / row["perplexity"]
+        if tp > 1:
+            assert len(row["boundaries"]) == 4
+        if name in ("bf16", "int8"):
+            assert row["logits_error"] is None or row["logits_error"] < 0.02
+    assert rows["int4", 2]["boundary_error"] > 5 * rows["int8", 2]["boundary_error"] > 0
+    assert rows["bf16", 2]["boundary_error"] < 0.005
+
+
+def test_real_ranks_say_the_same_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
+    settings = evaluation(folder, tps=(2,), formats=("feature-int4", "int8"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        played = run.run(settings).rows
+    finally:
+        torch.set_num_threads(before)
+    real = ranks.run(on_a_rank, str(folder), ranks=2, timeout=120)
+    fields = ("format", "tp", "logits", "loss", "kept", "bits_per_value", "calibration")
+    for rows, _ in real:
+        assert [[r[f] for f in fields] for r in rows] == [[r[f] for f in fields] for r in played]
+        assert all(row["real"] and row["boundary_error"] is None for row in rows)
+    assert real[0][1] == real[1][1] == Calibration.load(calibrated).fingerprint()
+
+
+def on_a_rank(folder: str) -> tuple[Any, str]:
+    """Rows of the evaluation, and the fingerprint of a calibration made on real ranks."""
+    path = Path(folder)
+    rows = run.run(evaluation(path, formats=("feature-int4", "int8"))).rows
+    settings = settings_of(path, output=str(path / "real.safetensors"))
+    calibrate.run(settings)
+    torch.distributed.barrier()
+    return rows, Calibration.load(settings.path).fingerprint()
+
+
+def test_a_calibration_goes_on_where_it_was_ended(
+    folder: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = settings_of(folder, output=str(tmp_path / "c.safetensors"))
+    whole = Calibration.load(calibrated)
+    real, seen = calibrate.calibrate, []
+
+    def ended(model: Any, sequences: Any, **options: Any) -> Any:
+        drawn = list(sequences)
+        drawn[5:] = [None]  # what the model can not take
+        return real(model, iter(drawn), **options | {"save_every": 2})
+
+    monkeypatch.setattr(calibrate, "calibrate", ended)
+    with pytest.raises(Exception, match="NoneType"):
+        calibrate.run(settings)
+    assert not settings.path.exists()
+
+    def counted(model: Any, sequences: Any, **options: Any) -> Any:
+        report = options.pop("progress")
+        return real(model, sequences, progress=lambda n: (seen.append(n), report(n)), **options)
+
+    monkeypatch.setattr(calibrate, "calibrate", counted)
+    calibrate.run(settings)
+    assert seen[0] > 4
+    assert Calibration.load(settings.path).fingerprint() == whole.fingerprint()
+    assert list(tmp_path.iterdir()) == [settings.path]
+    calibrate.run(settings_of(folder, output=str(settings.path), continue_=True, seed=1))
+    assert Calibration.load(settings.path).count == 16
+
+
+def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
+    text = str(folder / "text.txt")
+    common = ["--text", text, "--length", "32", "--sequences", "4"]
+    file = str(tmp_path / "c.safetensors")
+    files = ["--json", str(tmp_path / "c.json"), "--png", str(tmp_path / "c.png")]
+    options = ["--features", "distributed", "--output", file]
+    done = invoke("calibrate", str(folder), *options, *common, *files)
+    assert done.exit_code == 0, done.output
+    assert "layers.1.mlp.down_proj" in done.stdout
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert len(rows) == 4
+    assert len(rows[0]["aggregated"]) == 32
+    files = ["--json", str(tmp_path / "e.json"), "--png", str(tmp_path / "e.png")]
+    options = ["--low-bit", "--tp", "2", "--calibration", file]
+    done = invoke("evaluate", str(folder), *options, *common, *files)
+    assert done.exit_code == 0, done.output
+    assert "feature-int4" in done.stdout
+    written = json.loads((tmp_path / "e.json").read_text())
+    assert written["command"] == "evaluate"
+    assert [row["format"] for row in written["rows"]] == ["bf16", "feature-int4"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("c.png", "e.png"))
+
+
+CUT = "the model's heads can be shared out over 1, 2, 4"
+REFUSED = [
+    ("calibrate nowhere", "allowed: a local folder with a Hugging Face checkpoint"),
+    ("calibrate {model} --ranks 3", f"ranks is 3; {CUT}"),
+    ("calibrate {model} --length 65", "length is 65; the model knows 64 positions"),
+    ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
+    ("calibrate {model} --features 32 --length 8 --text {text}", "k is 32; allowed: 0 to 31"),
+    (
+        "calibrate {model} --length 64 --text {short}",
+        "has 9 tokens; allowed: at least one sequence of 64 (65 tokens)",
+    ),
+    (
+        "evaluate {model} --length 8 --text {text} --format int5x",
+        "format is 'int5x'; allowed: int4, feature-int4",
+    ),
+    ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
+    ("evaluate {model} --length 8 --calibration {short}", "no safetensors file"),
+    (
+        "evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
+        "calibration is for 2 ranks and tp is 4",
+    ),
+    ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
+]
+
+
+@pytest.mark.parametrize(("command", "line"), REFUSED)
+def test_bad_input_is_one_line(
+    command: str, line: str, folder: Path, calibrated: Path, tmp_path: Path
+):
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    given = {"model": folder, "text": folder / "text.txt", "short": short}
+    result = invoke(*command.format(calibration=calibrated, **given).split())
+    assert result.exit_code == 2, result.output
+    assert line in result.stderr
+    assert result.stderr.count("error:") == 1
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
+        CalibrateSettings(model="m", sequences=0)
+    assert CalibrateSettings(model="m", features="E/32").selection(256) == (8, "fixed")
+    assert CalibrateSettings(model="m", features="5").selection(256) == (5, "fixed")
+    assert EvaluateSettings(model="m", low_bit=True).compared == ("bf16", "feature-int4")
+
+
+def test_an_artifact_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):
+    other = write_checkpoint(tmp_path)
+    weights = other / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    changed = {name: tensor * 1.5 for name, tensor in load_file(weights).items()}
+    save_file(changed, weights, {"format": "pt"})
+    with pytest.raises(CalibrationError, match="the calibration is for the model llama"):
+        run.run(evaluation(other, tps=(2,), calibrations=(str(calibrated),)))
+
+
+def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: the extra lowbit[tasks]")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: the extra lowbit[tasks]")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    data = tmp_path / "letters.jsonl"
+    questions = [
+        {"question": f"The letter {c}", "choices": [" is", " was", " sat"], "answer": i % 3}
+        for i, c in enumerate("abcdef")
+    ]
+    data.write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "letters.yaml").write_text(
+        f"task: letters\ndataset_path: json\ndataset_kwargs:\n  data_files: {data}\ntest_split: train\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
+    )
+    settings = evaluation(
+        folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path)
+    )
+    rows = run.run(settings).rows
+    assert [set(row["scores"]) for row in rows] == [{"letters acc"}] * 2
+    right = [6 * row["scores"]["letters acc"] for row in rows]
+    assert right == pytest.approx([round(count) for count in right])
+    with pytest.raises(ConfigError, match="task is 'nonsense'; allowed"):
+        run.run(dataclasses.replace(settings, tasks=("nonsense",)))

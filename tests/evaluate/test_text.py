@@ -1,0 +1,67 @@
+"""Windows: every token is predicted once, what is drawn depends on the seed alone, the library's end is held out."""
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit.evaluate import Sequences, text
+from lowbit.train import ConfigError
+from lowbit.train.tokenizer import ByteTokenizer
+
+
+def sequences(count: int, length: int, begin: int | None = None) -> Sequences:
+    return Sequences(tokens=np.arange(count, dtype=np.uint8), length=length, begin=begin)
+
+
+@pytest.mark.parametrize("begin", [None, 200])
+@pytest.mark.parametrize("count", [2, 9, 16, 17, 18, 40])
+def test_every_token_is_predicted_once_from_the_one_before_it(count: int, begin: int | None):
+    found = sequences(count, 8, begin)
+    batches = list(found.batches(found.spread(0), 2))
+    predicted = torch.cat([targets.flatten() for _, targets in batches])
+    assert sorted(predicted.tolist()) == list(range(0 if begin else 1, count))
+    assert found.predicted == len(predicted)
+    for inputs, targets in batches:
+        assert inputs.shape == targets.shape
+        assert inputs.shape[1] == 8 or len(inputs) == 1
+        if begin is None:
+            assert (inputs + 1 == targets).all()
+        else:
+            assert (inputs[:, 0] == begin).all()
+            assert (inputs[:, 1:] == targets[:, :-1]).all()
+
+
+def test_windows_are_spread_over_the_text():
+    found = sequences(161, 8)
+    assert found.spread(4) == [0, 5, 10, 15]
+    assert found.spread(100) == list(range(20))
+
+
+def test_draws_are_different_windows_that_the_seed_decides():
+    found = sequences(81, 8)
+    first, again, other = found.draw(5, 0), found.draw(5, 0), found.draw(5, 1)
+    assert [w.tolist() for w in first] == [w.tolist() for w in again]
+    assert [w.tolist() for w in first] != [w.tolist() for w in other]
+    assert len({w[0].item() for w in found.draw(50, 0)}) == 10
+    assert all(len(w) == 8 and w[0] % 8 == 0 for w in first)
+
+
+def test_text_shorter_than_a_sequence_is_refused():
+    with pytest.raises(ConfigError, match="text has 8 tokens; allowed: at least one sequence of 8"):
+        sequences(8, 8).draw(1, 0)
+
+
+def test_the_end_of_the_library_is_held_out():
+    tokenizer = ByteTokenizer()
+    both = [
+        text.read((), tokenizer, length=8, max_bytes=10**9, held_out=held_out)
+        for held_out in (False, True)
+    ]
+    used, held_out = (len(found.tokens) for found in both)
+    assert held_out / (used + held_out) == pytest.approx(0.05, abs=1e-4)
+    assert both[0].tokens[-1000:].tobytes() not in both[1].tokens.tobytes()
+
+
+def test_missing_text_is_named():
+    with pytest.raises(ConfigError, match="'nowhere.txt'"):
+        text.read(("nowhere.txt",), ByteTokenizer(), length=8, max_bytes=1000)
