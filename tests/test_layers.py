@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
     "bench": {
         "train",
+        "tensor_parallel",
         "activations",
         "gradients",
         "pipeline",

@@ -14,7 +14,10 @@ from lowbit.bench.report import Report
 from lowbit.bench.tensor_parallel import Measurements, Settings, codec_of, run
 from lowbit.network import LinkUnavailable, SlowLink
 
-TINY = Settings(links=(None,), ranks=(2,), tokens=(2, 300), width=256, rounds=1)
+TINY = Settings(
+    links=(None,), ranks=(2,), tokens=(2, 300), width=256, rounds=1,
+    prefill=16, dim=64, layers=1, heads=2, ffn=64,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -22,34 +25,48 @@ def report() -> Report:
     links = (None,) if SlowLink.available() else (100.0,)
     seen: list[int] = []
     done = run(dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
-    assert seen[-1] == len(done.rows) == 2 * 7
+    assert seen[-1] == 2 * 7
+    assert len(done.rows) == 2 * 7 + 4
     return done
+
+
+def sums_of(report: Report) -> list[dict[str, Any]]:
+    return [dict(row) for row in report.rows if "tokens_per_second" not in row]
 
 
 def test_rows_have_the_agreed_fields(report: Report):
     agreed = "format algorithm link_mbit ranks numel ms spread speedup_bf16 bits_per_value"
-    found = {(row["format"], row["algorithm"], row["tokens"]): row for row in report.rows}
+    found = {(row["format"], row["algorithm"], row["tokens"]): row for row in sums_of(report)}
     for (_, _, tokens), row in found.items():
         assert row.keys() >= set(agreed.split())
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]
         assert row["speedup_bf16"] == found["bf16", "ring", tokens]["ms"] / row["ms"]
         assert row["numel"] == 256 * tokens
-    bits = {row["format"]: row["bits_per_value"] for row in report.rows}
+    bits = {row["format"]: row["bits_per_value"] for row in sums_of(report)}
     assert bits == {"bf16": 16, "int4": 4, "int8": 8.125, "feature-int4": (16 * 4 + 4 * 252) / 256}
 
 
 def test_what_really_left_a_host_is_what_the_format_says(report: Report):
-    for row in report.rows:
+    for row in sums_of(report):
         if row["tokens"] == 300:
             assert row["bits_per_value"] <= row["wire_bits"] < 1.3 * row["bits_per_value"] + 2, row
 
 
 def test_errors_are_those_of_the_formats(report: Report):
-    error = {(row["format"], row["algorithm"]): row["relative_error"] for row in report.rows}
+    error = {(row["format"], row["algorithm"]): row["relative_error"] for row in sums_of(report)}
     assert error["bf16", "ring"] < 5e-3
     for name in ("int4", "int8", "feature-int4"):
         assert error[name, "one_shot"] < error[name, "two_shot"]
     assert 2 * error["feature-int4", "one_shot"] < error["int4", "one_shot"] < 0.3
+
+
+def test_prefill_is_measured_by_every_format(report: Report):
+    rows = {row["format"]: row for row in report.rows if row.get("tokens_per_second")}
+    assert set(rows) == set(Settings().formats)
+    for row in rows.values():
+        assert row["tokens_per_second"] == pytest.approx(1e3 * 16 / row["ms"])
+        assert row["speedup_bf16"] == rows["bf16"]["ms"] / row["ms"]
+        assert row["numel"] == 16 * 64
 
 
 def test_crossover_is_the_size_from_which_on_all_are_faster():
@@ -69,6 +86,7 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
     with (console := Console(width=80)).capture() as shown:
         console.print(tensor_parallel_views.show(report))
     assert "All-reduce of partial sums, 256 features a token" in shown.get()
+    assert "Prefill of 16 tokens" in shown.get()
     assert "…" not in shown.get(), "fits on 80 columns"
     tensor_parallel_views.draw(report, tmp_path / "sums.png")
     assert (tmp_path / "sums.png").read_bytes().startswith(b"\x89PNG")

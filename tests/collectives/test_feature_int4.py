@@ -76,13 +76,19 @@ def sums() -> None:
         bad[3, 9] = torch.inf
     all_reduce(bad, codec, algorithm="one_shot", small=0)
     assert bad.isnan().nonzero().tolist() == [[3, 9]]
+    with torch.inference_mode():  # whose tensors no other mode may write to
+        x = part(rank, 9)
+        all_reduce(x, codec, algorithm="two_shot", small=0)
+    y = part(rank, 9)
+    all_reduce(y, codec, algorithm="two_shot", small=0)
+    assert torch.equal(x, y)
     one_question_for_all_layers(rank, ranks)
     auto_is_one_of_the_two(codec, rank, ranks)
     bytes_are_known(codec, rank, ranks)
 
 
 def auto_is_one_of_the_two(codec: FeatureInt4, rank: int, ranks: int) -> None:
-    for rows in (4, 2 * ONE_SHOT_BYTES // codec.nbytes((2, SIZE))):
+    for rows in (4, 2 * ONE_SHOT_BYTES // SIZE):
         expected = choose(ranks, codec.nbytes((rows, SIZE)))
         assert (expected == "two_shot") == (ranks > 2 and rows > 4)
         x, y = part(rank, rows), part(rank, rows)

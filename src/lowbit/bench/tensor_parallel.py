@@ -22,6 +22,7 @@ from lowbit.codecs import Codec, FeatureInt4, GroupInt
 from lowbit.network import SlowLink
 
 FORMATS = ("bf16", "int4", "int8", "feature-int4")
+PREFILL = "auto"
 ALGORITHMS = ("one_shot", "two_shot")
 _PROGRAM = "lowbit.bench.tensor_parallel_rank"
 _CALLS = 1 << 20  # elements that a turn sums at least, by calling several times
@@ -41,6 +42,9 @@ class Settings:
         algorithms: of what is coded: one_shot, two_shot, auto.
         tokens: of a message; several. width: features of a token.
         rounds: how often each has its turn.
+        prefill: tokens that a Llama in bfloat16 with random weights, cut over the ranks, reads at once for each format
+            and link; 0: none.
+        dim, layers, heads, ffn: of that Llama; each layer sums twice, prefill x dim elements.
     """
 
     links: tuple[float | None, ...] = (1000.0, 10000.0, None)
@@ -50,9 +54,14 @@ class Settings:
     tokens: tuple[int, ...] = (1, 16, 64, 256, 2048)
     width: int = 4096
     rounds: int = 7
+    prefill: int = 512
+    dim: int = 512
+    layers: int = 4
+    heads: int = 8
+    ffn: int = 1536
 
     def __post_init__(self) -> None:
-        check_at_least(self, rounds=1, width=1)
+        check_at_least(self, rounds=1, width=1, prefill=0, dim=1, layers=1, heads=1, ffn=1)
         for name in ("links", "formats", "ranks", "algorithms", "tokens"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -109,7 +118,9 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         (interquartile range over median), `speedup_bf16` (of the medians, over the engine's), `bits_per_value` (of the
         format), `wire_bits` (bytes that really left a rank, headers included, over what an all-reduce has to send),
         `crossover` (fewest elements measured from which on this is faster than the engine's; None: never),
-        `relative_error` (of the largest message, against float64), `rounds`.
+        `relative_error` (of the largest message, against float64), `rounds`. Then a row for each prefill: its
+        `tokens_per_second` (absent before) by the same `format`, with algorithm "auto", `ms` and `speedup_bf16` of
+        all of it, and `numel` of one of its sums.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -140,6 +151,11 @@ def _measure(
     for name, algorithm in settings.contenders():
         answer = ranks.ask("error", name=name, algorithm=algorithm)[0]
         measured.error[count, name, algorithm] = answer
+    if settings.prefill:
+        sizes = {name: getattr(settings, name) for name in ("dim", "layers", "heads", "ffn")}
+        ranks.ask("prepare", tokens=settings.prefill, **sizes)
+        for name in settings.formats:
+            ranks.ask("prefill", name=name)
     for rate in settings.links:
         measured.goodput[count, rate] = set_rate(link, rate)
         for tokens in settings.tokens:
@@ -154,6 +170,10 @@ def _measure(
                         measured.take(key, answers, link is not None)
             if on_rows:
                 on_rows(measured.rows())
+        for _ in range(settings.rounds if settings.prefill else 0):
+            for name in settings.formats:
+                answers = ranks.ask("prefill", name=name)
+                measured.take((count, rate, 0, name, PREFILL), answers, link is not None)
 
 
 Key = tuple[int, float | None, int, str, str]
@@ -177,8 +197,32 @@ class Measurements:
         self._bytes.setdefault(key, []).append(sent)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each number of ranks, link, size, format and algorithm, in the order of the settings."""
-        return [self._row(*key) for key in self._ms]
+        """A row for each number of ranks, link, size, format and algorithm, in the order of measuring; then prefill."""
+        sums = [self._row(*key) for key in self._ms if key[2]]
+        return sums + [self._prefill(*key) for key in self._ms if not key[2]]
+
+    def _prefill(
+        self, count: int, rate: float | None, none: int, name: str, algorithm: str
+    ) -> dict[str, Any]:
+        times = self._ms[count, rate, none, name, algorithm]
+        base = self._ms.get((count, rate, none, "bf16", algorithm))
+        middle = statistics.median(times)
+        return {
+            "format": name,
+            "algorithm": "ring" if name == "bf16" else algorithm,
+            "ranks": count,
+            "link_mbit": rate,
+            "goodput_mbit": self.goodput.get((count, rate)),
+            "numel": self.settings.prefill * self.settings.dim,
+            "tokens": self.settings.prefill,
+            "tokens_per_second": 1e3 * self.settings.prefill / middle,
+            "ms": middle,
+            "ms_low": min(times),
+            "ms_high": max(times),
+            "spread": spread(times),
+            "speedup_bf16": statistics.median(base) / middle if base else None,
+            "rounds": len(times),
+        }
 
     def _row(
         self, count: int, rate: float | None, tokens: int, name: str, algorithm: str

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from lowbit.bench.gradients_rank import sent_bytes
 from lowbit.bench.rank import serve
 from lowbit.bench.tensor_parallel import FORMATS, codec_of, sample
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
+from lowbit.tensor_parallel import Installed, Settings, calibrate, low_bit_, tensor_parallel_
+from lowbit.tensor_parallel.plan import parallel_boundaries
+from lowbit.tensor_parallel.rowwise import local
+from lowbit.train.config import ModelConfig
+from lowbit.train.model import build_model
+
+_VOCAB = 512
 
 
 class Rank:
@@ -22,6 +31,9 @@ class Rank:
     def __init__(self) -> None:
         self._x = torch.empty(0)
         self._codecs: dict[str, Codec] = {}
+        self._model: Any = None
+        self._ids = torch.empty(0)
+        self._sources: dict[str, Any] = {}
 
     def open(self, tokens: int, width: int) -> dict[str, float]:
         """Make the largest message, of which smaller ones are the first tokens, and the codecs; bits by format."""
@@ -51,11 +63,55 @@ class Rank:
             exact += sample(*x.shape, rank)
         return float((x - exact).norm() / exact.norm())
 
+    def prepare(self, tokens: int, dim: int, layers: int, heads: int, ffn: int) -> None:
+        """Cut a Llama with random weights over the ranks, and calibrate its sums on what it is going to read."""
+        sizes = ModelConfig(dim=dim, layers=layers, heads=heads, ffn=ffn)
+        model = build_model(sizes, vocab=_VOCAB, sequence=tokens, seed=0).bfloat16().eval()
+        self._model = tensor_parallel_(model)
+        generator = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(_VOCAB, (1, tokens), generator=generator)
+        calibration = calibrate(model, [self._ids])
+        self._sources = {
+            "feature-int4": calibration, "int4": calibration.select(k=0), "int8": codec_of("int8", []),
+        }  # fmt: skip
+
+    def prefill(self, name: str) -> dict[str, float]:
+        """Let the model read its tokens: seconds, and bytes that left this host for it."""
+        with torch.inference_mode():
+            if name == "bf16":
+                installed = _engine_sums(self._model)
+            else:
+                installed = low_bit_(self._model, self._sources[name], settings=Settings(small=0))
+            with installed:
+                dist.barrier()
+                before, start = sent_bytes(), time.perf_counter()
+                self._model(self._ids, use_cache=False, logits_to_keep=1)
+                seconds = time.perf_counter() - start
+                dist.barrier()
+        return {"seconds": seconds, "sent": sent_bytes() - before}
+
     def _sum(self, x: Tensor, name: str, algorithm: Any) -> None:
         if name == "bf16":
             dist.all_reduce(x)
         else:
             all_reduce(x, self._codecs[name], algorithm=algorithm, small=0)
+
+
+def _engine_sums(model: nn.Module) -> Installed:
+    """Let the model add up its partial sums by the engine's own all-reduce, in its dtype."""
+
+    def forward_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            y = functional.linear(x, weight)
+            dist.all_reduce(y)
+            return y
+
+        return forward
+
+    installed = Installed()
+    for module in parallel_boundaries(model).values():
+        installed.replace(module, forward_of(local(module.weight)))
+    return installed
 
 
 if __name__ == "__main__":

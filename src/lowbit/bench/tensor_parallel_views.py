@@ -11,40 +11,80 @@ from lowbit.bench.report import Column, Report, Row, table
 from lowbit.bench.speeds import link_name
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 COLUMNS = (
-    Column(title="ranks", field="ranks"),
     Column(title="link", field="link"),
     Column(title="tokens", field="tokens", show="{:,}".format),
-    Column(title="format", field="format"),
-    Column(title="algorithm", field="algorithm"),
+    Column(title="format", field="what"),
     Column(title="ms", field="ms", show="{:.2f}".format),
     Column(title="±", field="spread", show="{:.0%}".format),
     Column(title="over\nbf16", field="speedup_bf16", show="{:.2f}x".format),
     Column(title="bits", field="bits_per_value", show="{:.2f}".format),
-    Column(title="faster\nfrom", field="crossover", show="{:,}".format),
+    Column(title="faster\nfrom", field="from_tokens", show="{:,}".format),
 )
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """How fast each format sums."""
-    width = rows[0]["numel"] // rows[0]["tokens"] if rows else 0
-    shown = [{**row, "link": link_name(row["link_mbit"])} for row in rows]
-    return table(shown, COLUMNS, title=f"All-reduce of partial sums, {width} features a token")
+PREFILL = (
+    Column(title="ranks", field="ranks"),
+    Column(title="link", field="link"),
+    Column(title="format", field="format"),
+    Column(title="ms", field="ms", show="{:.0f}".format),
+    Column(title="±", field="spread", show="{:.0%}".format),
+    Column(title="tokens/s", field="tokens_per_second", show="{:,.0f}".format),
+    Column(title="over\nbf16", field="speedup_bf16", show="{:.2f}x".format),
+)
 
 
-def show(report: Report) -> Table:
-    """How fast each format sums."""
-    return table_of(report.rows)
+def table_of(rows: Sequence[Row]) -> Group:
+    """How fast each format sums: a table for each number of ranks."""
+    from rich.console import Group
+
+    counts = dict.fromkeys(row["ranks"] for row in sums_of(rows))
+    return Group(*(_table_of([r for r in sums_of(rows) if r["ranks"] == n]) for n in counts))
+
+
+def _table_of(rows: Sequence[Row]) -> Table:
+    width = rows[0]["numel"] // rows[0]["tokens"]
+    shown = [
+        {
+            **row,
+            "link": link_name(row["link_mbit"]),
+            "what": f"{row['format']} {row['algorithm'].replace('_', '-')}",
+            "from_tokens": row["crossover"] // width if row["crossover"] else None,
+        }
+        for row in rows
+    ]
+    title = f"All-reduce of partial sums, {width} features a token, {rows[0]['ranks']} ranks"
+    return table(shown, COLUMNS, title=title)
+
+
+def show(report: Report) -> Group:
+    """How fast each format sums, and what prefill makes of it."""
+    from rich.console import Group
+
+    tables: list[Group | Table] = [table_of(report.rows)]
+    rows = [row for row in report.rows if row.get("tokens_per_second")]
+    if rows:
+        shown = [{**row, "link": link_name(row["link_mbit"])} for row in rows]
+        title = f"Prefill of {rows[0]['tokens']} tokens by a Llama with random weights"
+        tables.append(table(shown, PREFILL, title=title))
+    return Group(*tables)
+
+
+def sums_of(rows: Sequence[Row]) -> list[Row]:
+    """Those of all-reduces."""
+    return [row for row in rows if not row.get("tokens_per_second")]
 
 
 def draw(report: Report, path: Path) -> None:
     """Speed over the engine's bfloat16 for each size: a panel for each number of ranks and link."""
-    panels = list(dict.fromkeys((row["ranks"], row["link_mbit"]) for row in report.rows))
+    sums = sums_of(report.rows)
+    panels = list(dict.fromkeys((row["ranks"], row["link_mbit"]) for row in sums))
     figure = charts.new_figure(panels=len(panels), width=7.0)
     for axes, (count, rate) in zip(figure.axes, panels, strict=True):
-        rows = [row for row in report.rows if (row["ranks"], row["link_mbit"]) == (count, rate)]
+        rows = [row for row in sums if (row["ranks"], row["link_mbit"]) == (count, rate)]
         sizes = list(dict.fromkeys(row["tokens"] for row in rows))
         names = list(dict.fromkeys((row["format"], row["algorithm"]) for row in rows))
         found = {(r["format"], r["algorithm"], r["tokens"]): r["speedup_bf16"] for r in rows}

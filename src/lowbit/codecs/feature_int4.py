@@ -233,14 +233,18 @@ class _Tables:
     def on(self, device: torch.device) -> _Scales:
         """The tables on a device; copied there at the first use."""
         if device not in self._made:
-            chosen = torch.zeros(self._total.numel(), dtype=torch.bool)
-            chosen[list(self._features)] = True
-            scale = (self._ranges / LIMIT).clamp(SMALLEST, LARGEST)
-            inverse = scale.reciprocal()
-            order = torch.cat([(~chosen).nonzero(), chosen.nonzero()]).view(-1).int()
-            zeroed = (torch.where(chosen, 0.0, t) for t in (scale, inverse))
-            self._made[device] = _Scales(*(t.to(device) for t in (*zeroed, order)))
+            self._made[device] = self._on(device)
         return self._made[device]
+
+    @torch.inference_mode(False)
+    def _on(self, device: torch.device) -> _Scales:
+        chosen = torch.zeros(self._total.numel(), dtype=torch.bool)
+        chosen[list(self._features)] = True
+        scale = (self._ranges / LIMIT).clamp(SMALLEST, LARGEST)
+        inverse = scale.reciprocal()
+        order = torch.cat([(~chosen).nonzero(), chosen.nonzero()]).view(-1).int()
+        zeroed = (torch.where(chosen, 0.0, t) for t in (scale, inverse))
+        return _Scales(*(t.to(device) for t in (*zeroed, order)))
 
     def whole(self) -> _Tables:
         """Those of the sum over all ranks."""

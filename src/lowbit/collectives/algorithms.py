@@ -13,7 +13,7 @@ from lowbit.collectives.wire import Wire
 
 AHEAD = 2
 """Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
-ONE_SHOT_BYTES = 1 << 17
+ONE_SHOT_BYTES = 1 << 18
 """Bytes of a payload up to which "auto" sends everything to everybody among more than two ranks."""
 
 

@@ -61,6 +61,7 @@ class _Job:
     number: int
     future: concurrent.futures.Future[None]
     ready: torch.cuda.Event | None
+    inference: bool
     started: float = 0.0
     stated: bool = field(default=False)
 
@@ -128,7 +129,7 @@ class Line:
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         pending = Pending(future, call.device)
         with self._lock:
-            job = _Job(call, self._calls, future, ready)
+            job = _Job(call, self._calls, future, ready, torch.is_inference_mode_enabled())
             self._calls += 1
             self._jobs.put(job)
             if not self._running:
@@ -189,7 +190,8 @@ class Line:
             if self._failure is not None:
                 raise self._failure
             wire = self._wire(job)
-            with torch.no_grad(), self._stream(job):
+            # The caller's mode: only in it may the caller's tensors be written to.
+            with torch.inference_mode(job.inference), torch.no_grad(), self._stream(job):
                 self._work_on(job, wire)
         except BaseException as error:
             return error

@@ -86,7 +86,8 @@ class Scratch:
                 used[i] += size
                 return block[used[i] - size : used[i] - size + nbytes]
         least = 1 << 20 if blocks else max(1 << 20, self._most.get(device, 0))
-        blocks.append(torch.empty(max(size, least), dtype=torch.uint8, device=device))
+        with torch.inference_mode(False):  # to be written to in any mode
+            blocks.append(torch.empty(max(size, least), dtype=torch.uint8, device=device))
         used.append(size)
         return blocks[-1][:nbytes]
 

@@ -102,6 +102,7 @@ def emulate_tensor_parallel_(
         low_bit.check(model, ranks, rows)
     emulation = Emulation(model, ranks)
     chosen = settings or Settings()
+    forwards: dict[nn.Module, Callable[..., Tensor]] = {}  # all of them, or none
     for name, style in styles.items():
         module = modules[name]
         assert isinstance(module, nn.Linear)
@@ -112,9 +113,11 @@ def emulate_tensor_parallel_(
             if drift is not None:
                 codec = drift.attach(name, codec, module.weight.device)
             add_up = _Sum(name, codec, chosen, watch, drift)
-            emulation._replace(module, _row_forward(name, module, ranks, add_up))
+            forwards[module] = _row_forward(name, module, ranks, add_up)
         else:
-            emulation._replace(module, _column_forward(module, ranks))
+            forwards[module] = _column_forward(module, ranks)
+    for module, forward in forwards.items():
+        emulation._replace(module, forward)
     for name, style in styles.items():
         if style in ROW or style.startswith(OURS):
             _cut_activations(emulation, modules[name.rpartition(".")[0]], modules[name])
@@ -138,7 +141,8 @@ class _Sum:
     def __call__(self, partials: list[Tensor]) -> Tensor:
         numel, ranks = partials[0].numel(), len(partials)
         if self._drift is not None and self._settings.codes(numel) and ranks > 1:
-            totals = ranks * self._settings.totals(numel, ranks)
+            assert self._codec is not None
+            totals = ranks * self._settings.totals(numel, ranks, self._codec)
             self._drift.look(self._name, partials, totals)
         total = sum_in_process(partials, self._codec, self._settings)
         if self._watch is not None:

@@ -71,9 +71,12 @@ def install(
         rows: modules by name, whose weights are `DTensor`s cut by inputs.
         codecs: by name. watch: sees partial sums and totals. drift: watches what is coded.
     """
+    forwards = {  # all of them, or none
+        module: row_forward(name, module, codecs.get(name), group, settings, watch, drift)
+        for name, module in rows.items()
+    }
     installed = Installed()
-    for name, module in rows.items():
-        forward = row_forward(name, module, codecs.get(name), group, settings, watch, drift)
+    for module, forward in forwards.items():
         installed.replace(module, forward)
     return installed
 
@@ -106,7 +109,9 @@ def row_forward(
             x = shards(x, ranks, -1)[rank].contiguous()
         partial = F.linear(x, weight)
         if drift is not None and ranks > 1 and settings.codes(partial.numel()):
-            drift.look(name, [partial], settings.totals(partial.numel(), ranks), rank)
+            assert codec is not None
+            totals = settings.totals(partial.numel(), ranks, codec)
+            drift.look(name, [partial], totals, rank)
         seen = partial.clone() if watch is not None else partial
         total = sum_over_ranks(partial, codec, group, settings)
         if watch is not None:

@@ -1,0 +1,109 @@
+"""Tiny models for tensor-parallel tests: a toy with a plan of its own, and a Llama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, WIDTH, HEADS = 61, 64, 4
+BOUNDARIES = [f"layers.{i}.{name}" for i in range(2) for name in ("attn.o", "mlp.down")]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=i == 0) for i in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            f(x).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        ]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, inner: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH, bias=False)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, inner: int):
+        super().__init__()
+        self.attn, self.mlp = Attention(), Mlp(inner)
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.first(x))
+        return x + self.mlp(self.second(x))
+
+
+class Toy(nn.Module):
+    """As Hugging Face's models: a plan, an output matrix that is cut, biases; 101 inner features do not divide."""
+
+    _tp_plan: ClassVar = {
+        **{f"layers.*.attn.{name}": "colwise" for name in "qkv"},
+        "layers.*.attn.o": "rowwise",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "head": "colwise_gather_output",
+        "embed": "embedding_rowwise",
+    }
+
+    def __init__(self, seed: int = 0, inner: int = 101):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList([Layer(inner) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, VOCAB)
+        with torch.no_grad():
+            self.layers[0].mlp.down.weight[5] *= 30  # an outlier feature
+        self.eval()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=90, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def sequences(count: int = 4, length: int = 11, seed: int = 7) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (length,), generator=generator) for _ in range(count)]
+
+
+def ids(rows: int = 2, length: int = 9) -> Tensor:
+    return torch.stack(sequences(rows, length, seed=11))
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = model(tokens)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def save(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,149 @@
+"""Tensor parallelism in one process; that it is what real ranks do is in `test_ranks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lowbit.codecs import Cast, GroupInt
+from lowbit.tensor_parallel import Settings, boundaries, calibrate, emulate_tensor_parallel_
+from tests.tensor_parallel.models import BOUNDARIES, VOCAB, WIDTH, Toy, ids, logits, sequences
+
+
+def test_boundaries_are_what_the_plan_calls_row_wise():
+    assert list(boundaries(Toy())) == BOUNDARIES
+    assert list(boundaries(Toy(), {"layers.1.attn.o": "rowwise"})) == ["layers.1.attn.o"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sums_that_are_not_coded_differ_by_roundings_only(ranks: int):
+    model = Toy()
+    full = logits(model, ids())
+    with emulate_tensor_parallel_(model, ranks) as emulation:
+        torch.testing.assert_close(logits(model, ids()), full, rtol=1e-5, atol=1e-5)
+    assert emulation.ranks == ranks
+    assert torch.equal(logits(model, ids()), full)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_sums_are_coded_as_defined(algorithm: Any):
+    """Against plain tensor arithmetic: each rank's part coded, added up, and for two_shot coded again."""
+    model = Toy()
+    calibration = calibrate(model, sequences(), ranks=2)
+    name = "layers.0.mlp.down"
+    codec, seen = calibration.codec(name), {}
+
+    def watch(boundary: str, partials: Any, total: Any) -> None:
+        seen.setdefault(boundary, ([p.clone() for p in partials], total))
+
+    settings = Settings(small=0, algorithm=algorithm)
+    with emulate_tensor_parallel_(model, 2, calibration, settings=settings, watch=watch):
+        logits(model, ids())
+    partials, found = seen[name]
+    scale, whole = codec.ranges / 7, codec.total / 7
+    total = torch.zeros_like(found)
+    for partial, step in zip(partials, scale, strict=True):
+        coded = (partial * (1 / step)).round().clamp(-7, 7) * step
+        coded[..., 5] = partial[..., 5].bfloat16().float()
+        total += coded
+    if algorithm == "two_shot":
+        outlier = total[..., 5].bfloat16().float()
+        total = (total * (1 / whole)).round().clamp(-7, 7) * whole
+        total[..., 5] = outlier
+    torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-7)
+
+
+def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
+    model = Toy()
+    with emulate_tensor_parallel_(model, 2):
+        full = logits(model, ids())
+    size = ids().numel() * WIDTH
+    for settings, equal in ((Settings(small=size + 1), True), (Settings(small=size), False)):
+        with emulate_tensor_parallel_(model, 2, GroupInt(bits=4), settings=settings):
+            assert torch.equal(logits(model, ids()), full) == equal
+    with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=Settings(small=0)):
+        assert torch.equal(logits(model, ids()), full)
+    assert Settings().chosen(2, 1 << 20) == Settings().chosen(4, 1 << 10) == "one_shot"
+    assert Settings().chosen(4, 1 << 20) == "two_shot"
+
+
+def test_weights_may_change_meanwhile():
+    model = Toy()
+    with emulate_tensor_parallel_(model, 2):
+        logits(model, ids())
+        with torch.no_grad():
+            model.layers[0].mlp.down.weight.mul_(2)
+        found = logits(model, ids())
+    torch.testing.assert_close(found, logits(model, ids()), rtol=1e-5, atol=1e-5)
+
+
+def test_nan_shows_in_the_logits():
+    model = Toy()
+    calibration = calibrate(model, sequences(), ranks=2)
+    tokens = ids() % (VOCAB - 1)
+    tokens[0, 3] = VOCAB - 1
+    with torch.no_grad():
+        model.embed.weight[VOCAB - 1] = torch.nan
+    with emulate_tensor_parallel_(model, 2, calibration, settings=Settings(small=0)):
+        found = logits(model, tokens)
+    assert found[0, 3:].isnan().all()
+    assert not found[1].isnan().any()
+
+
+class Split(nn.Module):
+    """A module whose row-wise part is fed the whole input, as Phi-3's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.down = nn.Linear(8, 12), nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def test_row_wise_modules_may_be_fed_the_whole_input():
+    model, x = Split(), torch.randn(3, 8)
+    plan = {"both": "colwise_gather_output", "down": "rowwise_split_input"}
+    with torch.no_grad():
+        full = model(x)
+        with emulate_tensor_parallel_(model, 2, plan=plan):
+            torch.testing.assert_close(model(x), full)
+
+
+class Config:
+    num_attention_heads, num_key_value_heads = 4, 2
+
+
+def test_bad_input():
+    model: Any = Toy()
+    with pytest.raises(ValueError, match=r"Split has no tensor-parallel plan; allowed: .*Llama"):
+        emulate_tensor_parallel_(Split(), 2)
+    with pytest.raises(ValueError, match="no module of Toy is row-wise parallel"):
+        emulate_tensor_parallel_(model, 2, plan={"head": "colwise"})
+    with pytest.raises(ValueError, match="head has the style 'moe_tp_experts'; allowed: colwise"):
+        emulate_tensor_parallel_(model, 2, plan={"head": "moe_tp_experts"})
+    with pytest.raises(ValueError, match=r"layers.0.first is LayerNorm; allowed .*nn.Linear"):
+        emulate_tensor_parallel_(model, 2, plan={"layers.*.first": "rowwise"})
+    with pytest.raises(ValueError, match="ranks is 0"):
+        emulate_tensor_parallel_(model, 0)
+    calibration = calibrate(model, sequences(1), ranks=2)
+    with pytest.raises(ValueError, match="for 2 ranks, this is a group of 4"):
+        emulate_tensor_parallel_(model, 4, calibration)
+    with pytest.raises(
+        ValueError, match="codec is for 2 ranks and 64 features; layers.0.attn.o has 4 ranks"
+    ):
+        emulate_tensor_parallel_(model, 4, calibration.codec(BOUNDARIES[0]))
+    model.config = Config()
+    with pytest.raises(ValueError, match="ranks is 4 and the model has num_key_value_heads 2"):
+        emulate_tensor_parallel_(model, 4)
+    del model.config
+    with emulate_tensor_parallel_(model, 2), pytest.raises(RuntimeError, match="inference only"):
+        model(ids())
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -1,0 +1,265 @@
+"""Real ranks over real sockets: the same logits on all of them, and the same as in one process, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lowbit.codecs import FeatureInt4, GroupInt
+from lowbit.tensor_parallel import (
+    Calibration,
+    Drift,
+    LowBitRowwiseParallel,
+    Settings,
+    calibrate,
+    emulate_tensor_parallel_,
+    low_bit_,
+    low_bit_plan,
+    low_bit_styles,
+    tensor_parallel_,
+)
+from tests.ranks import Ranks
+from tests.tensor_parallel.models import VOCAB, WIDTH, Toy, ids, llama, logits, sequences
+
+ONE, TWO, GATE = (
+    Settings(small=0, algorithm="one_shot"),
+    Settings(small=0, algorithm="two_shot"),
+    Settings(small=1 << 20),
+)
+INT8 = GroupInt(bits=8, group=64, symmetric=True)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def on_real_ranks(folder: str) -> dict[str, Any]:
+    """What one of them sees. The calibration's state is written by one and read by all."""
+    found: dict[str, Any] = {}
+    for dtype in DTYPES:
+        model = tensor_parallel_(Toy().to(dtype))
+        state = Path(folder) / f"{dtype}.state"
+        interrupted = sequences()
+        interrupted[2] = interrupted[2] * 10.5  # not token ids: the run ends here
+        with pytest.raises(ValueError, match=r"sequences has torch.float32"):
+            calibrate(model, interrupted, state=state, save_every=1)
+        calibration = calibrate(model, sequences(), state=state)
+        drift = Drift(every=1)
+        seen = {"fingerprint": calibration.fingerprint(), "whole": logits(model, ids())}
+        for name, source, settings, watching in (
+            ("one", calibration, ONE, None),
+            ("two", calibration, TWO, drift),
+            ("gate", calibration, GATE, None),
+            ("int8", INT8, TWO, None),
+        ):
+            with low_bit_(model, source, settings=settings, drift=watching):
+                seen[name] = logits(model, ids())
+        assert torch.equal(logits(model, ids()), seen["whole"])  # removed without a trace
+        found |= {f"{dtype} {key}": value for key, value in seen.items()}
+        found[f"{dtype} drift"] = drift.report(dist.group.WORLD).rows
+    return found
+
+
+def in_one_process(ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in DTYPES:
+        model = Toy().to(dtype)
+        calibration = calibrate(model, sequences(), ranks=ranks)
+        drift = Drift(every=1)
+        found[f"{dtype} fingerprint"] = calibration.fingerprint()
+        for name, source, settings, watching in (
+            ("whole", None, GATE, None),
+            ("one", calibration, ONE, None),
+            ("two", calibration, TWO, drift),
+            ("gate", calibration, GATE, None),
+            ("int8", INT8, TWO, None),
+        ):
+            with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching):
+                found[f"{dtype} {name}"] = logits(model, ids())
+        found[f"{dtype} drift"] = drift.report().rows
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return repr(a) == repr(b)  # a NaN among the numbers is one on both sides
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_real_ranks_compute_what_one_process_emulates(
+    ranks: Ranks, count: int, tmp_path: Path, one_thread: None
+):
+    emulated = in_one_process(count)
+    real = ranks.run(on_real_ranks, str(tmp_path), ranks=count)
+    for rank, found in enumerate(real):
+        wrong = [key for key, value in emulated.items() if not same(value, found[key])]
+        assert not wrong, f"rank {rank} of {count}"
+    for dtype in DTYPES:
+        full, gate = emulated[f"{dtype} whole"], emulated[f"{dtype} gate"]
+        assert torch.equal(full, gate)
+        assert not torch.equal(full, emulated[f"{dtype} one"])
+        assert not torch.equal(emulated[f"{dtype} one"], emulated[f"{dtype} two"])
+
+
+@pytest.fixture
+def one_thread():
+    """As the ranks have it: matrix products may depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def hugging_face(folder: str, path: str) -> dict[str, Any]:
+    """What `from_pretrained(folder, tp_plan=...)` does with its plan, after and before the weights are there."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    stock, ours = llama(), llama()
+    apply_tensor_parallelism(stock, mesh, stock._expand_parallel_plan(stock.tp_plan))
+    plan = ours.tp_plan | low_bit_plan(folder, path, settings=ONE)
+    apply_tensor_parallelism(ours, mesh, ours._expand_parallel_plan(plan))
+    fresh = calibrate(stock, sequences())
+    low_bit_(stock, path, settings=ONE)
+    return {
+        "fingerprint": fresh.fingerprint(),
+        "logits": logits(stock, ids()),
+        "planned": logits(ours, ids()),
+        "tokens": ours.generate(ids(1, 4), max_new_tokens=5, do_sample=False),
+    }
+
+
+def test_hugging_face_models_run_by_plan_and_generate(
+    ranks: Ranks, tmp_path: Path, one_thread: None
+):
+    model = llama()
+    model.save_pretrained(tmp_path / "model")
+    calibration = calibrate(model, sequences(), ranks=2)
+    calibration.save(tmp_path / "calibration.safetensors")
+    arguments = (str(tmp_path / "model"), str(tmp_path / "calibration.safetensors"))
+    real = ranks.run(hugging_face, *arguments)
+    with emulate_tensor_parallel_(model, 2, calibration, settings=ONE):
+        expected = logits(model, ids())
+        tokens = model.generate(ids(1, 4), max_new_tokens=5, do_sample=False)
+    for found in real:
+        assert found["fingerprint"] == calibration.fingerprint()
+        assert torch.equal(found["logits"], expected)
+        assert torch.equal(found["planned"], expected)
+        assert torch.equal(found["tokens"], tokens)
+
+
+def without_an_artifact(path: str) -> None:
+    mine = path if dist.get_rank() == 0 else path + ".not-there"
+    low_bit_(tensor_parallel_(Toy()), mine)
+
+
+def with_other_settings(path: str) -> None:
+    low_bit_(tensor_parallel_(Toy()), path, settings=Settings(small=dist.get_rank()))
+
+
+def with_another_model(path: str) -> None:
+    low_bit_(tensor_parallel_(Toy(seed=1)), path)
+
+
+def with_gradients(path: str) -> None:
+    model = tensor_parallel_(Toy())
+    low_bit_(model, path)
+    model(ids())
+
+
+def twice(path: str) -> None:
+    tensor_parallel_(tensor_parallel_(Toy()))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "told"),
+    [
+        (without_an_artifact, "AgreementError", ["Calibration [", "none (", "not-there", "rank 1"]),
+        (with_other_settings, "AgreementError", ["small=0", "small=1"]),
+        (with_another_model, "CalibrationError", ["for the model Toy [", "this is Toy ["]),
+        (with_gradients, "RuntimeError", ["layers.0.attn", "no_grad"]),
+        (twice, "ValueError", ["already"]),
+    ],
+)
+def test_all_ranks_raise_the_same_before_the_first_token(
+    ranks: Ranks, tmp_path: Path, function: Any, kind: str, told: list[str]
+):
+    path = tmp_path / "calibration.safetensors"
+    calibrate(Toy(), sequences(2), ranks=2).save(path)
+    outcomes = ranks.outcomes(function, str(path))
+    assert [outcome.kind for outcome in outcomes] == [kind] * 2
+    assert outcomes[0].text == outcomes[1].text
+    assert all(word in outcomes[0].text for word in told), outcomes[0].text
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(self.down(self.up(self.embed(tokens)).relu()))
+
+
+def pytorch_styles() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"up": "colwise", "down": "rowwise"}
+    found: dict[str, Any] = {}
+    reference = Pair()
+    calibration = calibrate(Pair(), sequences(), ranks=2, plan=plan)
+    codec = calibration.codec("down")
+    assert isinstance(codec, FeatureInt4)
+    with torch.no_grad():
+        found["full"] = reference(ids())
+        with emulate_tensor_parallel_(reference, 2, calibration, plan=plan, settings=ONE):
+            found["emulated"] = reference(ids())
+        by_name = {"up": ColwiseParallel(), **low_bit_styles(calibration, mesh, settings=ONE)}
+        found["styles"] = parallelize_module(Pair(), mesh, by_name)(ids())
+        whole_input = {
+            "embed": LowBitRowwiseParallel(codec, input_layouts=Replicate()),
+            "down": LowBitRowwiseParallel(
+                codec, settings=ONE, input_layouts=Replicate(), use_local_output=False
+            ),
+        }
+        module = parallelize_module(Pair(), mesh, whole_input)
+        output = module.down(module.up(module.embed(ids())).relu())
+        assert isinstance(output, DTensor)
+        found["whole input"] = module.norm(output.to_local())
+    for style, module, error in (
+        (LowBitRowwiseParallel(codec), nn.LayerNorm(4), "is LayerNorm"),
+        (LowBitRowwiseParallel(codec), nn.Linear(8, 4), "has 2 ranks and 4 features"),
+        (
+            LowBitRowwiseParallel(GroupInt(bits=4 + 4 * dist.get_rank())),
+            nn.Linear(8, 4),
+            "do not agree",
+        ),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            parallelize_module(module, mesh, style)
+    with pytest.raises(ValueError, match="output_layouts"):
+        LowBitRowwiseParallel(codec, output_layouts=Shard(1))
+    return found
+
+
+def test_pytorch_styles(ranks: Ranks, one_thread: None):
+    first, second = ranks.run(pytorch_styles)
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+    assert torch.equal(first["styles"], first["emulated"])
+    assert torch.equal(first["whole input"], first["emulated"])
+    assert not torch.equal(first["emulated"], first["full"])
+
+
+def test_a_model_on_no_ranks_is_told_so():
+    with pytest.raises(ValueError, match="no module of Toy is row-wise parallel on real ranks"):
+        low_bit_(Toy(), INT8)
+    assert isinstance(calibrate(Toy(), sequences(1), ranks=1), Calibration)
