@@ -63,7 +63,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_element_is_what_the_formulas_say(dtype: torch.dtype):
-    for rows, size, outliers in SHAPES:
+    for rows, size, outliers in SHAPES if dtype == torch.bfloat16 else SHAPES[1:4]:
         codec, parts = made(3, size, outliers, rows, dtype)
         parts[0].view(-1)[:1] = math.nan
         parts[1].view(-1)[-1:] = math.inf

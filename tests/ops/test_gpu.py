@@ -124,7 +124,7 @@ def test_block_float8(codec: BlockFloat8) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "outliers"), [(600, (0, 7, 599)), (33, ()), (1, ()), (70, tuple(range(1, 70)))]
+    ("size", "outliers"), [(571, (0, 7, 570)), (33, ()), (1, ()), (70, tuple(range(1, 70)))]
 )
 def test_feature_int4(size: int, outliers: tuple[int, ...]) -> None:
     """Rows and bytes that fill no program; counters, and sums over ranks in every dtype."""
@@ -132,7 +132,7 @@ def test_feature_int4(size: int, outliers: tuple[int, ...]) -> None:
     ranges = torch.rand(3, size, generator=g) + 0.5
     codec = FeatureInt4(ranges=ranges, total=ranges.sum(0), features=outliers)
     check(codec, tensor((9, size), torch.float32, "hard"))
-    for dtype in DTYPES:
+    for dtype in DTYPES if size == 33 else [DTYPES[size % 3]]:
         parts = [tensor((11, size), dtype, k).to(DEVICE) * 2 for k in ("hard", "grid", "gaussian")]
         found = []
         for name in ("reference", "gpu"):

@@ -60,7 +60,7 @@ class Rank:
         self._sum(x, name, algorithm)
         exact = torch.zeros(x.shape, dtype=torch.float64)
         for rank in range(dist.get_world_size()):
-            exact += sample(*x.shape, rank)
+            exact += sample(x.shape[0], x.shape[1], rank)
         return float((x - exact).norm() / exact.norm())
 
     def prepare(self, tokens: int, dim: int, layers: int, heads: int, ffn: int) -> None:

@@ -208,7 +208,8 @@ class FeatureInt4(Codec):
     def _like(self, **changes: object) -> FeatureInt4:
         """A codec that differs in what has been checked already, and shares the tables."""
         made = object.__new__(FeatureInt4)
-        made.__dict__.update(self.__dict__ | changes)
+        for name, value in (vars(self) | changes).items():
+            object.__setattr__(made, name, value)
         return made
 
 
@@ -231,7 +232,7 @@ class _Tables:
         self._digest = ""
 
     def on(self, device: torch.device) -> _Scales:
-        """The tables on a device; copied there at the first use."""
+        """The tables on a device; copied there at the first use, which must not be inside a CUDA graph's capture."""
         if device not in self._made:
             self._made[device] = self._on(device)
         return self._made[device]
@@ -270,11 +271,12 @@ def _check_ranges(name: str, x: object, shape: tuple[int, ...]) -> None:
         )
     if x.shape != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {shape}")
-    bad = ~(x.isfinite() & (x > 0)).reshape(-1, shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    bad = ~(rows.isfinite() & (rows > 0))
     if bad.any():
         row, feature = bad.nonzero()[0].tolist()
         where = f"{name}[{row}, {feature}]" if len(shape) > 1 else f"{name}[{feature}]"
-        value = float(x.reshape(-1, shape[-1])[row, feature])
+        value = float(rows[row, feature])
         raise ValueError(
             f"{where}, the range of feature {feature}, is {value:g}; allowed: finite and above 0"
         )
