@@ -31,8 +31,8 @@ def test_shares_and_errors_are_those_of_the_values(caplog: pytest.LogCaptureFixt
             logits(model, ids(rows=1, length=4))  # so few rows that all are sampled
         inside = drift.report()
         with torch.no_grad():
-            model.layers[1].mlp.up.weight *= 20
-            model.layers[1].mlp.up.bias *= 20
+            for parameter in model.get_submodule("layers.1.mlp.up").parameters():
+                parameter.mul_(20)
         for _ in range(3):
             logits(model, ids(rows=1, length=4))
     codec = calibration.codec(NAME)

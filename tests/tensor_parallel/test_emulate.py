@@ -68,7 +68,8 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
             assert torch.equal(logits(model, ids()), full) == equal
     with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=Settings(small=0)):
         assert torch.equal(logits(model, ids()), full)
-    assert Settings().chosen(2) == "one_shot"
+    assert Settings().chosen(2, 1 << 20) == Settings().chosen(4, 1 << 10) == "one_shot"
+    assert Settings().chosen(4, 1 << 20) == "two_shot"
 
 
 def test_weights_may_change_meanwhile():

@@ -172,7 +172,8 @@ class Calibration:
         return {
             "format": _FORMAT, "codec": "FeatureInt4", "codec_version": str(FeatureInt4.wire_version),
             "model": self.model, "world": str(self.world), "count": str(self.count), "text": self.text,
-            "settings": json.dumps(dict(self.settings), sort_keys=True), "features": json.dumps(self.features, sort_keys=True),
+            "settings": json.dumps(dict(self.settings), sort_keys=True),
+            "features": json.dumps(self.features, sort_keys=True),
         }  # fmt: skip
 
 

@@ -141,7 +141,8 @@ class _Sum:
     def __call__(self, partials: list[Tensor]) -> Tensor:
         numel, ranks = partials[0].numel(), len(partials)
         if self._drift is not None and self._settings.codes(numel) and ranks > 1:
-            totals = ranks * self._settings.totals(numel, ranks)
+            assert self._codec is not None
+            totals = ranks * self._settings.totals(numel, ranks, self._codec)
             self._drift.look(self._name, partials, totals)
         total = sum_in_process(partials, self._codec, self._settings)
         if self._watch is not None:

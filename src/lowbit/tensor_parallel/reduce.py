@@ -13,6 +13,7 @@ from torch import Tensor
 from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec, check_choice, check_int
 from lowbit.collectives import all_reduce, engine
+from lowbit.collectives.algorithms import choose
 from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm, check_summable
 from lowbit.collectives.shards import Shards
 
@@ -26,8 +27,7 @@ class Settings:
 
     Args:
         algorithm: "one_shot" (everything to everybody, one quantization), "two_shot" (each rank sums a part and sends
-            the sum, two quantizations), or "auto": one_shot for two ranks, where both send the same bytes, two_shot
-            for more.
+            the sum, two quantizations), or "auto": as `lowbit.collectives.all_reduce` decides from ranks and bytes.
         small: sums of fewer elements (rows times features) are not coded. Decided from the shape alone.
         timeout: seconds in which a missing or failed peer is an error.
     """
@@ -48,15 +48,14 @@ class Settings:
         """Whether a sum of so many elements is worth coding."""
         return numel >= max(1, self.small)
 
-    def totals(self, numel: int, ranks: int) -> int:
-        """About how many values of the sum each rank codes for the others."""
-        return -(-numel // ranks) if self.chosen(ranks) == "two_shot" else 0
+    def chosen(self, ranks: int, nbytes: int) -> Algorithm:
+        """The algorithm for so many ranks and a payload of so many bytes."""
+        return choose(ranks, nbytes) if self.algorithm == "auto" else self.algorithm
 
-    def chosen(self, ranks: int) -> Algorithm:
-        """The algorithm for so many ranks."""
-        if self.algorithm == "auto":
-            return "one_shot" if ranks <= 2 else "two_shot"
-        return self.algorithm
+    def totals(self, numel: int, ranks: int, codec: Codec) -> int:
+        """About how many values of the sum each rank codes for the others."""
+        two = self.chosen(ranks, codec.nbytes((numel,))) == "two_shot"
+        return -(-numel // ranks) if two else 0
 
 
 def sum_over_ranks(
@@ -82,7 +81,7 @@ def sum_over_ranks(
         engine.finish(work, group, settings.timeout)
         return plain_sum(list(parts))
     all_reduce(
-        partial, codec, group, algorithm=settings.chosen(ranks), small=0, timeout=settings.timeout
+        partial, codec, group, algorithm=settings.algorithm, small=0, timeout=settings.timeout
     )
     return partial
 
@@ -96,7 +95,7 @@ def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: Se
         return plain_sum(partials)
     flats = [partial.reshape(-1) for partial in partials]
     out = torch.empty_like(flats[0])
-    if settings.chosen(ranks) == "one_shot":
+    if settings.chosen(ranks, codec.nbytes(flats[0].shape)) == "one_shot":
         shards = Shards(numel=out.numel(), ranks=1, chunk=CHUNK, grain=codec.grain)
         for k in range(shards.chunks):
             piece = shards.piece(0, k)

@@ -109,7 +109,9 @@ def row_forward(
             x = shards(x, ranks, -1)[rank].contiguous()
         partial = F.linear(x, weight)
         if drift is not None and ranks > 1 and settings.codes(partial.numel()):
-            drift.look(name, [partial], settings.totals(partial.numel(), ranks), rank)
+            assert codec is not None
+            totals = settings.totals(partial.numel(), ranks, codec)
+            drift.look(name, [partial], totals, rank)
         seen = partial.clone() if watch is not None else partial
         total = sum_over_ranks(partial, codec, group, settings)
         if watch is not None:
