@@ -231,7 +231,7 @@ class _Tables:
         self._digest = ""
 
     def on(self, device: torch.device) -> _Scales:
-        """The tables on a device; copied there at the first use."""
+        """The tables on a device; copied there at the first use, which must not be inside a CUDA graph's capture."""
         if device not in self._made:
             self._made[device] = self._on(device)
         return self._made[device]
