@@ -106,7 +106,7 @@ class EvaluateSettings:
         tasks: zero-shot tasks, by the names that lm-eval has for them (the extra lowbit[tasks]).
         task_folder: with more of them, in YAML files as lm-eval reads them.
         limit: examples of each task, 0: all; shots: solved examples before each.
-        algorithm: of the all-reduce: auto (one_shot for two ranks, else two_shot for what is large), one_shot, two_shot.
+        algorithm: of the all-reduce: auto (one_shot for two ranks, else two_shot if large), one_shot or two_shot.
         small: sums of fewer elements travel in the model's dtype; absent: as in inference.
         tokenizer: "bytes" or a folder; absent: the model's own.
         dtype: auto (bfloat16 where the device computes in it, else float32), float32, bfloat16 or float16.
