@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -26,11 +25,11 @@ _IMPORTED = [
 ]
 
 
-def context() -> ForkServerContext:
-    """Where to start processes: `context().Process(target=..., args=...)`."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(_IMPORTED)  # counts until the first process starts
-    return found
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Where to start processes: `CONTEXT.Process(target=..., args=...)`."""
+CONTEXT.set_forkserver_preload(
+    _IMPORTED
+)  # for all that this process starts so, `lowbit.bench.jobs` too
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def run_script(
     for rank, log in enumerate(logs):
         environment = _of_rank(rank, ranks, store.port) if ranks else {}
         work = (str(script), arguments, environment, str(folder), str(log))
-        processes.append(context().Process(target=_run, args=work, daemon=True))
+        processes.append(CONTEXT.Process(target=_run, args=work, daemon=True))
         processes[-1].start()
     _wait(processes, timeout)
     codes = [process.exitcode for process in processes]

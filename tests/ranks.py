@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
 
-from tests.forked import context
+from tests.forked import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Ranks:
         self._workers[rank], self._ready[rank] = self._new(), False
 
     def _new(self) -> tuple[BaseProcess, Connection]:
-        ours, theirs = context().Pipe()
-        process = context().Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
         process.start()
         theirs.close()
         return process, ours

@@ -50,7 +50,7 @@ def finish(tasks: list[Task], *, jobs: int, threads: int) -> Iterator[dict[str, 
 
     Whoever stops iterating early stops what has not started; an error in a run is raised here.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # a fork of this one may hold CUDA
     reports, numbers = context.SimpleQueue(), context.SimpleQueue()
     workers = min(jobs, max(1, len(tasks)))
     for number in range(workers):
