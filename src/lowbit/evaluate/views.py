@@ -21,10 +21,10 @@ def _percent(value: float) -> str:
 MAIN = (
     Column(title="format", field="format"),
     Column(title="tp", field="tp"),
-    Column(title="bits a\nvalue", field="bits_per_value", show="{:.4f}".format),
+    Column(title="bits a\nvalue", field="bits_per_value", show="{:.6g}".format),
     Column(title="coded", field="coded", show="{:.0%}".format),
-    Column(title="algorithm", field="algorithm"),
-    Column(title="perplexity", field="perplexity", show="{:.4f}".format),
+    Column(title="all-\nreduce", field="algorithm"),
+    Column(title="perplex-\nity", field="perplexity", show="{:.4f}".format),
     Column(title="kept", field="kept", show=_percent),
     Column(title="clipped", field="clipped", show=_percent),
     Column(title="error of\nsums", field="boundary_error", show=_percent),
@@ -37,6 +37,8 @@ def table_of(rows: Sequence[Row]) -> Table:
     """What each format makes of the text."""
     if not rows:
         return table(rows, MAIN)
+    if all(row["coded"] in (None, 1) for row in rows):
+        rows = [{**row, "coded": None} for row in rows]  # leaves the column out
     ranks = "real ranks" if rows[0]["real"] else "ranks played in one process"
     return table(rows, MAIN, title=f"Perplexity of {rows[0]['tokens']:,} tokens, {ranks}")
 
