@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from lowbit.cli import app
-from lowbit.evaluate import CalibrateSettings, EvaluateSettings, calibrate, run
+from lowbit.collectives import AgreementError
+from lowbit.evaluate import CalibrateSettings, EvaluateSettings, calibrate, loading, run
 from lowbit.tensor_parallel import Calibration, CalibrationError
 from lowbit.train import ConfigError
 from tests.evaluate.models import write_checkpoint
@@ -51,7 +53,9 @@ def invoke(*arguments: str):
     return CliRunner().invoke(app, arguments, env=WIDE)
 
 
-def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path):
+def test_rows_of_formats_and_ranks(
+    folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture
+):
     settings = evaluation(
         folder, tps=(1, 2, 4), formats=("int4", "feature-int4", "int8"),
         calibration_text=(str(folder / "text.txt"),), calibration_sequences=4,
@@ -73,6 +77,46 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path):
             assert row["logits_error"] is None or row["logits_error"] < 0.02
     assert rows["int4", 2]["boundary_error"] > 5 * rows["int8", 2]["boundary_error"] > 0
     assert rows["bf16", 2]["boundary_error"] < 0.005
+    assert rows["bf16", 1]["algorithm"] is rows["int8", 2]["clipped"] is None
+    assert 0 < rows["int4", 2]["clipped"] < 0.2
+    assert all(row["algorithm"] == "one_shot" and row["coded"] == 1 for row in report.rows[1:])
+    assert caplog.text.count("the calibration was made from the same") == 1
+
+
+def test_what_was_not_coded_counts_as_it_travelled(folder: Path, calibrated: Path):
+    settings = evaluation(folder, tps=(2,), formats=("int4",), batch=3, small=3000)
+    rows = run.run(settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
+    assert [row["coded"] for row in rows] == [0.75, 0.75]
+    assert [row["bits_per_value"] for row in rows] == [0.75 * bits + 0.25 * 32 for bits in (16, 4)]
+    row = run.run(dataclasses.replace(settings, formats=("feature-int4",), small=None)).rows[1]
+    assert (row["coded"], row["bits_per_value"], row["algorithm"]) == (0, 32, None)
+    assert row["kept"] == 1
+
+
+def test_scores_are_means_over_tasks():
+    scores = {"a acc": 0.2, "a acc_norm": 0.4, "b acc strict": 0.5}
+    assert run.mean_score(scores) == pytest.approx(0.4)
+
+
+def test_gemma_2_computes_by_the_attention_that_it_has(folder: Path, tmp_path: Path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    settings = evaluation(folder, model=str(tmp_path), tokenizer="bytes", formats=("int8",))
+    rows = run.run(settings).rows
+    assert [row["tp"] for row in rows] == [1, 2, 2]
+    assert all(row["kept"] == pytest.approx(1, abs=0.01) for row in rows)
+
+
+def test_what_a_config_leaves_out_is_that_of_its_architecture(tmp_path: Path):
+    text = {"model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert loading.model_config(str(tmp_path)).num_key_value_heads == 4
+    assert loading.possible_ranks(str(tmp_path)) == (1, 2, 4)
 
 
 def test_real_ranks_say_the_same_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
@@ -85,26 +129,31 @@ def test_real_ranks_say_the_same_to_the_last_bit(folder: Path, calibrated: Path,
         torch.set_num_threads(before)
     real = ranks.run(on_a_rank, str(folder), ranks=2, timeout=120)
     fields = ("format", "tp", "logits", "loss", "kept", "bits_per_value", "calibration")
-    for rows, _ in real:
+    for rows, _, _ in real:
         assert [[r[f] for f in fields] for r in rows] == [[r[f] for f in fields] for r in played]
         assert all(row["real"] and row["boundary_error"] is None for row in rows)
     assert real[0][1] == real[1][1] == Calibration.load(calibrated).fingerprint()
+    assert real[0][2] == real[1][2]
+    assert "No such file" in real[0][2]
 
 
-def on_a_rank(folder: str) -> tuple[Any, str]:
-    """Rows of the evaluation, and the fingerprint of a calibration made on real ranks."""
+def on_a_rank(folder: str) -> tuple[Any, str, str]:
+    """Rows of the evaluation, the fingerprint of a calibration made on real ranks, and the error for a missing one."""
     path = Path(folder)
+    file = path / ("nowhere" if torch.distributed.get_rank() else "calibration-tp2.safetensors")
+    with pytest.raises(AgreementError) as missing:
+        run.run(evaluation(path, calibrations=(str(file),)))
     rows = run.run(evaluation(path, formats=("feature-int4", "int8"))).rows
     settings = settings_of(path, output=str(path / "real.safetensors"))
     calibrate.run(settings)
     torch.distributed.barrier()
-    return rows, Calibration.load(settings.path).fingerprint()
+    return rows, Calibration.load(settings.path).fingerprint(), str(missing.value)
 
 
 def test_a_calibration_goes_on_where_it_was_ended(
-    folder: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    settings = settings_of(folder, output=str(tmp_path / "c.safetensors"))
+    folder: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):  # fmt: skip
+    settings = settings_of(folder, output=str(tmp_path / "a" / "c.safetensors"))
     whole = Calibration.load(calibrated)
     real, seen = calibrate.calibrate, []
 
@@ -117,6 +166,7 @@ def test_a_calibration_goes_on_where_it_was_ended(
     with pytest.raises(Exception, match="NoneType"):
         calibrate.run(settings)
     assert not settings.path.exists()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
 
     def counted(model: Any, sequences: Any, **options: Any) -> Any:
         report = options.pop("progress")
@@ -126,9 +176,17 @@ def test_a_calibration_goes_on_where_it_was_ended(
     calibrate.run(settings)
     assert seen[0] > 4
     assert Calibration.load(settings.path).fingerprint() == whole.fingerprint()
-    assert list(tmp_path.iterdir()) == [settings.path]
-    calibrate.run(settings_of(folder, output=str(settings.path), continue_=True, seed=1))
-    assert Calibration.load(settings.path).count == 16
+    assert list(settings.path.parent.iterdir()) == [settings.path]
+    calibrate.run(dataclasses.replace(settings, features="", continue_=True, seed=1))
+    found = Calibration.load(settings.path)
+    assert (found.count, found.settings["k"]) == (16, 1)
+    assert not caplog.records
+    seen.clear()
+    other = dataclasses.replace(settings, output=str(tmp_path / "b" / "c.safetensors"), seed=1)
+    calibrate.run(other)
+    assert seen[0] == 1
+    assert list(other.path.parent.iterdir()) == [other.path]
+    assert "this one begins anew" in caplog.text
 
 
 def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
@@ -174,6 +232,11 @@ REFUSED = [
     (
         "evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
         "calibration is for 2 ranks and tp is 4",
+    ),
+    ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
+    (
+        "calibrate {model} --length 8 --text {text} --output {short}/c",
+        "short.txt/c': File exists; allowed: a file in a folder that can be written",
     ),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
 ]

@@ -37,6 +37,14 @@ def test_windows_are_spread_over_the_text():
     assert found.spread(100) == list(range(20))
 
 
+def test_fewer_windows_than_asked_for_are_told(caplog: pytest.LogCaptureFixture):
+    for count in (0, 20, 21):
+        sequences(161, 8).warn_if_fewer(count)
+    assert [r.getMessage() for r in caplog.records] == [
+        "sequences is 21, and text has 20 of 8 tokens: all of them are used"
+    ]
+
+
 def test_draws_are_different_windows_that_the_seed_decides():
     found = sequences(81, 8)
     first, again, other = found.draw(5, 0), found.draw(5, 0), found.draw(5, 1)

@@ -38,7 +38,7 @@ def evaluate_command() -> Callable[..., None]:
         views, console = _module("views"), Console(stderr=True)
         shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
         return _module("run").run(
-            settings, on_rows=lambda rows: console.print(views.table_of(rows)) if shown else None
+            settings, on_rows=lambda rows: console.print(views.line_of(rows[-1])) if shown else None
         )
 
     return command_of(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import hashlib
+import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowbit.bench.report import Report, Row, machine
+from lowbit.collectives import agree
+from lowbit.collectives.agreement import default_group
 from lowbit.evaluate import loading, text
 from lowbit.evaluate.settings import CalibrateSettings
-from lowbit.tensor_parallel import Calibration, calibrate, tensor_parallel_
+from lowbit.tensor_parallel import Calibration, Settings, calibrate, tensor_parallel_
+from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.train import ConfigError
 from lowbit.train.process_group import joined, world
 
@@ -21,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TIMEOUT = 300.0
+log = logging.getLogger(__name__)
 
 
 def run(settings: CalibrateSettings) -> Report:
@@ -43,31 +51,57 @@ def run(settings: CalibrateSettings) -> Report:
         torch.set_num_threads(settings.threads)
     device = loading.find_device(settings.device, ranks)
     loading.check_length(settings.model, settings.length)
-    start = Calibration.load(settings.path) if settings.continue_ else None
     sequences = draw(settings)
-    with parallel_model(settings.model, settings.dtype, device) as model:
+    with job(device):
+        _check_output(settings.path)
+        start = load(settings.path) if settings.continue_ else None
+        model = parallel_model(settings.model, settings.dtype, device)
         found = make(model, sequences, settings, start=start)
     if rank == 0:
         found.save(settings.path)
-        _state_file(settings.path).unlink(missing_ok=True)
+        for state in _states(settings.path):
+            state.unlink(missing_ok=True)
     return Report(
         command="calibrate", settings=settings, machine=machine(), rows=list(rows_of(found))
     )
 
 
 @contextlib.contextmanager
-def parallel_model(folder: str, dtype: str, device: torch.device) -> Iterator[PreTrainedModel]:
-    """The model: cut over the ranks where this process is one of a job, else whole, to play ranks with."""
-    kind = loading.choose_dtype(dtype, device)
+def job(device: torch.device) -> Iterator[None]:
+    """Be a rank of the job for this block, where there is one."""
     if world()[1] == 1:
-        yield loading.load_model(folder, dtype=kind, device=device)
+        yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with joined(TIMEOUT, backend="nccl" if device.type == "cuda" else "gloo"):
-        model = loading.load_model(folder, dtype=kind, device=device)
-        tensor_parallel_(model)
-        yield model
+        yield
+
+
+def parallel_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model: cut over the ranks where this process is one of a job, else whole, to play ranks with.
+
+    It is cut on the CPU: a rank's memory there holds the whole of it for a moment, its device its part alone.
+    """
+    kind = loading.choose_dtype(dtype, device)
+    if world()[1] == 1:
+        return loading.load_model(folder, dtype=kind, device=device)
+    model = loading.load_model(folder, dtype=kind, device=torch.device("cpu"))
+    tensor_parallel_(model)
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def load(path: Path) -> Calibration:
+    """A calibration; on the ranks of a job the same on all of them, or the same error.
+
+    Raises:
+        CalibrationError: it can not be read. AgreementError: or not on all ranks, or not the same.
+    """
+    if world()[1] == 1:
+        return Calibration.load(path)
+    found = load_agreed(path, default_group(), Settings())
+    assert isinstance(found, Calibration)
+    return found
 
 
 def draw(settings: CalibrateSettings) -> text.Sequences:
@@ -99,10 +133,14 @@ def make(
         keep_state: write what was seen beside the output now and then, and go on from it.
     """
     drawn = sequences.draw(settings.sequences, settings.seed)
-    config = model.config.get_text_config()
-    k, layout = settings.selection(config.hidden_size)
+    if world()[0] == 0:
+        sequences.warn_if_fewer(settings.sequences)
+    k, layout = settings.selection(model.config.get_text_config().hidden_size)
+    if start is not None and not settings.features:
+        k, layout = start.settings.get("k"), start.settings.get("features", "fixed")
     described = (
         f"{len(drawn)} of {settings.length} tokens from {sequences.source}, seed {settings.seed}, "
+        f"tokens {sequences.fingerprint()}"
     )
     with progress_bar("calibrating", len(drawn)) as advance:
         done = 0
@@ -119,9 +157,9 @@ def make(
             k=k,
             features=layout,
             momentum=settings.momentum,
-            text=described + f"tokens {sequences.fingerprint()}",
+            text=described,
             start=start,
-            state=_state_file(settings.path) if keep_state else None,
+            state=_state_file(settings, described, start) if keep_state else None,
             progress=progress,
         )
 
@@ -169,5 +207,40 @@ def _for_job(settings: CalibrateSettings, ranks: int) -> CalibrateSettings:
     return dataclasses.replace(settings, ranks=wanted)
 
 
-def _state_file(output: Path) -> Path:
-    return output.with_name(f".{output.name}.state")
+def _check_output(path: Path) -> None:
+    """Raise, on all ranks of a job alike, unless the first one can write there.
+
+    Raises:
+        ConfigError: it can not; on a job's ranks AgreementError.
+    """
+    rank, ranks = world()
+    reason = "can be written"
+    if rank == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            reason = f"{error.strerror}; allowed: a file in a folder that can be written"
+    if ranks > 1:
+        agree(None, {f"output {path}": reason}, topic="output")
+    elif reason != "can be written":
+        raise ConfigError(f"output is {str(path)!r}: {reason}")
+
+
+def _state_file(settings: CalibrateSettings, described: str, start: Calibration | None) -> Path:
+    """Where the averages of a run lie meanwhile; runs with other options or text have others."""
+    before = start.fingerprint() if start else ""
+    key = f"{settings.model}/{settings.ranks}/{settings.dtype}/{settings.momentum}/{described}/{before}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:8]
+    state = settings.path.with_name(f".{settings.path.name}.{name}.state")
+    if world()[0] == 0 and _states(settings.path) and not state.exists():
+        log.warning(
+            "a calibration with other options or text was ended before: this one begins anew"
+        )
+    return state
+
+
+def _states(output: Path) -> list[Path]:
+    """What ended runs left beside the output."""
+    return list(output.parent.glob(f".{glob.escape(output.name)}.*.state"))

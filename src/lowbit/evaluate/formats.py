@@ -46,12 +46,3 @@ def check(names: tuple[str, ...]) -> None:
                     .replace("codec is", "format is")
                     .replace("allowed:", f"allowed: {', '.join(CALIBRATED)},")
                 ) from error
-
-
-def bits_per_value(low_bit: Calibration | Codec, rows: int, width: int) -> float:
-    """Bits on the wire for each value of a sum of (rows, width), every byte counted, over all boundaries."""
-    if isinstance(low_bit, Codec):
-        return low_bit.bits_per_element((rows, width))
-    codecs = [low_bit.codec(name) for name in low_bit.features]
-    sizes = [(codec.nbytes((rows, codec.grain)), rows * codec.grain) for codec in codecs]
-    return 8 * sum(size for size, _ in sizes) / sum(numel for _, numel in sizes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +12,9 @@ from lowbit.train import ConfigError
 from lowbit.train.device import choose_autocast, choose_device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,37 +47,41 @@ def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreT
         ConfigError: no checkpoint there, or one that Hugging Face can not load.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as hugging_face
 
     model_config(folder)
-    logging.disable_progress_bar()
+    hugging_face.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model {folder!r} can not be loaded: {reason}") from error
+    attention = model.config._attn_implementation
+    if attention != "sdpa":
+        log.warning("%s computes attention by %s: it has no other", type(model).__name__, attention)
     return model.to(device).eval()
 
 
-def model_config(folder: str) -> dict[str, Any]:
-    """The checkpoint's `config.json`.
+def model_config(folder: str) -> PreTrainedConfig:
+    """The config of the checkpoint's text model, with the defaults of its architecture.
 
     Raises:
-        ConfigError: it is missing, or no JSON.
+        ConfigError: it is missing, or Hugging Face does not know the architecture.
     """
+    from transformers import AutoConfig
+
     path = Path(folder) / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.is_file():
         raise ConfigError(
-            f"model is {folder!r}; {path}: {error.strerror}; "
-            "allowed: a local folder with a Hugging Face checkpoint"
+            f"model is {folder!r}, and there is no {path}; allowed: a local folder with a Hugging Face checkpoint"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model is {folder!r}; {path} can not be read: {str(error).splitlines()[0]}"
         ) from error
-    except ValueError as error:
-        raise ConfigError(f"model is {folder!r}; {path} is not JSON: {error}") from error
-    return values.get("text_config") or values
+    return config.get_text_config()
 
 
 def check_length(folder: str, length: int) -> None:
@@ -85,8 +90,7 @@ def check_length(folder: str, length: int) -> None:
     Raises:
         ConfigError: windows are longer.
     """
-    values = model_config(folder)
-    longest = values.get("max_position_embeddings", values.get("n_positions"))
+    longest = getattr(model_config(folder), "max_position_embeddings", None)
     if longest is not None and length > longest:
         raise ConfigError(
             f"length is {length}; the model knows {longest} positions; allowed: at most as many"
@@ -95,6 +99,6 @@ def check_length(folder: str, length: int) -> None:
 
 def possible_ranks(folder: str, wanted: tuple[int, ...] = (1, 2, 4, 8)) -> tuple[int, ...]:
     """Those numbers of ranks that share out the model's heads evenly."""
-    values = model_config(folder)
-    heads = [values.get(key) for key in ("num_attention_heads", "num_key_value_heads", "n_head")]
+    config = model_config(folder)
+    heads = [getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")]
     return tuple(n for n in wanted if all(h % n == 0 for h in heads if h))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,9 @@ import torch.distributed as dist
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec
 from lowbit.collectives import agree
+from lowbit.collectives.agreement import default_group
 from lowbit.evaluate import calibrate, formats, loading, text
-from lowbit.evaluate.score import BoundaryErrors, Reference, Score, perplexity
+from lowbit.evaluate.score import BoundaryErrors, Reference, Score, Traffic, perplexity
 from lowbit.evaluate.settings import (
     BASE,
     CalibrateSettings,
@@ -27,7 +30,9 @@ from lowbit.evaluate.settings import (
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
+    Drift,
     Settings,
+    boundaries,
     emulate_tensor_parallel_,
     low_bit_,
 )
@@ -52,11 +57,14 @@ def run(
         on_rows: called with the rows so far after each.
 
     Returns:
-        A report whose rows have `format`, `tp`, `real` (ranks), `perplexity`, `kept` (bf16's perplexity over this one),
-        `loss`, `tokens`, `bits_per_value`, `logits_error` (relative, to the first row's: one rank, or on real ranks
-        bf16), `logits` (digits of the first batch's bits), `boundary_error` (relative root mean square over the
-        boundaries; where ranks are played), `boundaries` (the same of each), `calibration` (what from), and with tasks
-        `scores` (by task and metric) and `scores_kept` (their mean over bf16's).
+        A report whose rows have `format`, `tp`, `real` (ranks), `algorithm` (of the all-reduce of what was coded),
+        `perplexity` (NaN where a sum was), `kept` (bf16's perplexity over this one), `loss`, `tokens`, `bits_per_value`
+        (of all that travelled), `coded` (share of the values; the others are of sums that are too small, and travel in
+        the model's dtype), `clipped` (share of the coded partial sums beyond their calibrated ranges), `logits_error`
+        (relative, to the first row's: one rank, or on real ranks bf16), `logits` (digits of the first batch's bits),
+        `boundary_error` (relative root mean square over the boundaries; where ranks are played), `boundaries` (the same
+        of each), `calibration` (what from), and with tasks `scores` (by task and metric) and `scores_kept` (the mean
+        over the tasks, of each the mean of its metrics, over bf16's).
 
     Raises:
         ConfigError, ValueError: settings, model or text that can not be used.
@@ -88,7 +96,7 @@ class Evaluation:
         self.device = loading.find_device(settings.device, self.ranks)
         loading.check_length(settings.model, settings.length)
         self.tps = self._tps()
-        self._given = _load_calibrations(settings.calibrations)
+        self._given: dict[int, Calibration] = {}
         tokenizer, begin = text.find_tokenizer(settings.tokenizer, settings.model)
         self.tokenizer = tokenizer
         self.sequences = text.read(
@@ -102,15 +110,20 @@ class Evaluation:
         self.travel = Settings(**_given(algorithm=settings.algorithm, small=settings.small))
         self.reference = Reference()
         self.rows: list[dict[str, Any]] = []
+        self._warned = False
 
     def run(self) -> Report:
         """As `run`."""
         settings = self.settings
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        with calibrate.parallel_model(settings.model, settings.dtype, self.device) as model:
+        if self.rank == 0:
+            self.sequences.warn_if_fewer(settings.sequences)
+        with calibrate.job(self.device):
             if self.ranks > 1:
                 agree(None, self._facts(), topic="evaluation")
+            self._given = _load_calibrations(settings.calibrations)
+            model = calibrate.parallel_model(settings.model, settings.dtype, self.device)
             for case in self._cases(model):
                 self.rows.append(self._measure(model, case))
                 self._compare()
@@ -141,10 +154,9 @@ class Evaluation:
         local = ("model", "text", "calibration_text", "task_folder", "tokenizer", "calibrations")
         values = dataclasses.asdict(self.settings)
         facts = {key: str(value) for key, value in values.items() if key not in local}
-        found = self._given.get(self.ranks)
         return facts | {
             "text": self.sequences.fingerprint(),
-            "calibration": found.fingerprint() if found else "none",
+            "calibrations": str(len(self.settings.calibrations)),
         }
 
     def _cases(self, model: PreTrainedModel) -> Iterator[_Case]:
@@ -157,6 +169,7 @@ class Evaluation:
                 if name in formats.CALIBRATED:
                     if calibration is None:
                         calibration, source = self._calibration(model, tp)
+                        self._warn_of_same_text(source)
                     low_bit, told = formats.make(name, calibration), source
                 else:
                     low_bit, told = formats.make(name, None), ""
@@ -174,7 +187,7 @@ class Evaluation:
             )
         beside = default_calibration(settings.model, tp)
         if not settings.calibration_text and self._all_have(beside):
-            found = Calibration.load(beside)
+            found = calibrate.load(beside)
             return found, found.text
         wanted = CalibrateSettings(
             model=settings.model,
@@ -191,6 +204,15 @@ class Evaluation:
         found = calibrate.make(model, calibrate.draw(wanted), wanted, keep_state=False)
         return found, found.text
 
+    def _warn_of_same_text(self, source: str) -> None:
+        same = f"tokens {self.sequences.fingerprint()}" in source
+        if same and self.rank == 0 and not self._warned:
+            self._warned = True
+            log.warning(
+                "text is %s, and the calibration was made from the same: what it says of other text may be too good",
+                self.sequences.source,
+            )
+
     def _all_have(self, path: Path) -> bool:
         """Whether the file is there, decided alike on all ranks."""
         if self.ranks == 1:
@@ -205,9 +227,8 @@ class Evaluation:
         return found[0]
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
-        errors = BoundaryErrors()
-        settings = self.settings
-        with self._parallel(model, case, errors):
+        settings, watch = self.settings, _Watch(case)
+        with self._parallel(model, case, watch):
             windows = len(self.sequences.spread(settings.sequences))
             with calibrate.progress_bar(f"{case.format}, tp {case.tp}", windows) as advance:
                 score = perplexity(
@@ -222,23 +243,29 @@ class Evaluation:
             scores = self._tasks(model)
         if self.ranks > 1:
             agree(None, {"logits": score.logits, "loss": repr(score.loss)}, topic="outcome")
-        return self._row(case, score, errors, scores)
+        if not math.isfinite(score.loss) and self.rank == 0:
+            log.warning(
+                "%s, tp %d: the loss is %s: a sum over ranks was NaN or infinite",
+                case.format, case.tp, score.loss,
+            )  # fmt: skip
+        return self._row(case, score, watch, scores)
 
     @contextlib.contextmanager
-    def _parallel(
-        self, model: PreTrainedModel, case: _Case, errors: BoundaryErrors
-    ) -> Iterator[None]:
+    def _parallel(self, model: PreTrainedModel, case: _Case, watch: _Watch) -> Iterator[None]:
         """The model with its sums in this format; as it was afterwards."""
         if case.low_bit is None:
             yield
-        elif self.ranks > 1:
-            with low_bit_(model, case.low_bit, settings=self.travel):
-                yield
+            return
+        given: dict[str, Any] = {"settings": self.travel, "drift": watch.drift}
+        if self.ranks > 1:
+            parallel: Any = low_bit_(model, case.low_bit, **given)
         else:
-            with emulate_tensor_parallel_(
-                model, case.tp, case.low_bit, settings=self.travel, watch=errors
-            ):
-                yield
+            parallel = emulate_tensor_parallel_(
+                model, case.tp, case.low_bit, watch=watch.errors, **given
+            )
+        watch.traffic = Traffic(boundaries(model), case.low_bit, self.travel, case.tp)
+        with parallel, watch.traffic:
+            yield
 
     def _tasks(self, model: PreTrainedModel) -> dict[str, float] | None:
         settings = self.settings
@@ -258,25 +285,25 @@ class Evaluation:
         )
 
     def _row(
-        self, case: _Case, score: Score, errors: BoundaryErrors, scores: dict[str, float] | None
+        self, case: _Case, score: Score, watch: _Watch, scores: dict[str, float] | None
     ) -> dict[str, Any]:
-        settings, bits = self.settings, None
-        if case.low_bit is not None:
-            width = loading.model_config(settings.model)["hidden_size"]
-            bits = formats.bits_per_value(case.low_bit, settings.batch * settings.length, width)
+        traffic = watch.traffic
         row = {
             "format": case.format,
             "tp": case.tp,
             "real": self.ranks > 1,
+            "algorithm": ", ".join(sorted(traffic.algorithms)) or None if traffic else None,
             "perplexity": score.perplexity,
             "kept": None,
             "loss": score.loss,
             "tokens": score.tokens,
-            "bits_per_value": bits,
+            "bits_per_value": traffic.bits_per_value if traffic else None,
+            "coded": traffic.coded_share if traffic else None,
+            "clipped": watch.clipped(self.ranks > 1),
             "logits_error": score.logits_error,
             "logits": score.logits,
-            "boundary_error": errors.mean(),
-            "boundaries": errors.relative(),
+            "boundary_error": watch.errors.mean(),
+            "boundaries": watch.errors.relative(),
             "calibration": case.source,
         }
         return row if scores is None else row | {"scores": scores, "scores_kept": None}
@@ -286,8 +313,27 @@ class Evaluation:
         row = self.rows[-1]
         base = next(r for r in self.rows if r["format"] == BASE and r["tp"] == row["tp"])
         row["kept"] = base["perplexity"] / row["perplexity"]
-        if "scores" in row and (before := sum(base["scores"].values())):
-            row["scores_kept"] = sum(row["scores"].values()) / before
+        if "scores" in row and (before := mean_score(base["scores"])):
+            row["scores_kept"] = mean_score(row["scores"]) / before
+
+
+class _Watch:
+    """What is seen of a case's sums while it runs."""
+
+    def __init__(self, case: _Case) -> None:
+        self.errors = BoundaryErrors()
+        self.traffic: Traffic | None = None
+        # shares are columns here, so no warnings; one sample of the error, which nobody looks at
+        calibrated = isinstance(case.low_bit, Calibration)
+        self.drift = Drift(threshold=1.0, every=1 << 30) if calibrated else None
+
+    def clipped(self, real: bool) -> float | None:
+        """Share of the coded partial sums that were cut; to be called by all real ranks. None: ranges that travel."""
+        if self.drift is None:
+            return None
+        rows = self.drift.report(default_group() if real else None).rows
+        values = sum(row.values for row in rows)
+        return sum(row.clipped * row.values for row in rows) / values if values else None
 
 
 def _load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
@@ -299,13 +345,21 @@ def _load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
     """
     found: dict[int, Calibration] = {}
     for file in files:
-        loaded = Calibration.load(file)
+        loaded = calibrate.load(Path(file))
         if loaded.world in found:
             raise ConfigError(
                 f"calibration has two files for {loaded.world} ranks; allowed: one for each number of ranks"
             )
         found[loaded.world] = loaded
     return found
+
+
+def mean_score(scores: Mapping[str, float]) -> float:
+    """Mean over the tasks, of each the mean of its metrics; by "task metric"."""
+    by_task: dict[str, list[float]] = {}
+    for name, value in scores.items():
+        by_task.setdefault(name.partition(" ")[0], []).append(value)
+    return statistics.fmean(map(statistics.fmean, by_task.values())) if by_task else 0.0
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowbit.codecs import Codec
 from lowbit.evaluate.text import Sequences
+from lowbit.tensor_parallel import Calibration, Settings
 
 REMEMBERED = 2**28
 """Bytes of logits that are kept to compare others with."""
@@ -23,7 +25,8 @@ class Score:
     """What a model makes of a text.
 
     Attributes:
-        loss: mean negative log-likelihood of a token, in nats, summed up in float64; tokens: how many were predicted.
+        loss: mean negative log-likelihood of a token, in nats, summed up in float64; NaN where a sum over ranks was
+            NaN or infinite. tokens: how many were predicted.
         logits: 16 hexadecimal digits of all bits of the first batch's logits: equal where those are bit-identical.
         logits_error: root mean square of the difference to a reference's logits, over that of the reference's from
             their mean; None without a reference.
@@ -37,7 +40,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite where that is beyond a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
 
 
 @dataclass
@@ -46,14 +49,17 @@ class Reference:
 
     Attributes:
         kept: float32 on the CPU, batch by batch, as many as fit into `REMEMBERED` bytes, but one at least.
+        full: one did not fit; those after it are not kept either, so that what is kept are the first ones.
     """
 
     kept: list[Tensor] = field(default_factory=list)
+    full: bool = False
 
     def remember(self, logits: Tensor) -> None:
         """Keep this batch's, if it is to be kept."""
         size = sum(t.numel() for t in self.kept) * 4
-        if not self.kept or size + logits.numel() * 4 <= REMEMBERED:
+        self.full = self.full or (bool(self.kept) and size + logits.numel() * 4 > REMEMBERED)
+        if not self.full:
             self.kept.append(logits.detach().float().cpu())
 
 
@@ -78,7 +84,7 @@ def perplexity(
         progress: called with the number of windows of each batch.
 
     Raises:
-        ValueError: no window, or a loss that is NaN or infinite.
+        ValueError: no window.
     """
     indices = sequences.spread(count)
     if not indices:
@@ -104,13 +110,68 @@ def perplexity(
                 progress(len(inputs))
     finally:
         model.train(training)
-    if not math.isfinite(total):
-        raise ValueError(
-            f"the loss on {sequences.source} is {total / tokens}; allowed: a finite one. NaN or infinity in a sum "
-            "over ranks shows in the logits"
-        )
     relative = math.sqrt(error / power) if power else None
     return Score(loss=total / tokens, tokens=tokens, logits=digest, logits_error=relative)
+
+
+class Traffic:
+    """What travels through the boundaries of a model while this is open, by the shapes of their sums.
+
+    Small sums travel in the model's dtype, whatever the format; both are counted here as they are.
+
+    Args:
+        boundaries: row-wise modules by name, whole or on real ranks.
+        low_bit: what their sums travel in; settings, ranks: how, and between how many.
+
+    Attributes:
+        values: of all sums, of one rank; coded: those among them that were coded; bits: on the wire for all, every
+            byte of the payloads counted.
+        algorithms: of the all-reduce of those that were coded.
+    """
+
+    def __init__(
+        self, boundaries: Mapping[str, nn.Linear], low_bit: Calibration | Codec, settings: Settings, ranks: int
+    ) -> None:  # fmt: skip
+        self.values = self.coded = self.bits = 0
+        self.algorithms: set[str] = set()
+        self._settings, self._ranks = settings, ranks
+        self._hooks = [
+            module.register_forward_hook(
+                self._hook(low_bit if isinstance(low_bit, Codec) else low_bit.codec(name))
+            )
+            for name, module in boundaries.items()
+        ]
+
+    def __enter__(self) -> Traffic:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def bits_per_value(self) -> float | None:
+        """Of everything that travelled; None if nothing did."""
+        return self.bits / self.values if self.values else None
+
+    @property
+    def coded_share(self) -> float | None:
+        """Of the values."""
+        return self.coded / self.values if self.values else None
+
+    def _hook(self, codec: Codec) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: nn.Module, inputs: Any, total: Tensor) -> None:
+            numel = total.numel()
+            self.values += numel
+            if not self._settings.codes(numel):
+                self.bits += 8 * total.element_size() * numel
+                return
+            size = codec.nbytes((numel,))
+            self.coded += numel
+            self.bits += 8 * size
+            self.algorithms.add(self._settings.chosen(self._ranks, size))
+
+        return hook
 
 
 class BoundaryErrors:

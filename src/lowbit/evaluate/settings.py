@@ -33,7 +33,8 @@ class CalibrateSettings:
         length: tokens of a sequence.
         output: file to write; absent: calibration-tp<ranks>.safetensors in the model's folder.
         features: which of a boundary's E features travel in bfloat16: "E/64" (so many of each boundary, those with the
-            largest ranges), any number of them, or "distributed" (as many in all, most where they help most).
+            largest ranges), any number of them, or "distributed" (as many in all, most where they help most); absent:
+            E/64, or with continue_ as in the calibration that goes on.
         continue_: go on from the calibration in the output, as after a warning that the text has drifted.
         momentum: of the moving averages.
         tokenizer: "bytes" or a folder; absent: the model's own.
@@ -48,7 +49,7 @@ class CalibrateSettings:
     sequences: int = 256
     length: int = 512
     output: str = ""
-    features: str = "E/64"
+    features: str = ""
     continue_: bool = False
     momentum: float = 0.99
     tokenizer: str = ""
@@ -74,13 +75,14 @@ class CalibrateSettings:
         """k (None: E // 64) and layout, as `lowbit.tensor_parallel.calibrate` takes them, for boundaries this wide."""
         if self.features == "distributed":
             return None, "distributed"
-        share = self.features.removeprefix("E/")
-        if not share.isdecimal() or (share != self.features and not int(share)):
+        wanted = self.features or "E/64"
+        share = wanted.removeprefix("E/")
+        if not share.isdecimal() or (share != wanted and not int(share)):
             raise ConfigError(
                 f"features is {self.features!r}; allowed: 'E/64' or another share of a boundary's E features, "
                 "a number of them, or 'distributed'"
             )
-        return (int(share) if share == self.features else width // int(share)), "fixed"
+        return (int(share) if share == wanted else width // int(share)), "fixed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,11 @@ class EvaluateSettings:
             raise ConfigError(f"format is empty; allowed: {', '.join(FORMATS)}, or any codec")
         if any(tp < 1 for tp in self.tps):
             raise ConfigError(f"tp is {self.tps}; allowed: at least 1")
+        if self.calibrations and self.calibration_text:
+            raise ConfigError(
+                f"calibration-text is {', '.join(self.calibration_text)} and calibration is "
+                f"{', '.join(self.calibrations)}; allowed: one of them"
+            )
         if self.task_folder and not self.tasks:
             raise ConfigError(f"task-folder is {self.task_folder!r}; allowed: with --task")
 

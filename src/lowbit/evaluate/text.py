@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from lowbit.train import ConfigError, corpus
 from lowbit.train.config import DataConfig
 from lowbit.train.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
 
+log = logging.getLogger(__name__)
 HELD_OUT = DataConfig().held_out_share
 LIBRARY = "Python's standard library"
 
@@ -57,6 +59,14 @@ class Sequences:
         targets = torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))
         return torch.cat([torch.tensor([self.begin]), targets[:-1]]), targets
 
+    def warn_if_fewer(self, count: int) -> None:
+        """Say so if there are not as many windows as were asked for."""
+        if count > len(self):
+            log.warning(
+                "sequences is %d, and %s has %d of %d tokens: all of them are used",
+                count, self.source, len(self), self.length,
+            )  # fmt: skip
+
     def spread(self, count: int) -> list[int]:
         """Numbers of `count` windows, evenly spread over the text; of all for 0, or where there are no more."""
         if not count or count >= len(self):
@@ -88,9 +98,9 @@ class Sequences:
         return [self.window(i)[0] for i in order.tolist()]
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the tokens and how they are cut."""
-        digest = hashlib.sha256(f"{self.length}/{self.begin}/{self.tokens.dtype}".encode())
-        digest.update(np.ascontiguousarray(self.tokens).data)
+        """16 hexadecimal digits of the tokens, however they are cut."""
+        digest = hashlib.sha256(str(self.begin).encode())
+        digest.update(np.ascontiguousarray(self.tokens, np.int64).data)
         return digest.hexdigest()[:16]
 
 

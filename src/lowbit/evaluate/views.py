@@ -21,9 +21,12 @@ def _percent(value: float) -> str:
 MAIN = (
     Column(title="format", field="format"),
     Column(title="tp", field="tp"),
-    Column(title="bits a\nvalue", field="bits_per_value", show="{:.4f}".format),
-    Column(title="perplexity", field="perplexity", show="{:.4f}".format),
+    Column(title="bits a\nvalue", field="bits_per_value", show="{:.6g}".format),
+    Column(title="coded", field="coded", show="{:.0%}".format),
+    Column(title="all-\nreduce", field="algorithm"),
+    Column(title="perplex-\nity", field="perplexity", show="{:.4f}".format),
     Column(title="kept", field="kept", show=_percent),
+    Column(title="clipped", field="clipped", show=_percent),
     Column(title="error of\nsums", field="boundary_error", show=_percent),
     Column(title="error of\nlogits", field="logits_error", show=_percent),
     Column(title="bits of\nlogits", field="logits", show=lambda digits: digits[:8]),
@@ -34,8 +37,15 @@ def table_of(rows: Sequence[Row]) -> Table:
     """What each format makes of the text."""
     if not rows:
         return table(rows, MAIN)
+    if all(row["coded"] in (None, 1) for row in rows):
+        rows = [{**row, "coded": None} for row in rows]  # leaves the column out
     ranks = "real ranks" if rows[0]["real"] else "ranks played in one process"
     return table(rows, MAIN, title=f"Perplexity of {rows[0]['tokens']:,} tokens, {ranks}")
+
+
+def line_of(row: Row) -> str:
+    """One row, while others are still measured."""
+    return f"{row['format']}, tp {row['tp']}: perplexity {row['perplexity']:.4f}, kept {row['kept']:.2%}"
 
 
 def show(report: Report) -> Group:
@@ -60,6 +70,12 @@ def draw(report: Report, path: Path) -> None:
     rows = [row for row in report.rows if row["tp"] > 1]
     measured = [row for row in rows if row["boundary_error"] is not None]
     names = list(dict.fromkeys(row["format"] for row in rows))
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for (
+        row
+    ) in measured:  # a format may go by another algorithm on more ranks, and errs otherwise then
+        name = ", ".join(filter(None, (row["format"], row["algorithm"])))
+        curves.setdefault(name, []).append((row["tp"], 100 * row["boundary_error"]))
     figure = charts.new_figure(panels=2 if measured else 1)
     groups = list(dict.fromkeys(row["tp"] for row in rows))
     kept = {(row["format"], row["tp"]): 100 * (row["kept"] - 1) for row in rows}
@@ -73,14 +89,11 @@ def draw(report: Report, path: Path) -> None:
     if measured:
         charts.lines(
             figure.axes[1],
-            {
-                name: [(r["tp"], 100 * r["boundary_error"]) for r in measured if r["format"] == name]
-                for name in names
-            },
+            curves,
             x_label="tensor-parallel ranks",
             label="relative error of the sums, %",
             title="Error against the number of ranks",
-        )  # fmt: skip
+        )
         figure.axes[1].set_ylim(bottom=0)
         figure.axes[1].set_xticks(groups)
     charts.save(figure, path)
