@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowbit.codecs import Cast, GroupInt
-from lowbit.tensor_parallel import Settings, boundaries, calibrate, emulate_tensor_parallel_
+from lowbit.tensor_parallel import (
+    Settings,
+    Traffic,
+    boundaries,
+    calibrate,
+    emulate_tensor_parallel_,
+)
 from tests.tensor_parallel.models import BOUNDARIES, VOCAB, WIDTH, Toy, ids, logits, sequences
 
 
@@ -63,9 +69,17 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
     with emulate_tensor_parallel_(model, 2):
         full = logits(model, ids())
     size = ids().numel() * WIDTH
+    codec, values = GroupInt(bits=4), size * len(BOUNDARIES)
     for settings, equal in ((Settings(small=size + 1), True), (Settings(small=size), False)):
-        with emulate_tensor_parallel_(model, 2, GroupInt(bits=4), settings=settings):
+        with emulate_tensor_parallel_(model, 2, codec, settings=settings) as emulation:
             assert torch.equal(logits(model, ids()), full) == equal
+            traffic = emulation.traffic
+            assert (traffic.plain, traffic.coded) == ((values, 0) if equal else (0, values))
+            assert traffic.bits_per_value == (32 if equal else codec.bits_per_element((size,)))
+    logits(model, ids())  # no longer watched
+    assert (traffic.coded, traffic.share_coded) == (values, 1)
+    traffic.reset()
+    assert traffic == Traffic()
     with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=Settings(small=0)):
         assert torch.equal(logits(model, ids()), full)
     assert Settings().chosen(2, 1 << 20) == Settings().chosen(4, 1 << 10) == "one_shot"

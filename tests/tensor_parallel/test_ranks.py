@@ -57,8 +57,9 @@ def on_real_ranks(folder: str) -> dict[str, Any]:
             ("gate", calibration, GATE, None),
             ("int8", INT8, TWO, None),
         ):
-            with low_bit_(model, source, settings=settings, drift=watching):
+            with low_bit_(model, source, settings=settings, drift=watching) as installed:
                 seen[name] = logits(model, ids())
+            seen[f"{name} traffic"] = installed.traffic
         assert torch.equal(logits(model, ids()), seen["whole"])  # removed without a trace
         found |= {f"{dtype} {key}": value for key, value in seen.items()}
         found[f"{dtype} drift"] = drift.report(dist.group.WORLD).rows
@@ -79,8 +80,12 @@ def in_one_process(ranks: int) -> dict[str, Any]:
             ("gate", calibration, GATE, None),
             ("int8", INT8, TWO, None),
         ):
-            with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching):
+            with emulate_tensor_parallel_(
+                model, ranks, source, settings=settings, drift=watching
+            ) as emulation:
                 found[f"{dtype} {name}"] = logits(model, ids())
+            if source is not None:
+                found[f"{dtype} {name} traffic"] = emulation.traffic
         found[f"{dtype} drift"] = drift.report().rows
     return found
 
