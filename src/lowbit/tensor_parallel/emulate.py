@@ -14,7 +14,6 @@ from lowbit.codecs.base import Codec, check_int
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import (
-    OURS,
     ROW,
     Plan,
     check_heads,
@@ -107,7 +106,7 @@ def emulate_tensor_parallel_(
     for module, forward in forwards.items():
         emulation.replace(module, forward)
     for name, style in styles.items():
-        if style in ROW or style.startswith(OURS):
+        if style in ROW:
             _cut_activations(emulation, modules[name.rpartition(".")[0]], modules[name])
     return emulation
 

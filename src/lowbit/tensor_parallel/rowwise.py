@@ -159,6 +159,8 @@ class LowBitRowwiseParallel(RowwiseParallel):
         input_layouts: `Shard(-1)` (default) or `Replicate()`.
         output_layouts: `Replicate()` only.
         use_local_output: return a plain tensor instead of a `DTensor`.
+        drift: watches at run time whether the calibrated ranges hold. name: of the boundary, in reports and errors;
+            one for each style that shares a `drift`.
 
     Raises:
         ValueError: another layout; at `parallelize_module` a module that is no `Linear`, or has another width.
@@ -173,6 +175,8 @@ class LowBitRowwiseParallel(RowwiseParallel):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        drift: Drift | None = None,
+        name: str = "this module",
     ) -> None:
         if output_layouts not in (None, Replicate()):
             raise ValueError(f"output_layouts is {output_layouts}; allowed: Replicate()")
@@ -181,7 +185,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         check_codec("codec", codec)
         self.codec, self.settings = codec, settings or Settings()
-        self.name = "this module"
+        self.drift, self.name = drift, name
         self.agreed = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -198,7 +202,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
             agree_on(group, self.codec, self.settings)
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
-        forward = row_forward(self.name, module, self.codec, group, self.settings)
+        forward = row_forward(self.name, module, self.codec, group, self.settings, drift=self.drift)
 
         def wrapped(x: Tensor) -> Tensor:
             total = forward(x)
