@@ -39,7 +39,7 @@ PUBLIC = {
     ),
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.tensor_parallel": (
-        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings "
+        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "
         "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"
     ),
     "lowbit.train": (

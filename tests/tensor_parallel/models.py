@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lowbit.tensor_parallel import Calibration, calibrate
 
 VOCAB, WIDTH, HEADS = 61, 64, 4
 BOUNDARIES = [f"layers.{i}.{name}" for i in range(2) for name in ("attn.o", "mlp.down")]
@@ -96,6 +99,12 @@ def sequences(count: int = 4, length: int = 11, seed: int = 7) -> list[Tensor]:
 
 def ids(rows: int = 2, length: int = 9) -> Tensor:
     return torch.stack(sequences(rows, length, seed=11))
+
+
+@functools.cache
+def calibrated() -> Calibration:
+    """Of a fresh `Toy`, on two ranks."""
+    return calibrate(Toy(), sequences(), ranks=2, text="toy text")
 
 
 def logits(model: Any, tokens: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ from lowbit.tensor_parallel import (
     emulate_tensor_parallel_,
 )
 from lowbit.tensor_parallel.select import select
-from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, logits, sequences
+from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, calibrated, logits, sequences
 
 
 @pytest.fixture(scope="module")
 def calibration() -> Calibration:
-    return calibrate(Toy(), sequences(), ranks=2, text="toy text")
+    return calibrated()
 
 
 def partial_sums(sequence: Tensor, ranks: int) -> dict[str, list[Tensor]]:
@@ -164,6 +164,8 @@ def edited(data: bytes, **changes: str) -> bytes:
             lambda d: edited(d, codec_version="0"),
             r"is for version 0 of FeatureInt4, this lowbit has version \d",
         ),
+        (lambda d: edited(d, features="[]"), "not as `lowbit calibrate` writes it"),
+        (lambda d: edited(d, world="two"), "not as `lowbit calibrate` writes it: ValueError"),
     ],
 )
 def test_files_that_can_not_be_used_say_why(
@@ -181,8 +183,21 @@ def test_other_models_and_worlds_are_told_apart(calibration: Calibration, tmp_pa
         Calibration.load(tmp_path / "not-there")
     with pytest.raises(CalibrationError, match="for 2 ranks, this is a group of 4"):
         calibration.check(Toy(), 4)
-    with pytest.raises(CalibrationError, match=r"for the model Toy \[\w+\], this is Toy \[\w+\]"):
-        calibration.check(Toy(seed=1), 2)
+    for edited in (
+        "embed.weight", "layers.0.attn.v.weight", "layers.1.first.weight", "layers.1.mlp.down.weight", "head.bias"
+    ):  # fmt: skip
+        model = Toy()
+        with torch.no_grad():
+            model.get_parameter(edited).view(-1)[-3] += 0.1
+        with pytest.raises(
+            CalibrationError, match=r"for the model Toy \[\w+\], this is Toy \[\w+\]"
+        ):
+            calibration.check(model, 2)
+    model = Toy()
+    with torch.no_grad():
+        model.embed.weight[[3, 4]] = model.embed.weight[[4, 3]]
+    with pytest.raises(CalibrationError, match="for the model Toy"):
+        calibration.check(model, 2)
     shorter = Toy()
     del shorter.layers[1]
     with pytest.raises(CalibrationError, match="has 4 boundaries, the model 2; .*layers.1.attn.o"):

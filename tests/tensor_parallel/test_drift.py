@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from lowbit.codecs import GroupInt
-from lowbit.tensor_parallel import Drift, Settings, calibrate, emulate_tensor_parallel_
-from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, ids, logits, sequences
+from lowbit.tensor_parallel import Drift, Settings, emulate_tensor_parallel_
+from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, calibrated, ids, logits
 
 NAME = "layers.1.mlp.down"
 
 
 def test_shares_and_errors_are_those_of_the_values(caplog: pytest.LogCaptureFixture):
     model = Toy()
-    calibration = calibrate(model, sequences(), ranks=2)
+    calibration = calibrated()
     drift, seen = Drift(threshold=0.3, every=1), []
 
     def watch(name: str, partials: list[torch.Tensor], total: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def test_curves_and_samples(tmp_path: Path):
     from torch.utils.tensorboard import SummaryWriter
 
     model, drift = Toy(), Drift(every=3)
-    calibration = calibrate(model, sequences(), ranks=2)
+    calibration = calibrated()
     with emulate_tensor_parallel_(model, 2, calibration, settings=Settings(small=0), drift=drift):
         logits(model, ids())
     with SummaryWriter(str(tmp_path)) as writer:

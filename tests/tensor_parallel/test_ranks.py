@@ -35,13 +35,13 @@ ONE, TWO, GATE = (
     Settings(small=1 << 20),
 )
 INT8 = GroupInt(bits=8, group=64, symmetric=True)
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
-def on_real_ranks(folder: str) -> dict[str, Any]:
+def on_real_ranks(folder: str, dtypes: int) -> dict[str, Any]:
     """What one of them sees. The calibration's state is written by one and read by all."""
     found: dict[str, Any] = {}
-    for dtype in DTYPES:
+    for dtype in DTYPES[:dtypes]:
         model = tensor_parallel_(Toy().to(dtype))
         state = Path(folder) / f"{dtype}.state"
         interrupted = sequences()
@@ -57,17 +57,18 @@ def on_real_ranks(folder: str) -> dict[str, Any]:
             ("gate", calibration, GATE, None),
             ("int8", INT8, TWO, None),
         ):
-            with low_bit_(model, source, settings=settings, drift=watching):
+            with low_bit_(model, source, settings=settings, drift=watching) as installed:
                 seen[name] = logits(model, ids())
+            seen[f"{name} traffic"] = installed.traffic
         assert torch.equal(logits(model, ids()), seen["whole"])  # removed without a trace
         found |= {f"{dtype} {key}": value for key, value in seen.items()}
         found[f"{dtype} drift"] = drift.report(dist.group.WORLD).rows
     return found
 
 
-def in_one_process(ranks: int) -> dict[str, Any]:
+def in_one_process(ranks: int, dtypes: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for dtype in DTYPES:
+    for dtype in DTYPES[:dtypes]:
         model = Toy().to(dtype)
         calibration = calibrate(model, sequences(), ranks=ranks)
         drift = Drift(every=1)
@@ -79,8 +80,12 @@ def in_one_process(ranks: int) -> dict[str, Any]:
             ("gate", calibration, GATE, None),
             ("int8", INT8, TWO, None),
         ):
-            with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching):
+            with emulate_tensor_parallel_(
+                model, ranks, source, settings=settings, drift=watching
+            ) as emulation:
                 found[f"{dtype} {name}"] = logits(model, ids())
+            if source is not None:
+                found[f"{dtype} {name} traffic"] = emulation.traffic
         found[f"{dtype} drift"] = drift.report().rows
     return found
 
@@ -91,16 +96,16 @@ def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # a NaN among the numbers is one on both sides
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("count", "dtypes"), [(2, 2), (4, 1)])
 def test_real_ranks_compute_what_one_process_emulates(
-    ranks: Ranks, count: int, tmp_path: Path, one_thread: None
+    ranks: Ranks, count: int, dtypes: int, tmp_path: Path, one_thread: None
 ):
-    emulated = in_one_process(count)
-    real = ranks.run(on_real_ranks, str(tmp_path), ranks=count)
+    emulated = in_one_process(count, dtypes)
+    real = ranks.run(on_real_ranks, str(tmp_path), dtypes, ranks=count)
     for rank, found in enumerate(real):
         wrong = [key for key, value in emulated.items() if not same(value, found[key])]
         assert not wrong, f"rank {rank} of {count}"
-    for dtype in DTYPES:
+    for dtype in DTYPES[:dtypes]:
         full, gate = emulated[f"{dtype} whole"], emulated[f"{dtype} gate"]
         assert torch.equal(full, gate)
         assert not torch.equal(full, emulated[f"{dtype} one"])
@@ -123,7 +128,8 @@ def hugging_face(folder: str, path: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     stock, ours = llama(), llama()
     apply_tensor_parallelism(stock, mesh, stock._expand_parallel_plan(stock.tp_plan))
-    plan = ours.tp_plan | low_bit_plan(folder, path, settings=ONE)
+    drift = Drift(every=1)
+    plan = ours.tp_plan | low_bit_plan(folder, path, settings=ONE, drift=drift)
     apply_tensor_parallelism(ours, mesh, ours._expand_parallel_plan(plan))
     fresh = calibrate(stock, sequences())
     low_bit_(stock, path, settings=ONE)
@@ -132,6 +138,7 @@ def hugging_face(folder: str, path: str) -> dict[str, Any]:
         "logits": logits(stock, ids()),
         "planned": logits(ours, ids()),
         "tokens": ours.generate(ids(1, 4), max_new_tokens=5, do_sample=False),
+        "watched": min(row.values for row in drift.report().rows),
     }
 
 
@@ -152,11 +159,25 @@ def test_hugging_face_models_run_by_plan_and_generate(
         assert torch.equal(found["logits"], expected)
         assert torch.equal(found["planned"], expected)
         assert torch.equal(found["tokens"], tokens)
+        assert found["watched"] >= ids().numel() * WIDTH
 
 
 def without_an_artifact(path: str) -> None:
     mine = path if dist.get_rank() == 0 else path + ".not-there"
     low_bit_(tensor_parallel_(Toy()), mine)
+
+
+def with_nothing(path: str) -> None:
+    nothing: Any = None
+    low_bit_(tensor_parallel_(Toy()), nothing if dist.get_rank() else path)
+
+
+def with_other_sequences(path: str) -> None:
+    calibrate(tensor_parallel_(Toy()), sequences(1, seed=dist.get_rank()))
+
+
+def with_another_momentum(path: str) -> None:
+    calibrate(tensor_parallel_(Toy()), sequences(1), momentum=0.9 + 0.2 * dist.get_rank())
 
 
 def with_other_settings(path: str) -> None:
@@ -181,6 +202,9 @@ def twice(path: str) -> None:
     ("function", "kind", "told"),
     [
         (without_an_artifact, "AgreementError", ["Calibration [", "none (", "not-there", "rank 1"]),
+        (with_nothing, "AgreementError", ["Calibration [", "none (", "NoneType"]),
+        (with_other_sequences, "AgreementError", ["sequences: ", "on rank 0", "on rank 1"]),
+        (with_another_momentum, "AgreementError", ["momentum: ", "no (momentum is 1.1"]),
         (with_other_settings, "AgreementError", ["small=0", "small=1"]),
         (with_another_model, "CalibrationError", ["for the model Toy [", "this is Toy ["]),
         (with_gradients, "RuntimeError", ["layers.0.attn", "no_grad"]),
@@ -219,11 +243,17 @@ def pytorch_styles() -> dict[str, Any]:
     codec = calibration.codec("down")
     assert isinstance(codec, FeatureInt4)
     with torch.no_grad():
+        drift = Drift(every=1)
         found["full"] = reference(ids())
         with emulate_tensor_parallel_(reference, 2, calibration, plan=plan, settings=ONE):
             found["emulated"] = reference(ids())
-        by_name = {"up": ColwiseParallel(), **low_bit_styles(calibration, mesh, settings=ONE)}
+        by_name = {
+            "up": ColwiseParallel(),
+            **low_bit_styles(calibration, mesh, settings=ONE, drift=drift),
+        }
         found["styles"] = parallelize_module(Pair(), mesh, by_name)(ids())
+        assert [row.boundary for row in drift.report().rows] == ["down"]
+        assert drift.report().rows[0].values == ids().numel() * WIDTH
         whole_input = {
             "embed": LowBitRowwiseParallel(codec, input_layouts=Replicate()),
             "down": LowBitRowwiseParallel(

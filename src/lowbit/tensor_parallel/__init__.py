@@ -12,6 +12,7 @@ from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_plan, low_bit_style
 from lowbit.tensor_parallel.plan import boundaries
 from lowbit.tensor_parallel.reduce import Settings
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
+from lowbit.tensor_parallel.traffic import Traffic
 
 __all__ = [
     "Calibration",
@@ -21,6 +22,7 @@ __all__ = [
     "Installed",
     "LowBitRowwiseParallel",
     "Settings",
+    "Traffic",
     "boundaries",
     "calibrate",
     "emulate_tensor_parallel_",

@@ -41,6 +41,7 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]
     Raises:
         CalibrationError: no such file, not a safetensors file, cut short, or of another format.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
@@ -55,7 +56,10 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]
         raise CalibrationError(
             f"{path} has the format {metadata.get('format')!r}; expected {kind!r}"
         )
-    return load(data), metadata
+    try:
+        return load(data), metadata
+    except (SafetensorError, KeyError) as error:
+        raise CalibrationError(f"{path} is no safetensors file: {error}") from error
 
 
 def _header(path: str | Path, data: bytes) -> dict[str, dict]:

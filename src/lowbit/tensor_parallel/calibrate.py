@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def calibrate(
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
     On real tensor-parallel ranks all of them call this with the same sequences and get the same result, which is that
-    of the emulation.
+    of the emulation. They read all `sequences` and compare them and all settings before the first forward pass.
 
     Args:
         model: Hugging Face model, whole or loaded with a `tp_plan`; or any module with a `plan` that takes token ids.
@@ -69,28 +70,39 @@ def calibrate(
     Raises:
         ValueError: no sequences, NaN in the model, a boundary that is always zero or not used, k not below E.
         CalibrationError: a state or `start` of another model, number of ranks or momentum.
+        AgreementError: on real ranks, when they hold other sequences, models or settings; the same text on all.
     """
-    check_choice("features", features, ("fixed", "distributed"))
-    if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-        raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
-    check_int("save_every", save_every, 1, 1 << 30)
     rows = boundaries(model, plan)
-    real = bool(parallel_boundaries(model))
-    group = group_of(rows) if real else None
-    world = _world(ranks, group)
+    group = group_of(rows) if parallel_boundaries(model) else None
     name = identity(model, rows)
-    widths = {boundary: module.out_features for boundary, module in rows.items()}
-    for boundary, width in widths.items():
-        if k is not None and not 0 <= k < width:
-            raise ValueError(f"k is {k}; allowed: 0 to {width - 1}, fewer than {boundary} has")
-    observer = Observer(widths, ranks=world, momentum=momentum)
-    before = _continue(observer, start, name)
-    facts = {"model": name, "world": str(world), "momentum": str(momentum), "text": text}
-    facts["before"] = f"{before} {start.fingerprint() if start else ''}".strip()
-    if state is not None:
-        observer.resume(state, facts)
-    if group is not None:
-        agree(group, {"sequences seen before": str(observer.count)}, topic="calibration")
+    if group is not None:  # read before the first pass, to compare what the ranks are about to feed
+        sequences = list(sequences)
+
+    def prepare() -> tuple[Observer, int, dict[str, str]]:
+        widths = {boundary: module.out_features for boundary, module in rows.items()}
+        _check_arguments(k, features, momentum, save_every, widths)
+        observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
+        before = _continue(observer, start, name)
+        facts = {
+            "model": name,
+            "world": str(observer.ranks),
+            "momentum": str(momentum),
+            "text": text,
+        }
+        facts["before"] = f"{before} {start.fingerprint() if start else ''}".strip()
+        if state is not None:
+            observer.resume(state, facts)
+        return observer, before, facts
+
+    settings = {
+        "k": k,
+        "features": features,
+        "momentum": momentum,
+        "save_every": save_every,
+        "saves": state is not None,
+    }
+    told = {"text": text, "start": start.fingerprint() if start else None} | settings
+    observer, before, facts = _agreed(prepare, told, sequences, group)
 
     def save() -> None:
         if state is not None:
@@ -102,16 +114,67 @@ def calibrate(
     _run(model, sequences, observer, before, rows, group, save, save_every, progress, plan)
     if observer.count == 0:
         raise ValueError("sequences is empty; allowed: at least one sequence")
-    _, floored = magnitudes_of(observer.lows, observer.highs, observer.count, momentum)
+    _warn_of_zeros(observer)
+    return Calibration(
+        lows=observer.lows, highs=observer.highs, count=observer.count, features={}, model=name, world=observer.ranks,
+        text="; ".join(filter(None, [start.text if start else "", text])), settings={"momentum": momentum},
+    ).select(k=k, features=features)  # fmt: skip
+
+
+def _check_arguments(
+    k: int | None, features: str, momentum: float, save_every: int, widths: Mapping[str, int]
+) -> None:
+    check_choice("features", features, ("fixed", "distributed"))
+    if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
+    check_int("save_every", save_every, 1, 1 << 30)
+    for boundary, width in widths.items():
+        if k is not None and not 0 <= k < width:
+            raise ValueError(f"k is {k}; allowed: 0 to {width - 1}, fewer than {boundary} has")
+
+
+def _warn_of_zeros(observer: Observer) -> None:
+    _, floored = magnitudes_of(observer.lows, observer.highs, observer.count, observer.momentum)
     if floored:
         _log.warning(
             "never seen other than zero: %s%s; such features get the smallest range of their boundary", floored[0],
             f", and features of {len(floored) - 1} more boundaries" if len(floored) > 1 else "",
         )  # fmt: skip
-    return Calibration(
-        lows=observer.lows, highs=observer.highs, count=observer.count, features={}, model=name, world=world,
-        text="; ".join(filter(None, [start.text if start else "", text])), settings={"momentum": momentum},
-    ).select(k=k, features=features)  # fmt: skip
+
+
+def _agreed(
+    prepare: Callable[[], tuple[Observer, int, dict[str, str]]],
+    told: Mapping[str, object],
+    sequences: Iterable[Tensor],
+    group: dist.ProcessGroup | None,
+) -> tuple[Observer, int, dict[str, str]]:
+    """What `prepare` makes, once all ranks have it and are about to do the same; else the same error on all."""
+    if group is None:
+        return prepare()
+    error: Exception | None = None
+    facts = {what: str(value) for what, value in told.items()}
+    try:
+        observer, before, found = prepare()
+        facts |= found | {"sequences seen before": str(observer.count)}
+        facts["sequences"] = _digest(sequences)
+        facts["ready"] = "yes"
+    except (
+        Exception
+    ) as failed:  # whatever it is: the other ranks wait for this one to say something
+        error, facts["ready"] = failed, f"no ({failed})"
+    agree(group, facts, topic="calibration")
+    if error is not None:
+        raise error
+    return observer, before, found
+
+
+def _digest(sequences: Iterable[Tensor]) -> str:
+    """16 hexadecimal digits of all token ids and how they are batched."""
+    digest = hashlib.sha256()
+    for batch in sequences:
+        digest.update(f"/{batch.dtype}/{tuple(batch.shape)}/".encode())
+        digest.update(batch.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:

@@ -96,11 +96,12 @@ class Calibration:
         settings = {**self.settings, "k": k, "features": features}
         return dataclasses.replace(self, features=chosen, settings=settings)
 
-    def bits_per_value(self) -> float:
-        """Bits on the wire for each value, over all boundaries: (16 k + 4 (E - k)) / E."""
-        widths = {name: low.shape[1] for name, low in self.lows.items()}
-        bits = sum(4 * width + 12 * len(self.features[name]) for name, width in widths.items())
-        return bits / sum(widths.values())
+    def bits_per_value(self, *boundaries: str) -> float:
+        """Bits on the wire for each value of these boundaries; without any, of all: (16 k + 4 (E - k)) / E."""
+        names = boundaries or tuple(self.features)
+        widths = [self.lows[name].shape[1] for name in names]
+        bits = 4 * sum(widths) + 12 * sum(len(self.features[name]) for name in names)
+        return bits / sum(widths)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of everything in it: what ranks compare before the first token."""
@@ -147,7 +148,8 @@ class Calibration:
         """Read a file that `save` wrote.
 
         Raises:
-            CalibrationError: no such file, cut short, another format, made for another version of the codec.
+            CalibrationError: no such file, cut short, another format, made for another version of the codec,
+                without some of its metadata.
         """
         tensors, metadata = artifact.read(path, _FORMAT)
         version = metadata.get("codec_version")
@@ -156,17 +158,22 @@ class Calibration:
                 f"{path} is for version {version} of FeatureInt4, this lowbit has version "
                 f"{FeatureInt4.wire_version}: calibrate again"
             )
-        lows, highs = split(tensors)
-        return cls(
-            lows=lows,
-            highs=highs,
-            count=int(metadata["count"]),
-            features={name: tuple(k) for name, k in json.loads(metadata["features"]).items()},
-            model=metadata["model"],
-            world=int(metadata["world"]),
-            text=metadata["text"],
-            settings=json.loads(metadata["settings"]),
-        )
+        try:
+            lows, highs = split(tensors)
+            return cls(
+                lows=lows,
+                highs=highs,
+                count=int(metadata["count"]),
+                features={name: tuple(k) for name, k in json.loads(metadata["features"]).items()},
+                model=metadata["model"],
+                world=int(metadata["world"]),
+                text=metadata["text"],
+                settings=json.loads(metadata["settings"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CalibrationError(
+                f"{path} is not as `lowbit calibrate` writes it: {type(error).__name__}: {error}"
+            ) from error
 
     def _metadata(self) -> dict[str, str]:
         return {

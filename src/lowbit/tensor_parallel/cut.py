@@ -28,7 +28,7 @@ def tensor_parallel_(
     For models that are in memory already, and where `from_pretrained(folder, tp_plan="auto")` can not be had: it needs
     the package accelerate. Each rank keeps its part of every weight that the plan names, as a `DTensor`;
     embeddings stay whole. Partial sums are gathered in the model's dtype and added up in float32 in the order of the
-    ranks, until `low_bit_` has them coded; results are those of `emulate_tensor_parallel_`, bit for bit.
+    ranks, until `low_bit_` has them coded; results are those of `emulate_tensor_parallel_`, on CPU bit for bit.
 
     Args:
         model: whole, with the same weights on all ranks; they are not sent.

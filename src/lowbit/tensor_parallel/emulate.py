@@ -1,4 +1,4 @@
-"""A tensor-parallel model in one process: bit for bit what real ranks compute, for calibration and evaluation."""
+"""A tensor-parallel model in one process: on CPU, bit for bit what real ranks compute; to calibrate and evaluate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lowbit.codecs.base import Codec, check_int
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import (
-    OURS,
     ROW,
     Plan,
     check_heads,
@@ -24,37 +23,23 @@ from lowbit.tensor_parallel.plan import (
     shards,
 )
 from lowbit.tensor_parallel.reduce import Settings, check_codec, check_inference, sum_in_process
+from lowbit.tensor_parallel.rowwise import Installed
+from lowbit.tensor_parallel.traffic import Traffic
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """Called with the name of a boundary, the ranks' partial sums and their sum."""
 
 
-class Emulation:
-    """A model whose forward passes go as on `ranks` tensor-parallel ranks, until `remove`. A context manager."""
+class Emulation(Installed):
+    """A model whose forward passes go as on `ranks` tensor-parallel ranks, until `remove`. A context manager.
 
-    def __init__(self, model: nn.Module, ranks: int) -> None:
-        self.model, self.ranks = model, ranks
-        self._before: list[tuple[nn.Module, Any]] = []
+    Attributes:
+        ranks: that are played. traffic: what each of them would have sent and received so far.
+    """
 
-    def remove(self) -> nn.Module:
-        """Give the modules their own forward back; returns the model."""
-        while self._before:
-            module, before = self._before.pop()
-            if before is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = before
-        return self.model
-
-    def __enter__(self) -> Emulation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-    def _replace(self, module: nn.Module, forward: Callable[..., Tensor]) -> None:
-        self._before.append((module, module.__dict__.get("forward")))
-        module.__dict__["forward"] = forward
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
 
 
 def emulate_tensor_parallel_(
@@ -71,8 +56,10 @@ def emulate_tensor_parallel_(
 
     Every matrix product has the shape that it has on a rank (column-wise weights are cut by outputs, row-wise ones by
     inputs), activations between them are computed by shards, and partial sums are coded and added up in the order of
-    the ranks: logits are bit-identical to those of real ranks that use as many threads (tested, with bfloat16 and
-    float32 weights). Memory: a second copy of the row-wise weights. Nothing travels.
+    the ranks: on CPU, logits are bit-identical to those of real ranks that use as many threads (tested, with bfloat16
+    and float32 weights). On a GPU that is not shown: attention is computed for all heads at once here and for a rank's
+    own there, for which a kernel may choose another order of additions. Memory: a second copy of the row-wise
+    weights. Nothing travels.
 
     Args:
         model: a whole Hugging Face model, or any module with a `plan`.
@@ -100,7 +87,7 @@ def emulate_tensor_parallel_(
     rows = {name: modules[name] for name, style in styles.items() if is_row(style)}
     if isinstance(low_bit, Calibration):
         low_bit.check(model, ranks, rows)
-    emulation = Emulation(model, ranks)
+    emulation = Emulation(ranks)
     chosen = settings or Settings()
     forwards: dict[nn.Module, Callable[..., Tensor]] = {}  # all of them, or none
     for name, style in styles.items():
@@ -112,14 +99,14 @@ def emulate_tensor_parallel_(
                 check_codec(name, codec, module.out_features, ranks)
             if drift is not None:
                 codec = drift.attach(name, codec, module.weight.device)
-            add_up = _Sum(name, codec, chosen, watch, drift)
+            add_up = _Sum(name, codec, chosen, watch, drift, emulation.traffic)
             forwards[module] = _row_forward(name, module, ranks, add_up)
         else:
             forwards[module] = _column_forward(module, ranks)
     for module, forward in forwards.items():
-        emulation._replace(module, forward)
+        emulation.replace(module, forward)
     for name, style in styles.items():
-        if style in ROW or style.startswith(OURS):
+        if style in ROW:
             _cut_activations(emulation, modules[name.rpartition(".")[0]], modules[name])
     return emulation
 
@@ -134,13 +121,15 @@ class _Sum:
         settings: Settings,
         watch: Watch | None,
         drift: Drift | None,
+        traffic: Traffic,
     ) -> None:
         self._name, self._codec, self._settings = name, codec, settings
-        self._watch, self._drift = watch, drift
+        self._watch, self._drift, self._traffic = watch, drift, traffic
 
     def __call__(self, partials: list[Tensor]) -> Tensor:
         numel, ranks = partials[0].numel(), len(partials)
-        if self._drift is not None and self._settings.codes(numel) and ranks > 1:
+        coded = self._traffic.take(partials[0], ranks, self._codec, self._settings)
+        if self._drift is not None and coded:
             assert self._codec is not None
             totals = ranks * self._settings.totals(numel, ranks, self._codec)
             self._drift.look(self._name, partials, totals)
@@ -208,4 +197,4 @@ def _cut_activations(emulation: Emulation, parent: nn.Module, row: nn.Module) ->
                 parts = [part.contiguous() for part in shards(x, emulation.ranks, -1)]
                 return torch.cat([_own(part, *args, **kwargs) for part in parts], -1)
 
-            emulation._replace(module, forward)
+            emulation.replace(module, forward)

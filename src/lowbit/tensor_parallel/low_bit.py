@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.plan import OURS, is_row, parallel_boundaries, plan_of
+from lowbit.tensor_parallel.plan import OURS, parallel_boundaries, plan_of
 from lowbit.tensor_parallel.reduce import Settings, check_codec
 from lowbit.tensor_parallel.rowwise import (
     Installed,
@@ -37,7 +38,8 @@ def low_bit_(
 ) -> Installed:
     """Let a tensor-parallel model add up its partial sums in few bits, in place, on all ranks at once.
 
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")   # torchrun --nproc-per-node 2
+        config = DistributedConfig(tp_plan="auto")         # of transformers.distributed; torchrun --nproc-per-node 2
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
         low_bit_(model, "calibration.safetensors")
 
     All ranks compare what they hold before anything is changed, and load the same or raise the same.
@@ -78,9 +80,9 @@ def load_agreed(
 
     Raises:
         AgreementError: ranks hold different ones, or some have none; the same text on all.
-        CalibrationError: none of them could load it.
+        CalibrationError, TypeError: none of them could load it, or it is neither a calibration nor a codec.
     """
-    error: CalibrationError | None = None
+    error: Exception | None = None
     found: Any = source
     try:
         if isinstance(source, str | Path):
@@ -88,7 +90,9 @@ def load_agreed(
         elif not isinstance(source, Calibration):
             check_codec("calibration", source)
         stated = f"{type(found).__name__} [{found.fingerprint()}]"
-    except CalibrationError as failed:
+    except (
+        Exception
+    ) as failed:  # whatever it is: the other ranks wait for this one to say something
         error, stated = failed, f"none ({failed})"
     facts = {"calibration": stated, "settings": str(settings)}
     agree(group, facts, settings.timeout, topic="tensor parallel")
@@ -102,13 +106,14 @@ def low_bit_styles(
     mesh: DeviceMesh,
     *,
     settings: Settings | None = None,
+    drift: Drift | None = None,
 ) -> dict[str, LowBitRowwiseParallel]:
     """Styles for `parallelize_module(model, mesh, {**column_wise, **low_bit_styles(...)})`, by boundary.
 
     Args:
         calibration: a file or a `Calibration` for this model; its boundaries are the keys.
         mesh: one dimension, the tensor-parallel ranks; all of them must call this.
-        settings: how sums travel.
+        settings: how sums travel. drift: watches at run time whether the calibrated ranges hold.
 
     Raises:
         As `low_bit_`; the model itself is not compared, only the sizes of its modules.
@@ -125,93 +130,39 @@ def low_bit_styles(
             f"the calibration is for {found.world} ranks, this mesh has {mesh.size()}"
         )
     styles = {
-        name: LowBitRowwiseParallel(found.codec(name), settings=chosen) for name in found.features
+        name: LowBitRowwiseParallel(found.codec(name), settings=chosen, drift=drift, name=name)
+        for name in found.features
     }
-    for name, style in styles.items():
-        style.name, style.agreed = name, True
+    for style in styles.values():
+        style.agreed = True
     return styles
 
 
 def low_bit_plan(
-    folder: str | Path, calibration: Source, *, settings: Settings | None = None
+    folder: str | Path,
+    calibration: Source,
+    *,
+    settings: Settings | None = None,
+    drift: Drift | None = None,
 ) -> dict[str, str]:
     """A Hugging Face `tp_plan` for a checkpoint folder, whose row-wise modules sum in few bits.
 
         plan = low_bit_plan(folder, "calibration.safetensors")
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan=plan))
 
-    The plan names styles of its own in `ALL_PARALLEL_STYLES`, for this one model. The calibration is loaded, agreed on
-    and compared with the model's weights at the first forward pass, when they are there; the errors are those of
-    `low_bit_`, the same on all ranks, and come before the first token.
+    The plan adds one rule to the model's own, for the whole model, with a style of its own in `ALL_PARALLEL_STYLES`.
+    At the first forward pass, when the weights are there, that style does what `low_bit_` does; the errors are the
+    same, on all ranks, and come before the first token. (transformers may log that the rule "was not applied on any of
+    the layers": it is applied to the model.)
+
+    Args:
+        folder: of the checkpoint. calibration, settings, drift: as for `low_bit_`.
 
     Raises:
         ValueError: the model in the folder has no tensor-parallel plan.
         ImportError: this version of transformers has other base classes for styles.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    rows = [name for name, style in plan_of(model).items() if is_row(style)]
-    late = _Late(config, calibration, settings or Settings(), rows)
-    return {rule: _register(late, rule) for rule in dict.fromkeys(map(_rule, rows))}
-
-
-def _rule(name: str) -> str:
-    """The name with a `*` for the number of a layer, as Hugging Face writes it."""
-    return re.sub(r"\.\d+(\.|$)", r".*\1", name)
-
-
-class _Late:
-    """A calibration that waits for the model: styles hear of modules one by one, without names, before weights come.
-
-    Hugging Face installs a style on the modules of a rule in the order in which the model has them.
-    """
-
-    def __init__(
-        self, config: Any, calibration: Source, settings: Settings, rows: list[str]
-    ) -> None:
-        self._config, self._calibration, self._settings = config, calibration, settings
-        self._names = {rule: [r for r in rows if _rule(r) == rule] for rule in map(_rule, rows)}
-        self._rows = rows
-        self._modules: dict[str, list[nn.Linear]] = {rule: [] for rule in self._names}
-
-    def add(self, rule: str, module: nn.Linear) -> None:
-        """One more module of a rule."""
-        if len(self._modules[rule]) == len(self._names[rule]):
-            raise ValueError(
-                f"a plan of low_bit_plan is for one model, and {rule} has {len(self._names[rule])} modules already; "
-                "allowed: a new plan for each from_pretrained"
-            )
-        self._modules[rule].append(module)
-
-        def forward(x: Tensor) -> Tensor:
-            self._bind()
-            return module(x)
-
-        module.__dict__["forward"] = forward
-
-    def _bind(self) -> None:
-        """Everything is loaded: agree, compare, and install the sums."""
-        found = {
-            name: module
-            for rule, names in self._names.items()
-            for name, module in zip(names, self._modules[rule], strict=True)
-        }
-        rows = {name: found[name] for name in self._rows}
-        group = group_of(rows)
-        calibration = load_agreed(self._calibration, group, self._settings)
-        if isinstance(calibration, Calibration):
-            calibration.check(self._config, dist.get_world_size(group), rows)
-            codecs = {name: calibration.codec(name) for name in rows}
-        else:
-            codecs = dict.fromkeys(rows, calibration)
-        install(rows, codecs, group, self._settings)
-
-
-def _register(late: _Late, rule: str) -> str:
-    """Make a style of Hugging Face's; its name."""
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
     from transformers.integrations.tensor_parallel import RowwiseParallel as Base
 
@@ -222,17 +173,37 @@ def _register(late: _Late, rule: str) -> str:
             f"transformers {transformers.__version__} has styles without install_forward; allowed: a version whose "
             "tensor parallelism is built on DTensor, or low_bit_(model, calibration) after from_pretrained"
         )
+    with torch.device("meta"):
+        plan_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)))
 
-    class LowBitRowwise(Base):
+    class LowBit(Base):
         def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            if type(module) is not nn.Linear:
-                raise ValueError(
-                    f"{rule} is {type(module).__name__}; allowed for {OURS}: torch.nn.Linear"
-                )
-            late.add(rule, module)
+            _at_first_pass(
+                module, lambda: low_bit_(module, calibration, settings=settings, drift=drift)
+            )
             return module
 
-    name = f"{OURS}/{id(late):x}/{rule}"
+        def shard_param(self, module: nn.Module, param: Any, mesh: DeviceMesh) -> None:
+            """The model's own rules cut parameters."""
+
+    style = LowBit()
+    name = f"{OURS}/{id(style):x}"
     styles: Any = ALL_PARALLEL_STYLES  # its annotation says functions
-    styles.register(name, LowBitRowwise())
-    return name
+    styles.register(name, style)
+    return {"": name}
+
+
+def _at_first_pass(model: nn.Module, act: Callable[[], object]) -> None:
+    """Do something once, before the first forward pass of a model or of any part of it that has parts."""
+    handles: list[RemovableHandle] = []
+
+    def hook(module: nn.Module, arguments: object) -> None:
+        act()
+        while handles:
+            handles.pop().remove()
+
+    handles += [
+        module.register_forward_pre_hook(hook)
+        for module in model.modules()
+        if list(module.children())
+    ]

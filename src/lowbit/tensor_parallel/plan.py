@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 ROW = ("rowwise",)
 ROW_OF_WHOLE_INPUT = ("rowwise_rep", "rowwise_split_input")
-OURS = "low_bit_rowwise"
 """Styles of Hugging Face plans: weights cut by outputs; by inputs, fed by such outputs; by inputs, fed the whole."""
+OURS = "low_bit"
+"""The style of a whole model whose sums travel in few bits begins with this."""
 _EXACT = ("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate")
 """Styles that do not change what is computed, not even in the last bit."""
 
@@ -42,10 +43,10 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         style = next((s for rule, s in rules.items() if fnmatch.fnmatchcase(name, rule)), None)
-        if style is None or style in _EXACT:
+        if style is None or style in _EXACT or style.startswith(OURS):
             continue
         if style not in COLUMN and not is_row(style):
-            known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, OURS, *_EXACT))
+            known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *_EXACT))
             raise ValueError(f"{name} has the style {style!r}; allowed: {known}")
         check_linear(name, module)
         found[name] = style
@@ -58,7 +59,7 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, str]:
 
 def is_row(style: str) -> bool:
     """Whether a module of this style leaves partial sums."""
-    return style in (*ROW, *ROW_OF_WHOLE_INPUT) or style.startswith(OURS)
+    return style in (*ROW, *ROW_OF_WHOLE_INPUT)
 
 
 def boundaries(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linear]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,15 +24,21 @@ from lowbit.tensor_parallel.reduce import (
     check_inference,
     sum_over_ranks,
 )
+from lowbit.tensor_parallel.traffic import Traffic
 
 Watch = Callable[[str, Tensor, Tensor], None]
 """Called with the name of a boundary, this rank's partial sums and the sum over all ranks."""
 
 
 class Installed:
-    """Modules that sum in few bits, until `remove`. A context manager."""
+    """Modules that sum in few bits, until `remove`. A context manager.
+
+    Attributes:
+        traffic: what their sums have carried so far.
+    """
 
     def __init__(self) -> None:
+        self.traffic = Traffic()
         self._before: list[tuple[nn.Module, Any]] = []
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -49,7 +55,7 @@ class Installed:
             else:
                 module.__dict__["forward"] = before
 
-    def __enter__(self) -> Installed:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -71,11 +77,13 @@ def install(
         rows: modules by name, whose weights are `DTensor`s cut by inputs.
         codecs: by name. watch: sees partial sums and totals. drift: watches what is coded.
     """
+    installed = Installed()
     forwards = {  # all of them, or none
-        module: row_forward(name, module, codecs.get(name), group, settings, watch, drift)
+        module: row_forward(
+            name, module, codecs.get(name), group, settings, watch, drift, installed.traffic
+        )
         for name, module in rows.items()
     }
-    installed = Installed()
     for module, forward in forwards.items():
         installed.replace(module, forward)
     return installed
@@ -89,6 +97,7 @@ def row_forward(
     settings: Settings,
     watch: Watch | None = None,
     drift: Drift | None = None,
+    traffic: Traffic | None = None,
 ) -> Callable[..., Tensor]:
     """A forward for a row-wise module: takes its rank's part of the input, or the whole; returns the whole output.
 
@@ -99,6 +108,7 @@ def row_forward(
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if drift is not None:
         codec = drift.attach(name, codec, local(module.weight).device)
+    counted = traffic or Traffic()
 
     def forward(x: Tensor) -> Tensor:
         check_inference(name, x, module.weight)
@@ -108,7 +118,8 @@ def row_forward(
         elif x.shape[-1] == module.in_features != weight.shape[1]:
             x = shards(x, ranks, -1)[rank].contiguous()
         partial = F.linear(x, weight)
-        if drift is not None and ranks > 1 and settings.codes(partial.numel()):
+        coded = counted.take(partial, ranks, codec, settings)
+        if drift is not None and coded:
             assert codec is not None
             totals = settings.totals(partial.numel(), ranks, codec)
             drift.look(name, [partial], totals, rank)
@@ -148,6 +159,8 @@ class LowBitRowwiseParallel(RowwiseParallel):
         input_layouts: `Shard(-1)` (default) or `Replicate()`.
         output_layouts: `Replicate()` only.
         use_local_output: return a plain tensor instead of a `DTensor`.
+        drift: watches at run time whether the calibrated ranges hold. name: of the boundary, in reports and errors;
+            one for each style that shares a `drift`.
 
     Raises:
         ValueError: another layout; at `parallelize_module` a module that is no `Linear`, or has another width.
@@ -162,6 +175,8 @@ class LowBitRowwiseParallel(RowwiseParallel):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
+        drift: Drift | None = None,
+        name: str = "this module",
     ) -> None:
         if output_layouts not in (None, Replicate()):
             raise ValueError(f"output_layouts is {output_layouts}; allowed: Replicate()")
@@ -170,7 +185,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         check_codec("codec", codec)
         self.codec, self.settings = codec, settings or Settings()
-        self.name = "this module"
+        self.drift, self.name = drift, name
         self.agreed = False
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -187,7 +202,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
             agree_on(group, self.codec, self.settings)
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
-        forward = row_forward(self.name, module, self.codec, group, self.settings)
+        forward = row_forward(self.name, module, self.codec, group, self.settings, drift=self.drift)
 
         def wrapped(x: Tensor) -> Tensor:
             total = forward(x)
