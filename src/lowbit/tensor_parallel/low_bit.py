@@ -150,6 +150,9 @@ def low_bit_plan(
         plan = low_bit_plan(folder, "calibration.safetensors")
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan=plan))
 
+    Known fault: with `from_pretrained` of transformers 5.23 sums stayed uncoded, silently, when this was tried with
+    accelerate; only `apply_tensor_parallelism` with the expanded plan is tested. Use `low_bit_` after loading.
+
     The plan adds one rule to the model's own, for the whole model, with a style of its own in `ALL_PARALLEL_STYLES`.
     At the first forward pass, when the weights are there, that style does what `low_bit_` does; the errors are the
     same, on all ranks, and come before the first token. (transformers may log that the rule "was not applied on any of
