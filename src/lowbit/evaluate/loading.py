@@ -59,7 +59,7 @@ def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreT
     attention = model.config._attn_implementation
     if attention != "sdpa":
         log.warning("%s computes attention by %s: it has no other", type(model).__name__, attention)
-    return model.to(device).eval()
+    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
 
 
 def model_config(folder: str) -> PreTrainedConfig:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,7 +156,7 @@ def find_tokenizer(name: str, model: str) -> tuple[Tokenizer, int | None]:
     if not isinstance(tokenizer, FolderTokenizer):
         return tokenizer, None
     inside = tokenizer.hugging_face()
-    begin = inside.bos_token_id
+    begin: Any = inside.bos_token_id
     adds = begin is not None and inside("a")["input_ids"][:1] == [begin]
     return tokenizer, begin if adds else None
 
