@@ -48,7 +48,8 @@ def test_rows_have_the_agreed_fields(report: Report):
 
 def test_what_really_left_a_host_is_what_the_format_says(report: Report):
     for row in sums_of(report):
-        if row["tokens"] == 300:
+        # Without hosts of their own, ranks see the bytes of everything that this machine does.
+        if row["tokens"] == 300 and not SlowLink.available():
             assert row["bits_per_value"] <= row["wire_bits"] < 1.3 * row["bits_per_value"] + 2, row
 
 
@@ -109,6 +110,9 @@ def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch):
         ({"tokens": (0,)}, r"tokens \(0,\)"),
         ({"width": 0}, "width is 0"),
         ({"rounds": 0}, "rounds is 0"),
+        ({"dim": 100, "heads": 8}, "dim is 100; allowed with 8 heads: multiples of 16"),
+        ({"ranks": (2, 4)}, r"heads is 2, ranks \(2, 4\); allowed: multiples of each"),
+        ({"ffn": 5}, r"ffn is 5, ranks \(2,\)"),
     ],
 )
 def test_bad_settings_are_refused(change: dict[str, Any], message: str):
