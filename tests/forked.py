@@ -10,10 +10,12 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore
 
@@ -97,3 +99,47 @@ def _run(
     sys.argv = [script, *arguments]
     sys.path.insert(0, folder)
     runpy.run_path(script, run_name="__main__")
+
+
+class Module:
+    """As `subprocess.Popen([python, "-m", name], stdin=PIPE, stdout=PIPE, text=True)`, as far as benchmarks use it."""
+
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], **pipes: Any) -> None:
+        (read, write), (answers, answer) = CONTEXT.Pipe(False), CONTEXT.Pipe(False)
+        self._process = CONTEXT.Process(
+            target=_module, args=(argv[-1], dict(env), read, answer), daemon=True
+        )
+        self._process.start()
+        self.stdin, self.stdout = (
+            os.fdopen(os.dup(write.fileno()), "w"),
+            os.fdopen(os.dup(answers.fileno())),
+        )
+        for end in (read, write, answers, answer):
+            end.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def communicate(self) -> None:
+        self.wait()
+        for pipe in (self.stdin, self.stdout):
+            pipe.close()
+
+
+def _module(
+    name: str, environment: dict[str, str], orders: Connection, answers: Connection
+) -> None:
+    os.dup2(orders.fileno(), 0)
+    os.dup2(answers.fileno(), 1)
+    orders.close()
+    answers.close()
+    os.environ.update(environment)
+    sys.stdin = os.fdopen(0)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4, GroupInt
-from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, line, reduce_scatter
 from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
 from lowbit.collectives.shards import Shards
 from tests.ranks import Ranks
@@ -122,11 +122,9 @@ def bytes_are_known(codec: FeatureInt4, rank: int, ranks: int) -> None:
 
 def one_question_for_all_layers(rank: int, ranks: int) -> None:
     """Layers of one artifact and of one shape are one kind of call; others are not."""
-    from lowbit.collectives.line import line_of
-
     group = dist.group.WORLD
     assert group is not None
-    kinds = line_of(group)._kinds
+    kinds = line.line_of(group)._kinds
     layers = [codec_of(ranks, artifact="one") for _ in range(3)]
     changed = layers[1].ranges * 2
     layers[1] = FeatureInt4(ranges=changed, total=layers[1].total, features=(1, 2), artifact="one")
@@ -160,8 +158,34 @@ def test_other_ranges_are_the_same_error_on_all(ranks: Ranks):
     assert "codec: FeatureInt4(72 features, 0 outliers, rank 0 of 2" in outcomes[0].text
 
 
+def swapped(features: tuple[int, ...], first: bool) -> None:
+    """Rank 0 in layer 0, rank 1 in layer 1, of a kind that is agreed on already, or of a new one."""
+    line._SLOW = line._LOOK = 0.1  # rather than wait for seconds
+    layers = [codec_of(2, "one")]
+    layers.append(
+        FeatureInt4(
+            ranges=layers[0].ranges * 2, total=layers[0].total, features=features, artifact="one"
+        )
+    )
+    if not first:
+        all_reduce(part(0, 4), layers[0], small=0)
+    all_reduce(part(0, 4), layers[dist.get_rank()], small=0, timeout=40)
+
+
+def test_swapped_layers_are_the_same_error_on_all(ranks: Ranks):
+    for features, first in (((1, 2, 3), False), ((1, 2), True)):
+        outcomes = ranks.outcomes(swapped, features, first)
+        assert {o.kind for o in outcomes} == {"AgreementError"}, outcomes
+        assert len({o.text for o in outcomes}) == 1
+        assert "layer: " in outcomes[0].text
+
+
 def refusals() -> list[str]:
     said = []
+    with torch.inference_mode():
+        made = part(0, 4)
+    counting = codec_of(1).counting(torch.zeros(2, dtype=torch.int64, device="meta"))
+    share = torch.empty(4, SIZE)
     for codec, x, options in (
         (codec_of(2), part(0, 4), {}),
         (codec_of(1), torch.ones(4, SIZE + 1), {}),
@@ -171,6 +195,18 @@ def refusals() -> list[str]:
         with pytest.raises(ValueError, match="allowed") as error:
             all_reduce(x, codec, small=0, **options)
         said.append(str(error.value))
+    for call, text in (
+        (lambda: all_reduce(made, codec_of(1)), "tensor was made in inference mode, which is off"),
+        (lambda: all_gather(made, share, codec_of(1)), "output was made in inference mode"),
+        (lambda: all_reduce(share, counting), "tensor is on cpu; allowed .*: meta"),
+        (lambda: all_gather(share.view(8, -1), share, codec_of(1)), r"output is float32 \(8, 36\)"),
+        (
+            lambda: reduce_scatter(share, share.view(8, -1), codec_of(1)),
+            r"input is float32 \(8, 36\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
     return said
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, GroupInt
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt
 from lowbit.gradients import LowBitReduceScatter, all_reduce_hook
 from tests.ranks import Ranks
 
@@ -216,12 +216,20 @@ def refused(**options: Any) -> None:
         ({"codec": AQSGD()}, "TypeError", "keeps something between messages"),
         ({"error_feedback": 1}, "TypeError", "error_feedback is 1"),
         ({"node_size": 3}, "ValueError", "node_size is 3"),
+        (
+            {"codec": FeatureInt4.fit([torch.ones(1, 8)])},
+            "ValueError",
+            "for rows of 8 elements; allowed for gradients",
+        ),
         ({"algorithm": "ring"}, "ValueError", "algorithm is 'ring'"),
     ],
 )
 def test_bad_arguments_are_refused_when_the_hook_is_made(
     ranks: Ranks, options: dict[str, Any], kind: str, text: str
 ):
+    if kind == "ValueError" and "codec" in options:
+        with pytest.raises(ValueError, match=text):
+            LowBitReduceScatter(options["codec"])
     (outcome,) = ranks.outcomes(refuses, options, ranks=1)
     assert outcome.kind == kind
     assert text in outcome.text

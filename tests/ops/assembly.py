@@ -24,7 +24,8 @@ from triton.compiler import ASTSource
 
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.ops import gpu
-from lowbit.ops.gpu import block_float8, gated, group_int, norm, tah_quant
+from lowbit.ops.feature_int4 import feature_int4_layout
+from lowbit.ops.gpu import block_float8, feature_int4, gated, group_int, norm, tah_quant
 
 KERNELS: dict[str, tuple[Codec, bool]] = {
     "TAHQuant() encode": (TAHQuant(), True),
@@ -50,12 +51,18 @@ FUSED: dict[
     "SwiGLU recompute": ("gated_recompute", lambda m, v, p: (p, p, m, "silu", 4, 64)),
     "SwiGLU backward": ("gated_backward", lambda m, v, p: (p, p, m, m, m, None, "silu", 4, 64)),
 }
+FEATURES: dict[str, Any] = {  # arguments from matrix, payload, table of numbers, order, counter
+    "FeatureInt4 encode": lambda m, p, t, o, c: (m, p, t, o, 64, c),
+    "FeatureInt4 decode": lambda m, p, t, o, c: (p, m, t, o, 64, True),
+    "FeatureInt4 sum": lambda m, p, t, o, c: ([p] * 4, m, t, o, 64, 3),
+}
 MODULES = {"BlockFloat8": block_float8, "GroupInt": group_int, "TAHQuant": tah_quant}
 SHAPE = (8, 4096, 4096)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.float32: "*fp32",
 }
 
@@ -69,6 +76,21 @@ def fused_launches(operator: str, arguments: Any) -> list[tuple]:
     return _caught(
         getattr(gpu, operator), given, {"gated": gated, "norm": norm}[operator.split("_")[0]]
     )
+
+
+def feature_launches(name: str) -> list[tuple]:
+    """The same for rows of features."""
+    rows, size = SHAPE[0] * SHAPE[1], SHAPE[2]
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    given = FEATURES[name](
+        empty((rows, size), torch.bfloat16),
+        empty((feature_int4_layout(rows, size, 64).nbytes,), torch.uint8),
+        empty((4, size), torch.float32), empty((size,), torch.int32), empty((1,), torch.int64),
+    )  # fmt: skip
+    return _caught(getattr(gpu, f"feature_int4_{name.split()[1]}"), given, feature_int4)
 
 
 def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
@@ -120,14 +142,17 @@ def compiled(kernel: Any, warps: int, shape: dict, arguments: tuple, settings: d
     """The kernel for compute capability 9.0, specialised as a launch would have it."""
     constants = shape | settings
     given = dict(zip((n for n in kernel.arg_names if n not in constants), arguments, strict=True))
-    signature: dict[str, str] = {}
-    aligned = {}
+    signature: dict[str, Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
     for index, name in enumerate(kernel.arg_names):
         value = given.get(name)
         if name in constants:
             signature[name] = "constexpr"
         elif isinstance(value, torch.Tensor):
             signature[name], aligned[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, tuple):  # of payloads
+            signature[name] = ("*u8",) * len(value)
+            aligned |= {(index, i): [["tt.divisibility", 16]] for i in range(len(value))}
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
@@ -174,13 +199,23 @@ def _output(*command: Any) -> str:
 
 
 def main(names: list[str]) -> None:
-    for name in names or (*KERNELS, *FUSED):
-        caught = fused_launches(*FUSED[name]) if name in FUSED else launches(*KERNELS[name])
+    for name in names or (*KERNELS, *FUSED, *FEATURES):
+        if name in FEATURES:
+            caught = feature_launches(name)
+        else:
+            caught = fused_launches(*FUSED[name]) if name in FUSED else launches(*KERNELS[name])
         for kernel, warps, shape, arguments, settings in caught:
             found = compiled(kernel, warps, shape, arguments, settings)
-            lanes = shape.get("NT") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
-            lanes *= shape["ROWS"] if name.startswith("RMSNorm") else 1
-            print(json.dumps(row(name, found, lanes * shape["WIDTH"] * 8)), flush=True)
+            print(json.dumps(row(name, found, _elements(name, shape))), flush=True)
+
+
+def _elements(name: str, shape: dict[str, int]) -> float:
+    """Of a program."""
+    if name in FEATURES:
+        return 2 * shape["ROWS"] * shape["WIDTH"]
+    lanes = shape.get("NT") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
+    lanes *= shape["ROWS"] if name.startswith("RMSNorm") else 1
+    return lanes * shape["WIDTH"] * 8
 
 
 if __name__ == "__main__":

@@ -124,7 +124,14 @@ def test_block_float8(codec: BlockFloat8) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "outliers"), [(571, (0, 7, 570)), (33, ()), (1, ()), (70, tuple(range(1, 70)))]
+    ("size", "outliers"),
+    [
+        (571, (0, 7, 570)),
+        (33, ()),
+        (1, ()),
+        (70, tuple(range(1, 70))),
+        (600, tuple(range(1, 600, 2))),
+    ],
 )
 def test_feature_int4(size: int, outliers: tuple[int, ...]) -> None:
     """Rows and bytes that fill no program; counters, and sums over ranks in every dtype."""

@@ -75,6 +75,20 @@ class Settings:
             raise ValueError(
                 f"ranks is {self.ranks}, tokens {self.tokens}; allowed: at least 2, at least 1"
             )
+        if self.prefill:
+            self._check_model()
+
+    def _check_model(self) -> None:
+        if self.dim % (2 * self.heads):  # rotary embeddings turn pairs
+            raise ValueError(
+                f"dim is {self.dim}; allowed with {self.heads} heads: multiples of {2 * self.heads}"
+            )
+        for name in ("heads", "ffn"):
+            value = getattr(self, name)
+            if any(value % count for count in self.ranks):
+                raise ValueError(
+                    f"{name} is {value}, ranks {self.ranks}; allowed: multiples of each number of ranks"
+                )
 
     def contenders(self) -> Iterator[tuple[str, str]]:
         """Format and algorithm of everything that takes a turn; the engine's algorithm is its ring."""
@@ -96,11 +110,16 @@ def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
     return FeatureInt4.fit(parts, outliers=0 if name == "int4" else None)
 
 
-def sample(tokens: int, width: int, rank: int) -> Tensor:
-    """A rank's partial sums, bfloat16: Gaussian features of different sizes, one in 64 of them 30 times as large."""
+def sample(tokens: int, width: int, rank: int, draw: int = 0) -> Tensor:
+    """A rank's partial sums, bfloat16: Gaussian features of different sizes, one in 64 of them 30 times as large.
+
+    `draw`: other tokens, features of the same sizes. Codecs are fitted to another draw than what is summed.
+    """
     sizes = torch.randn(width, generator=torch.Generator().manual_seed(0)).mul(0.5).exp()
     sizes[::64] *= 30
-    own = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1 + rank))
+    own = torch.randn(
+        tokens, width, generator=torch.Generator().manual_seed(1 + rank + 1000 * draw)
+    )
     return (own * sizes).bfloat16()
 
 
@@ -118,7 +137,8 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         (interquartile range over median), `speedup_bf16` (of the medians, over the engine's), `bits_per_value` (of the
         format), `wire_bits` (bytes that really left a rank, headers included, over what an all-reduce has to send),
         `crossover` (fewest elements measured from which on this is faster than the engine's; None: never),
-        `relative_error` (of the largest message, against float64), `rounds`. Then a row for each prefill: its
+        `relative_error` (of the largest message, which is not what the codec was
+        fitted to, against float64), `rounds`. Then a row for each prefill: its
         `tokens_per_second` (absent before) by the same `format`, with algorithm "auto", `ms` and `speedup_bf16` of
         all of it, and `numel` of one of its sums.
 

@@ -23,6 +23,7 @@ from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 
 _VOCAB = 512
+_FITTED = 64  # tokens at least: of fewer, some features add up to 0 in all
 
 
 class Rank:
@@ -37,8 +38,9 @@ class Rank:
 
     def open(self, tokens: int, width: int) -> dict[str, float]:
         """Make the largest message, of which smaller ones are the first tokens, and the codecs; bits by format."""
-        parts = [sample(tokens, width, rank) for rank in range(dist.get_world_size())]
-        self._x = parts[dist.get_rank()]
+        seen = max(_FITTED, tokens)
+        parts = [sample(seen, width, rank, draw=1) for rank in range(dist.get_world_size())]
+        self._x = sample(tokens, width, dist.get_rank())
         self._codecs = {name: codec_of(name, parts) for name in FORMATS if name != "bf16"}
         bits = {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()}
         return bits | {"bf16": 16.0}

@@ -44,6 +44,11 @@ class Codec(ABC):
         """How many ranks' tensors it can code in a sum; None: any number."""
         return None
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the tensors must be that it codes; None: anywhere."""
+        return None
+
     def part(self, rank: int) -> Codec:
         """What codes the tensor that a rank adds to a sum; this codec itself, unless ranks differ."""
         return self
@@ -55,6 +60,10 @@ class Codec(ABC):
     def identity(self) -> str:
         """What ranks compare before they sum with it: the same for all its parts."""
         return f"{self} [{self.fingerprint()}]"
+
+    def layer(self) -> str:
+        """Which of the codecs of one identity this is, the same for all its parts; empty: there is only one."""
+        return ""
 
     @abstractmethod
     def nbytes(self, shape: Sequence[int]) -> int:
@@ -207,7 +216,7 @@ class Codec(ABC):
         for rank, payload in enumerate(payloads):
             self.part(rank).decode(payload, shape=out.shape, out=total, accumulate=rank > 0)
         if divisor > 1:
-            total.div_(divisor)
+            total.div_(total.new_full((), divisor))  # CUDA multiplies by the inverse of a number
         if total is not out:
             out.copy_(total)
 

@@ -14,10 +14,8 @@ from lowbit import ops
 from lowbit.codecs.base import Codec, check_int
 from lowbit.ops.feature_int4 import LIMIT, feature_int4_layout
 
-SMALLEST, LARGEST = (
-    2.0**-126,
-    2.0**123,
-)  # of scales: their reciprocals are normal numbers, and 7 of them finite
+# Of scales: their reciprocals are normal numbers, and 7 of them finite.
+SMALLEST, LARGEST = 2.0**-126, 2.0**125
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -36,7 +34,7 @@ class FeatureInt4(Codec):
     scale = range / 7, inverse = 1 / scale, code = round(x inverse), ties to even, cut to [-7, 7]; y = code scale. Each
     is one float32 operation: x is multiplied by the rounded inverse, not divided. Code -8 is NaN: NaN and Inf decode
     to NaN, in outliers they stay what they are. Finite values beyond a range become its end; outliers beyond bfloat16's
-    largest number become that. Scales are at least 2^-126 and at most 2^123. A payload of zeros decodes to zeros.
+    largest number become that. Scales are at least 2^-126 and at most 2^125. A payload of zeros decodes to zeros.
 
     In a sum over R ranks (`lowbit.collectives.all_reduce`) `part(r)` codes what rank r adds, with its own scales, and
     `whole()` the sum, where that travels too (two_shot), with those of `total`. `sum` decodes the payloads of all ranks
@@ -56,7 +54,10 @@ class FeatureInt4(Codec):
         features: the k outliers, ascending; fewer than E, maybe none.
         rank: whose partial sums this codec codes.
         artifact: fingerprint of what these ranges come from. Ranks that have compared it compare it and the shape
-            before a sum, not every layer's ranges: one comparison for all layers. Absent: the ranges.
+            before a sum, not every layer's ranges: one comparison for all layers. Absent: the ranges. Ranks that then
+            take different layers in one call do not get each other's messages, and after 2 s the same error (but for 1
+            pair of layers in 32768, whose messages look alike). The transport "collectives" of `lowbit.collectives`
+            cannot tell messages apart: there they get wrong sums, or the engine's error where bytes differ.
     """
 
     ranges: Tensor
@@ -95,15 +96,18 @@ class FeatureInt4(Codec):
             artifact: as above.
 
         Raises:
-            ValueError: no parts, of different shapes, not finite, or `outliers` of not fewer than E features.
+            ValueError: no parts, of different shapes, empty, not finite, features that are 0 in all of a rank's rows or
+                in all sums, or `outliers` of not fewer than E features.
         """
-        if not parts or parts[0].dim() < 1 or len({part.shape for part in parts}) != 1:
-            shapes = [tuple(part.shape) for part in parts]
-            raise ValueError(f"parts have shapes {shapes}; allowed: one or more of one (..., E)")
+        shapes = [tuple(part.shape) for part in parts]
+        if len(set(shapes)) != 1 or not shapes[0] or not math.prod(shapes[0]):
+            raise ValueError(
+                f"parts have shapes {shapes}; allowed: one or more of one (..., E), not empty"
+            )
         size = parts[0].shape[-1]
         rows = [part.detach().float().reshape(-1, size) for part in parts]
-        ranges = torch.stack([r.abs().amax(0) for r in rows]).clamp(min=SMALLEST)
-        total = torch.stack(rows).sum(0).abs().amax(0).clamp(min=SMALLEST)
+        ranges = torch.stack([r.abs().amax(0) for r in rows])
+        total = torch.stack(rows).sum(0).abs().amax(0)
         count = size // 64 if outliers is None else outliers
         check_int("outliers", count, 0, size - 1)
         chosen = ranges.amax(0).topk(count).indices.sort().values
@@ -116,6 +120,11 @@ class FeatureInt4(Codec):
     @property
     def ranks(self) -> int:
         return self.ranges.shape[0]
+
+    @property
+    def device(self) -> torch.device | None:
+        counter = self._counters[0]
+        return None if counter is None else counter.device
 
     def part(self, rank: int) -> FeatureInt4:
         check_int("rank", rank, 0, self.ranks - 1)
@@ -154,6 +163,9 @@ class FeatureInt4(Codec):
             return f"FeatureInt4 of artifact {self.artifact}"
         return f"{self.part(0)} [{self.part(0).fingerprint()}]"
 
+    def layer(self) -> str:
+        return self._tables.digest()[:16] if self.artifact else ""
+
     def fingerprint(self) -> str:
         text = f"FeatureInt4/{self.wire_version}/{self._tables.digest()}/{self.rank}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -189,6 +201,7 @@ class FeatureInt4(Codec):
     def _sum(
         self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None
     ) -> None:
+        self._rows(out.shape, "out")
         scales, all_of_them = self._tables.on(out.device), list(payloads)
         if len(all_of_them) != self.ranks:
             raise ValueError(f"payloads are {len(all_of_them)}; allowed: {self.ranks}, one a rank")
@@ -196,11 +209,11 @@ class FeatureInt4(Codec):
             all_of_them, out.view(-1, self.grain), scales.scale, scales.order, len(self.features), divisor
         )  # fmt: skip
 
-    def _rows(self, shape: Sequence[int]) -> int:
+    def _rows(self, shape: Sequence[int], name: str = "x") -> int:
         numel, size = math.prod(shape), self.grain
         if numel % size or (len(shape) > 1 and shape[-1] != size):
             raise ValueError(
-                f"x has shape {tuple(shape)}; allowed: (..., {size}), "
+                f"{name} has shape {tuple(shape)}; allowed: (..., {size}), "
                 f"or one dimension of a multiple of {size} elements"
             )
         return numel // size

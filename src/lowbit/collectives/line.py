@@ -45,6 +45,8 @@ class Call:
         timeout: seconds in which the failure of a peer is to be noticed.
         work: the algorithm.
         transport: "auto": messages where the backend has tags.
+        layer: of what alike calls are about: they need no agreement of their own, but messages of different ones never
+            match, so that a rank that is in another one is found out. Without messages, which have tags, it is not.
     """
 
     facts: Mapping[str, str]
@@ -53,6 +55,7 @@ class Call:
     timeout: float
     work: Callable[[Wire], None]
     transport: Transport = "auto"
+    layer: str = ""
 
 
 @dataclass
@@ -114,7 +117,7 @@ class Line:
         self._running = False
         self._current: _Job | None = None
         self._calls = 0
-        self._kinds: dict[str, int] = {}
+        self._kinds: set[str] = set()
         self._slow: list[tuple[Agreement, int]] = []
         self._failure: BaseException | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -226,11 +229,13 @@ class Line:
         kind = hashlib.sha256(repr(sorted(call.facts.items())).encode()).hexdigest()
         if kind not in self._kinds:
             self._agree(job)
-            self._kinds[kind] = int(kind[:8], 16) % (1 << 15)
+            self._kinds.add(kind)
         if tagged(call):
+            digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
+            number = int(digest[:8], 16) % (1 << 15)
             names = _names(call.group)
             board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
-            return Mail(call.group, call.device, self.scratch, board, self._kinds[kind])
+            return Mail(call.group, call.device, self.scratch, board, number)
         return Rounds(call.group, call.device, self.scratch)
 
     def _agree(self, job: _Job) -> None:
@@ -271,7 +276,7 @@ class Line:
         return Agreement(job.call.group, f"collective call {job.number}")
 
     def _facts(self, job: _Job) -> dict[str, str]:
-        return {"lowbit version": __version__, **job.call.facts}
+        return {"lowbit version": __version__, **job.call.facts, "layer": job.call.layer}
 
 
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()

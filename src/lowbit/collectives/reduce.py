@@ -18,6 +18,7 @@ from lowbit.collectives.agreement import default_group
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.line import Call, Pending, Transport, line_of, tagged
 from lowbit.collectives.shards import Shards
+from lowbit.collectives.tensors import check_errors, check_fit, check_pair, check_written, described
 from lowbit.collectives.wire import Wire
 
 Op = Literal["sum", "avg"]
@@ -94,11 +95,12 @@ def all_reduce(
     _check(tensor, codec, op, chunk=chunk, timeout=timeout)
     check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small)
     check_choice("transport", transport, ("auto", "messages", "collectives"))
-    _check_fit("tensor", tensor, codec, ranks, node_size)
-    _check_errors(errors, tensor, node_size)
+    check_fit("tensor", tensor, codec, ranks, node_size)
+    check_written("tensor", tensor)
+    check_errors(errors, tensor, node_size)
     divisor = ranks if op == "avg" else 1
     facts = _facts("all_reduce", tensor, codec, op=op, chunk=chunk, small=small)
-    algorithm = _chosen(algorithm, tensor.numel(), codec, ranks // node_size)
+    algorithm = _chosen(algorithm, -(-tensor.numel() // node_size), codec, ranks // node_size)
     facts |= {"algorithm": algorithm, "node size": str(node_size)}
     facts["error feedback"] = "no" if errors is None else "yes"
     flat = tensor.detach().reshape(-1)  # the tensor itself where it is contiguous, else a copy
@@ -130,7 +132,7 @@ def all_reduce(
             tensor.copy_(flat.view(tensor.shape))
         wire.finish()
 
-    return _submit(facts, group, tensor.device, timeout, work, transport, async_op)
+    return _submit(facts, group, tensor.device, timeout, work, transport, async_op, codec.layer())
 
 
 def all_reduce_bytes(
@@ -187,9 +189,11 @@ def reduce_scatter(
     group = group or default_group()
     ranks = dist.get_world_size(group)
     _check(input, codec, op, chunk=chunk, timeout=timeout, name="input")
-    _check_pair("output", output, "input", input, ranks)
-    _check_fit("output", output, codec, ranks)
-    facts = _facts("reduce_scatter", input, codec, op=op, chunk=chunk, output=_described(output))
+    check_pair("output", output, "input", input, ranks)
+    check_fit("output", output, codec, ranks)
+    check_fit("input", input, codec, ranks)
+    facts = _facts("reduce_scatter", input, codec, op=op, chunk=chunk, output=described(output))
+    check_written("output", output)
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
     divisor = ranks if op == "avg" else 1
 
@@ -202,7 +206,7 @@ def reduce_scatter(
             output.copy_(target.view(output.shape))
         wire.finish()
 
-    return _submit(facts, group, input.device, timeout, work, transport, async_op)
+    return _submit(facts, group, input.device, timeout, work, transport, async_op, codec.layer())
 
 
 def all_gather(
@@ -231,9 +235,11 @@ def all_gather(
     group = group or default_group()
     ranks = dist.get_world_size(group)
     _check(input, codec, "sum", chunk=chunk, timeout=timeout, name="input")
-    _check_pair("input", input, "output", output, ranks)
-    _check_fit("input", input, codec, ranks)
-    facts = _facts("all_gather", input, codec, chunk=chunk, output=_described(output))
+    check_pair("input", input, "output", output, ranks)
+    check_fit("input", input, codec, ranks)
+    check_fit("output", output, codec, ranks)
+    facts = _facts("all_gather", input, codec, chunk=chunk, output=described(output))
+    check_written("output", output)
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
     def work(wire: Wire) -> None:
@@ -245,7 +251,7 @@ def all_gather(
             output.copy_(target.view(output.shape))
         wire.finish()
 
-    return _submit(facts, group, input.device, timeout, work, transport, async_op)
+    return _submit(facts, group, input.device, timeout, work, transport, async_op, codec.layer())
 
 
 def check_summable(codec: object) -> Codec:
@@ -300,10 +306,11 @@ def _submit(
     work: Callable[[Wire], None],
     transport: Transport,
     async_op: bool,
+    layer: str,
 ) -> Pending | None:
     call = Call(
-        facts=facts, group=group, device=device, timeout=timeout, work=work, transport=transport
-    )
+        facts=facts, group=group, device=device, timeout=timeout, work=work, transport=transport, layer=layer
+    )  # fmt: skip
     facts["transport"] = "messages" if tagged(call) else "collectives"
     pending = line_of(group).submit(call)
     if async_op:
@@ -313,13 +320,19 @@ def _submit(
 
 
 def _facts(name: str, x: Tensor, codec: Codec, **more: object) -> dict[str, str]:
-    facts = {"collective": name, "tensor": _described(x)}
+    facts = {"collective": name, "tensor": described(x)}
     facts["codec"] = codec.identity()
     return facts | {key: str(value) for key, value in more.items()}
 
 
-def _described(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+def check_flat(codec: object) -> None:
+    """Raise unless the codec can be summed and takes flat pieces of any length, as gradients are."""
+    grain = check_summable(codec).grain
+    if grain > 1:
+        raise ValueError(
+            f"codec is {codec}, for rows of {grain} elements; allowed for gradients: formats for any length, "
+            "such as GroupInt"
+        )
 
 
 def check_call(
@@ -357,38 +370,3 @@ def _check(
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} is {found}; allowed: {', '.join(map(str, FLOATS))}")
     check_choice("op", op, ("sum", "avg"))
-
-
-def _check_fit(name: str, x: Tensor, codec: Codec, ranks: int, node_size: int = 1) -> None:
-    """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`."""
-    if codec.ranks not in (None, ranks):
-        raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")
-    if codec.ranks is not None and node_size > 1:
-        raise ValueError(f"node_size is {node_size}; allowed with {codec}, made for ranks: 1")
-    if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
-        raise ValueError(
-            f"{name} is {_described(x)}; allowed with {codec}: (..., {codec.grain}), or flat rows of as many"
-        )
-
-
-def _check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:
-    if errors is None:
-        return
-    if node_size > 1:
-        raise ValueError(f"errors is given and node_size is {node_size}; allowed: one of the two")
-    if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
-        raise ValueError(
-            f"errors is {_described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}"
-        )
-
-
-def _check_pair(part_name: str, part: Tensor, whole_name: str, whole: Tensor, ranks: int) -> None:
-    for name, x in ((part_name, part), (whole_name, whole)):
-        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-            raise TypeError(f"{name} is {x!r}; allowed: a tensor of {', '.join(map(str, FLOATS))}")
-    if part.numel() * ranks != whole.numel() or part.device != whole.device:
-        raise ValueError(
-            f"{part_name} has {part.numel()} elements on {part.device}, "
-            f"{whole_name} {whole.numel()} on {whole.device}; "
-            f"allowed: {ranks} times as many in {whole_name}, one share for each of the {ranks} ranks"
-        )

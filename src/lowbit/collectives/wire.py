@@ -130,8 +130,8 @@ class Mail(_Buffered):
 
     Args:
         group: of a backend with tags (Gloo); device: of the payloads; scratch: memory for them.
-        board: finds out who failed. number: of this kind of call, from 0 to 32767: it goes into the tags, so that calls
-            of different kinds never take each other's bytes.
+        board: finds out who failed. number: of this kind of call and layer, from 0 to 32767: it goes into the tags, so
+            that others do not take its bytes.
     """
 
     name = "messages"

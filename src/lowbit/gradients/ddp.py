@@ -18,6 +18,7 @@ from lowbit.collectives.reduce import (
     Algorithm,
     all_reduce,
     check_call,
+    check_flat,
 )
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
@@ -56,6 +57,7 @@ def all_reduce_hook(
         TypeError, ValueError: as `all_reduce`, at once.
     """
     group = group or default_group()
+    check_flat(codec)
     check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout)
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")

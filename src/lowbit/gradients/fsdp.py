@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lowbit.codecs.base import Codec
-from lowbit.collectives.reduce import CHUNK, TIMEOUT, check_call, reduce_scatter
+from lowbit.collectives.reduce import CHUNK, TIMEOUT, check_call, check_flat, reduce_scatter
 
 
 class LowBitReduceScatter(ReduceScatter):
@@ -31,6 +31,7 @@ class LowBitReduceScatter(ReduceScatter):
     """
 
     def __init__(self, codec: Codec, *, timeout: float = TIMEOUT) -> None:
+        check_flat(codec)
         check_call(codec, None, timeout=timeout)
         self._codec, self._timeout = codec, timeout
 

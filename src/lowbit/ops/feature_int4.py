@@ -74,7 +74,8 @@ def feature_int4_sum(
     total = _decoded(payloads[0], out.shape, scales[0], order, outliers)
     for payload, scale in zip(payloads[1:], scales[1:], strict=True):
         total = total + _decoded(payload, out.shape, scale, order, outliers)
-    store(total / divisor if divisor > 1 else total, out, False)
+    # By a tensor: CUDA multiplies by the rounded inverse of a number.
+    store(total / total.new_full((), divisor) if divisor > 1 else total, out, False)
 
 
 def _decoded(

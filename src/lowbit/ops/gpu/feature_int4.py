@@ -146,8 +146,8 @@ def _encode(
         finite = (bits_of(y) & 0x7FFFFFFF) < 0x7F800000
         y = tl.where(finite, tl.minimum(tl.maximum(y, -MOST), MOST), y)
         bits = tl.where(y == y, bits_of(round_bf16(y)) >> 16, NAN_BF16_)
-        to = payload.to(tl.pointer_type(tl.int16)) + row * outliers + j
-        tl.store(to, bits.to(tl.int16), mask=keep)
+        place = payload.to(tl.pointer_type(tl.int16)) + row * outliers + j
+        tl.store(place, bits.to(tl.int16), mask=keep)
         count = tl.sum((keep & (finite == 0)).to(tl.int64))
     if COUNT:
         tl.atomic_add(clipped, count)
