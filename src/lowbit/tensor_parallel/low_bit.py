@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.plan import OURS, parallel_boundaries, plan_of
+from lowbit.tensor_parallel.plan import OURS, is_row, parallel_boundaries, plan_of
 from lowbit.tensor_parallel.reduce import Settings, check_codec
 from lowbit.tensor_parallel.rowwise import (
     Installed,
@@ -150,13 +151,9 @@ def low_bit_plan(
         plan = low_bit_plan(folder, "calibration.safetensors")
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan=plan))
 
-    Known fault: with `from_pretrained` of transformers 5.23 sums stayed uncoded, silently, when this was tried with
-    accelerate; only `apply_tensor_parallelism` with the expanded plan is tested. Use `low_bit_` after loading.
-
-    The plan adds one rule to the model's own, for the whole model, with a style of its own in `ALL_PARALLEL_STYLES`.
-    At the first forward pass, when the weights are there, that style does what `low_bit_` does; the errors are the
-    same, on all ranks, and come before the first token. (transformers may log that the rule "was not applied on any of
-    the layers": it is applied to the model.)
+    The plan gives the model's row-wise modules a style of its own in `ALL_PARALLEL_STYLES`, which is Hugging Face's
+    until the model is called: at its first forward pass, when the weights are there, it does what `low_bit_` does. The
+    errors are the same, on all ranks, and come before the first token.
 
     Args:
         folder: of the checkpoint. calibration, settings, drift: as for `low_bit_`.
@@ -177,36 +174,37 @@ def low_bit_plan(
             "tensor parallelism is built on DTensor, or low_bit_(model, calibration) after from_pretrained"
         )
     with torch.device("meta"):
-        plan_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    rows = [name for name, style in plan_of(model).items() if is_row(style)]
+    waiting: list[nn.Module] = []
+
+    def called(model: nn.Module) -> None:
+        low_bit_(model, calibration, settings=settings, drift=drift)
 
     class LowBit(Base):
         def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            _at_first_pass(
-                module, lambda: low_bit_(module, calibration, settings=settings, drift=drift)
-            )
-            return module
-
-        def shard_param(self, module: nn.Module, param: Any, mesh: DeviceMesh) -> None:
-            """The model's own rules cut parameters."""
+            waiting.append(module)
+            if len(waiting) == len(rows):
+                _when_called(waiting, called)
+            return super().install_forward(module, mesh)
 
     style = LowBit()
     name = f"{OURS}/{id(style):x}"
     styles: Any = ALL_PARALLEL_STYLES  # its annotation says functions
     styles.register(name, style)
-    return {"": name}
+    return {re.sub(r"\.\d+(\.|$)", r".*\1", row): name for row in rows}
 
 
-def _at_first_pass(model: nn.Module, act: Callable[[], object]) -> None:
-    """Do something once, before the first forward pass of a model or of any part of it that has parts."""
-    handles: list[RemovableHandle] = []
+def _when_called(parts: Sequence[nn.Module], act: Callable[[nn.Module], object]) -> None:
+    """Do something once, before the first forward pass of the module that has all these parts.
+
+    A style hears of parts only, one by one, and before weights come; so this listens to all modules of the process
+    until the one is called.
+    """
 
     def hook(module: nn.Module, arguments: object) -> None:
-        act()
-        while handles:
-            handles.pop().remove()
+        if set(parts) <= set(module.modules()):
+            handle.remove()
+            act(module)
 
-    handles += [
-        module.register_forward_pre_hook(hook)
-        for module in model.modules()
-        if list(module.children())
-    ]
+    handle = register_module_forward_pre_hook(hook)
