@@ -8,6 +8,17 @@ from lowbit.codecs.block_float8 import BlockFloat8
 from lowbit.codecs.cast import Cast
 from lowbit.codecs.group_int import GroupInt
 from lowbit.codecs.names import parse
+from lowbit.codecs.subspace_quant import SubspaceQuant
 from lowbit.codecs.tah_quant import TAHQuant
 
-__all__ = ["AQSGD", "BlockFloat8", "Cast", "Codec", "GroupInt", "Session", "TAHQuant", "parse"]
+__all__ = [
+    "AQSGD",
+    "BlockFloat8",
+    "Cast",
+    "Codec",
+    "GroupInt",
+    "Session",
+    "SubspaceQuant",
+    "TAHQuant",
+    "parse",
+]

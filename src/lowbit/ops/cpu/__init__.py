@@ -6,6 +6,12 @@ from lowbit.ops.cpu.block_float8 import block_float8_decode, block_float8_encode
 from lowbit.ops.cpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.cpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.cpu.norm import norm_backward, norm_encode, norm_recompute
+from lowbit.ops.cpu.subspace import (
+    subspace_coefficients_decode,
+    subspace_coefficients_encode,
+    subspace_rest_decode,
+    subspace_rest_encode,
+)
 from lowbit.ops.cpu.tah_decode import tah_quant_decode
 from lowbit.ops.cpu.tah_encode import tah_quant_encode
 
@@ -20,6 +26,10 @@ __all__ = [
     "norm_backward",
     "norm_encode",
     "norm_recompute",
+    "subspace_coefficients_decode",
+    "subspace_coefficients_encode",
+    "subspace_rest_decode",
+    "subspace_rest_encode",
     "tah_quant_decode",
     "tah_quant_encode",
 ]
