@@ -12,6 +12,7 @@ from torch.library import opcheck
 from lowbit import ops
 from lowbit.codecs import BlockFloat8, Cast, Codec, GroupInt, TAHQuant
 from lowbit.ops import contract, reference
+from lowbit.ops.layout import subspace_geometry
 
 TAH = (64, 5, 4, 0.88, "range")
 CASES = {
@@ -54,6 +55,14 @@ CASES = {
         False,
         False,
     ),
+    "subspace_coefficients_encode": lambda: (
+        *(torch.randn(6, 5), torch.rand(5), subspace(), torch.empty(6, 5)), 70, 3, 32, 4,
+    ),
+    "subspace_coefficients_decode": lambda: (subspace(), torch.rand(5), torch.empty(6, 5), 70, 3, 32, 4),
+    "subspace_rest_encode": lambda: (torch.randn(6, 70), torch.randn(6, 70), subspace(), 5, 3, 32, 4),
+    "subspace_rest_decode": lambda: (
+        *(subspace(), torch.randn(6, 70), torch.empty(6, 70)), 5, 3, 32, 4, False,
+    ),
     "norm_encode": lambda: (
         *(torch.randn(3, 70), torch.randn(70), None, saved(3, 70), torch.empty(3, 70)),
         *NORM, 4, 64, None,
@@ -75,6 +84,12 @@ CASES = {
     ),
 }  # fmt: skip
 NORM = 1e-6, False, 0.0
+
+
+def subspace() -> torch.Tensor:
+    """A payload of 6 tokens of 70 channels, with 5 directions."""
+    size = subspace_geometry(6, 70, 5, 3, 32, 4).layout.nbytes
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 def saved(*shape: int) -> torch.Tensor:
@@ -127,7 +142,9 @@ def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
             )
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated"))])
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if not n.startswith(("norm", "gated", "subspace"))]
+)
 def test_wrong_tensors_are_refused(name: str) -> None:
     operator = getattr(ops, name)
     first, second, *rest = CASES[name]()

@@ -100,21 +100,10 @@ def test_errors_are_within_half_a_step(bits: int) -> None:
     assert not out[3:7].any(), "coefficients that are no numbers, or too large, are not coded"
 
 
-def test_the_contract() -> None:
-    c, unit, x, base = inputs(9, 70, torch.float32)
-    layout = subspace_geometry(9, 70, RANK, 3, 32, REFRESH).layout
-    payload, out = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty(9, RANK)
-    c = c.nan_to_num(0, 0, 0)
-    for op, arguments in (
-        (ops.subspace_coefficients_encode, (c, unit, payload, out, 70, 3, 32, REFRESH)),
-        (ops.subspace_coefficients_decode, (payload, unit, out, 70, 3, 32, REFRESH)),
-        (ops.subspace_rest_encode, (x, base, payload, RANK, 3, 32, REFRESH)),
-        (
-            ops.subspace_rest_decode,
-            (payload, base, torch.empty(9, 70), RANK, 3, 32, REFRESH, False),
-        ),
-    ):
-        torch.library.opcheck(op, arguments)
+def test_bad_input() -> None:
+    _, unit, x, base = inputs(9, 70, torch.float32)
+    size = subspace_geometry(9, 70, RANK, 3, 32, REFRESH).layout.nbytes
+    payload, out = torch.zeros(size, dtype=torch.uint8), torch.empty(9, RANK)
     with pytest.raises(ValueError, match="expected .* contiguous uint8"):
         ops.subspace_rest_encode(x, base, payload[:-1], RANK, 3, 32, REFRESH)
     with pytest.raises(TypeError, match="base has dtype"):
