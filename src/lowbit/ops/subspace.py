@@ -58,7 +58,7 @@ def subspace_rest_encode(
     x: Tensor, base: Tensor, payload: Tensor, rank: int, bits: int, group: int, refresh: int
 ) -> None:
     """Code x - base in groups; x (R, C) of any dtype, base (R, C) float32."""
-    geo = subspace_geometry(*x.shape, rank, bits, group, refresh)
+    geo = subspace_geometry(x.shape[0], x.shape[1], rank, bits, group, refresh)
     rest_RGL = _grouped(x.float() - base, geo)
     finite_RG = rest_RGL.isfinite().all(-1)
     extent_RG = torch.where(finite_RG, rest_RGL.abs().amax(-1).clamp(max=LARGEST), 0.0)
@@ -95,7 +95,7 @@ def subspace_rest_decode(
     accumulate: bool,
 ) -> None:
     """out = base + what `subspace_rest_encode` coded, or add that to out; both (R, C), base float32."""
-    geo = subspace_geometry(*out.shape, rank, bits, group, refresh)
+    geo = subspace_geometry(out.shape[0], out.shape[1], rank, bits, group, refresh)
     exponent_R = geo.layout.section(payload, "exponents")
     below_RG = geo.layout.section(payload, "steps").view(geo.rows, geo.groups)
     step_RG = group_steps(exponent_R, below_RG)
