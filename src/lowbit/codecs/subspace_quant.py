@@ -29,7 +29,7 @@ class SubspaceQuant(Codec):
     The remainder is taken from what the receiver computes (a closed loop): a useless basis costs precision, never
     correctness, and tokens far from the basis (massive activations) keep theirs by the remainder.
 
-    The basis follows the tokens, because it ages: while a model trains, one of eight messages ago serves 10 to 20 dB
+    The basis follows the tokens, because it ages: while a model trains, after eight steps one has served 5 to 20 dB
     worse than a message's own. So each message brings ceil(rank / refresh) new directions in place of those that serve
     it least: the principal directions of what the others leave of this very message, which is coded with them already.
     With `refresh` messages the whole basis can have been replaced; with refresh=1 each message brings its own. The
