@@ -25,7 +25,7 @@ PUBLIC = {
     "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
-    "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session TAHQuant parse",
+    "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant parse",
     "lowbit.collectives": (
         "AgreementError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
@@ -35,7 +35,8 @@ PUBLIC = {
     "lowbit.ops": (
         "backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
         "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode "
-        "norm_backward norm_encode norm_recompute tah_quant_decode tah_quant_encode"
+        "norm_backward norm_encode norm_recompute subspace_coefficients_decode subspace_coefficients_encode "
+        "subspace_rest_decode subspace_rest_encode tah_quant_decode tah_quant_encode"
     ),
     "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.tensor_parallel": (

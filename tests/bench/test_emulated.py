@@ -199,6 +199,8 @@ def test_plain_formats_travel_alike_both_ways():
     backward = "GroupInt(bits=6, group=32, symmetric=True)"
     assert codec_pair("bf16", backward) == (Cast(dtype=torch.bfloat16),) * 2
     assert codec_pair("int4", backward) == (parse("int4"), INT6)
+    pair = codec_pair("SubspaceQuant(rank=4) / subspace-backward", backward)
+    assert pair == (parse("SubspaceQuant(rank=4)"), parse("SubspaceQuant(bits=4)"))
 
 
 def test_curves_are_means_of_equal_stretches(monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, TAHQuant, parse
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, SubspaceQuant, TAHQuant, parse
 
 
 def test_short_names() -> None:
@@ -14,6 +14,8 @@ def test_short_names() -> None:
     assert parse("tah-quant") == TAHQuant()
     assert parse("tah-quant-published") == TAHQuant.published()
     assert parse("aq-sgd") == AQSGD()
+    assert parse("subspace-backward") == SubspaceQuant(bits=4)
+    assert parse(repr(SubspaceQuant(rank=5))) == SubspaceQuant(rank=5)
 
 
 def test_full_forms() -> None:

@@ -12,6 +12,7 @@ from torch.library import opcheck
 from lowbit import ops
 from lowbit.codecs import BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, TAHQuant
 from lowbit.ops import contract, reference
+from lowbit.ops.layout import subspace_geometry
 
 FEATURES = FeatureInt4(ranges=torch.ones(3, 70), total=torch.ones(70), features=(5, 69))
 ORDER = torch.tensor([*(f for f in range(70) if f not in (5, 69)), 5, 69], dtype=torch.int32)
@@ -66,6 +67,14 @@ CASES = {
         False,
         False,
     ),
+    "subspace_coefficients_encode": lambda: (
+        *(torch.randn(6, 5), torch.rand(5), subspace(), torch.empty(6, 5)), 70, 3, 32, 4,
+    ),
+    "subspace_coefficients_decode": lambda: (subspace(), torch.rand(5), torch.empty(6, 5), 70, 3, 32, 4),
+    "subspace_rest_encode": lambda: (torch.randn(6, 70), torch.randn(6, 70), subspace(), 5, 3, 32, 4),
+    "subspace_rest_decode": lambda: (
+        *(subspace(), torch.randn(6, 70), torch.empty(6, 70)), 5, 3, 32, 4, False,
+    ),
     "norm_encode": lambda: (
         *(torch.randn(3, 70), torch.randn(70), None, saved(3, 70), torch.empty(3, 70)),
         *NORM, 4, 64, None,
@@ -87,6 +96,12 @@ CASES = {
     ),
 }  # fmt: skip
 NORM = 1e-6, False, 0.0
+
+
+def subspace() -> torch.Tensor:
+    """A payload of 6 tokens of 70 channels, with 5 directions."""
+    size = subspace_geometry(6, 70, 5, 3, 32, 4).layout.nbytes
+    return torch.zeros(size, dtype=torch.uint8)
 
 
 def saved(*shape: int) -> torch.Tensor:
@@ -145,7 +160,9 @@ def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
             )
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated"))])
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if not n.startswith(("norm", "gated", "subspace"))]
+)
 def test_wrong_tensors_are_refused(name: str) -> None:
     operator = getattr(ops, name)
     first, second, *rest = CASES[name]()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
 from lowbit.pipeline.boundary import Lane, Step, checked_samples, codec_at, keys_of
 from lowbit.pipeline.traffic import Traffic
 
@@ -142,6 +142,37 @@ def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
     expected = old.encode(0, step, 0, x)
     for resumed in (early, late):
         assert torch.equal(resumed.encode(0, step, 0, x), expected)
+
+
+def test_shapes_that_share_what_a_codec_keeps():
+    """A basis belongs to a width: a smaller micro-batch and an evaluation are coded by it, and it is saved once."""
+    codec = SubspaceQuant(rank=8, refresh=2)
+    sender, receiver = lane(codec), lane(codec)
+    small = torch.Size((1, 3, 64))
+
+    def cross(shape: torch.Size, step: Step) -> None:
+        x, out = torch.randn(shape), torch.empty(shape)
+        for end in (sender, receiver):
+            end.prepare([(shape, torch.float32)])
+        receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
+        assert (out - x).norm() < 0.6 * x.norm()
+
+    for shape, step in (
+        (SHAPE, Step()),
+        (small, Step(training=False)),
+        (small, Step()),
+        (SHAPE, Step()),
+    ):
+        cross(shape, step)
+    assert sender.state_bytes() == receiver.state_bytes() == 4 * 8 * 64 + 16
+    [(name, state)] = sender.state_dict().items()
+    assert (name, state["messages"]) == ("tensor 0, width 64", 3)
+    again = Lane(1, "forward", codec, "cpu", Traffic())
+    again.load_state_dict(sender.state_dict())
+    again.prepare([(small, torch.float32)])
+    sender.prepare([(small, torch.float32)])
+    x = torch.randn(small)
+    assert torch.equal(again.encode(0, Step(), 0, x), sender.encode(0, Step(), 0, x))
 
 
 def test_traffic_counts_what_is_encoded():

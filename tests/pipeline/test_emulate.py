@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.pipeline import emulate_
 from tests.pipeline import toy
 from tests.ranks import Ranks
@@ -56,8 +56,13 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
 
 @pytest.mark.parametrize(
     ("forward", "backward"),
-    [(TAHQuant(), INT6), (INT4, Cast(dtype=torch.bfloat16)), (AQSGD(inner=INT4), INT6)],
-    ids=["tah-quant", "int4", "aq-sgd"],
+    [
+        (TAHQuant(), INT6),
+        (INT4, Cast(dtype=torch.bfloat16)),
+        (AQSGD(inner=INT4), INT6),
+        (SubspaceQuant(rank=4, bits=2, group=8), SubspaceQuant(rank=3, bits=4, group=24)),
+    ],
+    ids=["tah-quant", "int4", "aq-sgd", "subspace"],
 )
 def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backward: Codec):
     (_, first), (losses, last) = ranks.run(pipeline, forward, backward)

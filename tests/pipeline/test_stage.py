@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.pipeline import LowBitStage
 from tests.pipeline import toy
 from tests.ranks import Ranks
@@ -276,9 +277,9 @@ def test_nan_reaches_the_loss(ranks: Ranks):
 # ------------------------------------------------------------------------------------------------ state
 
 
-def keyed(codec: Codec, stop_after: int | None = None) -> Any:
+def keyed(codec: Codec, stop_after: int | None = None, backward: Codec = INT6) -> Any:
     """Train on the same two batches in turn, restarting from a checkpoint after some steps."""
-    make = toy.lowbit(forward=codec, backward=INT6, warmup_steps=1, timeout=30)
+    make = toy.lowbit(forward=codec, backward=backward, warmup_steps=1, timeout=30)
     run = toy.Run("1f1b", make)
     losses = []
     for step in range(5):
@@ -309,6 +310,21 @@ def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     # A warm-up step and an evaluation at full precision; two first visits; two later ones.
     first, later = 8 * sample * 4, 8 * INT4.nbytes((3, toy.WIDTH))
     assert through[0][1].forward_bytes == 2 * first + 2 * first + 2 * later
+
+
+def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ranks):
+    codec, backward = SubspaceQuant(rank=4, group=8), SubspaceQuant(rank=3, bits=4, group=8)
+    through, resumed = (ranks.run(keyed, codec, stop, backward) for stop in (None, 3))
+    assert same(through[1][0], resumed[1][0])
+    for _, _, state in through:
+        assert state == 4 * toy.WIDTH * (4 + 3) + 2 * 16
+    shape = (
+        toy.ROWS,
+        3,
+        toy.WIDTH,
+    )  # five steps and an evaluation, of which one step at full precision
+    assert through[0][1].forward_bytes == 4 * (4 * math.prod(shape) + 5 * codec.nbytes(shape))
+    assert through[1][1].backward_bytes == 4 * (4 * math.prod(shape) + 4 * backward.nbytes(shape))
 
 
 def forgets_samples() -> None:

@@ -70,13 +70,16 @@ def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path
         assert metrics.bytes_saved == metrics.bytes_sent == 2 * 2 * elements
 
 
+FORWARD, BACKWARD = "SubspaceQuant(rank=2, group=8)", "SubspaceQuant(rank=2, bits=6, group=32)"
+
+
 def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_path: Path):
     """Warm-up, bits, evaluation, summary, and a model that Hugging Face loads and that gives the same loss."""
     config = tiny(
         tmp_path,
         model={"tied": True},
-        pipeline={"forward": "int2", "backward": "int6", "warmup_steps": 2},
-        run={"steps": 4, "eval_every": 2, "save_model": True, "tensorboard": True},
+        pipeline={"forward": FORWARD, "backward": BACKWARD, "warmup_steps": 2},
+        run={"steps": 4, "eval_every": 3, "save_model": True, "tensorboard": True},
     )
     here, there = ranks.run(train, config, timeout=LIMIT)
     same = {"seconds": 0.0, "seconds_per_step": 0.0, "tokens_per_second": 0.0}  # own clocks
@@ -86,7 +89,7 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
 
     lines = read_metrics(output / "metrics.jsonl")
     shape = (2, 16, 32)
-    bits = [parse(name).bits_per_element(shape) for name in ("int2", "int6")]
+    bits = [parse(name).bits_per_element(shape) for name in (FORWARD, BACKWARD)]
     expected = [[32, 32]] * 2 + [bits] * 2
     assert [[line["bits_forward"], line["bits_backward"]] for line in lines] == expected
     assert [here.bits_forward, here.bits_backward] == bits

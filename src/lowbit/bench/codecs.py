@@ -228,9 +228,9 @@ def _codec(name: str) -> Codec | PublishedProcedure:
         ValueError: unknown, or one that works on sessions only and has nothing to measure here.
     """
     found = EXTRA_NAMES.get(name) or parse(name)
-    if isinstance(found, Codec) and found.needs_key:
+    if isinstance(found, Codec) and found.stateful:
         raise ValueError(
-            f"codec is {name!r}, which codes differences between visits; measure its inner codec"
+            f"codec is {name!r}, which works on sessions only; allowed: codecs without state"
         )
     return found
 

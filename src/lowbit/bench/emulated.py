@@ -34,6 +34,8 @@ GRADIENTS = "gradients:"
 """Before a format that gradients are kept and all-reduced in, in place of a boundary's."""
 ACTIVATIONS = "activations:"
 """Before the name of a policy for what autograd keeps, in place of a boundary's format."""
+PAIR = " / "
+"""Between the formats of activations and of gradients, where a boundary names both."""
 POLICIES = {
     "low-bit": LayerAware(),
     "norm-4": LayerAware(norm=4),
@@ -74,8 +76,12 @@ class Recipe:
 def codec_pair(boundary: str, backward: str) -> tuple[Codec, Codec]:
     """Codecs each way: plain numbers travel alike in both directions, low-bit formats get the backward format.
 
-    Where gradients or saved activations have a format of their own, boundaries carry float32.
+    Where gradients or saved activations have a format of their own, boundaries carry float32. A boundary with a format
+    of its own for each way is "FORWARD / BACKWARD".
     """
+    if PAIR in boundary:
+        there, back = boundary.split(PAIR, 1)
+        return parse(there), parse(back)
     forward = Cast() if boundary.startswith((GRADIENTS, ACTIVATIONS)) else parse(boundary)
     return forward, forward if isinstance(forward, Cast) else parse(backward)
 
@@ -84,13 +90,15 @@ def gradient_codec(boundary: str) -> Codec | None:
     """What gradients are kept and all-reduced in ("gradients:fp8"); None for a boundary's format.
 
     Raises:
-        ValueError: an unknown format, or one that remembers samples.
+        ValueError: an unknown format, or one with state.
     """
     if not boundary.startswith(GRADIENTS):
         return None
     codec = parse(boundary.removeprefix(GRADIENTS))
-    if codec.needs_key:
-        raise ValueError(f"{boundary!r} remembers samples; allowed: codecs without state")
+    if codec.stateful:
+        raise ValueError(
+            f"{boundary!r} keeps something between messages; allowed: codecs without state"
+        )
     return codec
 
 

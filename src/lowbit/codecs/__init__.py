@@ -9,6 +9,7 @@ from lowbit.codecs.cast import Cast
 from lowbit.codecs.feature_int4 import FeatureInt4
 from lowbit.codecs.group_int import GroupInt
 from lowbit.codecs.names import parse
+from lowbit.codecs.subspace_quant import SubspaceQuant
 from lowbit.codecs.tah_quant import TAHQuant
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "FeatureInt4",
     "GroupInt",
     "Session",
+    "SubspaceQuant",
     "TAHQuant",
     "parse",
 ]

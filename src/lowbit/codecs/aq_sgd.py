@@ -33,10 +33,11 @@ class AQSGD(Codec):
 
     inner: Codec = GroupInt(bits=4, group=64)
     needs_key: ClassVar[bool] = True
+    stateful: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Codec) or self.inner.needs_key:
-            raise TypeError(f"inner is {self.inner!r}; allowed: a codec without keys")
+        if not isinstance(self.inner, Codec) or self.inner.stateful:
+            raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
 
     def nbytes(self, shape: Sequence[int]) -> int:
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())
@@ -75,7 +76,7 @@ class AQSGDSession(Session):
         sample = self.shape[1:]
         return self.shape[0] * max(self._first.nbytes(sample), self.codec.inner.nbytes(sample))
 
-    def encode(self, x: Tensor, *, key: Key | None = None) -> Tensor:
+    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
         self._check_shape(x)
         x, parts = x.detach(), []
         for row, sample in zip(x, self._ids(key), strict=True):
@@ -85,7 +86,12 @@ class AQSGDSession(Session):
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def decode(
-        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None
+        self,
+        payload: Tensor,
+        *,
+        key: Key | None = None,
+        out: Tensor | None = None,
+        training: bool = True,
     ) -> Tensor:
         sizes = [self._codec_of(i).nbytes(self.shape[1:]) for i in self._ids(key)]
         if payload.shape != (sum(sizes),) or payload.dtype != torch.uint8:

@@ -32,7 +32,10 @@ class Codec(ABC):
     """
 
     wire_version: ClassVar[int] = 1
-    needs_key: ClassVar[bool] = False
+    needs_key: ClassVar[bool] = False  # messages say which samples they hold
+    stateful: ClassVar[bool] = (
+        False  # works through sessions only, which keep something between messages
+    )
 
     @property
     def grain(self) -> int:
@@ -242,6 +245,10 @@ class Codec(ABC):
         """Start a session for messages of one shape and dtype, in one direction of one boundary."""
         return Session(self, torch.Size(shape), dtype, torch.device(device))
 
+    def shared_by(self, shape: Sequence[int]) -> int | None:
+        """Messages for which this is the same number share what a lane's session keeps; None: those of one shape."""
+        return None
+
 
 class Session:
     """Messages of one shape, in one direction of one boundary. This one, for stateless formats, keeps nothing.
@@ -267,8 +274,16 @@ class Session:
         """The most bytes that any message of this session has."""
         return self.codec.nbytes(self.shape)
 
-    def encode(self, x: Tensor, *, key: Key | None = None) -> Tensor:
+    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        """A session for messages of another shape that shares what this one keeps; see `Codec.shared_by`."""
+        return self.codec.open(shape=shape, dtype=dtype, device=self.device)
+
+    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
         """Payload of `x`, whose shape must be the session's.
+
+        Args:
+            x: the tensor; key: its samples' ids, if the codec needs them.
+            training: False in an evaluation pass: what is kept is used, and stays as it is.
 
         Raises:
             ValueError: another shape.
@@ -277,9 +292,14 @@ class Session:
         return self.codec.encode(x)
 
     def decode(
-        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None
+        self,
+        payload: Tensor,
+        *,
+        key: Key | None = None,
+        out: Tensor | None = None,
+        training: bool = True,
     ) -> Tensor:
-        """The tensor in `payload`, in the session's shape and dtype (or in `out`)."""
+        """The tensor in `payload`, in the session's shape and dtype (or in `out`); arguments as for `encode`."""
         return self.codec.decode(payload, shape=self.shape, dtype=self.dtype, out=out)
 
     def state_bytes(self) -> int:

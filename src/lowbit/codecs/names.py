@@ -12,6 +12,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.block_float8 import BlockFloat8
 from lowbit.codecs.cast import Cast
 from lowbit.codecs.group_int import GroupInt
+from lowbit.codecs.subspace_quant import SubspaceQuant
 from lowbit.codecs.tah_quant import TAHQuant
 
 NAMES: dict[str, Callable[[], Codec]] = {
@@ -24,9 +25,11 @@ NAMES: dict[str, Callable[[], Codec]] = {
     "tah-quant": TAHQuant,
     "tah-quant-published": TAHQuant.published,
     "aq-sgd": AQSGD,
+    "subspace": SubspaceQuant,
+    "subspace-backward": lambda: SubspaceQuant(bits=4),
 }
 CLASSES: dict[str, type[Codec]] = {
-    c.__name__: c for c in (Cast, GroupInt, BlockFloat8, TAHQuant, AQSGD)
+    c.__name__: c for c in (Cast, GroupInt, BlockFloat8, TAHQuant, AQSGD, SubspaceQuant)
 }
 
 

@@ -265,7 +265,7 @@ def check_summable(codec: object) -> Codec:
             f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)"
         )
     reason = ""
-    if codec.needs_key or type(codec).open is not Codec.open:
+    if codec.stateful:
         reason = "keeps something between messages"
     elif isinstance(codec, TAHQuant):
         reason = "is made for the tokens of activations"

@@ -65,7 +65,7 @@ class GradientStorage:
         self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None
     ) -> None:
         self.codec = BlockFloat8() if codec is None else codec
-        if not isinstance(self.codec, Codec) or self.codec.needs_key:
+        if not isinstance(self.codec, Codec) or self.codec.stateful:
             raise TypeError(
                 f"codec is {self.codec!r}; allowed: a codec without state, such as BlockFloat8()"
             )

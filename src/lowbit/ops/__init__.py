@@ -19,6 +19,10 @@ group_int_decode = torch.ops.lowbit.group_int_decode.default
 norm_backward = torch.ops.lowbit.norm_backward.default
 norm_encode = torch.ops.lowbit.norm_encode.default
 norm_recompute = torch.ops.lowbit.norm_recompute.default
+subspace_coefficients_encode = torch.ops.lowbit.subspace_coefficients_encode.default
+subspace_coefficients_decode = torch.ops.lowbit.subspace_coefficients_decode.default
+subspace_rest_encode = torch.ops.lowbit.subspace_rest_encode.default
+subspace_rest_decode = torch.ops.lowbit.subspace_rest_decode.default
 tah_quant_encode = torch.ops.lowbit.tah_quant_encode.default
 tah_quant_decode = torch.ops.lowbit.tah_quant_decode.default
 
@@ -37,6 +41,10 @@ __all__ = [
     "norm_backward",
     "norm_encode",
     "norm_recompute",
+    "subspace_coefficients_decode",
+    "subspace_coefficients_encode",
+    "subspace_rest_decode",
+    "subspace_rest_encode",
     "tah_quant_decode",
     "tah_quant_encode",
 ]

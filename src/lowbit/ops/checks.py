@@ -11,7 +11,7 @@ from torch import Tensor
 from lowbit.ops.feature_int4 import feature_int4_layout
 from lowbit.ops.float8 import FORMATS, block_float8_layout
 from lowbit.ops.fused import ACTIVATIONS
-from lowbit.ops.layout import group_int_layout, tah_geometry
+from lowbit.ops.layout import group_int_layout, subspace_geometry, tah_geometry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -218,6 +218,52 @@ def _check_both(**tensors: Tensor | None) -> None:
         raise ValueError(f"{missing[0]} is None; allowed: all of {', '.join(tensors)}, or none")
 
 
+def _check_subspace(
+    x: Tensor, payload: Tensor, rows: int, channels: int, rank: int, bits: int, group: int, refresh: int,
+    **tensors: tuple[Tensor, tuple[int, ...]],
+) -> None:  # fmt: skip
+    """Each of `tensors` is float32 and has the shape beside it."""
+    _check_settings(bits, group)
+    if not 1 <= rank <= channels or refresh < 1:
+        raise ValueError(
+            f"rank is {rank}, channels {channels}, refresh {refresh}; allowed: 1 to channels, and from 1 on"
+        )
+    _check(
+        x, payload, 2, subspace_geometry(rows, channels, rank, bits, group, refresh).layout.nbytes
+    )
+    for name, (t, shape) in tensors.items():
+        if t.dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {t.dtype}; allowed: float32")
+        _check_like(shape, x.device, **{name: t})
+
+
+def _subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, refresh) -> None:
+    rows, rank = c.shape
+    _check_subspace(
+        c, payload, rows, channels, rank, bits, group, refresh,
+        c=(c, (rows, rank)), unit=(unit, (rank,)), out=(out, (rows, rank)),
+    )  # fmt: skip
+
+
+def _subspace_coefficients_decode(payload, unit, out, channels, bits, group, refresh) -> None:
+    rows, rank = out.shape
+    _check_subspace(
+        out, payload, rows, channels, rank, bits, group, refresh,
+        unit=(unit, (rank,)), out=(out, (rows, rank)),
+    )  # fmt: skip
+
+
+def _subspace_rest_encode(x, base, payload, rank, bits, group, refresh) -> None:
+    rows, channels = x.shape
+    _check_subspace(
+        x, payload, rows, channels, rank, bits, group, refresh, base=(base, (rows, channels))
+    )
+
+
+def _subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate) -> None:
+    _subspace_rest_encode(out, base, payload, rank, bits, group, refresh)
+
+
 CHECKS: dict[str, Callable[..., None]] = {
     "group_int_encode": lambda x, payload, *a: _check_group_int(x, payload, *a[:3]),
     "group_int_decode": lambda payload, out, *a: _check_group_int(out, payload, *a[:3]),
@@ -232,6 +278,10 @@ CHECKS: dict[str, Callable[..., None]] = {
         x, payload, *a[:5], pivot=a[5] is not None
     ),
     "tah_quant_decode": lambda payload, out, *a: _check_tah(out, payload, *a[:6]),
+    "subspace_coefficients_encode": _subspace_coefficients_encode,
+    "subspace_coefficients_decode": _subspace_coefficients_decode,
+    "subspace_rest_encode": _subspace_rest_encode,
+    "subspace_rest_decode": _subspace_rest_decode,
     "norm_encode": _norm_encode,
     "norm_recompute": _norm_recompute,
     "norm_backward": _norm_backward,

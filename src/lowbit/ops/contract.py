@@ -15,6 +15,14 @@ Operators fill or read a payload that the caller allocated, so they allocate no 
 `inverse`, `scale` float32 (E,) and `scales` (R, E) hold 0 at the outliers; `order` int32 (E,): the other features,
 then the outliers, both ascending; `clipped` int64 (1,): how many values were NaN, Inf or beyond the codes.
 
+Operators for tokens near to a subspace, `lowbit.codecs.SubspaceQuant`; each fills or reads sections of the payload:
+
+- `subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, refresh)`: c (R, K) float32, in units (K,)
+  -> payload; and what it decodes to in out (R, K) float32, which may be c itself.
+- `subspace_coefficients_decode(payload, unit, out, channels, bits, group, refresh)`: payload -> out (R, K) float32.
+- `subspace_rest_encode(x, base, payload, rank, bits, group, refresh)`: x (R, C) - base (R, C) float32 -> payload.
+- `subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate)`: base + payload -> out (R, C).
+
 Operators for backward from quantized inputs (formulas: `lowbit.ops.fused`). Payloads are those of `group_int_encode`,
 asymmetric, of a tensor's elements in order; x' stands for what such a payload decodes to, in float32:
 
@@ -72,6 +80,14 @@ SCHEMAS = {
     "float low_fraction, str allocation, float? pivot_ratio) -> ()",
     "tah_quant_decode": "(Tensor payload, Tensor(a!) out, int tile, int high_bits, int low_bits, "
     "float low_fraction, str allocation, bool pivot, bool accumulate) -> ()",
+    "subspace_coefficients_encode": "(Tensor c, Tensor unit, Tensor(a!) payload, Tensor(b!) out, "
+    "int channels, int bits, int group, int refresh) -> ()",
+    "subspace_coefficients_decode": "(Tensor payload, Tensor unit, Tensor(a!) out, "
+    "int channels, int bits, int group, int refresh) -> ()",
+    "subspace_rest_encode": "(Tensor x, Tensor base, Tensor(a!) payload, "
+    "int rank, int bits, int group, int refresh) -> ()",
+    "subspace_rest_decode": "(Tensor payload, Tensor base, Tensor(a!) out, "
+    "int rank, int bits, int group, int refresh, bool accumulate) -> ()",
     "norm_encode": "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) payload, Tensor(b!) out, "
     "float eps, bool centred, float offset, int bits, int group, int? seed) -> ()",
     "norm_recompute": "(Tensor payload, Tensor? weight, Tensor? bias, Tensor(a!) out, "
@@ -123,7 +139,7 @@ def _implementation(name: str, home: str | None, device: torch.device) -> Callab
         return getattr(reference, name)
     if chosen not in ("auto", home):
         kernels = _load("gpu") if (chosen, home) == ("gpu", "cpu") else None
-        if getattr(kernels, "interpreted", False):
+        if getattr(kernels, "interpreted", False) and hasattr(kernels, name):
             return getattr(kernels, name)
         kind = {"cpu": "the CPU", "gpu": "a GPU"}[chosen]
         raise RuntimeError(f"backend {chosen!r} needs tensors on {kind}; found {device}")
@@ -134,6 +150,8 @@ def _implementation(name: str, home: str | None, device: torch.device) -> Callab
             why = f"backend {home!r} needs {NEEDS[home]}, which cannot be imported: {kernels}"
         else:
             why = kernels.unsupported(device) if home == "gpu" else ""
+            if not hasattr(kernels, name):
+                why = f"backend {home!r} has no kernel for {name}"
         if not why:
             return getattr(kernels, name)
         if chosen == home:

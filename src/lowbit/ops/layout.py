@@ -155,3 +155,46 @@ def tah_geometry(
         saved=saved,
         layout=layout,
     )
+
+
+@dataclass(frozen=True)
+class SubspaceGeometry:
+    """Everything about a payload of `lowbit.codecs.SubspaceQuant` that follows from the shape and the settings.
+
+    Attributes:
+        rows: tokens in the message; channels: elements of a token.
+        group: elements that share a step; groups: of a token, a ragged last one included.
+        renewed: directions that travel with a message.
+        row_bytes: bytes of a token's codes.
+        layout: the sections.
+    """
+
+    rows: int
+    channels: int
+    group: int
+    groups: int
+    renewed: int
+    row_bytes: int
+    layout: Layout
+
+
+def subspace_geometry(
+    rows: int, channels: int, rank: int, bits: int, group: int, refresh: int
+) -> SubspaceGeometry:
+    """Sizes of the payload of `rows` tokens of `channels` elements."""
+    groups, ragged = ceil_div(channels, group), channels % group
+    row_bytes = (channels // group * group + ceil_div(ragged, 8) * 8) * bits // 8
+    renewed = ceil_div(rank, refresh)
+    layout = Layout.of(
+        header=16,
+        slots=2 * renewed,
+        lengths=4 * renewed,
+        directions=renewed * channels,
+        units=2 * rank,
+        factors=2 * rows,
+        coefficients=rows * rank,
+        exponents=rows,
+        steps=rows * groups,
+        codes=rows * row_bytes,
+    )
+    return SubspaceGeometry(rows, channels, group, groups, renewed, row_bytes, layout)

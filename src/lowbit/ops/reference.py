@@ -29,6 +29,10 @@ from lowbit.ops.group_int import group_int_decode as group_int_decode
 from lowbit.ops.group_int import group_int_encode as group_int_encode
 from lowbit.ops.layout import TAHGeometry, ceil_div, tah_geometry
 from lowbit.ops.packing import pack, pack_flags, unpack, unpack_flags
+from lowbit.ops.subspace import subspace_coefficients_decode as subspace_coefficients_decode
+from lowbit.ops.subspace import subspace_coefficients_encode as subspace_coefficients_encode
+from lowbit.ops.subspace import subspace_rest_decode as subspace_rest_decode
+from lowbit.ops.subspace import subspace_rest_encode as subspace_rest_encode
 
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
 NAN_MID = {1: -128, 2: -32768}

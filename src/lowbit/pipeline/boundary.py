@@ -42,9 +42,10 @@ class Step:
 class Lane:
     """One direction of one boundary, at one end: which format each tensor has there, and what the format remembers.
 
-    Floating tensors go through a session of the codec, one for each tensor. Everything else travels as it is:
-    integers and booleans, all tensors during the warm-up, and evaluation passes of a codec that knows only the
-    samples it is trained on (`needs_key`).
+    Floating tensors go through a session of the codec, one for each tensor (and shape, unless the codec says that
+    shapes share what it keeps: an evaluation's batches are coded by what training's have taught). Everything else
+    travels as it is: integers and booleans, all tensors during the warm-up, and evaluation passes of a codec that
+    knows only the samples it is trained on (`needs_key`).
 
     Args:
         boundary: i, between stages i and i + 1.
@@ -69,6 +70,7 @@ class Lane:
         self._device = torch.device(device)
         self._traffic = traffic
         self._sessions: dict[str, Session] = {}
+        self._states: dict[str, Session] = {}  # of each state, one of the sessions that share it
         self._restored: dict[str, dict[str, Any]] = {}
 
     def prepare(self, slots: Sequence[Slot]) -> None:
@@ -108,7 +110,9 @@ class Lane:
             )
         with self._aside():
             if self._coded(index, step):
-                payload = self._session(index).encode(x, key=self._key(step, micro_batch))
+                payload = self._session(index).encode(
+                    x, key=self._key(step, micro_batch), training=step.training
+                )
             else:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
                 payload = x.detach().clone(memory_format=torch.contiguous_format)
@@ -124,7 +128,7 @@ class Lane:
             out = out.detach()
             if self._coded(index, step):
                 key = self._key(step, micro_batch)
-                self._session(index).decode(payload, key=key, out=out)
+                self._session(index).decode(payload, key=key, out=out, training=step.training)
             else:
                 out.copy_(payload.view(out.dtype).view(out.shape))
 
@@ -140,17 +144,17 @@ class Lane:
 
     def state_bytes(self) -> int:
         """Bytes that the codec keeps between messages, at this end."""
-        return sum(session.state_bytes() for session in self._sessions.values())
+        return sum(session.state_bytes() for session in self._states.values())
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """State of every session that has any."""
-        states = {name: session.state_dict() for name, session in self._sessions.items()}
+        states = {name: session.state_dict() for name, session in self._states.items()}
         return self._restored | {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Take over what `state_dict` gave, for sessions that are open and those that will be."""
         self._restored = dict(states)
-        for name, session in self._sessions.items():
+        for name, session in self._states.items():
             session.load_state_dict(self._restored.pop(name, {}))
 
     def _coded(self, index: int, step: Step) -> bool:
@@ -162,11 +166,20 @@ class Lane:
         return step.keys[micro_batch] if self.codec.needs_key and step.keys else None
 
     def _session(self, index: int) -> Session:
-        shape, dtype = self.slots[index]
+        return self.session(index, *self.slots[index])
+
+    def session(self, index: int, shape: torch.Size, dtype: torch.dtype) -> Session:
+        """The session of a tensor, for messages of any shape and dtype; both ends open the same."""
         name = f"tensor {index}, {_described((shape, dtype))}"
         if name not in self._sessions:
-            session = self.codec.open(shape=shape, dtype=dtype, device=self._device)
-            session.load_state_dict(self._restored.pop(name, {}))
+            shared = self.codec.shared_by(shape)
+            state = name if shared is None else f"tensor {index}, width {shared}"
+            if state in self._states:
+                session = self._states[state].beside(shape=shape, dtype=dtype)
+            else:
+                session = self.codec.open(shape=shape, dtype=dtype, device=self._device)
+                session.load_state_dict(self._restored.pop(state, {}))
+                self._states[state] = session
             self._sessions[name] = session
         return self._sessions[name]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit import __version__
-from lowbit.codecs.base import Codec, check_int
+from lowbit.codecs.base import Codec, Session, check_int
 from lowbit.collectives.agreement import Agreement, default_group
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline.boundary import (
@@ -117,6 +117,26 @@ class LowBitStage(HookedStage):
     def state_bytes(self) -> int:
         """Bytes that the codecs keep on this stage between steps."""
         return sum(lane.state_bytes() for lane in self._lanes.values())
+
+    def forward_session(
+        self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype
+    ) -> Session:
+        """A session for activations of any shape that shares what the training's keep, if the codec allows that.
+
+        For evaluation passes outside the schedule: encode and decode with `training=False`, once training has begun.
+
+        Args:
+            outgoing: to the next stage, which opens the same with False; both must be on different ranks.
+            shape, dtype: of the activations.
+
+        Raises:
+            ValueError: there is no stage on that side.
+        """
+        if ("forward", outgoing) not in self._lanes:
+            raise ValueError(
+                f"outgoing is {outgoing}; stage {self.stage_index} ends the pipeline there"
+            )
+        return self._lanes["forward", outgoing].session(0, torch.Size(shape), dtype)
 
     def codec_state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the model: training steps so far, and what the codecs keep."""

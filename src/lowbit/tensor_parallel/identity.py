@@ -62,7 +62,7 @@ def describe(model: Any) -> str:
 
 
 def _config(model: Any) -> Any:
-    config = getattr(model, "config", None if isinstance(model, nn.Module) else model)
+    config: Any = getattr(model, "config", None if isinstance(model, nn.Module) else model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

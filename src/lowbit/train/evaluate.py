@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit.codecs import Cast, Codec
+from lowbit.codecs import Cast, Codec, Session
+from lowbit.pipeline import LowBitStage
 from lowbit.train.data import Windows
 from lowbit.train.model import StageModule
 from lowbit.train.plan import Plan
@@ -22,6 +23,7 @@ class Evaluation:
 
     Args:
         plan: where the stages are; modules: this rank's, by stage.
+        stages: this rank's pipeline stages, whose codecs may have learned something that evaluation uses.
         width: elements of an activation; device: where the modules are.
         group: of the pipeline, apart from the training traffic; Gloo carries it, wherever the modules are.
     """
@@ -31,10 +33,12 @@ class Evaluation:
         plan: Plan,
         modules: dict[int, StageModule],
         *,
+        stages: Mapping[int, LowBitStage],
         width: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
+        self._stages = stages
         self._plan, self._modules, self._width = plan, modules, width
         self._device, self._group = device, group
 
@@ -100,8 +104,9 @@ class Evaluation:
         self, boundary: int, x: Tensor, codec: Codec, key: tuple[int, ...]
     ) -> tuple[dist.Work | None, Tensor]:
         """Start sending; the payload must live until the work is done."""
-        session = codec.open(shape=x.shape, dtype=torch.float32, device=self._device)
-        payload = session.encode(x.float(), key=key if codec.needs_key else None).cpu()
+        session = self._session(boundary, codec, x.shape, outgoing=True)
+        chosen = key if codec.needs_key else None
+        payload = session.encode(x.float(), key=chosen, training=False).cpu()
         return dist.isend(
             payload, group=self._group, group_dst=self._plan.rank_of(boundary + 1)
         ), payload
@@ -109,8 +114,17 @@ class Evaluation:
     def _receive(
         self, boundary: int, shape: tuple[int, ...], codec: Codec, key: tuple[int, ...]
     ) -> Tensor:
-        session = codec.open(shape=shape, dtype=torch.float32, device=self._device)
+        session = self._session(boundary, codec, shape, outgoing=False)
         chosen = key if codec.needs_key else None
         payload = torch.empty(session.nbytes(chosen), dtype=torch.uint8)
         dist.recv(payload, group=self._group, group_src=self._plan.rank_of(boundary))
-        return session.decode(payload.to(self._device), key=chosen)
+        return session.decode(payload.to(self._device), key=chosen, training=False)
+
+    def _session(
+        self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool
+    ) -> Session:
+        """One with what training has taught the boundary, or, where that belongs to training's samples, a fresh one."""
+        if codec.shared_by(shape) is None:
+            return codec.open(shape=shape, dtype=torch.float32, device=self._device)
+        stage = self._stages[boundary if outgoing else boundary + 1]
+        return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)

@@ -21,7 +21,7 @@ def storage_codec(config: GradientsConfig) -> Codec | None:
     """What gradients are stored in; None: nothing but `.grad`.
 
     Raises:
-        ConfigError: a name or argument that no codec has, or one with a memory of samples.
+        ConfigError: a name or argument that no codec has, or one with state.
     """
     if config.storage == FULL_PRECISION:
         return None
@@ -29,9 +29,10 @@ def storage_codec(config: GradientsConfig) -> Codec | None:
         codec = parse(config.storage)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"gradients.storage: {error}") from error
-    if codec.needs_key:
+    if codec.stateful:
         raise ConfigError(
-            f"gradients.storage is {config.storage!r}, which remembers samples; allowed: codecs without state"
+            f"gradients.storage is {config.storage!r}, which keeps something between messages; "
+            "allowed: codecs without state"
         )
     return codec
 

@@ -125,8 +125,9 @@ class Trainer:
         )  # fmt: skip
         width = next(iter(self.modules.values())).width
         self.evaluation = Evaluation(
-            self.plan, self.modules, width=width, device=device, group=self.replicas.side
-        )
+            self.plan, self.modules, stages=self.pipeline.lowbit_stages, width=width, device=device,
+            group=self.replicas.side,
+        )  # fmt: skip
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         run, data = self.config.run, self.config.data

@@ -101,6 +101,11 @@ class Pipeline:
         """Whether this rank computes the loss."""
         return self.plan.stages - 1 in self.modules
 
+    @property
+    def lowbit_stages(self) -> dict[int, LowBitStage]:
+        """Stages with codecs, by index."""
+        return {s.stage_index: s for s in self.stages if isinstance(s, LowBitStage)}
+
     def step(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
         """Forward and backward of one batch; gradients are left in the parameters.
 

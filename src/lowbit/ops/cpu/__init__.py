@@ -7,6 +7,12 @@ from lowbit.ops.cpu.feature_int4 import feature_int4_decode, feature_int4_encode
 from lowbit.ops.cpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.cpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.cpu.norm import norm_backward, norm_encode, norm_recompute
+from lowbit.ops.cpu.subspace import (
+    subspace_coefficients_decode,
+    subspace_coefficients_encode,
+    subspace_rest_decode,
+    subspace_rest_encode,
+)
 from lowbit.ops.cpu.tah_decode import tah_quant_decode
 from lowbit.ops.cpu.tah_encode import tah_quant_encode
 
@@ -24,6 +30,10 @@ __all__ = [
     "norm_backward",
     "norm_encode",
     "norm_recompute",
+    "subspace_coefficients_decode",
+    "subspace_coefficients_encode",
+    "subspace_rest_decode",
+    "subspace_rest_encode",
     "tah_quant_decode",
     "tah_quant_encode",
 ]

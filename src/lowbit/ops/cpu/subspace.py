@@ -1,0 +1,235 @@
+"""The subspace operators (see `lowbit.codecs.SubspaceQuant`), token by token: the remainder is never written out."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.ops.cpu.jit import helper, kernel
+from lowbit.ops.cpu.lines import FLOAT32, KINDS, narrow, widen
+from lowbit.ops.cpu.memory import (
+    get_byte,
+    get_float,
+    get_half,
+    get_int,
+    put_byte,
+    put_float,
+    put_half,
+    put_int,
+)
+from lowbit.ops.cpu.operations import (
+    bits_float,
+    float_bits,
+    from_bf16,
+    greater,
+    greater32,
+    key_value,
+    lesser,
+    lesser32,
+    magnitude,
+    power_of_two,
+    round_signed,
+    step_below,
+    steps_below,
+    truncate,
+)
+from lowbit.ops.cpu.threads import over_rows
+from lowbit.ops.cpu.tiles import (
+    HALF,
+    LARGEST,
+    ONE,
+    SMALLEST,
+    ZERO,
+    are_finite,
+    decode_run,
+    encode_run,
+    put_extremes,
+)
+from lowbit.ops.layout import subspace_geometry
+from lowbit.ops.subspace import FARTHEST, NAN_STEP, ZERO_STEP
+from lowbit.ops.subspace import rounding as rounding_of
+
+FAR, NAN = np.float32(FARTHEST), np.float32(np.nan)
+STEPS, STEP = np.float32(127), np.float32(1 / 127)
+geometry = functools.lru_cache(subspace_geometry)
+
+
+def subspace_coefficients_encode(
+    c: Tensor, unit: Tensor, payload: Tensor, out: Tensor, channels: int, bits: int, group: int, refresh: int
+) -> None:  # fmt: skip
+    """The reference's bytes."""
+    rows, rank = c.shape
+    at = geometry(rows, channels, rank, bits, group, refresh).layout.offsets
+    start = payload.data_ptr()
+
+    def work(first: int, last: int) -> None:
+        scratch = torch.empty(4 * rank, dtype=torch.uint8)
+        _encode_coefficients(
+            c.data_ptr(), unit.data_ptr(), start + at["factors"], start + at["coefficients"],
+            out.data_ptr(), rank, scratch.data_ptr(), first, last,
+        )  # fmt: skip
+
+    over_rows(work, rows, c.nbytes)
+
+
+def subspace_coefficients_decode(
+    payload: Tensor, unit: Tensor, out: Tensor, channels: int, bits: int, group: int, refresh: int
+) -> None:
+    """The reference's numbers."""
+    rows, rank = out.shape
+    at = geometry(rows, channels, rank, bits, group, refresh).layout.offsets
+    start = payload.data_ptr()
+
+    def work(first: int, last: int) -> None:
+        _decode_coefficients(
+            start + at["factors"], start + at["coefficients"], unit.data_ptr(), out.data_ptr(),
+            rank, first, last,
+        )  # fmt: skip
+
+    over_rows(work, rows, out.nbytes)
+
+
+def subspace_rest_encode(
+    x: Tensor, base: Tensor, payload: Tensor, rank: int, bits: int, group: int, refresh: int
+) -> None:
+    """The reference's bytes."""
+    geo = geometry(*x.shape, rank, bits, group, refresh)
+    at, start = geo.layout.offsets, payload.data_ptr()
+
+    def work(first: int, last: int) -> None:
+        scratch = torch.empty(4 * geo.channels + 8 * geo.groups + group, dtype=torch.uint8)
+        _encode_rest(
+            x.data_ptr(), KINDS[x.dtype], base.data_ptr(),
+            start + at["exponents"], start + at["steps"], start + at["codes"],
+            geo.channels, group, geo.groups, geo.row_bytes, bits, rounding_of(bits), scratch.data_ptr(), first, last,
+        )  # fmt: skip
+
+    over_rows(work, geo.rows, x.nbytes)
+
+
+def subspace_rest_decode(
+    payload: Tensor, base: Tensor, out: Tensor, rank: int, bits: int, group: int, refresh: int, accumulate: bool
+) -> None:  # fmt: skip
+    """The reference's numbers."""
+    geo = geometry(*out.shape, rank, bits, group, refresh)
+    at, start = geo.layout.offsets, payload.data_ptr()
+
+    def work(first: int, last: int) -> None:
+        scratch = torch.empty(4 * geo.channels + group, dtype=torch.uint8)
+        _decode_rest(
+            start + at["exponents"], start + at["steps"], start + at["codes"], base.data_ptr(),
+            out.data_ptr(), KINDS[out.dtype], geo.channels, group, geo.groups, geo.row_bytes, bits, accumulate,
+            scratch.data_ptr(), first, last,
+        )  # fmt: skip
+
+    over_rows(work, geo.rows, out.nbytes)
+
+
+@kernel
+def _encode_coefficients(c, unit, factors, codes, out, rank, line, start, stop) -> None:
+    for row in range(start, stop):
+        first = row * rank
+        most, usable = ZERO, True
+        for k in range(rank):
+            value, size = get_float(c, first + k), get_float(unit, k)
+            usable = usable and magnitude(value) <= FAR
+            value = value * (ONE / (size if size > ZERO else ONE)) if size > ZERO else ZERO
+            put_float(line, k, value)
+            most = greater(magnitude(value), most)
+        factor = ZERO
+        if usable and SMALLEST <= most <= FAR:
+            factor = bits_float((float_bits(most) + 0xFFFF) & -0x10000)
+        put_half(factors, row, float_bits(factor) >> 16)
+        inverse = STEPS * (ONE / (factor if factor > ZERO else ONE))
+        for k in range(rank):
+            value = get_float(line, k) if factor > ZERO else ZERO
+            q = lesser(greater(round_signed(value * inverse), -STEPS), STEPS)
+            put_byte(codes, first + k, truncate(q))
+            put_float(out, first + k, q * (factor * STEP) * get_float(unit, k))
+
+
+@kernel
+def _decode_coefficients(factors, codes, unit, out, rank, start, stop) -> None:
+    for row in range(start, stop):
+        first, step = row * rank, from_bf16(get_half(factors, row)) * STEP
+        for k in range(rank):
+            q = np.float32(np.int8(get_byte(codes, first + k)))
+            put_float(out, first + k, q * step * get_float(unit, k))
+
+
+@kernel
+def _encode_rest(
+    source, kind, base, exponents, steps, planes,
+    channels, group, groups, row_bytes, bits, rounding, scratch, start, stop,
+) -> None:  # fmt: skip
+    line = scratch
+    low, high = line + 4 * channels, line + 4 * channels + 4 * groups
+    codes = high + 4 * groups
+    last = power_of_two(bits) - ONE
+    for row in range(start, stop):
+        first = row * channels
+        if kind == FLOAT32:
+            for j in range(channels):
+                put_float(line, j, get_float(source, first + j) - get_float(base, first + j))
+        else:
+            widen(source, kind, first, channels, line)
+            for j in range(channels):
+                put_float(line, j, get_float(line, j) - get_float(base, first + j))
+        for g in range(groups):
+            count = min(group, channels - g * group)
+            put_extremes(line + 4 * g * group, count, low + 4 * g, high + 4 * g)
+        top = _put_octaves(low, high, groups, bits, rounding)
+        put_byte(exponents, row, top >> 4)
+        top |= 15
+        to = planes + row * row_bytes
+        for g in range(groups):
+            octave, at = get_int(low, g), row * groups + g
+            below = np.int64(steps_below(lesser32(octave, greater32(octave, 0)), top))
+            below = ZERO_STEP if octave == 0 else min(below, NAN_STEP - 1)
+            put_byte(steps, at, below if octave >= 0 else NAN_STEP)
+            step = step_below(below, top) if octave > 0 else ZERO
+            inverse = ONE / (step if octave > 0 else ONE)
+            count = min(group, channels - g * group)
+            limit = last if octave > 0 else ZERO
+            to = encode_run(
+                line + 4 * g * group, count, inverse, last * HALF, limit, bits, to, codes
+            )
+
+
+@helper
+def _put_octaves(low, high, groups, bits, rounding) -> Any:
+    """Replace each group's least key by its step in sixteenths of an octave (0: zeros, -1: not finite); the most."""
+    most = np.int32(0)
+    share = power_of_two(1 - bits)
+    for g in range(groups):
+        a, b = get_int(low, g), get_int(high, g)
+        extent = greater(lesser(key_value(b), LARGEST), -greater(key_value(a), -LARGEST))
+        n = np.int32((float_bits(greater(extent * share, SMALLEST)) + rounding) >> 19)
+        n = n if extent > ZERO else np.int32(0)
+        n = n if are_finite(a, b) else np.int32(-1)
+        put_int(low, g, n)
+        most = greater32(most, n)
+    return np.int64(most)
+
+
+@kernel
+def _decode_rest(
+    exponents, steps, planes, base, target, kind,
+    channels, group, groups, row_bytes, bits, accumulate, scratch, start, stop,
+) -> None:  # fmt: skip
+    line, codes = scratch, scratch + 4 * channels
+    offset = -(power_of_two(bits) - ONE) * HALF
+    for row in range(start, stop):
+        first, at = row * channels, planes + row * row_bytes
+        top = np.int64(get_byte(exponents, row)) * 16 + 15
+        for g in range(groups):
+            below, count = get_byte(steps, row * groups + g), min(group, channels - g * group)
+            step = NAN if below == NAN_STEP else step_below(below, top)
+            at = decode_run(at, count, bits, offset, step, line + 4 * g * group, codes)
+        for j in range(channels):
+            put_float(line, j, get_float(base, first + j) + get_float(line, j))
+        narrow(line, target, kind, first, channels, accumulate)

@@ -1,0 +1,303 @@
+"""Directions that both ends learn from the messages between them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.codecs import GroupInt, SubspaceQuant, parse
+from lowbit.codecs.base import Session
+from lowbit.codecs.basis import Renewal, project, renew
+from lowbit.ops.layout import subspace_geometry
+
+SHAPE = (2, 40, 70)
+
+
+def ends(codec: SubspaceQuant, shape: tuple[int, ...] = SHAPE) -> tuple[Session, Session]:
+    return (
+        codec.open(shape=shape, dtype=torch.float32),
+        codec.open(shape=shape, dtype=torch.float32),
+    )
+
+
+def tokens(shape: tuple[int, ...] = SHAPE, *, seed: int, directions: int = 6) -> Tensor:
+    """Near to a subspace that is the same for every seed, beside a tenth of noise and far from the origin."""
+    fixed, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
+    span = torch.randn(directions, shape[-1], generator=fixed)
+    mean = torch.randn(shape[-1], generator=fixed)
+    c = torch.randn(*shape[:-1], directions, generator=own)
+    return c @ span + mean + 0.1 * torch.randn(shape, generator=own)
+
+
+def decibels(x: Tensor, y: Tensor) -> float:
+    return float(20 * torch.log10(x.norm() / (x - y).norm()))
+
+
+def crossed(sender: Session, receiver: Session, x: Tensor, **settings: bool) -> Tensor:
+    payload = sender.encode(x, **settings)
+    assert payload.shape == (sender.nbytes(),) == (receiver.nbytes(),) == (sender.max_nbytes(),)
+    return receiver.decode(payload, **settings)
+
+
+def test_the_basis_is_learned_and_the_remainder_closes_the_loop() -> None:
+    codec = SubspaceQuant(rank=8, bits=3, group=32, refresh=4)
+    sender, receiver = ends(codec)
+    found = [decibels(x, crossed(sender, receiver, x)) for x in (tokens(seed=s) for s in range(8))]
+    plain = decibels(tokens(seed=9), GroupInt(bits=3, group=32).round_trip(tokens(seed=9)))
+    assert found[0] > plain - 3
+    assert min(found[4:]) > plain + 15, (
+        "noise of a tenth in 64 of 70 channels is all that is left to 3 bits"
+    )
+    # Uniform noise of a group's largest magnitude / 2^3, which is 3 deviations of the noise.
+    x, y = tokens(seed=9), crossed(sender, receiver, tokens(seed=9))
+    assert float((x - y).std()) < 0.1 * 3 / 2**3 / math.sqrt(3) * 1.2
+    assert torch.equal(sender.state_dict()["directions"], receiver.state_dict()["directions"])
+
+
+def test_a_stale_or_useless_basis_costs_precision_but_not_correctness() -> None:
+    sender, receiver = ends(SubspaceQuant(rank=8, bits=4, refresh=4))
+    for seed in range(4):
+        crossed(sender, receiver, tokens(seed=seed))
+    x = 1e3 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) - 5
+    assert decibels(x, crossed(sender, receiver, x)) > 18, "4 bits of noise that has no directions"
+    x = tokens(seed=5)
+    x[0, 0] *= 1e5  # a massive activation
+    y = crossed(sender, receiver, x)
+    assert decibels(x[0, 0], y[0, 0]) > 20
+    assert decibels(x[0, 1:], y[0, 1:]) > 20, "its neighbours keep their precision"
+
+
+def test_one_message_can_bring_the_whole_basis() -> None:
+    sender, receiver = ends(SubspaceQuant(rank=7, bits=3, refresh=1))
+    x = tokens(seed=0)
+    assert decibels(x, crossed(sender, receiver, x)) > 35
+
+
+def test_renewed_directions_are_the_principal_ones_of_what_the_others_leave() -> None:
+    x = tokens(seed=0).view(-1, 70)
+    kept = torch.nn.functional.normalize(
+        torch.randn(2, 70, generator=torch.Generator().manual_seed(1))
+    )
+    basis = torch.cat([kept, torch.zeros(3, 70)])
+    new = renew(x, basis, 3)
+    assert sorted(new.slots_M.tolist()) == [2, 3, 4]
+    rest = x - project(x, kept) @ kept
+    principal = torch.linalg.svd(rest, full_matrices=False).Vh[:3]
+    left = x - project(x, new.applied(basis)) @ new.applied(basis)
+    best = rest - rest @ principal.t() @ principal
+    assert left.norm() < 1.05 * best.norm()
+
+
+def test_every_byte_is_counted_and_sizes_do_not_depend_on_data() -> None:
+    codec = SubspaceQuant(rank=32, bits=2, group=64, refresh=8)
+    shape = (4, 128, 512)
+    rows = 4 * 128
+    parts = (16, 2 * 4 + 8, 4 * 4, 4 * 512, 2 * 32, 2 * rows, 32 * rows, rows, 8 * rows, 128 * rows)
+    assert codec.nbytes(shape) == sum(parts)
+    assert codec.nbytes((0, 5, 64)) == 0
+    pair = codec.bits_per_element(shape) + SubspaceQuant(
+        rank=32, bits=4, group=64
+    ).bits_per_element(shape)
+    assert pair < 7.5, "forward and backward, at 512 channels"
+    assert parse("subspace").nbytes(shape) == SubspaceQuant().nbytes(shape)
+    sender, _ = ends(codec, (3, 64))
+    before = sender.state_bytes()
+    sender.encode(torch.randn(3, 64))
+    assert sender.state_bytes() == before == 4 * 64 * 32 + 16
+
+
+def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> None:
+    sender, receiver = ends(SubspaceQuant(rank=8, refresh=4))
+    for seed in range(5):
+        crossed(sender, receiver, tokens(seed=seed))
+    before = sender.state_dict()
+    small = {"shape": (1, 3, 70), "dtype": torch.bfloat16}
+    there, here = sender.beside(**small), receiver.beside(**small)
+    x = tokens((1, 3, 70), seed=8).bfloat16()
+    y = crossed(there, here, x, training=False)
+    assert y.dtype == torch.bfloat16
+    assert decibels(x.float(), y.float()) > 30
+    after = sender.state_dict()
+    assert torch.equal(after["directions"], before["directions"])
+    assert (after["messages"], after["digest"]) == (before["messages"], before["digest"])
+    crossed(there, here, x)  # in training, the other shape's messages count among the first's
+    crossed(sender, receiver, tokens(seed=9))
+    assert sender.state_dict()["messages"] == before["messages"] + 2
+
+
+def test_a_lost_repeated_changed_or_misplaced_message_is_an_error() -> None:
+    codec = SubspaceQuant(rank=4, refresh=2)
+    sender, receiver = ends(codec)
+    first, second = (sender.encode(tokens(seed=s)) for s in range(2))
+    with pytest.raises(ValueError, match=r"training message 1 .* expects training message 0"):
+        receiver.decode(second)
+    receiver.decode(first)
+    with pytest.raises(ValueError, match=r"training message 0 .* expects training message 1"):
+        receiver.decode(first)
+    with pytest.raises(ValueError, match="expects evaluation message 1"):
+        receiver.decode(second, training=False)
+    changed = receiver.state_dict()
+    receiver.decode(second)
+    other, _ = ends(codec)
+    for seed in (5, 6):
+        other.encode(tokens(seed=seed))
+    third = other.encode(tokens(seed=2))
+    with pytest.raises(
+        ValueError, match=r"message 2 after directions .* expects training message 2"
+    ):
+        receiver.decode(third)
+    receiver.load_state_dict(changed)
+    receiver.decode(second)
+    receiver.decode(sender.encode(tokens(seed=2)))
+
+
+def test_a_restart_goes_on_bit_for_bit() -> None:
+    codec = SubspaceQuant(rank=5, refresh=2)
+    sender, receiver = ends(codec)
+    for seed in range(3):
+        crossed(sender, receiver, tokens(seed=seed))
+    again = ends(codec)
+    again[0].load_state_dict(sender.state_dict())
+    again[1].load_state_dict(receiver.state_dict())
+    for seed in range(3, 6):
+        payload = sender.encode(tokens(seed=seed))
+        assert torch.equal(payload, again[0].encode(tokens(seed=seed)))
+        assert torch.equal(receiver.decode(payload), again[1].decode(payload))
+    empty, _ = ends(codec)
+    empty.load_state_dict({})
+    assert empty.state_dict()["messages"] == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_what_is_not_a_number_travels_and_leaves_the_basis_alone(bad: float) -> None:
+    codec = SubspaceQuant(rank=8, bits=3, group=8, refresh=2)
+    sender, receiver = ends(codec)
+    for seed in range(3):
+        crossed(sender, receiver, tokens(seed=seed))
+    before = sender.state_dict()["directions"]
+    x = tokens(seed=4)
+    x[1, 3, 20] = bad
+    y = crossed(sender, receiver, x)
+    assert torch.equal(sender.state_dict()["directions"], before)
+    bad_group = torch.zeros(SHAPE, dtype=torch.bool)
+    bad_group[1, 3, 16:24] = True
+    if math.isfinite(bad):
+        assert y.isfinite().all()
+    else:
+        assert y[bad_group].isnan().all()
+        assert y[~bad_group].isfinite().all()
+    others = torch.ones(SHAPE, dtype=torch.bool)
+    others[1, 3] = False
+    assert decibels(x[others], y[others]) > 25
+    x = tokens(seed=5)
+    assert decibels(x, crossed(sender, receiver, x)) > 25, "and the next message is coded as ever"
+
+
+@pytest.mark.parametrize("case", ["zeros", "constant", "one token", "one direction", "one channel"])
+def test_tokens_of_few_dimensions(case: str) -> None:
+    shape = {"one token": (1, 70), "one channel": (9, 1)}.get(case, (9, 70))
+    codec = SubspaceQuant(rank=1 if case == "one channel" else 12, refresh=3)
+    sender, receiver = ends(codec, shape)
+    for seed in range(4):
+        x = tokens(shape, seed=seed, directions=1)
+        if case == "zeros":
+            x = torch.zeros(shape)
+        if case == "constant":
+            x = torch.full(shape, -3.5)
+        if case == "one direction":
+            x = torch.randn(9, 1) @ torch.linspace(-1, 1, 70)[None]
+        y = crossed(sender, receiver, x)
+        assert y.isfinite().all()
+        if case == "zeros":
+            assert torch.equal(y, x), "zeros are exact"
+        else:
+            assert decibels(x, y) > 30
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12])
+def test_scale_free(size: float) -> None:
+    """Tiny gradients survive, whose squares would underflow."""
+    codec = SubspaceQuant(rank=8, refresh=2)
+    found = []
+    for factor in (1.0, size):
+        pair = ends(codec)
+        for seed in range(3):
+            y = crossed(*pair, tokens(seed=seed) * factor)
+        found.append(decibels(tokens(seed=2), y * (1 / factor)))
+    assert found[1] == pytest.approx(found[0], abs=0.3)
+
+
+def test_finite_in_finite_out_in_every_dtype() -> None:
+    extreme = torch.tensor([3.4e38, -3.4e38, 1e38, 0.0, -0.0, 1e-45, 1e-38, 65504.0] * 16)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.where(extreme.to(dtype).isfinite(), extreme.to(dtype), torch.finfo(dtype).max)
+        x = x.view(2, 64)
+        sender, receiver = (SubspaceQuant(rank=4).open(shape=x.shape, dtype=dtype) for _ in "ab")
+        for _ in range(2):
+            assert crossed(sender, receiver, x).isfinite().all()
+
+
+def test_bad_input() -> None:
+    for name, values in {
+        "rank": (0, -1, 1.5, True),
+        "bits": (1, 9),
+        "group": (4, 12),
+        "refresh": (0,),
+    }.items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"{name} is {value}"):
+                SubspaceQuant(**{name: value})
+    with pytest.raises(ValueError, match=r"rank is 32, .* is 16; allowed: 1 to 16"):
+        SubspaceQuant().open(shape=(4, 16), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"use open\(\)"):
+        SubspaceQuant().encode(torch.randn(4, 64))
+    sender, receiver = ends(SubspaceQuant(rank=4))
+    with pytest.raises(ValueError, match=r"x has shape \(3,\)"):
+        sender.encode(torch.randn(3))
+    with pytest.raises(TypeError, match="float64"):
+        sender.encode(torch.randn(SHAPE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="expected .* bytes"):
+        receiver.decode(torch.zeros(10, dtype=torch.uint8))
+    state = sender.state_dict()
+    for other in (SubspaceQuant(rank=5), SubspaceQuant(rank=4)):
+        session = other.open(shape=(2, 70 if other.rank == 5 else 64), dtype=torch.float32)
+        with pytest.raises(ValueError, match="state has 4 directions of 70 channels"):
+            session.load_state_dict(state)
+    with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
+        sender.load_state_dict({"5": torch.zeros(2)})
+
+
+def test_digests_notice_every_byte_and_its_place() -> None:
+    codes = torch.arange(-20, 20, dtype=torch.int8).view(2, 20)
+    new = Renewal(torch.tensor([1, 0], dtype=torch.int16), torch.tensor([0.5, 0.25]), codes)
+    seen = {int(new.digest())}
+    for part, value in zip(new, (7, 0.75, 99), strict=True):
+        for i in range(part.numel()):
+            changed = part.clone()
+            changed.view(-1)[i] = value
+            seen.add(int(Renewal(*(changed if p is part else p for p in new)).digest()))
+    seen.add(int(Renewal(new[0], new[1], codes.flip(0)).digest()))
+    assert len(seen) == 1 + 2 + 2 + 40 + 1
+
+
+def test_strided_tensors_and_outputs() -> None:
+    codec = SubspaceQuant(rank=4)
+    sender, receiver = ends(codec, (40, 70))
+    x = tokens((70, 40), seed=0).t()
+    out = torch.full((70, 40), math.nan).t()
+    payload = sender.encode(x)
+    assert receiver.decode(payload, out=out) is out
+    same, other = ends(codec, (40, 70))
+    assert torch.equal(same.encode(x.contiguous()), payload)
+    room = torch.empty(len(payload) + 3, dtype=torch.uint8)
+    room[3:] = payload
+    assert torch.equal(other.decode(room[3:]), out)
+
+
+def test_layout_sizes() -> None:
+    geo = subspace_geometry(5, 70, 6, 3, 32, 4)
+    assert (geo.groups, geo.renewed, geo.row_bytes) == (3, 2, (64 + 8) * 3 // 8)
+    assert geo.layout.sizes["codes"] == 5 * 27

@@ -1,0 +1,114 @@
+"""The subspace operators: every backend gives the reference's bytes, and the reference does what it says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import ops
+from lowbit.ops.layout import subspace_geometry
+
+RANK, REFRESH = 5, 4
+
+
+def inputs(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Coefficients, units, tokens and what is taken from them: of all sizes, with everything that is special."""
+    g = torch.Generator().manual_seed(0)
+
+    def octaves(count: int, most: int) -> Tensor:
+        return torch.exp2(torch.randint(-most, most, (rows, count), generator=g).float())
+
+    c = torch.randn(rows, RANK, generator=g) * octaves(1, 9)
+    unit = (torch.rand(RANK, generator=g) * 3).bfloat16().float()
+    sizes = octaves(channels // 8 + 1, 14 if dtype == torch.float16 else 20)
+    x = torch.randn(rows, channels, generator=g) * sizes.repeat_interleave(8, 1)[:, :channels]
+    base = 0.1 * torch.randn(rows, channels, generator=g)
+    unit[1] = 0
+    c[3], c[4, 0], c[5, 1], c[6] = 0, math.nan, math.inf, 1e35
+    c[7] *= 1e-30
+    x = x.to(dtype)
+    base[0] = x[0].float()
+    base[4:6] = 0
+    x[1, 3], x[2, -1], x[3, :8], x[4, 2], x[5] = (
+        math.nan,
+        -math.inf,
+        torch.finfo(dtype).max,
+        1e-38,
+        0,
+    )
+    return c, unit, x, base
+
+
+def run(
+    name: str, dtype: torch.dtype, rows: int, channels: int, bits: int, group: int
+) -> list[Tensor]:
+    c, unit, x, base = inputs(rows, channels, dtype)
+    settings = (bits, group, REFRESH)
+    layout = subspace_geometry(rows, channels, RANK, *settings).layout
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    out, again = torch.empty_like(c), torch.empty_like(c)
+    y, added = (torch.ones(rows, channels, dtype=dtype) for _ in range(2))
+    with ops.backend(name):
+        ops.subspace_coefficients_encode(c, unit, payload, out, channels, *settings)
+        ops.subspace_coefficients_decode(payload, unit, again, channels, *settings)
+        ops.subspace_rest_encode(x, base, payload, RANK, *settings)
+        ops.subspace_rest_decode(payload, base, y, RANK, *settings, False)
+        ops.subspace_rest_decode(payload, base, added, RANK, *settings, True)
+    assert torch.equal(out, again)
+    return [payload, out, y, added]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_give_the_references_bytes(dtype: torch.dtype) -> None:
+    for bits in (2, 3, 4, 6, 8):
+        for rows, channels, group in ((9, 256, 64), (9, 70, 32), (8, 100, 8), (40, 1024, 32)):
+            expected, found = (
+                run(n, dtype, rows, channels, bits, group) for n in ("reference", "cpu")
+            )
+            for a, b in zip(expected, found, strict=True):
+                assert torch.equal(a.isnan(), b.isnan())
+                assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), (bits, rows, channels, group)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_errors_are_within_half_a_step(bits: int) -> None:
+    _, out, y, added = run("reference", torch.float32, 9, 256, bits, 64)
+    c, unit, x, base = inputs(9, 256, torch.float32)
+    rest = (x - base).view(9, 4, 64)
+    fine = rest.isfinite().all(-1)
+    assert torch.equal(fine, y.view(9, 4, 64).isfinite().all(-1))
+    assert y.view(9, 4, 64)[~fine].isnan().all()
+    most = rest.abs().amax(-1).clamp(max=2.0**126)
+    # Half a cell of [-most, most] in 2^bits cells; what rounding the step to sixteenths of an octave widens or cuts
+    # off; and what a step at least 2^-16 of the token's largest leaves of smaller groups.
+    bound = most * (2.0**-bits * 1.07 + (2.0**-5 if bits < 6 else 0))
+    bound += torch.where(fine, most, 0).amax(1, keepdim=True) * 2.0**-16
+    small = fine & (most < 2.0**100)
+    error = (y - x).view(9, 4, 64).abs().amax(-1)
+    assert (error[small] <= bound[small]).all()
+    assert torch.equal(y[0], x[0]), "nothing is left: zeros are exact"
+    assert torch.equal(added[small.all(-1)], 1 + y[small.all(-1)])
+    used = [0, 1, 2, 7, 8]
+    largest = (c / unit)[used][:, [0, 2, 3, 4]].abs().amax(1, keepdim=True)
+    step = largest * 1.01 / 127 * unit
+    wrong = (out - c).abs()[used]
+    wrong[:, 1] = 0
+    assert (wrong <= step / 2 * 1.001).all()
+    assert not out[3:7].any(), "coefficients that are no numbers, or too large, are not coded"
+
+
+def test_bad_input() -> None:
+    _, unit, x, base = inputs(9, 70, torch.float32)
+    size = subspace_geometry(9, 70, RANK, 3, 32, REFRESH).layout.nbytes
+    payload, out = torch.zeros(size, dtype=torch.uint8), torch.empty(9, RANK)
+    with pytest.raises(ValueError, match="expected .* contiguous uint8"):
+        ops.subspace_rest_encode(x, base, payload[:-1], RANK, 3, 32, REFRESH)
+    with pytest.raises(TypeError, match="base has dtype"):
+        ops.subspace_rest_encode(x, base.double(), payload, RANK, 3, 32, REFRESH)
+    with pytest.raises(ValueError, match="unit has shape"):
+        ops.subspace_coefficients_decode(payload, unit[1:], out, 70, 3, 32, REFRESH)
+    with pytest.raises(ValueError, match="rank is 71"):
+        ops.subspace_rest_encode(x, base, payload, 71, 3, 32, REFRESH)
