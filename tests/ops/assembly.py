@@ -25,7 +25,8 @@ from triton.compiler import ASTSource
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.ops import gpu
 from lowbit.ops.feature_int4 import feature_int4_layout
-from lowbit.ops.gpu import block_float8, feature_int4, gated, group_int, norm, tah_quant
+from lowbit.ops.gpu import block_float8, feature_int4, gated, group_int, norm, subspace, tah_quant
+from lowbit.ops.layout import subspace_geometry
 
 KERNELS: dict[str, tuple[Codec, bool]] = {
     "TAHQuant() encode": (TAHQuant(), True),
@@ -55,6 +56,12 @@ FEATURES: dict[str, Any] = {  # arguments from matrix, payload, table of numbers
     "FeatureInt4 encode": lambda m, p, t, o, c: (m, p, t, o, 64, c),
     "FeatureInt4 decode": lambda m, p, t, o, c: (p, m, t, o, 64, True),
     "FeatureInt4 sum": lambda m, p, t, o, c: ([p] * 4, m, t, o, 64, 3),
+}
+SUBSPACE: dict[str, Any] = {  # arguments from coefficients, units, matrix, its base, payload
+    "subspace_coefficients_encode": lambda c, u, m, b, p: (c, u, p, c, m.shape[1], 2, 64, 8),
+    "subspace_coefficients_decode": lambda c, u, m, b, p: (p, u, c, m.shape[1], 2, 64, 8),
+    "subspace_rest_encode": lambda c, u, m, b, p: (m, b, p, c.shape[1], 2, 64, 8),
+    "subspace_rest_decode": lambda c, u, m, b, p: (p, b, m, c.shape[1], 2, 64, 8, False),
 }
 MODULES = {"BlockFloat8": block_float8, "GroupInt": group_int, "TAHQuant": tah_quant}
 SHAPE = (8, 4096, 4096)
@@ -91,6 +98,19 @@ def feature_launches(name: str) -> list[tuple]:
         empty((4, size), torch.float32), empty((size,), torch.int32), empty((1,), torch.int64),
     )  # fmt: skip
     return _caught(getattr(gpu, f"feature_int4_{name.split()[1]}"), given, feature_int4)
+
+
+def subspace_launches(operator: str, rank: int = 64) -> list[tuple]:
+    """The same for tokens near to a subspace."""
+    rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
+    size = subspace_geometry(rows, channels, rank, 2, 64, 8).layout.nbytes
+    c, unit, base = (
+        torch.empty(s, device="meta") for s in ((rows, rank), (rank,), (rows, channels))
+    )
+    matrix = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta")
+    payload = torch.empty(size, dtype=torch.uint8, device="meta")
+    given = SUBSPACE[operator](c, unit, matrix, base, payload)
+    return _caught(getattr(gpu, operator), given, subspace)
 
 
 def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
@@ -199,9 +219,11 @@ def _output(*command: Any) -> str:
 
 
 def main(names: list[str]) -> None:
-    for name in names or (*KERNELS, *FUSED, *FEATURES):
+    for name in names or (*KERNELS, *FUSED, *FEATURES, *SUBSPACE):
         if name in FEATURES:
             caught = feature_launches(name)
+        elif name in SUBSPACE:
+            caught = subspace_launches(name)
         else:
             caught = fused_launches(*FUSED[name]) if name in FUSED else launches(*KERNELS[name])
         for kernel, warps, shape, arguments, settings in caught:
@@ -213,7 +235,11 @@ def _elements(name: str, shape: dict[str, int]) -> float:
     """Of a program."""
     if name in FEATURES:
         return 2 * shape["ROWS"] * shape["WIDTH"]
-    lanes = shape.get("NT") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
+    if "RANK" in shape:
+        return shape["ROWS"] * shape["WIDTH"]
+    lanes = (
+        shape.get("NT") or shape.get("LANES") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
+    )
     lanes *= shape["ROWS"] if name.startswith("RMSNorm") else 1
     return lanes * shape["WIDTH"] * 8
 

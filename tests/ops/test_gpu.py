@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit import ops
-from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, TAHQuant
+from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -226,6 +226,28 @@ def test_nothing_waits_for_the_gpu() -> None:
             codec.round_trip(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_directions_are_learned_without_waiting_and_errors_come_later() -> None:
+    """Headers of a `SubspaceQuant` message are compared by the host once they are there."""
+    x = torch.randn(4, 256, 1024, device=DEVICE)
+    settings = {"shape": x.shape, "dtype": x.dtype, "device": DEVICE}
+    sender, receiver = (SubspaceQuant().open(**settings) for _ in range(2))
+    receiver.decode(sender.encode(x))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = receiver.decode(sender.encode(x))
+        lost = sender.encode(x)
+        wrong = receiver.decode(sender.encode(x))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert lost.numel() == sender.nbytes()
+    assert (x - y).norm() < 0.5 * x.norm()
+    assert wrong.isnan().all()
+    with pytest.raises(ValueError, match="training message 3 .* expects training message 2"):
+        receiver.state_dict()
+    assert torch.isfinite(sender.state_dict()["directions"]).all()
 
 
 @needs_gpu

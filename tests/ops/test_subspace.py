@@ -43,14 +43,20 @@ def inputs(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def run(
-    name: str, dtype: torch.dtype, rows: int, channels: int, bits: int, group: int
+    name: str,
+    dtype: torch.dtype,
+    rows: int,
+    channels: int,
+    bits: int,
+    group: int,
+    device: str = "cpu",
 ) -> list[Tensor]:
-    c, unit, x, base = inputs(rows, channels, dtype)
+    c, unit, x, base = (t.to(device) for t in inputs(rows, channels, dtype))
     settings = (bits, group, REFRESH)
     layout = subspace_geometry(rows, channels, RANK, *settings).layout
-    payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
     out, again = torch.empty_like(c), torch.empty_like(c)
-    y, added = (torch.ones(rows, channels, dtype=dtype) for _ in range(2))
+    y, added = (torch.ones(rows, channels, dtype=dtype, device=device) for _ in range(2))
     with ops.backend(name):
         ops.subspace_coefficients_encode(c, unit, payload, out, channels, *settings)
         ops.subspace_coefficients_decode(payload, unit, again, channels, *settings)
@@ -71,6 +77,32 @@ def test_kernels_give_the_references_bytes(dtype: torch.dtype) -> None:
             for a, b in zip(expected, found, strict=True):
                 assert torch.equal(a.isnan(), b.isnan())
                 assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), (bits, rows, channels, group)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "channels", "bits", "group"),
+    [
+        (torch.float32, 9, 70, 3, 32),
+        (torch.bfloat16, 9, 256, 2, 64),
+        (torch.float16, 8, 100, 4, 8),
+        (torch.float32, 9, 70, 6, 24),
+        (torch.bfloat16, 40, 30, 8, 1000),  # several programs, and a group that no token fills
+        (torch.float16, 520, 8, 5, 8),
+        (torch.float32, 12, 1024, 5, 32),
+    ],
+)
+def test_gpu_kernels_give_the_references_bytes(
+    dtype: torch.dtype, rows: int, channels: int, bits: int, group: int
+) -> None:
+    """On a GPU where there is one, else in Triton's interpreter."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    expected, found = (
+        run(n, dtype, rows, channels, bits, group, device) for n in ("reference", "gpu")
+    )
+    for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(a.isnan(), b.isnan()), i
+        assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), i
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -15,6 +15,12 @@ from lowbit.ops.gpu.feature_int4 import feature_int4_decode, feature_int4_encode
 from lowbit.ops.gpu.gated import gated_backward, gated_encode, gated_recompute
 from lowbit.ops.gpu.group_int import group_int_decode, group_int_encode
 from lowbit.ops.gpu.norm import norm_backward, norm_encode, norm_recompute
+from lowbit.ops.gpu.subspace import (
+    subspace_coefficients_decode,
+    subspace_coefficients_encode,
+    subspace_rest_decode,
+    subspace_rest_encode,
+)
 from lowbit.ops.gpu.tah_quant import tah_quant_decode, tah_quant_encode
 
 interpreted: bool = knobs.runtime.interpret
@@ -46,6 +52,10 @@ __all__ = [
     "norm_backward",
     "norm_encode",
     "norm_recompute",
+    "subspace_coefficients_decode",
+    "subspace_coefficients_encode",
+    "subspace_rest_decode",
+    "subspace_rest_encode",
     "tah_quant_decode",
     "tah_quant_encode",
     "unsupported",
