@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowbit.codecs import GroupInt, SubspaceQuant, parse
 from lowbit.codecs.base import Session
-from lowbit.codecs.basis import Renewal, project, renew
+from lowbit.codecs.basis import ITERATIONS, Renewal, gram_inverse, project, renew, renewed_products
+from lowbit.codecs.subspace_quant import _Headers
 from lowbit.ops.layout import subspace_geometry
 
 SHAPE = (2, 40, 70)
@@ -154,6 +155,52 @@ def test_a_lost_repeated_changed_or_misplaced_message_is_an_error() -> None:
     receiver.decode(sender.encode(tokens(seed=2)))
 
 
+def test_where_the_host_knows_late_a_wrong_message_is_nan_and_leaves_the_directions_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, whose headers the host compares a message later."""
+    sender, receiver = ends(SubspaceQuant(rank=4, refresh=2))
+    payloads = [sender.encode(tokens(seed=s)) for s in range(4)]
+    check = _Headers.check
+    monkeypatch.setattr(_Headers, "check", lambda self, wait=False: check(self) if wait else None)
+    assert receiver.decode(payloads[0]).isfinite().all()
+    before = receiver._memory.directions  # state_dict() would look
+    assert receiver.decode(payloads[2]).isnan().all()
+    assert receiver.decode(payloads[3]).isnan().all(), "nor is anything after it taken for good"
+    assert torch.equal(receiver._memory.directions, before)
+    with pytest.raises(ValueError, match="training message 2 .* expects training message 1"):
+        receiver.state_dict()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="training message 3 .* expects training message 2"):
+        receiver.decode(payloads[1])
+    again = ends(SubspaceQuant(rank=4, refresh=2))[1]
+    receiver.load_state_dict(again.state_dict())
+    assert receiver.decode(payloads[0]).isfinite().all(), "a restored end starts afresh"
+
+
+def test_products_and_inverses_that_are_kept_give_what_the_directions_alone_give() -> None:
+    x, basis = tokens(seed=0).view(-1, 70), torch.zeros(6, 70)
+    for seed in range(4):
+        products, inverse = x @ basis.t(), gram_inverse(basis)
+        new = renew(x, basis, 2, products, inverse)
+        assert torch.equal(new.codes_MC, renew(x, basis, 2).codes_MC)
+        # The remainder that the new ones are found in, by least squares with the others alone.
+        kept = basis.index_fill(0, new.slots_M.long(), 0.0)
+        rest = x - project(x, kept) @ kept
+        v = torch.randn(70, 2, generator=torch.Generator().manual_seed(0))
+        for _ in range(ITERATIONS):
+            v = torch.linalg.qr(rest.t() @ (rest @ v)).Q
+        made = torch.nn.functional.normalize(new.codes_MC.float())
+        assert (made.t() - v @ (v.t() @ made.t())).norm() < 0.02, "but for 8 bits"
+        basis = new.applied(basis)
+        found = renewed_products(x, products, new, basis) @ gram_inverse(basis)
+        expected = (
+            torch.linalg.lstsq(basis.t(), x.t()).solution.t() if seed > 1 else project(x, basis)
+        )
+        assert (found - expected).norm() < 1e-3 * expected.norm()
+        x = tokens(seed=seed + 1).view(-1, 70)
+
+
 def test_a_restart_goes_on_bit_for_bit() -> None:
     codec = SubspaceQuant(rank=5, refresh=2)
     sender, receiver = ends(codec)
@@ -217,6 +264,19 @@ def test_tokens_of_few_dimensions(case: str) -> None:
             assert decibels(x, y) > 30
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-37])
+def test_next_to_nothing_is_finite_and_leaves_the_basis_usable(size: float) -> None:
+    """The reciprocal of denormal numbers is Inf."""
+    sender, receiver = ends(SubspaceQuant(rank=8, refresh=2))
+    for seed in range(3):
+        crossed(sender, receiver, tokens(seed=seed))
+    y = crossed(sender, receiver, tokens(seed=3) * size)
+    assert y.isfinite().all()
+    assert y.abs().max() <= (max(20 * size, 2.0**-126) if size else 0), "steps are normal numbers"
+    x = tokens(seed=4)
+    assert decibels(x, crossed(sender, receiver, x)) > 25
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12])
 def test_scale_free(size: float) -> None:
     """Tiny gradients survive, whose squares would underflow."""
@@ -238,6 +298,24 @@ def test_finite_in_finite_out_in_every_dtype() -> None:
         sender, receiver = (SubspaceQuant(rank=4).open(shape=x.shape, dtype=dtype) for _ in "ab")
         for _ in range(2):
             assert crossed(sender, receiver, x).isfinite().all()
+
+
+def test_a_rank_is_chosen_by_the_spectrum() -> None:
+    shape = (512, 256)
+    for directions in (3, 12):
+        x = tokens(shape, seed=1, directions=directions)
+        codec = SubspaceQuant.fitted(x, bits=2, refresh=4)
+        assert directions <= codec.rank <= directions + 2, "and one for the mean"
+        assert (codec.bits, codec.group, codec.refresh) == (2, 64, 4)
+        assert SubspaceQuant.fitted(x.bfloat16() * 1e-30, bits=2, refresh=4).rank == codec.rank
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert SubspaceQuant.fitted(noise).rank == 1, "nothing to be had"
+    assert SubspaceQuant.fitted(torch.randn(3, 8)).rank <= 3
+    for bad in (torch.zeros(4, 8), torch.full((4, 8), math.nan), torch.empty(0, 8)):
+        with pytest.raises(ValueError, match="x has shape .* allowed: finite"):
+            SubspaceQuant.fitted(bad)
+    with pytest.raises(TypeError, match="float64"):
+        SubspaceQuant.fitted(noise.double())
 
 
 def test_bad_input() -> None:

@@ -5,12 +5,13 @@ Nothing here waits for a GPU. Shape suffixes: R rows (tokens), K directions, M o
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowbit.ops.group_int import inverse
+from lowbit.ops.group_int import SMALLEST, inverse
 from lowbit.ops.subspace import FARTHEST
 
 ITERATIONS = 3  # of the block power method, from a random start
@@ -45,7 +46,13 @@ class Renewal(NamedTuple):
         return (values * weights * 0x9E3779B1).sum()
 
 
-def renew(x_RC: Tensor, directions_KC: Tensor, count: int) -> Renewal:
+def renew(
+    x_RC: Tensor,
+    directions_KC: Tensor,
+    count: int,
+    products_RK: Tensor | None = None,
+    inverse_KK: Tensor | None = None,
+) -> Renewal:
     """Find what tokens have most of outside the basis, in place of the `count` directions that serve them least.
 
     The tokens' remainder, once the directions that stay are taken out, goes through a block power method: products with
@@ -53,17 +60,21 @@ def renew(x_RC: Tensor, directions_KC: Tensor, count: int) -> Renewal:
 
     Args:
         x_RC: float32. directions_KC: the last basis; zeros where there is none yet.
+        products_RK: of tokens and directions, and inverse_KK: `gram_inverse(directions_KC)`, from who has them already.
     """
+    products_RK = x_RC @ directions_KC.t() if products_RK is None else products_RK
+    inverse_KK = gram_inverse(directions_KC) if inverse_KK is None else inverse_KK
     top = x_RC.abs().amax()
-    usable = top <= FARTHEST  # not so for NaN
-    # Squares of tiny gradients would underflow.
-    x_RC = torch.where(usable, x_RC * inverse(top), 0.0)
-    c_RK = project(x_RC, directions_KC)
+    usable = (top >= SMALLEST) & (top <= FARTHEST)  # not so for NaN
+    scale = inverse(torch.where(usable, top, 0.0))  # squares of tiny gradients would underflow
+    c_RK = torch.where(usable, products_RK * scale @ inverse_KK, 0.0)
     slots_M = c_RK.square().sum(0).argsort(stable=True)[:count]
-    kept_KC = directions_KC.index_fill(0, slots_M, 0.0)
-    rest_RC = x_RC - project(x_RC, kept_KC) @ kept_KC
-    generator = torch.Generator().manual_seed(0)
-    v_CM = torch.randn(x_RC.shape[1], count, generator=generator).to(x_RC.device)
+    # Without some of the directions, the others' coefficients are other ones; a block of the inverse says which.
+    factor_MM, _ = torch.linalg.cholesky_ex(inverse_KK[slots_M][:, slots_M])
+    share_MK = torch.cholesky_solve(inverse_KK[slots_M], factor_MM)
+    kept_RK = (c_RK - c_RK[:, slots_M] @ share_MK).index_fill(1, slots_M, 0.0)
+    rest_RC = torch.where(usable, x_RC * scale - kept_RK @ directions_KC, 0.0)
+    v_CM = _start(x_RC.shape[1], count, x_RC.device)
     for _ in range(ITERATIONS):
         v_CM, _ = torch.linalg.qr(rest_RC.t() @ (rest_RC @ v_CM))
     new_MC = v_CM.t()
@@ -73,18 +84,56 @@ def renew(x_RC: Tensor, directions_KC: Tensor, count: int) -> Renewal:
     return Renewal(slots_M.to(torch.int16), lengths_M, codes_MC.to(torch.int8))
 
 
+@functools.lru_cache(maxsize=64)
+def _start(channels: int, count: int, device: torch.device) -> Tensor:
+    """Where the power method starts: kept, because copies from the host's memory would wait for a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(channels, count, generator=generator).to(device)
+
+
+def gram_inverse(directions_KC: Tensor) -> Tensor:
+    """The (K, K) that makes coefficients of products (see `project`), from the directions alone."""
+    eye_KK = torch.eye(len(directions_KC), device=directions_KC.device)
+    factor_KK, _ = torch.linalg.cholesky_ex(directions_KC @ directions_KC.t() + RIDGE * eye_KK)
+    return torch.cholesky_solve(eye_KK, factor_KK)
+
+
+def renewed_products(
+    x_RC: Tensor, products_RK: Tensor, renewal: Renewal, directions_KC: Tensor
+) -> Tensor:
+    """Products (R, K) of tokens and a basis with new directions in it, from those before: new columns alone."""
+    index_M = renewal.slots_M.long().clamp(min=0)
+    return products_RK.index_copy(1, index_M, x_RC @ directions_KC[index_M].t())
+
+
 def project(x_RC: Tensor, directions_KC: Tensor) -> Tensor:
     """Coefficients (R, K) whose combination of the directions comes nearest to each token.
 
     As they travel, directions are not quite orthogonal to each other: products with them alone would count twice.
     """
-    eye_KK = torch.eye(len(directions_KC), device=x_RC.device)
-    factor_KK, _ = torch.linalg.cholesky_ex(directions_KC @ directions_KC.t() + RIDGE * eye_KK)
-    return x_RC @ torch.cholesky_solve(directions_KC, factor_KK).t()
+    return x_RC @ directions_KC.t() @ gram_inverse(directions_KC)
 
 
 def units_of(c_RK: Tensor) -> Tensor:
     """What the coefficients along each direction are measured in: their root mean square, bfloat16 (K,)."""
     top = torch.where(c_RK.abs() <= FARTHEST, c_RK, 0.0).abs().amax()
+    top = torch.where(top >= SMALLEST, top, 0.0)  # the reciprocal of less would be Inf
     scaled_RK = torch.where(c_RK.abs() <= FARTHEST, c_RK * inverse(top), 0.0)
     return (scaled_RK.square().mean(0).sqrt() * top).bfloat16()
+
+
+def best_rank(x_RC: Tensor, bits: int, refresh: int) -> int:
+    """How many directions suit these tokens, if the rest has so many bits: most decibels for the bits that they cost.
+
+    An integer of b bits leaves noise in proportion to 4^-b of what it codes, whether remainder or coefficients (8), and
+    everywhere a bit more an element is worth 6.02 dB. So the best number has the least noise(k) 4^bits(k).
+    """
+    rows, channels = x_RC.shape
+    x_RC = x_RC.double()
+    energy_N = torch.linalg.svdvals(x_RC / x_RC.abs().amax()).square()
+    share_N = (energy_N.cumsum(0) / energy_N.sum()).clamp(max=1)
+    k_N = torch.arange(1, len(energy_N) + 1, device=x_RC.device)
+    noise_N = (1 - share_N) * 4.0**-bits + share_N * 4.0**-8
+    new_N = (k_N + refresh - 1) // refresh
+    bits_N = 8 * k_N / channels + 8 * new_N / rows
+    return int((noise_N.log2() / 2 + bits_N).argmin()) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from lowbit import ops
 from lowbit.codecs.base import FLOATS, Codec, Key, Session, check_int
-from lowbit.codecs.basis import Renewal, project, renew, units_of
-from lowbit.ops.group_int import zero_gaps
+from lowbit.codecs.basis import Renewal, best_rank, gram_inverse, renew, renewed_products, units_of
 from lowbit.ops.layout import ALIGNMENT, SubspaceGeometry, subspace_geometry
 
 
@@ -36,6 +36,8 @@ class SubspaceQuant(Codec):
     payloads of a shape have one size, so that a receiver can always post its buffer. Every message carries its number
     and a digest of all directions that have ever travelled: one that is lost, repeated or out of order is an error at
     the receiver. Evaluation is coded in the same way, and what its messages bring is forgotten again.
+    Nobody waits for a GPU: there such a message decodes to NaN and leaves the directions alone, and the error is raised
+    by a later message, or by `state_dict()`, once the host has seen the header.
 
     Payload, sections at multiples of 16 bytes, for R tokens in G = ceil(C / group) groups each and M new directions:
 
@@ -51,11 +53,12 @@ class SubspaceQuant(Codec):
       elements. y = x' + (code - (2^bits - 1) / 2) step; a step is 2^(1 - bits) of the group's largest magnitude.
 
     New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has 1024
-    tokens. Each end of each direction of a boundary keeps `state_bytes()` = 4 C rank + 16.
+    tokens. Each end of each direction of a boundary keeps `state_bytes()` = 4 C rank + 16;
+    a sender holds the inverse of the directions' products beside them, 4 rank^2 bytes that follow from them.
 
     A message needs what earlier ones left, so this codec works through sessions only (`open`), not through `encode`.
     A token whose coefficients are not finite or beyond 2^96 is coded by the remainder alone. A message with NaN, Inf or
-    such magnitudes leaves the basis as it is, and the NaN travels.
+    such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
 
     Args:
         rank: directions, 1 to C.
@@ -76,6 +79,32 @@ class SubspaceQuant(Codec):
         check_int("bits", self.bits, 2, 8)
         check_int("group", self.group, 8, 65536, multiple=8)
         check_int("refresh", self.refresh, 1, 65536)
+
+    @classmethod
+    def fitted(
+        cls, x: Tensor, *, bits: int = 2, group: int = 64, refresh: int = 8
+    ) -> SubspaceQuant:
+        """The codec whose rank suits messages like this one: least noise for the bits that directions cost.
+
+        Both ends need the same rank: measure once, as `lowbit bench spectrum` does, and configure the result.
+
+        Args:
+            x: a typical message, (..., C): activations, or gradients.
+            bits, group, refresh: as above.
+
+        Raises:
+            ValueError: nothing but zeros, NaN or Inf in x, or no element.
+            TypeError: another dtype than float32, bfloat16 or float16.
+        """
+        if x.dtype not in FLOATS:
+            raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        if not x.numel() or not bool(x.isfinite().all()) or not bool(x.any()):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and holds nothing but zeros, or NaN or Inf; allowed: finite numbers"
+            )
+        rows, channels = _folded(x.shape)
+        rank = best_rank(x.detach().reshape(rows, channels), bits, refresh)
+        return cls(rank=rank, bits=bits, group=group, refresh=refresh)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
@@ -111,6 +140,42 @@ class SubspaceQuant(Codec):
         raise ValueError("SubspaceQuant learns from message to message: use open()")
 
 
+class _Headers:
+    """What arrives and what should have: compared by the host as soon as it knows, which waits for no GPU."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def compare(self, found: Tensor, expected: Tensor) -> None:
+        """Take two headers; raise for those that have arrived: on the CPU these, on a GPU those before, as a rule."""
+        both, event = torch.stack([found, expected]), None
+        if both.is_cuda:
+            host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            both, event = host.copy_(both, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self._coming.append((both, event))
+        self.check()
+
+    def check(self, wait: bool = False) -> None:
+        """Raise unless every header that has arrived is the expected one."""
+        while self._coming:
+            both, event = self._coming[0]
+            if event is not None and wait:
+                event.synchronize()
+            elif event is not None and not event.query():
+                return
+            self._coming.popleft()
+            found, expected = both.tolist()
+            if found != expected:
+                raise ValueError(
+                    f"payload is {_told(found)}; this end expects {_told(expected)}: "
+                    "a message was lost, repeated or changed, or came in another order"
+                )
+
+    def clear(self) -> None:
+        self._coming.clear()
+
+
 class _Memory:
     """What an end knows: the directions, and how they came about."""
 
@@ -118,20 +183,33 @@ class _Memory:
         self.directions = torch.zeros(codec.rank, channels, device=device)
         self.messages = 0  # of training
         self.digest = torch.zeros((), dtype=torch.int64, device=device)
+        self.headers = _Headers()
+        self._inverse: Tensor | None = None
 
     def header(self, training: bool) -> Tensor:
         """Of the next message, int32 (4,)."""
-        header = torch.zeros(4, dtype=torch.int32)
-        header[0], header[2] = self.messages % (1 << 31), training
-        header = header.to(self.digest.device)
-        header[1] = self.digest
+        header = torch.zeros(4, dtype=torch.int32, device=self.digest.device)
+        header[0].fill_(self.messages % (1 << 31))
+        header[1].copy_(self.digest)
+        header[2].fill_(int(training))
         return header
 
-    def keep(self, directions: Tensor, renewal: Renewal) -> None:
+    def inverse(self) -> Tensor:
+        """`gram_inverse` of the directions."""
+        if self._inverse is None:
+            self._inverse = gram_inverse(self.directions)
+        return self._inverse
+
+    def keep(self, directions: Tensor, renewal: Renewal, inverse: Tensor | None = None) -> None:
         """A training message has passed."""
-        self.directions = directions
+        self.directions, self._inverse = directions, inverse
         self.messages += 1
         self.digest = (self.digest * 31 + renewal.digest()) & 0x7FFFFFFF
+
+    def forget(self) -> None:
+        """The directions are other ones."""
+        self._inverse = None
+        self.headers.clear()
 
 
 class SubspaceSession(Session):
@@ -158,15 +236,19 @@ class SubspaceSession(Session):
         self._check_shape(x)
         if x.dtype not in FLOATS:
             raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-        payload = torch.empty(self.nbytes(), dtype=torch.uint8, device=x.device)
+        payload = torch.zeros(
+            self.nbytes(), dtype=torch.uint8, device=x.device
+        )  # between sections, too
         if not x.numel():
             return payload
         memory, geo = self._memory, self._geometry
         x_RC = x.detach().contiguous().view(geo.rows, geo.channels)
         full_RC = x_RC.float()
-        renewal = renew(full_RC, memory.directions, geo.renewed)
+        products_RK = full_RC @ memory.directions.t()
+        renewal = renew(full_RC, memory.directions, geo.renewed, products_RK, memory.inverse())
         directions_KC = renewal.applied(memory.directions)
-        c_RK = project(full_RC, directions_KC)
+        inverse_KK = gram_inverse(directions_KC)
+        c_RK = renewed_products(full_RC, products_RK, renewal, directions_KC) @ inverse_KK
         units_K = units_of(c_RK)
         self._section(payload, "header", torch.int32).copy_(memory.header(training))
         self._section(payload, "slots", torch.int16).copy_(renewal.slots_M)
@@ -179,9 +261,8 @@ class SubspaceSession(Session):
         )
         base_RC = coded_RK @ directions_KC
         ops.subspace_rest_encode(x_RC, base_RC, payload, self.codec.rank, *self._settings)
-        zero_gaps(payload, geo.layout)
         if training:
-            memory.keep(directions_KC, renewal)
+            memory.keep(directions_KC, renewal, inverse_KK)
         return payload
 
     def decode(
@@ -207,18 +288,25 @@ class SubspaceSession(Session):
             return out
         memory, geo = self._memory, self._geometry
         payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
-        self._check(payload, training)
+        header, expected = self._section(payload, "header", torch.int32), memory.header(training)
+        memory.headers.compare(header, expected)
+        # Where the host learns it later, what does not belong here decodes to NaN and leaves the directions alone.
+        wrong = (header != expected).any()
+        slots_M = self._section(payload, "slots", torch.int16)
         renewal = Renewal(
-            self._section(payload, "slots", torch.int16),
+            torch.where(wrong, -1, slots_M).to(torch.int16),
             self._section(payload, "lengths", torch.float32),
             self._section(payload, "directions", torch.int8).view(geo.renewed, geo.channels),
         )
         directions_KC = renewal.applied(memory.directions)
         units_K = self._section(payload, "units", torch.bfloat16).float()
+        units_K = torch.where(wrong, math.nan, units_K)
         c_RK = torch.empty(geo.rows, self.codec.rank, device=payload.device)
         ops.subspace_coefficients_decode(payload, units_K, c_RK, geo.channels, *self._settings)
         base_RC = c_RK @ directions_KC
-        target = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+        target = out
+        if not out.is_contiguous():
+            target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         flat_RC = target.view(geo.rows, geo.channels)
         ops.subspace_rest_decode(payload, base_RC, flat_RC, self.codec.rank, *self._settings, False)
         if target is not out:
@@ -233,6 +321,7 @@ class SubspaceSession(Session):
     def state_dict(self) -> dict[str, Any]:
         """The directions, float32 (rank, C); messages so far, and the digest of what they brought."""
         memory = self._memory
+        memory.headers.check(wait=True)
         return {
             "directions": memory.directions.clone(),
             "messages": memory.messages,
@@ -248,7 +337,7 @@ class SubspaceSession(Session):
         if not state:
             return
         memory = self._memory
-        if unlike := set(self.state_dict()) ^ set(state):
+        if unlike := {"directions", "messages", "digest"} ^ set(state):
             raise ValueError(f"state lacks or has {sorted(unlike)}; it is not one of {self.codec}")
         directions = state["directions"]
         if directions.shape != memory.directions.shape:
@@ -258,6 +347,7 @@ class SubspaceSession(Session):
                 f"and {width} channels: allowed are the same"
             )
         memory.directions = directions.to(self.device, torch.float32, copy=True)
+        memory.forget()
         memory.messages = int(state["messages"])
         memory.digest.fill_(int(state["digest"]))
 
@@ -267,16 +357,6 @@ class SubspaceSession(Session):
 
     def _section(self, payload: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         return self._geometry.layout.section(payload, name, dtype)
-
-    def _check(self, payload: Tensor, training: bool) -> None:
-        """Raise unless the payload is the next message of the sender that this end has followed."""
-        found = self._section(payload, "header", torch.int32).tolist()
-        expected = self._memory.header(training).tolist()
-        if found != expected:
-            raise ValueError(
-                f"payload is {_told(found)}; this end expects {_told(expected)}: "
-                "a message was lost, repeated or changed, or came in another order"
-            )
 
 
 def _told(header: list[int]) -> str:
