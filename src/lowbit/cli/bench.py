@@ -80,6 +80,7 @@ BENCHMARKS = {
     ),
     "memory": Benchmark("memory", "memory_views", _run_live("memory_views", goes_on=True)),
     "activations": Benchmark("activations", "activations_views", _run_live("activations_views")),
+    "spectrum": Benchmark("spectrum", "spectrum_views", _run_live("spectrum_views")),
 }
 PLANS = {
     "memory": Benchmark(

@@ -1,0 +1,79 @@
+"""How `lowbit bench spectrum` shows its rows: a table for each direction, and a picture of accuracy by bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowbit.bench import charts
+from lowbit.bench.report import Column, Report, Row, table
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+COLUMNS = (
+    Column(title="boundary", field="boundary"),
+    Column(title="format", field="shown_format"),
+    Column(title="rank", field="shown_rank"),
+    Column(title="energy\noutside", field="outside", show="{:.2%}".format),
+    Column(title="bits", field="bits_per_element", show="{:.2f}".format),
+    Column(title="dB", field="decibels", show="{:.1f}".format),
+)
+
+
+def table_of(rows: Sequence[Row]) -> Group:
+    """Bits and accuracy of each format at each boundary; a star marks the rank that was chosen by the spectrum."""
+    from rich.console import Group
+
+    shown = [
+        {
+            **row,
+            "shown_format": _name(row),
+            "shown_rank": f"{row['rank']}{'*' * row['fitted']}" if row["rank"] else None,
+        }
+        for row in rows
+    ]
+    return Group(
+        *(
+            table(
+                [row for row in shown if row["direction"] == direction],
+                COLUMNS,
+                title=f"{direction.capitalize()}, messages of {' x '.join(map(str, shape))}; *: rank by the spectrum",
+            )
+            for direction, shape in {row["direction"]: row["shape"] for row in rows}.items()
+        )
+    )
+
+
+def show(report: Report) -> Group:
+    """The tables."""
+    return table_of(report.rows)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Signal over noise by bits, a panel for each direction, the mean over boundaries."""
+    directions = list(dict.fromkeys(row["direction"] for row in report.rows))
+    figure = charts.new_figure(panels=len(directions), width=6.0)
+    for axes, direction in zip(figure.axes, directions, strict=True):
+        rows = [row for row in report.rows if row["direction"] == direction]
+        series: dict[str, dict[float, list[float]]] = {}
+        for row in rows:
+            series.setdefault(_name(row), {}).setdefault(row["bits_per_element"], []).append(
+                row["decibels"]
+            )
+        for i, (name, points) in enumerate(series.items()):
+            bits = sorted(points)
+            heights = [sum(points[b]) / len(points[b]) for b in bits]
+            axes.plot(
+                bits, heights, "o-", color=charts.COLOURS[i % len(charts.COLOURS)], label=name
+            )
+        axes.set_xlabel("bits per element")
+        axes.set_ylabel("signal over noise in dB")
+        axes.set_title(direction)
+        axes.legend(fontsize=7)
+    charts.save(figure, path)
+
+
+def _name(row: Row) -> str:
+    return f"{row['format']}, {row['bits']} bits" if row["rank"] else row["format"]
