@@ -123,8 +123,11 @@ def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
 def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
     """act(gate) * up, or act(gate); the layer that follows finds out how to get it."""
     activation = layer.what.activation if isinstance(layer.what, FeedForward) else layer.what
-    if not takes(gate, up):
-        return plain_gated(gate, up, activation).to(gate.dtype)
+    # Without gradients to compute here, the product is all that is needed, and by the layer that follows alone.
+    wanted = gate.requires_grad or (up is not None and up.requires_grad)
+    if not wanted or not takes(gate, up):
+        dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+        return plain_gated(gate, up, activation).to(dtype)
     kept = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
     form = GatedOutput(gate.shape, layer.codec, activation)
     out = GatedFunction.apply(gate, up, form, kept)
