@@ -74,12 +74,14 @@ def _of_one_tensor(forward: Forward) -> Callable[..., Any]:
 
 @_of_one_tensor
 def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
-    """A norm over the last dimension; the layers that follow find out how to get its output."""
+    """A norm over the last dimension; the layers that follow find out how to get its output.
+
+    What a linear layer has kept of `x` before serves the norm, too, unless it has fewer bits: then both are kept.
+    """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     like: NormLike = layer.what
-    codec = layer.codec
-    known = itself(x, codec)
-    kept = known or (room(codec, x),)
+    known = itself(x, layer.codec)
+    kept, codec = known or ((room(layer.codec, x),), layer.codec)
     form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x))
     out = NormFunction.apply(
         x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x)
