@@ -37,8 +37,8 @@ class LayerAware:
         rounding: "nearest" or "stochastic", whose error is zero on average.
         layers: bits by module name, for all types but attention: {"model.layers.3": 8} or {"*.mlp": 3}. A name or
             pattern (`fnmatch`) also means what is inside; of several that match the last one counts. Norms get at least
-            8 of these bits, too, unless `norm` is set or the entry's last part means the norm itself: "*.norm" does, "*"
-            and the name of a layer around it do not.
+            8 of these bits, too, unless `norm` is set or the entry's last part means the norm itself: "*.norm" does,
+            "*" and the name of a layer around it do not.
 
     Raises:
         TypeError, ValueError: anything else.
