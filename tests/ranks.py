@@ -42,7 +42,7 @@ class Ranks:
         self._ready = [False] * size
 
     def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60
+        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150
     ) -> list[Any]:
         """What `function(*args)` returned on each rank. Fails the test if it failed on any."""
         outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout)
@@ -53,7 +53,7 @@ class Ranks:
         return outcomes
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60
+        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150
     ) -> list[Any]:
         """What `function(*args)` returned on each rank, or the `Failure` that it met there."""
         self.start(ranks)

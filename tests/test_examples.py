@@ -1,9 +1,14 @@
 """The examples run as they are."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from tests.forked import run_script
 
@@ -41,9 +46,23 @@ def test_data_parallel_ranks_learn_the_same():
 
 def test_one_line_makes_autograd_keep_less(tmp_path: Path):
     script = EXAMPLES / "fine_tune.py"
-    done = run_script(script, "--steps", "8", "--sequence", "64", timeout=200, folder=tmp_path)
+    arguments = ["--steps", "8", "--sequence", "64", "--output", "tuned"]
+    done = run_script(script, *arguments, timeout=200, folder=tmp_path)
     assert done.code == 0, done.output
     after, before = re.findall(r"([\d.]+) MB", done.output)
     assert float(after) < 0.4 * float(before)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.output)]
     assert losses[-1] < 4.5 < 5 < losses[0], done.output
+    tuned = LlamaForCausalLM.from_pretrained(tmp_path / "tuned")
+    ids = torch.tensor([list(script.read_bytes()[:64])])
+    assert tuned(input_ids=ids, labels=ids).loss < 4.5
+
+
+def test_a_sequence_longer_than_the_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    script = str(EXAMPLES / "fine_tune.py")
+    monkeypatch.setattr(sys, "argv", [script, "--sequence", "100000"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    assert "--sequence is 100000; allowed: 2 to" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lowbit.activations import LayerAware, compress_saved_, restore_
 from lowbit.codecs import GroupInt
-from tests.activations.models import DIM, Calls, Gated, distance, gradients, kept
+from tests.activations.models import DIM, FFN, Calls, Gated, distance, gradients, kept
 
 
 def inputs() -> Tensor:
@@ -80,6 +80,45 @@ def test_dropout_that_is_turned_on_later_drops():
         y = mlp(inputs())
     assert (y == 0).float().mean() > 0.3
     assert found[torch.uint8] == GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64))
+
+
+@pytest.mark.parametrize(("linear", "norm", "stored"), [(8, 4, [8]), (6, 6, [6]), (4, 8, [4, 8])])
+def test_a_norm_after_a_linear_layer_takes_what_that_kept_if_it_will_do(
+    linear: int, norm: int, stored: list[int]
+):
+    plain = nn.LayerNorm(DIM)
+    ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
+    compress_saved_(ours, LayerAware(linear=linear, norm=norm))
+    x, codecs = inputs(), [GroupInt(bits=bits, group=64) for bits in stored]
+    with kept(ours) as found:
+        first, y = ours[0](x), ours[1](x)
+    assert found[torch.uint8] == sum(codec.nbytes(x.shape) for codec in codecs)
+    rounded, grad = codecs[-1].round_trip(x.detach()).requires_grad_(), torch.randn(y.shape)
+    y.backward(grad)
+    plain(rounded).backward(grad)
+    torch.testing.assert_close(x.grad, rounded.grad)
+    torch.testing.assert_close(ours[1].weight.grad, plain.weight.grad)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
+    ours = Gated(DIM, FFN)
+    for frozen in (ours.w1, ours.w3):
+        frozen.requires_grad_(False)
+    x = inputs().detach()
+    product = (functional.silu(ours.w1(x)) * ours.w3(x)).detach()
+    compress_saved_(ours, LayerAware(bits=bits))
+    codec = GroupInt(bits=bits, group=64) if bits < 16 else None
+    with kept(ours) as found:
+        y = ours(x)
+    assert found[torch.uint8] == (codec.nbytes(product.shape) if codec else 0)
+    torch.testing.assert_close(y, functional.linear(product, ours.w2.weight, ours.w2.bias))
+    seen = codec.round_trip(product) if codec else product
+    grad = torch.randn(y.shape)
+    y.backward(grad)
+    torch.testing.assert_close(ours.w2.weight.grad, grad.t() @ seen)
+    assert ours.w1.weight.grad is ours.w3.bias.grad is None
 
 
 def test_hooks_on_activations_are_called():

@@ -20,9 +20,18 @@ def test_bits_by_layer_type_and_by_layer():
     assert policy.codec(16) is None
     assert [LayerAware(bits=bits).bits_of("norm") for bits in (2, 4, 8, 16)] == [8, 8, 8, 16]
     assert LayerAware(norm=4).bits_of("norm") == 4
-    assert LayerAware(layers={"layers.3": 4}).bits_of("norm", "layers.3.norm") == 4
     assert LayerAware().bits_of("mlp") == LayerAware().bits_of("linear") == 4
     assert policy.codec(3) == GroupInt(bits=3, group=64)
+
+
+@pytest.mark.parametrize(("pattern", "bits", "expected"), [
+    ("layers.3", 6, 8), ("layers.3", 16, 16), ("layers.3*", 4, 8), ("layers.3.*", 4, 8), ("*", 4, 8),
+    ("layers.3.norm", 6, 6), ("*.norm", 4, 4), ("*norm*", 3, 3),
+])  # fmt: skip
+def test_bits_of_a_layer_do_not_lower_its_norms(pattern: str, bits: int, expected: int):
+    assert LayerAware(layers={pattern: bits}).bits_of("norm", "layers.3.norm") == expected
+    assert LayerAware(norm=5, layers={pattern: bits}).bits_of("norm", "layers.3.norm") == bits
+    assert LayerAware(layers={pattern: bits}).bits_of("mlp", "layers.3.norm") == bits
 
 
 @pytest.mark.parametrize(("wrong", "says"), [

@@ -113,7 +113,7 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     ("wrong", "message"),
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
-        ({"codecs": ("aq-sgd",)}, "measure its inner codec"),
+        ({"codecs": ("aq-sgd",)}, "works on sessions only"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
         ({"data": ()}, r"data is \(\)"),
         ({"threads": (10**6,)}, "threads is"),

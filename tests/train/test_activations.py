@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
-from lowbit.activations import LayerAware
-from lowbit.train import ConfigError, TrainConfig, from_mapping
+from lowbit.activations import LayerAware, counted
+from lowbit.activations.counting import Kept
+from lowbit.train import ConfigError, TrainConfig, from_mapping, loop
 from lowbit.train.activations import saved_policies
 from lowbit.train.config import ActivationsConfig
 from lowbit.train.loop import Trainer
@@ -56,6 +60,23 @@ def test_each_stage_gets_its_own_bits(ranks: Ranks, tmp_path: Path):
     assert ranks.run(compressed, config, ranks=1) == [[{3, 8}, {8}]]
 
 
+def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
+    """Train as a rank; its losses, and what autograd kept on it at most."""
+    counts: list[Kept] = []
+
+    @contextmanager
+    def noting(model: nn.Module) -> Iterator[Kept]:
+        with counted(model) as kept:
+            counts.append(kept)
+            yield kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "counted", noting)
+        found = losses(config)
+    (only,) = counts
+    return found, only.total
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_pipeline_learns_with_few_bits_what_it_learns_without(
     ranks: Ranks, tmp_path: Path, family: str
@@ -71,9 +92,10 @@ def test_a_pipeline_learns_with_few_bits_what_it_learns_without(
     )
     plain = ranks.run(losses, config)[0]
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["bytes_activations"] is None
-    few = ranks.run(losses, again(config, activations={"bits": 4}))[0]
+    (few, first), (_, second) = ranks.run(losses_and_bytes, again(config, activations={"bits": 4}))
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert len({line["bytes_activations"] for line in lines}) == 1
+    assert first != second
+    assert {line["bytes_activations"] for line in lines} == {max(first, second)}
     # For each of 64 tokens of a stage's micro-batches in flight, a payload of 32 channels at least.
     assert 10_000 < lines[0]["bytes_activations"] < 200_000
     assert few[0] == pytest.approx(plain[0], abs=2e-3)  # before any backward

@@ -231,10 +231,16 @@ def _same_elements(x: Tensor) -> Tensor:
     return base if base.is_contiguous() and x.is_contiguous() else x
 
 
-def itself(x: Tensor, codec: GroupInt | None) -> Kept | None:
-    """What is kept of `x` itself already, in this very format."""
+def itself(x: Tensor, codec: GroupInt | None) -> tuple[Kept, GroupInt | None] | None:
+    """What is kept of `x` itself already and its format: this very one, or one like it of more bits."""
     recipe = recipe_of(x)
-    return recipe.kept() if recipe and recipe.form == Itself(x.numel(), codec) else None
+    if recipe is None or not isinstance(recipe.form, Itself):
+        return None
+    found = recipe.form.codec
+    if found != codec and (found is None or codec is None or found.bits < codec.bits):
+        return None
+    kept = recipe.kept()
+    return None if kept is None else (kept, found)
 
 
 def takes(*tensors: Tensor | None) -> bool:

@@ -74,12 +74,14 @@ def _of_one_tensor(forward: Forward) -> Callable[..., Any]:
 
 @_of_one_tensor
 def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
-    """A norm over the last dimension; the layers that follow find out how to get its output."""
+    """A norm over the last dimension; the layers that follow find out how to get its output.
+
+    What a linear layer has kept of `x` before serves the norm, too, unless it has fewer bits: then both are kept.
+    """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     like: NormLike = layer.what
-    codec = layer.codec
-    known = itself(x, codec)
-    kept = known or (room(codec, x),)
+    known = itself(x, layer.codec)
+    kept, codec = known or ((room(layer.codec, x),), layer.codec)
     form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x))
     out = NormFunction.apply(
         x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x)
@@ -123,8 +125,11 @@ def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
 def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
     """act(gate) * up, or act(gate); the layer that follows finds out how to get it."""
     activation = layer.what.activation if isinstance(layer.what, FeedForward) else layer.what
-    if not takes(gate, up):
-        return plain_gated(gate, up, activation).to(gate.dtype)
+    # Without gradients to compute here, the product is all that is needed, and by the layer that follows alone.
+    wanted = gate.requires_grad or (up is not None and up.requires_grad)
+    if not wanted or not takes(gate, up):
+        dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
+        return plain_gated(gate, up, activation).to(dtype)
     kept = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
     form = GatedOutput(gate.shape, layer.codec, activation)
     out = GatedFunction.apply(gate, up, form, kept)

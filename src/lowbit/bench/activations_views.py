@@ -44,7 +44,7 @@ def show(report: Report) -> Group:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Median error of all gradients against bytes of the sequence: a line for each method."""
+    """Median error of all gradients against tokens of a sample: a line for each method."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in summary(report.rows):
         if row["method"] != PLAIN:

@@ -187,7 +187,7 @@ def rows_of(calibration: Calibration) -> Iterator[Row]:
             "features": list(chosen),
             "k": len(chosen),
             "width": width,
-            "bits_per_value": (16 * len(chosen) + 4 * (width - len(chosen))) / width,
+            "bits_per_value": calibration.bits_per_value(name),
             "range_median": float(aggregated.median()),
             "range_largest": float(aggregated.max()),
             "aggregated": aggregated.tolist(),

@@ -20,7 +20,7 @@ from lowbit.codecs import Codec
 from lowbit.collectives import agree
 from lowbit.collectives.agreement import default_group
 from lowbit.evaluate import calibrate, formats, loading, text
-from lowbit.evaluate.score import BoundaryErrors, Reference, Score, Traffic, perplexity
+from lowbit.evaluate.score import BoundaryErrors, Reference, Score, perplexity
 from lowbit.evaluate.settings import (
     BASE,
     CalibrateSettings,
@@ -32,7 +32,7 @@ from lowbit.tensor_parallel import (
     CalibrationError,
     Drift,
     Settings,
-    boundaries,
+    Traffic,
     emulate_tensor_parallel_,
     low_bit_,
 )
@@ -263,8 +263,8 @@ class Evaluation:
             parallel = emulate_tensor_parallel_(
                 model, case.tp, case.low_bit, watch=watch.errors, **given
             )
-        watch.traffic = Traffic(boundaries(model), case.low_bit, self.travel, case.tp)
-        with parallel, watch.traffic:
+        watch.traffic = parallel.traffic
+        with parallel:
             yield
 
     def _tasks(self, model: PreTrainedModel) -> dict[str, float] | None:
@@ -298,7 +298,7 @@ class Evaluation:
             "loss": score.loss,
             "tokens": score.tokens,
             "bits_per_value": traffic.bits_per_value if traffic else None,
-            "coded": traffic.coded_share if traffic else None,
+            "coded": traffic.share_coded if traffic else None,
             "clipped": watch.clipped(self.ranks > 1),
             "logits_error": score.logits_error,
             "logits": score.logits,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.codecs import Codec
 from lowbit.evaluate.text import Sequences
-from lowbit.tensor_parallel import Calibration, Settings
 
 REMEMBERED = 2**28
 """Bytes of logits that are kept to compare others with."""
@@ -112,66 +110,6 @@ def perplexity(
         model.train(training)
     relative = math.sqrt(error / power) if power else None
     return Score(loss=total / tokens, tokens=tokens, logits=digest, logits_error=relative)
-
-
-class Traffic:
-    """What travels through the boundaries of a model while this is open, by the shapes of their sums.
-
-    Small sums travel in the model's dtype, whatever the format; both are counted here as they are.
-
-    Args:
-        boundaries: row-wise modules by name, whole or on real ranks.
-        low_bit: what their sums travel in; settings, ranks: how, and between how many.
-
-    Attributes:
-        values: of all sums, of one rank; coded: those among them that were coded; bits: on the wire for all, every
-            byte of the payloads counted.
-        algorithms: of the all-reduce of those that were coded.
-    """
-
-    def __init__(
-        self, boundaries: Mapping[str, nn.Linear], low_bit: Calibration | Codec, settings: Settings, ranks: int
-    ) -> None:  # fmt: skip
-        self.values = self.coded = self.bits = 0
-        self.algorithms: set[str] = set()
-        self._settings, self._ranks = settings, ranks
-        self._hooks = [
-            module.register_forward_hook(
-                self._hook(low_bit if isinstance(low_bit, Codec) else low_bit.codec(name))
-            )
-            for name, module in boundaries.items()
-        ]
-
-    def __enter__(self) -> Traffic:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    @property
-    def bits_per_value(self) -> float | None:
-        """Of everything that travelled; None if nothing did."""
-        return self.bits / self.values if self.values else None
-
-    @property
-    def coded_share(self) -> float | None:
-        """Of the values."""
-        return self.coded / self.values if self.values else None
-
-    def _hook(self, codec: Codec) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, inputs: Any, total: Tensor) -> None:
-            numel = total.numel()
-            self.values += numel
-            if not self._settings.codes(numel):
-                self.bits += 8 * total.element_size() * numel
-                return
-            size = codec.nbytes((numel,))
-            self.coded += numel
-            self.bits += 8 * size
-            self.algorithms.add(self._settings.chosen(self._ranks, size))
-
-        return hook
 
 
 class BoundaryErrors:

@@ -228,6 +228,8 @@ class _Namespace:
         for name in _CONGESTION_CONTROL:
             with contextlib.suppress(LinkUnavailable):
                 self._run(["tee", "/proc/sys/net/ipv4/tcp_congestion_control"], name)
+                if name != _CONGESTION_CONTROL[0]:
+                    log.info("links use %s: %s is not permitted here", name, _CONGESTION_CONTROL[0])
                 return
         log.warning(
             "links have this machine's TCP congestion control: %s are not permitted",

@@ -77,6 +77,7 @@ def _parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return model.named_parameters(remove_duplicate=False)
 
 
+@torch.no_grad()
 def _sums(model: nn.Module) -> Sums:
     """Of each parameter, or this rank's part: sums of all bits, weighted by row and by column, modulo 2^16.
 
@@ -84,7 +85,7 @@ def _sums(model: nn.Module) -> Sums:
     """
     found: Sums = {}
     for name, parameter in _parameters(model):
-        part, starts = _part(parameter.detach())
+        part, starts = _part(parameter)
         bits = part.to(torch.bfloat16).contiguous().view(torch.int16)
         bits = (
             bits.reshape(len(bits) if bits.dim() else 1, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,12 +20,14 @@ class Traffic:
     Args:
         coded, plain: values that travelled in few bits, and in the model's dtype (below `Settings.small`, or without a
             codec). coded_bytes, plain_bytes: everything that stands for them: codes, outlier features, scales.
+        algorithms: of the all-reduces of those that were coded.
     """
 
     coded: int = 0
     plain: int = 0
     coded_bytes: int = 0
     plain_bytes: int = 0
+    algorithms: set[str] = field(default_factory=set)
 
     @property
     def share_coded(self) -> float:
@@ -47,10 +49,13 @@ class Traffic:
             self.plain += numel
             self.plain_bytes += numel * partial.element_size()
             return False
+        size = codec.nbytes((numel,))
         self.coded += numel
-        self.coded_bytes += codec.nbytes((numel,))
+        self.coded_bytes += size
+        self.algorithms.add(settings.chosen(ranks, size))
         return True
 
     def reset(self) -> None:
         """Count from zero again."""
         self.coded = self.plain = self.coded_bytes = self.plain_bytes = 0
+        self.algorithms.clear()

@@ -133,7 +133,7 @@ class Trainer:
         run, data = self.config.run, self.config.data
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
         self.checkpoints = prepared.checkpoints(self.rank)
-        self._kept = 0  # by autograd, at most; the same in every step
+        self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
         self.start = self._begin()
 
     def run(self, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
@@ -182,18 +182,18 @@ class Trainer:
         self.gradients.step(self.optimizer)
         return step_metrics(
             step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * self.replicas.count,
-            seconds=time.perf_counter() - begin, ranks=self.ranks, work=work,
+            seconds=time.perf_counter() - begin, ranks=self.ranks, work=work, bytes_activations=self._kept,
         )  # fmt: skip
 
     def _pass(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
         """Forward and backward; where activations are compressed, the first one counts what is kept of them."""
-        if not any(self.prepared.activations) or self._kept:
+        if not any(self.prepared.activations) or self._kept is not None:
+            return self.pipeline.step(inputs, targets, ids)
+        with counted(nn.ModuleList(self.modules.values())) as kept:
             loss, work = self.pipeline.step(inputs, targets, ids)
-        else:
-            with counted(nn.ModuleList(self.modules.values())) as kept:
-                loss, work = self.pipeline.step(inputs, targets, ids)
-            self._kept = kept.total
-        work.activation_bytes = self._kept
+        most = torch.tensor(kept.total)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.side)
+        self._kept = int(most)
         return loss, work
 
     def evaluate(self, step: int, recorder: Recorder | None = None) -> dict[str, float]:

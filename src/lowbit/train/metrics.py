@@ -20,7 +20,7 @@ class Work:
     """What one step cost on this rank.
 
     Bytes and elements are those it sent over boundaries, and of gradients to other pipelines; an all-reduce has to send
-    2 (W - 1) / W elements for each of the tensor's. Activations: bytes that autograd kept here at the worst moment.
+    2 (W - 1) / W elements for each of the tensor's.
     """
 
     forward_bytes: int = 0
@@ -32,7 +32,6 @@ class Work:
     wait_seconds: float = 0.0
     gradient_bytes: float = 0.0
     gradient_elements: float = 0.0
-    activation_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,8 @@ class StepMetrics:
         tokens_per_second: of the whole batch, over the whole step.
         bits_forward, bits_backward: bits on the wire for each element that crossed; None if nothing did.
         bits_gradients: of gradients between pipelines, likewise.
-        bytes_activations: that autograd kept at the worst moment, the mean over the ranks; counted in the first step of
-            a run with `[activations]`, and the same in all others; None without.
+        bytes_activations: that autograd kept at the worst moment of the rank that kept most; counted in the first step
+            of a run with `[activations]`, and the same in all others; None without.
         bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: against float32.
         seconds: the whole step; compute_seconds, codec_seconds, wait_seconds: shares of it, mean over the ranks.
     """
@@ -82,8 +81,9 @@ def step_metrics(
     seconds: float,
     ranks: int,
     work: Work,
+    bytes_activations: int | None = None,
 ) -> StepMetrics:
-    """Metrics from the sums over all ranks."""
+    """Metrics from the sums over all ranks, and what activations take on one of them at most."""
     sent = work.forward_bytes + work.backward_bytes + work.gradient_bytes
     elements = work.forward_elements + work.backward_elements + work.gradient_elements
     return StepMetrics(
@@ -97,7 +97,7 @@ def step_metrics(
         bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
         bytes_sent=round(sent),
         bytes_saved=round(4 * elements - sent),
-        bytes_activations=round(work.activation_bytes / ranks) or None,
+        bytes_activations=bytes_activations,
         seconds=seconds,
         compute_seconds=work.compute_seconds / ranks,
         codec_seconds=work.codec_seconds / ranks,
