@@ -8,8 +8,10 @@ import torch
 from lowbit.bench import convergence
 from lowbit.bench.convergence import Settings, planned, recipe, run
 from lowbit.bench.report import Report
+from lowbit.codecs import Cast, parse
 from lowbit.train.data import load_data
 
+FP32 = Cast()
 LOSS = {"fp32": 2.0, "int4": 2.5, "tah-quant": 2.25, "aq-sgd": 2.125}
 
 
@@ -93,6 +95,21 @@ def test_rows_of_other_settings_are_not_mixed_in(
         ValueError, match=r"holds runs with lr 0.001; this call has 0.1: name another"
     ):
         run(dataclasses.replace(settings, lr=0.1), file=tmp_path / "c.json")
+
+
+def test_rows_of_a_boundary_with_other_formats_are_not_mixed_in(
+    settings: Settings, trained: list[str], tmp_path: Path
+):
+    file = tmp_path / "c.json"
+    six = "GroupInt(bits=6, group=32, symmetric=True)"  # what older files say in their settings
+    run(dataclasses.replace(settings, backward=six), file=file)
+    trained.clear()
+    report = run(settings, file=file)
+    assert trained == [], "the same formats, whatever the settings say"
+    assert {parse(row["backward"]) for row in report.rows} == {FP32, parse(six)}
+    with pytest.raises(ValueError, match=r"holds runs of int4 with GroupInt\(bits=6.* backward"):
+        run(dataclasses.replace(settings, backward="int8"), file=file)
+    run(dataclasses.replace(settings, backward="int8", boundaries=("fp32",)), file=file)
 
 
 def test_real_runs_in_two_processes(settings: Settings, tmp_path: Path):

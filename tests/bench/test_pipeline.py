@@ -9,13 +9,16 @@ from lowbit.bench import launch, speeds
 from lowbit.bench.launch import started
 from lowbit.bench.pipeline import Measurements, Settings, parse_link, recipe, run
 from lowbit.bench.report import Report
+from lowbit.codecs import SubspaceQuant, parse, parse_pair
 from lowbit.network import LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
+from lowbit.train.boundaries import make_codecs
 from lowbit.train.config_file import from_mapping
 
+SUBSPACE = "SubspaceQuant(rank=4) / SubspaceQuant(rank=2, bits=3)"  # a "/" and commas in a name
 TINY = Settings(
     links=(None,),
-    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", "aq-sgd"),
+    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", SUBSPACE, "aq-sgd"),
     stages_per_rank=2,
     microbatches=2,
     dim=64,
@@ -57,14 +60,20 @@ def test_every_boundary_travels_in_its_bits(report: Report):
         assert rows[name]["bytes_per_step"] == BYTES_FP32 * bits // 32
     assert rows["tah-quant"]["bits_forward"] < 4.6
     assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
+    message = (TINY.batch // TINY.microbatches, TINY.sequence, TINY.dim)
+    for way, codec in zip(("forward", "backward"), parse_pair(SUBSPACE), strict=True):
+        assert rows[SUBSPACE][way] == repr(codec)
+        assert rows[SUBSPACE][f"bits_{way}"] == codec.bits_per_element(message)
+    assert rows["stock-fp32"]["forward"] is None
     assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
 
 
-def test_only_aq_sgd_keeps_something(report: Report):
+def test_what_is_kept_between_steps(report: Report):
     rows = rows_of(report)
     memory = 4 * TINY.samples * TINY.sequence * TINY.dim * 3 * 2  # both ends of 3 boundaries
     assert {name: row["state_bytes"] for name, row in rows.items()} == dict.fromkeys(rows, 0) | {
-        "aq-sgd": memory
+        "aq-sgd": memory,
+        SUBSPACE: 3 * 2 * (4 * TINY.dim * (4 + 2) + 2 * 16),
     }
 
 
@@ -123,11 +132,14 @@ def test_rows_of_what_is_there_so_far():
 
 
 def test_recipe_of_a_boundary():
-    low = from_mapping(recipe(TINY, "int4"))
-    assert (low.pipeline.boundary, low.pipeline.forward) == ("lowbit", ("int4",))
-    assert low.pipeline.backward == (TINY.backward,)
+    low = from_mapping(recipe(TINY, "SubspaceQuant(rank=8) / int4"))
+    assert low.pipeline.boundary == "lowbit"
+    assert make_codecs(low.pipeline, 1).forward == (SubspaceQuant(rank=8),)
+    assert make_codecs(low.pipeline, 1).backward == (parse("int4"),)
     assert low.codec_warmup_steps == 0
-    assert from_mapping(recipe(TINY, "bf16")).pipeline.backward == ("bf16",)
+    for name in ("int4", "subspace", "bf16"):
+        told = make_codecs(from_mapping(recipe(TINY, name)).pipeline, 1)
+        assert (*told.forward, *told.backward) == parse_pair(name)
     assert from_mapping(recipe(TINY, "stock-bf16")).pipeline.boundary == "stock-bf16"
 
 

@@ -35,6 +35,7 @@ TINY = Settings(
 def racer(boundary: str, curve: list[tuple[float, float]]) -> Racer:
     made = object.__new__(Racer)
     made.boundary, made.curve, made.state_bytes = boundary, curve, 0
+    made.formats = {"forward": None, "backward": None}
     made.steps = [{"bits_forward": 4.0, "bits_backward": 6.0, "bytes_sent": 1e6}]
     return made
 

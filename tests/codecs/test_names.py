@@ -3,7 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, SubspaceQuant, TAHQuant, parse
+from lowbit.codecs import (
+    AQSGD,
+    BlockFloat8,
+    Cast,
+    GroupInt,
+    SubspaceQuant,
+    TAHQuant,
+    parse,
+    parse_pair,
+)
 
 
 def test_short_names() -> None:
@@ -23,6 +32,46 @@ def test_full_forms() -> None:
         bits=6, group=32, symmetric=True
     )
     assert parse("AQSGD(inner=GroupInt(bits=2))") == AQSGD(inner=GroupInt(bits=2))
+
+
+SIX_BITS = GroupInt(bits=6, group=32, symmetric=True)
+BF16 = Cast(dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("text", "backward", "pair"),
+    [
+        ("bf16", "", (BF16, BF16)),
+        ("bf16", "int4", (BF16, BF16)),
+        ("bf16 / int4", "", (BF16, parse("int4"))),
+        ("int4", "", (parse("int4"), SIX_BITS)),
+        ("int4", "int8", (parse("int4"), parse("int8"))),
+        ("int4 / bf16", "int8", (parse("int4"), BF16)),
+        ("aq-sgd", "", (AQSGD(), SIX_BITS)),
+        ("subspace", "", (parse("subspace"), parse("subspace-backward"))),
+        ("subspace", "int6", (SubspaceQuant(), parse("int6"))),
+        (
+            "SubspaceQuant(rank=8, bits=2, group=32)",
+            "",
+            (SubspaceQuant(rank=8, bits=2, group=32), SubspaceQuant(rank=8, bits=4, group=32)),
+        ),
+        ("SubspaceQuant(bits=5)", "", (SubspaceQuant(bits=5),) * 2),
+        (
+            "SubspaceQuant(rank=8) / SubspaceQuant(rank=4, bits=3)",
+            "",
+            (SubspaceQuant(rank=8), SubspaceQuant(rank=4, bits=3)),
+        ),
+    ],
+)
+def test_both_formats_of_a_boundary(text: str, backward: str, pair: tuple) -> None:
+    assert parse_pair(text, backward) == pair
+    assert parse_pair(" / ".join(map(repr, pair))) == pair, "the full form says the same"
+
+
+@pytest.mark.parametrize("text", ["int4 / ", "int4 / int9", " / int4", "int4 / int4 / int4"])
+def test_half_a_pair_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="codec is"):
+        parse_pair(text)
 
 
 @pytest.mark.parametrize(

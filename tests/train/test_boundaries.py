@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowbit.codecs import Cast, parse
-from lowbit.train.boundaries import make_codecs
+from lowbit.train.boundaries import backward_formats, make_codecs
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
 
@@ -15,6 +15,18 @@ def test_one_codec_serves_all_boundaries_and_a_list_each_its_own():
     codecs = make_codecs(PipelineConfig(forward=("int4",), backward=("int6", "bf16", "fp32")), 3)
     assert codecs.forward == (parse("int4"),) * 3
     assert codecs.backward == (parse("int6"), BF16, Cast(dtype=torch.float32))
+
+
+def test_gradients_without_a_name_get_what_belongs_to_the_activations():
+    mixed = PipelineConfig(forward=("tah-quant", "subspace", "bf16"), backward="")  # pyright: ignore[reportArgumentType]
+    codecs = make_codecs(mixed, 3)
+    six = parse("GroupInt(bits=6, group=32, symmetric=True)")
+    assert codecs.backward == (six, parse("subspace-backward"), BF16)
+    assert tuple(map(parse, backward_formats(mixed))) == codecs.backward, "what files tell"
+    one = make_codecs(PipelineConfig(forward=("subspace",)), 3)
+    assert one.backward == (parse("subspace-backward"),) * 3
+    with pytest.raises(ConfigError, match=r"^pipeline\.forward: codec is 'int9'"):
+        make_codecs(PipelineConfig(forward=("int9",)), 1)
 
 
 def test_stock_boundaries_have_their_dtype_whatever_the_codecs():

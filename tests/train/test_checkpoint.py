@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lowbit.train import checkpoint
-from lowbit.train.checkpoint import Checkpoints, pack, unpack
+from lowbit.train.checkpoint import Checkpoints, pack, run_facts, unpack
+from lowbit.train.config_file import from_mapping
 from lowbit.train.section import ConfigError
 from tests.ranks import Ranks
 
@@ -91,6 +92,26 @@ def test_another_kind_of_run_may_not_go_on(tmp_path, alone, key, value):
         ConfigError, match=f"written with {key} = {FACTS[key]}, this run has {value}"
     ):
         other.load(2)
+
+
+OLDER = {
+    "pipeline.forward": ["tah-quant"],
+    "pipeline.backward": ["GroupInt(bits=6, group=32, symmetric=True)"],
+}
+
+
+@pytest.mark.parametrize(("forward", "goes_on"), [("tah-quant", True), ("int4", False)])
+def test_formats_are_compared_by_what_they_are(tmp_path, alone, forward, goes_on):
+    Checkpoints(tmp_path, rank=0, keep=2, facts=OLDER).save(2, _tensors(2))
+    config = from_mapping({"pipeline": {"forward": forward}})
+    facts = run_facts(config, ranks=2, stages=2)
+    facts = {key: facts[key] for key in OLDER}
+    found = Checkpoints(tmp_path, rank=0, keep=2, facts=facts)
+    if goes_on:
+        assert found.load(2).keys() == _tensors(2).keys()
+    else:
+        with pytest.raises(ConfigError, match=r"pipeline.forward = \['tah-quant'\]"):
+            found.load(2)
 
 
 def _latest(folder) -> int | None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from lowbit.codecs import SubspaceQuant, parse
 from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.plan import make_plan
@@ -36,6 +37,12 @@ def test_pace_and_bits_are_those_of_the_settled_run():
     assert (found.held_out_loss, found.held_out_loss_codecs) == (2.0, None)
     stock = _summary(warmup + settled, boundary="stock-fp32")
     assert stock.bits_forward != 4.0  # it has no warm-up to leave out
+
+
+def test_what_the_gradients_travelled_in_is_told():
+    (backward,) = _summary([], forward="SubspaceQuant(rank=8)").backward
+    assert parse(backward) == SubspaceQuant(rank=8, bits=4)
+    assert _summary([], backward="int6").backward == ("int6",)
 
 
 def test_a_run_that_ends_in_its_warmup_or_before_has_a_summary():

@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 
-from lowbit.bench.emulated import Recipe, activation_policy, codec_pair, gradient_codec
+from lowbit.bench.emulated import (
+    Recipe,
+    activation_policy,
+    codec_pair,
+    formats_of,
+    gradient_codec,
+)
 from lowbit.bench.jobs import Job, Task, finish
 from lowbit.bench.losses import REFERENCE
 from lowbit.bench.replicas import RANKS
@@ -51,7 +57,7 @@ class Settings:
             the boundaries, and what autograd keeps in 4 bits, 8 for norms; in 4 for norms, too; with attention's
             tensors in 8; and in 4 for everything.
         backward: format of the gradients beside low-bit forward formats that do not name their own ("int4 / int6");
-            fp32, bf16 and fp16 travel alike both ways.
+            absent: what belongs to each. fp32, bf16 and fp16 travel alike both ways.
         seeds: of weights and data order.
         device: "cpu" or "cuda"; with several devices, runs at the same time take them in turn.
         precision: of the computation: "fp32", or "bf16" (autocast).
@@ -84,8 +90,15 @@ class Settings:
     """
 
     regimes: tuple[str, ...] = REGIMES
-    boundaries: tuple[str, ...] = ("fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd")
-    backward: str = "GroupInt(bits=6, group=32, symmetric=True)"
+    boundaries: tuple[str, ...] = (
+        "fp32",
+        "int4",
+        "tah-quant",
+        "tah-quant-published",
+        "aq-sgd",
+        "subspace",
+    )
+    backward: str = ""
     seeds: tuple[int, ...] = (0, 1, 2)
     device: str = "cpu"
     precision: str = "fp32"
@@ -124,7 +137,8 @@ class Settings:
         check_choice("device", self.device, ("cpu", "cuda"))
         check_choice("precision", self.precision, ("fp32", "bf16"))
         _model(self, pretrained=False)
-        parse(self.backward)
+        if self.backward:
+            parse(self.backward)
         for boundary in self.boundaries:
             codec_pair(boundary, self.backward)
             activation_policy(boundary)
@@ -137,8 +151,8 @@ class Settings:
             raise ValueError(f"stages is {self.stages}; allowed: at most layers ({self.layers})")
 
     def identity(self) -> dict[str, Any]:
-        """The settings that rows must share to be compared with each other."""
-        free = ("regimes", "boundaries", "seeds", "jobs", "threads", "folder")
+        """The settings that rows must share to be compared with each other; each row tells its own formats."""
+        free = ("regimes", "boundaries", "backward", "seeds", "jobs", "threads", "folder")
         values = json.loads(json.dumps(dataclasses.asdict(self)))
         return {name: value for name, value in values.items() if name not in free}
 
@@ -157,12 +171,14 @@ def run(settings: Settings, *, file: Path | None = None) -> Report:
         file: JSON that is read first, if it is there, and written again after each run.
 
     Returns:
-        A report with a row for each run: `regime`, `boundary`, `seed`, `loss` (held-out, nats a token, of the trained
+        A report with a row for each run: `regime`, `boundary`, `forward` and `backward` (its formats in full), `seed`,
+        `loss` (held-out, nats a token, of the trained
         model by itself), `over_fp32` (less the fp32 run's of the same seed; None without one) and what
         `lowbit.bench.emulated.train` measures.
 
     Raises:
-        ValueError: `file` holds rows of other settings, or text, folder, checkpoint or device can not be used.
+        ValueError: `file` holds rows of other settings, or of a boundary with other formats; or text, folder,
+            checkpoint or device can not be used.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
@@ -291,4 +307,15 @@ def _read(file: Path, settings: Settings) -> list[Row]:
                 f"{file} holds runs with {name} {found[name]!r}; this call has {value!r}: "
                 "name another file"
             )
-    return list(earlier.rows)
+    rows = []
+    for row in earlier.rows:  # older files tell formats by their settings
+        formats = formats_of(row["boundary"], earlier.settings.get("backward", ""))
+        rows.append({**formats, **row})
+        now = formats_of(row["boundary"], settings.backward)
+        for direction, text in now.items() if row["boundary"] in settings.boundaries else ():
+            if parse(rows[-1][direction]) != parse(text):
+                raise ValueError(
+                    f"{file} holds runs of {row['boundary']} with {rows[-1][direction]} {direction}; "
+                    f"this call has {text}: name another file"
+                )
+    return rows

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.bench.replicas import Replicas
-from lowbit.codecs import Cast, Codec, parse
+from lowbit.codecs import Cast, Codec, parse, parse_pair
 from lowbit.pipeline import Emulation, Traffic, emulate_
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit.train.data import Data, Order, Windows, load_data
@@ -34,8 +34,6 @@ GRADIENTS = "gradients:"
 """Before a format that gradients are kept and all-reduced in, in place of a boundary's."""
 ACTIVATIONS = "activations:"
 """Before the name of a policy for what autograd keeps, in place of a boundary's format."""
-PAIR = " / "
-"""Between the formats of activations and of gradients, where a boundary names both."""
 POLICIES = {
     "low-bit": LayerAware(),
     "norm-4": LayerAware(norm=4),
@@ -73,17 +71,16 @@ class Recipe:
     precision: str = "fp32"
 
 
-def codec_pair(boundary: str, backward: str) -> tuple[Codec, Codec]:
-    """Codecs each way: plain numbers travel alike in both directions, low-bit formats get the backward format.
+def codec_pair(boundary: str, backward: str = "") -> tuple[Codec, Codec]:
+    """Codecs each way, as `parse_pair` has it; float32 where gradients or saved activations have a format instead."""
+    plain = boundary.startswith((GRADIENTS, ACTIVATIONS))
+    return (Cast(), Cast()) if plain else parse_pair(boundary, backward)
 
-    Where gradients or saved activations have a format of their own, boundaries carry float32. A boundary with a format
-    of its own for each way is "FORWARD / BACKWARD".
-    """
-    if PAIR in boundary:
-        there, back = boundary.split(PAIR, 1)
-        return parse(there), parse(back)
-    forward = Cast() if boundary.startswith((GRADIENTS, ACTIVATIONS)) else parse(boundary)
-    return forward, forward if isinstance(forward, Cast) else parse(backward)
+
+def formats_of(boundary: str, backward: str = "") -> dict[str, str]:
+    """What boundaries carry each way, in full: `forward` and `backward` of a row."""
+    forward, back = codec_pair(boundary, backward)
+    return {"forward": repr(forward), "backward": repr(back)}
 
 
 def gradient_codec(boundary: str) -> Codec | None:

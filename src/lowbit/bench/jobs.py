@@ -18,6 +18,7 @@ from lowbit.bench.emulated import (
     Recipe,
     activation_policy,
     codec_pair,
+    formats_of,
     gradient_codec,
     train,
 )
@@ -103,7 +104,8 @@ def _work(task: Task) -> dict[str, Any]:
     )
     if task.keep:
         _save(model.state_dict(), Path(task.keep))
-    return {"boundary": job.boundary, "seed": job.seed, "regime": job.regime, **result}
+    formats = formats_of(job.boundary, job.backward)
+    return {"boundary": job.boundary, **formats, "seed": job.seed, "regime": job.regime, **result}
 
 
 def _save(weights: dict[str, torch.Tensor], path: Path) -> None:

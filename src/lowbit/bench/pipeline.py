@@ -17,7 +17,7 @@ from typing import Any
 
 from lowbit.bench.launch import Ranks, set_rate, started
 from lowbit.bench.report import Report, Row, machine
-from lowbit.codecs import Cast, parse
+from lowbit.codecs import parse, parse_pair
 from lowbit.codecs.base import check_choice
 from lowbit.train.config import ModelConfig
 from lowbit.train.config_file import from_mapping
@@ -25,7 +25,19 @@ from lowbit.train.device import choose_device
 from lowbit.train.plan import make_plan
 
 STOCK = ("stock-fp32", "stock-bf16")
-BOUNDARIES = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd")
+SUBSPACE = (
+    "SubspaceQuant(rank=8)"  # directions for a narrow model: 32 of 128 channels would be 2 bits
+)
+BOUNDARIES = (
+    *STOCK,
+    "fp32",
+    "bf16",
+    "int4",
+    "tah-quant",
+    "tah-quant-published",
+    "aq-sgd",
+    SUBSPACE,
+)
 _MODEL = ("dim", "layers", "heads", "kv_heads", "ffn")
 
 OnRows = Callable[[Sequence[Row]], None]
@@ -41,8 +53,10 @@ class Settings:
 
     Args:
         links: rates in Mbit/s; None: unlimited.
-        boundaries: formats of activations, by name or in full; stock-fp32 and stock-bf16 are PyTorch's own stage.
-        backward: format of gradients beside low-bit activations; fp32, bf16 and fp16 travel alike both ways.
+        boundaries: formats of activations, by name or in full, or of both ways, such as "int4 / int6"; stock-fp32 and
+            stock-bf16 are PyTorch's own stage.
+        backward: format of gradients beside low-bit activations that do not name their own; absent: what belongs to
+            each. fp32, bf16 and fp16 travel alike both ways.
         ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
         dim, layers, heads, kv_heads, ffn: of the Llama that is trained (0: as usual). batch: samples in a step;
             sequence: tokens of a sample.
@@ -56,7 +70,7 @@ class Settings:
 
     links: tuple[float | None, ...] = (25.0, 100.0, 1000.0, None)
     boundaries: tuple[str, ...] = BOUNDARIES
-    backward: str = "GroupInt(bits=6, group=32, symmetric=True)"
+    backward: str = ""
     ranks: int = 2
     stages_per_rank: int = 4
     schedule: str = "Interleaved1F1B"
@@ -96,8 +110,9 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         on_rows: called with all rows so far after every turn.
 
     Returns:
-        A report with a row for each link and boundary: `boundary`, `link_mbit` (None: unlimited), `goodput_mbit` (what
-        the link carried, measured with plain sockets), `tokens_per_second` (of the median step) with
+        A report with a row for each link and boundary: `boundary`, `forward` and `backward` (the formats in full; None
+        for PyTorch's own stage), `link_mbit` (None: unlimited), `goodput_mbit` (what the link carried, measured with
+        plain sockets), `tokens_per_second` (of the median step) with
         `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`, `speedup_fp32` (the same
         stage with full precision), `share_of_unlimited` (of the fastest boundary on the unlimited link),
         `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
@@ -125,12 +140,12 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 def _open(settings: Settings, ranks: Ranks) -> None:
     """Set up all boundaries' runs, and let each visit every sample."""
     with tempfile.TemporaryDirectory() as folder:
-        for boundary in settings.boundaries:
+        for number, boundary in enumerate(settings.boundaries):
             config = recipe(
                 settings,
                 boundary,
                 data={"max_bytes": 2 * settings.samples * settings.sequence},
-                run={"output": f"{folder}/{boundary}"},
+                run={"output": f"{folder}/{number}"},
             )
             ranks.ask("open", name=boundary, config=config, samples=settings.samples)
             ranks.ask("steps", name=boundary, count=settings.samples // settings.batch)
@@ -159,7 +174,8 @@ class Measurements:
         for rate, boundary in product(self._settings.links, self._settings.boundaries):
             if steps := self.steps.get((rate, boundary)):
                 mine = speed[rate, boundary]
-                row = {"boundary": boundary, "link_mbit": rate, "goodput_mbit": self.goodput[rate]}
+                row = {"boundary": boundary, **formats_of(boundary, self._settings.backward)}
+                row |= {"link_mbit": rate, "goodput_mbit": self.goodput[rate]}
                 for name in ("stock-fp32", "fp32"):
                     other = speed.get((rate, name))
                     row[f"speedup_{name.replace('-', '_')}"] = mine / other if other else None
@@ -185,8 +201,7 @@ def recipe(settings: Any, boundary: str, **more: Mapping[str, Any]) -> dict[str,
     if boundary in STOCK:
         pipeline["boundary"] = boundary
     else:
-        alike = isinstance(parse(boundary), Cast)
-        pipeline |= {"forward": boundary, "backward": boundary if alike else settings.backward}
+        pipeline |= formats_of(boundary, settings.backward)
     sections: dict[str, dict[str, Any]] = {
         "model": {name: getattr(settings, name) for name in _MODEL},
         "data": {"batch": settings.batch, "sequence": settings.sequence},
@@ -204,6 +219,12 @@ def recipe(settings: Any, boundary: str, **more: Mapping[str, Any]) -> dict[str,
     for section, entries in more.items():
         sections.setdefault(section, {}).update(entries)
     return sections
+
+
+def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
+    """What a boundary carries each way, in full, by `forward` and `backward`; None for PyTorch's own stage."""
+    pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
+    return dict(zip(("forward", "backward"), pair, strict=True))
 
 
 def step(ranks: Ranks, name: str, count: int) -> list[dict[str, Any]]:
@@ -242,7 +263,8 @@ def check_recipes(settings: Any) -> None:
     Raises:
         ValueError: it does not; the text says why, and what is allowed.
     """
-    parse(settings.backward)
+    if settings.backward:
+        parse(settings.backward)
     check_choice("device", settings.device, ("cpu", "cuda"))
     for boundary in settings.boundaries:
         if boundary in STOCK and settings.device == "cuda":

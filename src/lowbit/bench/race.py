@@ -25,6 +25,7 @@ from lowbit.bench.pipeline import (
     OnRows,
     check_at_least,
     check_recipes,
+    formats_of,
     recipe,
     step,
 )
@@ -44,7 +45,8 @@ class Settings:
 
     Args:
         links: rates in Mbit/s, a race on each; None: unlimited.
-        boundaries: formats of activations, by name or in full; backward: of the gradients beside few-bit activations.
+        boundaries: formats of activations, by name or in full, or of both ways, such as "int4 / int6"; backward: of the
+            gradients beside few-bit activations that do not name their own; absent: what belongs to each.
         ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
         dim, layers, heads, kv_heads, ffn: of the Llama that is trained (0: as usual). batch: samples in a step;
             sequence: tokens of a sample.
@@ -61,7 +63,7 @@ class Settings:
 
     links: tuple[float | None, ...] = (100.0,)
     boundaries: tuple[str, ...] = ("fp32", "tah-quant", "aq-sgd")
-    backward: str = "GroupInt(bits=6, group=32, symmetric=True)"
+    backward: str = ""
     ranks: int = 2
     stages_per_rank: int = 4
     schedule: str = "Interleaved1F1B"
@@ -115,11 +117,11 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         on_rows: called with all rows so far after every turn.
 
     Returns:
-        A report with a row for each link and boundary: `boundary`, `link_mbit`, `goodput_mbit`, `target_loss` (the
-        lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss` (of training, until then),
-        `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds` (of all training),
-        `bits_forward` and `bits_backward` (mean over the run), `megabytes` (sent by all ranks), `state_bytes` (kept
-        between steps at the end, all ranks) and `curve` (pairs of seconds and held-out loss).
+        A report with a row for each link and boundary: `boundary`, `forward`, `backward`, `link_mbit`, `goodput_mbit`,
+        `target_loss` (the lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss` (of
+        training, until then), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds`
+        (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes` (sent by all ranks),
+        `state_bytes` (kept between steps at the end, all ranks) and `curve` (pairs of seconds and held-out loss).
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -135,8 +137,8 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
             about = {"link_mbit": rate, "goodput_mbit": set_rate(link, rate)}
             with _not_timed(link):
                 racers = [
-                    Racer(settings, boundary, ranks, f"{folder}/{rate}")
-                    for boundary in settings.boundaries
+                    Racer(settings, boundary, ranks, f"{folder}/{rate}-{number}")
+                    for number, boundary in enumerate(settings.boundaries)
                 ]
             for racer in racers * (settings.epochs * settings.evaluations):
                 racer.train()
@@ -165,14 +167,15 @@ class Racer:
 
     Args:
         settings: the course; boundary: the format; ranks: where it runs.
-        folder: what the runs of this link write to. The starting weights lie beside it.
+        folder: what the run writes to, and its name. The starting weights lie beside it.
     """
 
     def __init__(self, settings: Settings, boundary: str, ranks: Ranks, folder: str) -> None:
         self.boundary = boundary
+        self.formats = formats_of(boundary, settings.backward)
         self.steps: list[dict[str, Any]] = []
         self.state_bytes = 0
-        self._name, self._ranks = f"{folder}/{boundary}", ranks
+        self._name, self._ranks = folder, ranks
         self._turns = _split(settings.samples // settings.batch, settings.evaluations)
         config = _race_recipe(settings, boundary, self._name, Path(folder).with_name("start"))
         ranks.ask("open", name=self._name, config=config, samples=settings.samples)
@@ -201,7 +204,13 @@ def finish_line(racers: Sequence[Racer], about: Mapping[str, Any]) -> list[dict[
     rows = []
     for racer in running:
         mine = seconds[racer.boundary]
-        row = {"boundary": racer.boundary, **about, "target_loss": target, "seconds_to_loss": mine}
+        row = {
+            "boundary": racer.boundary,
+            **racer.formats,
+            **about,
+            "target_loss": target,
+            "seconds_to_loss": mine,
+        }
         for name in ("fp32", "aq-sgd"):
             other = seconds.get(name)
             key = f"speedup_{name.replace('-', '_')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,41 @@ NAMES: dict[str, Callable[[], Codec]] = {
 CLASSES: dict[str, type[Codec]] = {
     c.__name__: c for c in (Cast, GroupInt, BlockFloat8, TAHQuant, AQSGD, SubspaceQuant)
 }
+PAIR = " / "
+"""Between the formats of activations and of gradients, where the name of a boundary tells both."""
+
+
+def gradients_beside(forward: Codec) -> Codec:
+    """The format of gradients that belongs to a format of activations, where nobody names another.
+
+    Plain numbers travel alike both ways. `SubspaceQuant` comes back with the same settings and at least 4 bits, because
+    gradients have less of their energy in few directions. Every other format gets 6 bits in groups of 32.
+    """
+    if isinstance(forward, Cast):
+        return forward
+    if isinstance(forward, SubspaceQuant):
+        return dataclasses.replace(forward, bits=max(forward.bits, 4))
+    return GroupInt(bits=6, group=32, symmetric=True)
+
+
+def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
+    """A boundary's formats of activations and gradients: "FORWARD / BACKWARD", or "FORWARD" alone.
+
+    Args:
+        text: names or full forms, as `parse` takes them.
+        backward: the gradients' format where `text` has none and activations are not plain numbers, which travel alike
+            both ways; empty: `gradients_beside`.
+
+    Raises:
+        ValueError: as `parse` raises it.
+    """
+    there, both, back = text.partition(PAIR)
+    forward = parse(there)
+    if both:
+        return forward, parse(back)
+    if backward and not isinstance(forward, Cast):
+        return forward, parse(backward)
+    return forward, gradients_beside(forward)
 
 
 def parse(text: str) -> Codec:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowbit.codecs import Cast, Codec, parse
+from lowbit.codecs import Cast, Codec, gradients_beside, parse
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
 
@@ -26,17 +26,33 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
         ConfigError: a name or argument that no codec has.
     """
 
-    def each(direction: str) -> tuple[Codec, ...]:
+    def each(direction: str, names: tuple[str, ...]) -> tuple[Codec, ...]:
         try:
-            named = [parse(text) for text in getattr(pipeline, direction)]
+            named = [parse(text) for text in names]
         except (TypeError, ValueError) as error:
             raise ConfigError(f"pipeline.{direction}: {error}") from error
         return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
 
     if pipeline.boundary == "lowbit":
-        return Codecs(forward=each("forward"), backward=each("backward"))
+        forward = each(
+            "forward", pipeline.forward
+        )  # first: what follows from it takes it for sound
+        return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)))
     plain = (Cast(dtype=stock_dtype(pipeline)),) * boundaries
     return Codecs(forward=plain, backward=plain)
+
+
+def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
+    """Names of the gradients' codecs: `pipeline.backward`, or what belongs to each of `pipeline.forward`.
+
+    A stock stage has none, so there it is what the configuration holds.
+
+    Raises:
+        ValueError: as `parse` raises it, where it follows from `pipeline.forward`.
+    """
+    if pipeline.backward or pipeline.boundary != "lowbit":
+        return pipeline.backward
+    return tuple(repr(gradients_beside(parse(text))) for text in pipeline.forward)
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lowbit.codecs import parse
+from lowbit.train.boundaries import backward_formats
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.section import ConfigError
 
@@ -109,7 +111,7 @@ class Checkpoints:
         path = self._share(step) / _RUN
         written = json.loads(path.read_text(encoding="utf-8"))
         for key, value in self.facts.items():
-            if written.get(key) != value:
+            if _meant(written.get(key)) != _meant(value):
                 raise ConfigError(
                     f"checkpoint {path.parent} was written with {key} = {written.get(key)}, this run has {value}; "
                     "allowed: the same (start from the saved model with model.pretrained to change it)"
@@ -142,13 +144,18 @@ def run_facts(config: TrainConfig, *, ranks: int, stages: int) -> dict[str, Any]
         "pipeline.microbatches": config.pipeline.microbatches,
         "pipeline.boundary": config.pipeline.boundary,
         "pipeline.forward": list(config.pipeline.forward) if lowbit else [],
-        "pipeline.backward": list(config.pipeline.backward) if lowbit else [],
+        "pipeline.backward": list(backward_formats(config.pipeline)) if lowbit else [],
         # Older checkpoints do not tell, because there was nothing but full precision.
         "gradients.storage": None if storage == FULL_PRECISION else storage,
         "data.batch": config.data.batch,
         "data.sequence": config.data.sequence,
         "run.seed": config.run.seed,
     }
+
+
+def _meant(fact: Any) -> Any:
+    """A list of formats as codecs, whatever they are called; any other fact as it is."""
+    return [parse(text) for text in fact] if isinstance(fact, list) else fact
 
 
 def pack(value: Any) -> Tensor:

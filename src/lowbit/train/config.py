@@ -132,7 +132,9 @@ class PipelineConfig(Section):
         stages_per_rank: more than one for the interleaved schedules, two for the V-shaped ones.
         schedule: a schedule of `torch.distributed.pipelining`; microbatches: pieces of the batch.
         forward, backward: codecs of activations and gradients, by name ("tah-quant", "int4") or in full
-            ("GroupInt(bits=6, group=32)"): one for all boundaries, or a list with one for each.
+            ("GroupInt(bits=6, group=32)"): one for all boundaries, or a list with one for each. Absent, `backward` is
+            what belongs to each of `forward` (`lowbit.codecs.gradients_beside`): "fp32" and "bf16" travel alike both
+            ways, "subspace" comes back as "subspace-backward", all else in 6 bits.
         warmup_steps: steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is
             small beside the noise of few bits; none when a `model.pretrained` is fine-tuned.
         boundary: "lowbit", or PyTorch's own stage with float32 or bfloat16 on the wire to compare with.
@@ -151,7 +153,7 @@ class PipelineConfig(Section):
     schedule: str = "1F1B"
     microbatches: int = 4
     forward: tuple[str, ...] = ("tah-quant",)
-    backward: tuple[str, ...] = ("GroupInt(bits=6, group=32, symmetric=True)",)
+    backward: tuple[str, ...] = ()
     warmup_steps: int | None = None
     boundary: str = "lowbit"
 
@@ -163,6 +165,8 @@ class PipelineConfig(Section):
                 f"pipeline.schedule is {self.schedule!r}; allowed: {', '.join(SCHEDULES.values())}"
             )
         object.__setattr__(self, "schedule", schedule)
+        if self.backward == ("",):
+            object.__setattr__(self, "backward", ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,7 +96,7 @@ def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:
         )
     for direction in ("forward", "backward"):
         count = len(getattr(pipeline, direction))
-        if count not in (1, stages - 1):
+        if count not in (1, stages - 1) and (count or direction == "forward"):
             raise ConfigError(
                 f"pipeline.{direction} lists {count} codecs; allowed: one for all boundaries, "
                 f"or one for each of the {stages - 1}"

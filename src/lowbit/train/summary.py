@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowbit.train.boundaries import backward_formats
 from lowbit.train.config import TrainConfig
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.plan import Plan
@@ -94,7 +95,7 @@ def summarize(
         seconds=sum(m.seconds for m in history),
         boundary=config.pipeline.boundary,
         forward=config.pipeline.forward,
-        backward=config.pipeline.backward,
+        backward=backward_formats(config.pipeline),
         ranks=plan.ranks,
         stages=plan.stages,
         schedule=config.pipeline.schedule,
