@@ -1,10 +1,12 @@
+import dataclasses
 import io
+import itertools
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from lowbit.bench import losses
+from lowbit.bench import charts, losses
 from lowbit.bench.report import Report
 
 
@@ -24,6 +26,10 @@ ROWS = [
     row("scratch", "int4", 0, 1.25, 0.25),
     row("scratch", "int4", 1, 3.75, 0.75),
 ]
+PAIRS = [
+    row("scratch", f"SubspaceQuant(rank={r}, bits=2) / SubspaceQuant(rank={r}, bits=4)", 0, 0.9, r / 10000 - 0.1)
+    for r in (8, 16)
+]  # fmt: skip
 REPORT = Report(command="bench convergence", settings={}, machine={}, rows=ROWS)
 
 
@@ -48,11 +54,39 @@ def test_a_table_for_each_regime():
     assert "4.50" in text
 
 
-def test_curves_are_differences_from_the_same_seed():
-    curves = losses._over_reference([r for r in ROWS if r["regime"] == "scratch"])
-    assert curves["int4"] == [[(10, 0.25), (20, 0.25)], [(10, 0.75), (20, 0.75)]]
+def test_a_table_keeps_its_numbers_whole_on_80_columns():
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(losses.show(dataclasses.replace(REPORT, rows=PAIRS)))
+    text = console.export_text()
+    assert "…" not in text
+    for word in ("bits=2/4)", "-0.0984", "9.00", "seeds", "SubspaceQuant(rank=16,"):
+        assert word in text
 
 
-def test_the_picture_has_a_panel_for_each_regime(tmp_path: Path):
-    losses.draw(REPORT, tmp_path / "losses.png")
+def test_the_picture_has_a_panel_for_each_regime_and_a_point_for_each_boundary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    figures = []
+    monkeypatch.setattr(charts, "save", lambda figure, path: figures.append(figure))
+    losses.draw(dataclasses.replace(REPORT, rows=ROWS + PAIRS), tmp_path / "losses.png")
+    (figure,) = figures
+    panels = {
+        axes.get_title(loc="left"): {text.get_text().replace("\n", " ") for text in axes.texts}
+        for axes in figure.axes
+    }
+    names = {f"SubspaceQuant(rank={rank}, bits=2/4)" for rank in (8, 16)}
+    assert panels == {"from scratch, no warm-up": {"int4", *names}}, "fp32 is the line at zero"
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_points_are_means_of_differences_over_their_range():
+    scratch = [r for r in ROWS if (r["regime"], r["boundary"]) == ("scratch", "int4")]
+    assert losses._places(scratch) == {"int4": (9.0, (0.25, 0.5, 0.75))}
+
+
+@pytest.mark.parametrize("rows", [[], ROWS[:1], ROWS])
+def test_a_picture_of_whatever_there_is(rows: list, tmp_path: Path):
+    losses.draw(dataclasses.replace(REPORT, rows=rows), tmp_path / "losses.png")
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")

@@ -60,6 +60,20 @@ def test_machine_is_described_but_not_identified():
         assert secret not in text
 
 
+def test_a_narrow_terminal_folds_words_and_no_numbers():
+    names = [f"number\n{i}" for i in range(8)]
+    columns = [Column(title="a format", field="name"), *(Column(title=n, field=n) for n in names)]
+    name = "GroupInt(bits=4, group=64, symmetric=True)"
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table([{"name": name} | dict.fromkeys(names, 123.45)], columns))
+    text = console.export_text()
+    assert text.count("123.45") == text.count("number") == 8
+    assert "…" not in text
+    assert "".join(line[:24].strip() for line in text.splitlines()[4:]).replace(" ", "") == (
+        name.replace(" ", "")
+    )
+
+
 def test_table_shows_values_and_gaps():
     columns = [
         Column(title="Boundary", field="boundary"),

@@ -10,6 +10,7 @@ from lowbit.codecs import (
     GroupInt,
     SubspaceQuant,
     TAHQuant,
+    pair_name,
     parse,
     parse_pair,
 )
@@ -66,6 +67,23 @@ BF16 = Cast(dtype=torch.bfloat16)
 def test_both_formats_of_a_boundary(text: str, backward: str, pair: tuple) -> None:
     assert parse_pair(text, backward) == pair
     assert parse_pair(" / ".join(map(repr, pair))) == pair, "the full form says the same"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("SubspaceQuant(rank=8)", "SubspaceQuant(rank=8)"),
+        ("int4 / int6", "int4 / int6"),
+        ("int4 / GroupInt(bits=6, group=32)", "GroupInt(bits=4/6, group=64/32)"),
+        ("SubspaceQuant(rank=8) / tah-quant", "SubspaceQuant(rank=8) / tah-quant"),
+        (
+            "SubspaceQuant(rank=8, bits=2) / SubspaceQuant(rank=8, bits=4)",
+            "SubspaceQuant(rank=8, bits=2/4)",
+        ),
+    ],
+)
+def test_what_two_formats_share_is_said_once(text: str, name: str) -> None:
+    assert pair_name(text) == name
 
 
 @pytest.mark.parametrize("text", ["int4 / ", "int4 / int9", " / int4", "int4 / int4 / int4"])

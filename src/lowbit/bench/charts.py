@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,6 +92,87 @@ def lines(
     axes.set_xlabel(x_label)
     axes.grid(visible=True, axis="x", alpha=0.25)
     _finish(axes, label=label, title=title, legend=len(series) > 1)
+
+
+def points(
+    figure: Figure,
+    axes: Axes,
+    places: Mapping[str, tuple[float, tuple[float, float, float]]],
+    *,
+    colours: Mapping[str, int],
+    x_label: str,
+    label: str,
+    title: str = "",
+) -> None:
+    """A point for each name, with its name beside it and a bar over its range.
+
+    Args:
+        figure, axes: where to draw. The axes' scales and everything that takes room are set by then.
+        places: x, and the lowest, the mean and the highest y, by name.
+        colours: a number for each name, the same in all panels.
+    """
+    axes.set_xlabel(x_label)
+    axes.grid(visible=True, axis="x", alpha=0.25)
+    for name, (x, (low, mean, high)) in places.items():
+        colour, marker = _colour(colours[name]), "os^D"[colours[name] // len(COLOURS) % 4]
+        axes.errorbar(x, mean, [[mean - low], [high - mean]], color=colour, capsize=2, linewidth=1)
+        axes.plot(x, mean, marker, color=colour, markersize=4.5)
+    _finish(axes, label=label, title=title, legend=False)
+    _write_beside(figure, axes, places)
+
+
+# Where a name may stand, from its point: points to the right and upwards, and how it is aligned.
+_BESIDE = [
+    (x, y, "left" if x > 0 else "right")
+    for y in (0, 8, -8, 16, -16, 24, -24, 34, -34)
+    for x in (6, -6)
+]
+
+
+def _write_beside(
+    figure: Figure,
+    axes: Axes,
+    places: Mapping[str, tuple[float, tuple[float, float, float]]],
+) -> None:
+    """Names of points, each at the first place where it covers no point, range or name and stays within the axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    FigureCanvasAgg(figure)
+    figure.draw_without_rendering()  # from here on it is known where things lie
+    inside = axes.get_window_extent()
+    taken = []
+    for x, (low, mean, high) in places.values():
+        left, bottom = axes.transData.transform((x, low)) - 3
+        right, top = axes.transData.transform((x, high)) + 3
+        _, middle = axes.transData.transform((x, mean))
+        taken.append(Bbox.from_extents(left, bottom, right, top))
+        taken.append(Bbox.from_extents(left - 4, middle - 7, right + 4, middle + 7))
+    for name, (x, (_, mean, _)) in places.items():
+        place = x, mean
+        text = axes.annotate(
+            textwrap.fill(name, 24),
+            place,
+            xytext=(0, 0),
+            textcoords="offset points",
+            fontsize=6,
+            va="center",
+        )
+        text.set_in_layout(False)
+        best = len(taken) + 2
+        for x, y, side in _BESIDE:
+            before = text.xyann, text.get_horizontalalignment()
+            text.set(position=(x, y), horizontalalignment=side)
+            box = text.get_window_extent()
+            out = min(box.x0 - inside.x0, inside.x1 - box.x1) < 0
+            covered = box.count_overlaps(taken) + 2 * out
+            if covered < best:
+                best = covered
+            else:
+                text.set(position=before[0], horizontalalignment=before[1])
+            if not best:
+                break
+        taken.append(text.get_window_extent())
 
 
 def heights(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Row = Mapping[str, Any]
+TERMINAL = 80  # columns that a table should do with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,27 +85,39 @@ class Column:
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], *, title: str = "") -> Table:
-    """Rows as a rich table; numbers to the right. A column without any value is left out."""
+    """Rows as a rich table; numbers to the right. A column without any value is left out.
+
+    Where there is little room, columns move together, and text goes on in the next line; numbers stay whole.
+    """
     from rich import box
     from rich.table import Table
 
+    columns = [c for c in columns if any(row.get(c.field) is not None for row in rows)]
+    lines = [[_cell(row, column) for column in columns] for row in rows]
+    wide = sum(
+        max(map(len, (*column.title.split("\n"), *(line[i] for line in lines)))) + 2
+        for i, column in enumerate(columns)
+    )
     result = Table(
         title=title or None,
         title_justify="left",
         header_style="bold",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, int(wide < TERMINAL), 0, 0),
         pad_edge=False,
     )
-    columns = [c for c in columns if any(row.get(c.field) is not None for row in rows)]
     for column in columns:
         numeric = any(isinstance(row.get(column.field), int | float) for row in rows)
-        result.add_column(column.title, justify="right" if numeric else "left", no_wrap=True)
-    for row in rows:
-        values = (row.get(column.field) for column in columns)
-        cells = zip(columns, values, strict=True)
-        result.add_row(*("–" if v is None else column.show(v) for column, v in cells))
+        justify = "right" if numeric else "left"
+        result.add_column(column.title, justify=justify, no_wrap=numeric, overflow="fold")
+    for line in lines:
+        result.add_row(*line)
     return result
+
+
+def _cell(row: Row, column: Column) -> str:
+    value = row.get(column.field)
+    return "–" if value is None else column.show(value)
 
 
 def machine() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lowbit.bench import charts
 from lowbit.bench.report import Column, Report, Row, table
+from lowbit.codecs import pair_name
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -37,9 +38,9 @@ COST = (
     Column(title="bits\nfwd", field="bits_forward", show="{:.2f}".format),
     Column(title="bits\nbwd", field="bits_backward", show="{:.2f}".format),
     Column(title="MB a\nstep", field="megabytes", show="{:.2f}".format),
-    Column(title="com-\npute s", field="compute_seconds", show="{:.2f}".format),
-    Column(title="codec\ns", field="codec_seconds", show="{:.2f}".format),
-    Column(title="wait\ns", field="wait_seconds", show="{:.2f}".format),
+    Column(title="com-\npute", field="compute_seconds", show="{:.2f}".format),
+    Column(title="codec", field="codec_seconds", show="{:.2f}".format),
+    Column(title="wait", field="wait_seconds", show="{:.2f}".format),
     Column(title="loss", field="loss", show="{:.3f}".format),
     Column(title="state\nMB", field="state", show="{:.1f}".format),
 )
@@ -54,7 +55,7 @@ def show(report: Report) -> Group:
     """How fast each boundary is, and what its steps consist of."""
     from rich.console import Group
 
-    cost = _table(report.rows, COST, "What travels, and what a step takes on a rank")
+    cost = _table(report.rows, COST, "What travels, and the seconds of a step on a rank")
     return Group(table_of(report.rows), cost)
 
 
@@ -64,6 +65,7 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Table:
         row
         | {
             "link": link_name(row["link_mbit"]),
+            "boundary": pair_name(row["boundary"]),
             "spread": _spread(row),
             "megabytes": row["bytes_per_step"] / 1e6,
             "state": row["state_bytes"] / 1e6,
@@ -85,8 +87,8 @@ def _spread(row: Row) -> float:
 def draw(report: Report, path: Path | str) -> None:
     """Tokens per second, and their ratio to PyTorch's own stage in FP32 where that was measured."""
     links = list(dict.fromkeys(row["link_mbit"] for row in report.rows))
-    boundaries = list(dict.fromkeys(row["boundary"] for row in report.rows))
-    found = {(row["link_mbit"], row["boundary"]): row for row in report.rows}
+    found = {(row["link_mbit"], pair_name(row["boundary"])): row for row in report.rows}
+    boundaries = list(dict.fromkeys(boundary for _, boundary in found))
 
     def series(field: str) -> dict[str, list[float | None]]:
         return {b: [found.get((link, b), {}).get(field) for link in links] for b in boundaries}

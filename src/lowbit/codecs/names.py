@@ -69,6 +69,24 @@ def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
     return forward, gradients_beside(forward)
 
 
+def pair_name(text: str) -> str:
+    """A boundary's name for tables: of two formats of one class in full, what they share is said once.
+
+    "GroupInt(bits=4, group=32) / GroupInt(bits=6, group=32)" becomes "GroupInt(bits=4/6, group=32)".
+    """
+    if PAIR not in text or "(" not in text:
+        return text
+    forward, back = parse_pair(text)
+    if type(forward) is not type(back):
+        return text
+    parts = []
+    for field in dataclasses.fields(forward):
+        there, here = getattr(forward, field.name), getattr(back, field.name)
+        if f"{field.name}=" in text:
+            parts.append(f"{field.name}={there!r}" + ("" if there == here else f"/{here!r}"))
+    return f"{type(forward).__name__}({', '.join(parts)})"
+
+
 def parse(text: str) -> Codec:
     """A codec from a short name ("tah-quant", "int4", "bf16") or in full ("GroupInt(bits=6, group=32)").
 

@@ -26,6 +26,9 @@ MAIN = (
     Column(title="all-\nreduce", field="algorithm"),
     Column(title="perplex-\nity", field="perplexity", show="{:.4f}".format),
     Column(title="kept", field="kept", show=_percent),
+)
+ERRORS = (
+    *MAIN[:2],
     Column(title="clipped", field="clipped", show=_percent),
     Column(title="error of\nsums", field="boundary_error", show=_percent),
     Column(title="error of\nlogits", field="logits_error", show=_percent),
@@ -49,10 +52,11 @@ def line_of(row: Row) -> str:
 
 
 def show(report: Report) -> Group:
-    """Perplexity, and the scores of tasks if there are any."""
+    """Perplexity, errors on the way, and the scores of tasks if there are any."""
     from rich.console import Group
 
-    tables = [table_of(report.rows)]
+    errors = table(report.rows, ERRORS, title="What sums and logits lose; equal bits: equal logits")
+    tables = [table_of(report.rows), errors]
     scored = [{**row, **row["scores"]} for row in report.rows if row.get("scores")]
     if scored:
         names = list(report.rows[0]["scores"])
