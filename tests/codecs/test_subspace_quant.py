@@ -23,7 +23,7 @@ from lowbit.codecs.basis import (
     renew,
     renewed_products,
 )
-from lowbit.codecs.subspace_quant import _Headers
+from lowbit.codecs.subspace_memory import Headers
 from lowbit.ops.layout import subspace_geometry
 
 SHAPE = (2, 40, 70)
@@ -211,9 +211,9 @@ def test_directions_beyond_the_rank_are_refused(
     slots[0] = slot
     payload[12:16].view(torch.int32).copy_(Renewal(slots, lengths, codes.view(2, 70)).digest())
     if late:
-        check = _Headers.check
+        check = Headers.check
         monkeypatch.setattr(
-            _Headers, "check", lambda self, wait=False: check(self) if wait else None
+            Headers, "check", lambda self, wait=False: check(self) if wait else None
         )
         assert receiver.decode(payload).isnan().all()
         assert not receiver._memory.directions.any()
@@ -247,8 +247,8 @@ def test_where_the_host_knows_late_a_wrong_message_is_nan_and_leaves_the_directi
     """As on a GPU, whose headers the host compares a message later."""
     sender, receiver = ends(SubspaceQuant(rank=4, refresh=2))
     payloads = [sender.encode(tokens(seed=s)) for s in range(4)]
-    check = _Headers.check
-    monkeypatch.setattr(_Headers, "check", lambda self, wait=False: check(self) if wait else None)
+    check = Headers.check
+    monkeypatch.setattr(Headers, "check", lambda self, wait=False: check(self) if wait else None)
     assert receiver.decode(payloads[0]).isfinite().all()
     before = receiver._memory.directions  # state_dict() would look
     assert receiver.decode(payloads[2]).isnan().all()

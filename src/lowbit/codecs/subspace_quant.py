@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from lowbit.codecs.base import (
     check_payload,
 )
 from lowbit.codecs.basis import Renewal, best_rank, gram_inverse, renew, renewed_products, units_of
+from lowbit.codecs.subspace_memory import Memory
 from lowbit.ops.layout import ALIGNMENT, SubspaceGeometry, subspace_geometry
 
 
@@ -147,7 +147,7 @@ class SubspaceQuant(Codec):
         self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Session:
         self.geometry(shape)
-        memory = _Memory(self, _folded(shape)[1], torch.device(device))
+        memory = Memory(self.rank, _folded(shape)[1], torch.device(device))
         return SubspaceSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
@@ -155,84 +155,6 @@ class SubspaceQuant(Codec):
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         raise ValueError("SubspaceQuant learns from message to message: use open()")
-
-
-class _Headers:
-    """What arrives and what should have: compared by the host as soon as it knows, which waits for no GPU."""
-
-    def __init__(self) -> None:
-        self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-
-    def compare(self, found: Tensor, expected: Tensor) -> None:
-        """Take two headers; raise for those that have arrived: on the CPU these, on a GPU those before, as a rule."""
-        both, event = torch.stack([found, expected]), None
-        if both.is_cuda:
-            host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
-            both, event = host.copy_(both, non_blocking=True), torch.cuda.Event()
-            event.record()
-        self._coming.append((both, event))
-        self.check()
-
-    def check(self, wait: bool = False) -> None:
-        """Raise unless every header that has arrived is the expected one."""
-        while self._coming:
-            both, event = self._coming[0]
-            if event is not None and wait:
-                event.synchronize()
-            elif event is not None and not event.query():
-                return
-            self._coming.popleft()
-            found, expected = both.tolist()
-            if found != expected:
-                raise ValueError(
-                    f"payload is {_told(found)}; this end expects {_told(expected)}: "
-                    "a message was lost, repeated or changed, or came in another order"
-                )
-
-    def clear(self) -> None:
-        self._coming.clear()
-
-
-class _Memory:
-    """What an end knows: the directions, and how they came about."""
-
-    def __init__(self, codec: SubspaceQuant, channels: int, device: torch.device) -> None:
-        self._empty = (codec.rank, channels), device
-        self.headers = _Headers()
-        self.reset()
-
-    def reset(self) -> None:
-        """Nothing has passed yet."""
-        shape, device = self._empty
-        digest = torch.zeros((), dtype=torch.int64, device=device)
-        self.restore(torch.zeros(shape, dtype=torch.float32, device=device), 0, digest)
-
-    def restore(self, directions: Tensor, messages: int, digest: Tensor) -> None:
-        """So many messages of training have passed; the digest is int64 ()."""
-        self.directions, self.messages, self.digest = directions, messages, digest
-        self._inverse: Tensor | None = None
-        self.headers.clear()
-
-    def header(self, digest: Tensor, training: bool) -> Tensor:
-        """Of the next message, whose directions have this digest: int32 (4,)."""
-        header = torch.empty(4, dtype=torch.int32, device=digest.device)
-        header[0].fill_(self.messages % (1 << 31))
-        header[1].copy_(self.digest)
-        header[2].fill_(int(training))
-        header[3].copy_(digest)
-        return header
-
-    def inverse(self) -> Tensor:
-        """`gram_inverse` of the directions."""
-        if self._inverse is None:
-            self._inverse = gram_inverse(self.directions)
-        return self._inverse
-
-    def keep(self, directions: Tensor, digest: Tensor, inverse: Tensor | None = None) -> None:
-        """A training message has passed."""
-        self.directions, self._inverse = directions, inverse
-        self.messages += 1
-        self.digest = (self.digest * 31 + digest) & 0x7FFFFFFF
 
 
 class SubspaceSession(Session):
@@ -246,7 +168,7 @@ class SubspaceSession(Session):
         shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
-        memory: _Memory,
+        memory: Memory,
     ) -> None:
         super().__init__(codec, shape, dtype, device)
         self._memory = memory
@@ -400,13 +322,6 @@ class SubspaceSession(Session):
 
     def _section(self, payload: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         return self._geometry.layout.section(payload, name, dtype)
-
-
-def _told(header: list[int]) -> str:
-    number, before, training, own = header
-    kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
-    new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the rank"
-    return f"{kind} message {number} after directions {before:08x} with {new}"
 
 
 @contextlib.contextmanager
