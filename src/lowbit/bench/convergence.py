@@ -28,6 +28,7 @@ from lowbit.bench.replicas import RANKS
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import parse
 from lowbit.codecs.base import check_choice
+from lowbit.pipeline.boundary import check_warm_up
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
@@ -126,7 +127,10 @@ class Settings:
         _model(self, pretrained=False)
         parse(self.backward)
         for boundary in self.boundaries:
-            codec_pair(boundary, self.backward)
+            for codec in codec_pair(boundary, self.backward):
+                for regime in self.regimes:
+                    steps = warmup_steps(self, regime)
+                    check_warm_up(f"boundary {boundary!r} in regime {regime}", codec, steps)
             activation_policy(boundary)
             if gradient_codec(boundary) and self.batch % RANKS:
                 raise ValueError(f"batch is {self.batch}; allowed: multiples of {RANKS}")
@@ -212,7 +216,7 @@ def recipe(settings: Settings, regime: str) -> Recipe:
             lr=lr, lr_warmup_steps=10 if finetune else settings.lr_warmup_steps
         ),
         steps=steps.get(regime, settings.steps),
-        warmup_steps=settings.warmup_steps if regime == "scratch-warmup" else 0,
+        warmup_steps=warmup_steps(settings, regime),
         stages=settings.stages,
         samples=settings.finetune_samples if finetune else 0,
         eval_windows=settings.eval_windows,
@@ -220,6 +224,11 @@ def recipe(settings: Settings, regime: str) -> Recipe:
         device=settings.device,
         precision=settings.precision,
     )
+
+
+def warmup_steps(settings: Settings, regime: str) -> int:
+    """Steps at full precision in a regime."""
+    return settings.warmup_steps if regime == "scratch-warmup" else 0
 
 
 def _model(settings: Settings, *, pretrained: bool) -> ModelConfig:

@@ -52,6 +52,27 @@ class Codec(ABC):
         """Where the tensors must be that it codes; None: anywhere."""
         return None
 
+    @property
+    def settled(self) -> bool:
+        """Whether payloads have a size; False: a number is left to choose by what a tensor carries, see `choose`."""
+        return True
+
+    def choose(self, x: Tensor) -> int:
+        """What an unsettled codec takes for tensors like this one, for `settle`; 0 from all others.
+
+        Args:
+            x: float32, bfloat16 or float16. There is an answer for any content, NaN included.
+        """
+        return 0
+
+    def settle(self, choice: int) -> Codec:
+        """The codec with that choice made; settled ones return themselves.
+
+        Raises:
+            ValueError: no choice that can be.
+        """
+        return self
+
     def part(self, rank: int) -> Codec:
         """What codes the tensor that a rank adds to a sum; this codec itself, unless ranks differ."""
         return self

@@ -15,6 +15,7 @@ from lowbit.ops.group_int import SMALLEST, inverse
 from lowbit.ops.subspace import FARTHEST
 
 ITERATIONS = 3  # of the block power method, from a random start
+MOST = 256  # directions among which `best_rank` chooses
 RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
 
 
@@ -127,11 +128,20 @@ def best_rank(x_RC: Tensor, bits: int, refresh: int) -> int:
 
     An integer of b bits leaves noise in proportion to 4^-b of what it codes, whether remainder or coefficients (8), and
     everywhere a bit more an element is worth 6.02 dB. So the best number has the least noise(k) 4^bits(k).
+
+    The energy along each direction comes from the block power method with `MOST` columns, so that is the most this
+    returns; below `MOST` tokens or channels it sees all there is. The last bits of products depend on the machine and
+    its threads, and so might the answer: who needs the same one elsewhere must send it there.
     """
     rows, channels = x_RC.shape
-    x_RC = x_RC.double()
-    energy_N = torch.linalg.svdvals(x_RC / x_RC.abs().amax()).square()
-    share_N = (energy_N.cumsum(0) / energy_N.sum()).clamp(max=1)
+    x_RC = (x_RC.double() / x_RC.abs().amax()).float()  # the reciprocal of tiny numbers is Inf
+    v_CN = _start(channels, min(MOST, rows, channels), x_RC.device)
+    for _ in range(ITERATIONS):
+        v_CN, _ = torch.linalg.qr(x_RC.t() @ (x_RC @ v_CN))
+    seen_RN = (x_RC @ v_CN).double()
+    energy_N = torch.linalg.eigvalsh(seen_RN.t() @ seen_RN).flip(0).clamp(min=0)
+    total = x_RC.square().sum(dtype=torch.float64)
+    share_N = (energy_N.cumsum(0) / total).clamp(max=1)
     k_N = torch.arange(1, len(energy_N) + 1, device=x_RC.device)
     noise_N = (1 - share_N) * 4.0**-bits + share_N * 4.0**-8
     new_N = (k_N + refresh - 1) // refresh

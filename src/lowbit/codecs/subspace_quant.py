@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from lowbit import ops
 from lowbit.codecs.base import FLOATS, Codec, Key, Session, check_int
 from lowbit.codecs.basis import Renewal, best_rank, gram_inverse, renew, renewed_products, units_of
 from lowbit.ops.layout import ALIGNMENT, SubspaceGeometry, subspace_geometry
+
+log = logging.getLogger(__name__)
+
+FALLBACK = 32  # directions where there is nothing to choose them by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,10 @@ class SubspaceQuant(Codec):
     such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
 
     Args:
-        rank: directions, 1 to C.
+        rank: directions, 1 to C; or "auto": a sender chooses them, at most 256, in the last step of the warm-up, by the
+            spectrum of the first message that it sends there, and its choice travels with the messages of that step.
+            Each tensor of each boundary and direction gets a rank of its own: 32 (or C, if that is less) where that
+            message has nothing but zeros, or NaN or Inf. There must be a warm-up, and until it is over no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
         refresh: messages in which all directions can be replaced, 1 to 65536.
@@ -69,13 +77,18 @@ class SubspaceQuant(Codec):
 
     stateful: ClassVar[bool] = True
 
-    rank: int = 32
+    rank: int | Literal["auto"] = 32
     bits: int = 2
     group: int = 64
     refresh: int = 8
 
     def __post_init__(self) -> None:
-        check_int("rank", self.rank, 1, 65536)
+        if isinstance(self.rank, str) and self.rank != "auto":
+            raise ValueError(
+                f"rank is {self.rank!r}; allowed: an integer from 1 to 65536, or 'auto'"
+            )
+        if self.settled:
+            check_int("rank", self.rank, 1, 65536)
         check_int("bits", self.bits, 2, 8)
         check_int("group", self.group, 8, 65536, multiple=8)
         check_int("refresh", self.refresh, 1, 65536)
@@ -86,7 +99,8 @@ class SubspaceQuant(Codec):
     ) -> SubspaceQuant:
         """The codec whose rank suits messages like this one: least noise for the bits that directions cost.
 
-        Both ends need the same rank: measure once, as `lowbit bench spectrum` does, and configure the result.
+        Both ends need the same rank: measure once, as `lowbit bench spectrum` does, and configure the result; or leave
+        it to `rank="auto"` and a warm-up. It is at most 256.
 
         Args:
             x: a typical message, (..., C): activations, or gradients.
@@ -98,13 +112,42 @@ class SubspaceQuant(Codec):
         """
         if x.dtype not in FLOATS:
             raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-        if not x.numel() or not bool(x.isfinite().all()) or not bool(x.any()):
+        if not _tells(x):
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and holds nothing but zeros, or NaN or Inf; allowed: finite numbers"
             )
+        auto = cls(rank="auto", bits=bits, group=group, refresh=refresh)
+        return auto.settle(auto.choose(x))
+
+    @property
+    def settled(self) -> bool:
+        return self.rank != "auto"
+
+    @property
+    def directions(self) -> int:
+        """The rank, once it is known.
+
+        Raises:
+            ValueError: it is "auto".
+        """
+        if isinstance(self.rank, str):
+            raise ValueError(
+                "rank is 'auto': it is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
+                "before; allowed here: an integer, such as that of SubspaceQuant.fitted(x)"
+            )
+        return self.rank
+
+    def choose(self, x: Tensor) -> int:
+        """The rank for messages like `x`, (..., C); the fallback (see `rank`) where `x` does not tell."""
         rows, channels = _folded(x.shape)
-        rank = best_rank(x.detach().reshape(rows, channels), bits, refresh)
-        return cls(rank=rank, bits=bits, group=group, refresh=refresh)
+        if _tells(x):
+            return best_rank(x.detach().reshape(rows, channels), self.bits, self.refresh)
+        rank = max(1, min(FALLBACK, channels))
+        log.warning("a message of %s is zeros, or has NaN or Inf: rank %d", tuple(x.shape), rank)
+        return rank
+
+    def settle(self, choice: int) -> SubspaceQuant:
+        return self if self.settled else replace(self, rank=choice)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
@@ -116,12 +159,13 @@ class SubspaceQuant(Codec):
             ValueError: fewer channels than directions.
         """
         rows, channels = _folded(shape)
-        if self.rank > channels:
+        rank = self.directions
+        if rank > channels:
             raise ValueError(
-                f"rank is {self.rank}, and the last dimension of {tuple(shape)} is {channels}; "
+                f"rank is {rank}, and the last dimension of {tuple(shape)} is {channels}; "
                 f"allowed: 1 to {channels}"
             )
-        return subspace_geometry(rows, channels, self.rank, self.bits, self.group, self.refresh)
+        return subspace_geometry(rows, channels, rank, self.bits, self.group, self.refresh)
 
     def shared_by(self, shape: Sequence[int]) -> int:
         return _folded(shape)[1]
@@ -180,7 +224,7 @@ class _Memory:
     """What an end knows: the directions, and how they came about."""
 
     def __init__(self, codec: SubspaceQuant, channels: int, device: torch.device) -> None:
-        self.directions = torch.zeros(codec.rank, channels, device=device)
+        self.directions = torch.zeros(codec.directions, channels, device=device)
         self.messages = 0  # of training
         self.digest = torch.zeros((), dtype=torch.int64, device=device)
         self.headers = _Headers()
@@ -260,7 +304,7 @@ class SubspaceSession(Session):
             c_RK, units_K.float(), payload, coded_RK, geo.channels, *self._settings
         )
         base_RC = coded_RK @ directions_KC
-        ops.subspace_rest_encode(x_RC, base_RC, payload, self.codec.rank, *self._settings)
+        ops.subspace_rest_encode(x_RC, base_RC, payload, self.codec.directions, *self._settings)
         if training:
             memory.keep(directions_KC, renewal, inverse_KK)
         return payload
@@ -301,14 +345,16 @@ class SubspaceSession(Session):
         directions_KC = renewal.applied(memory.directions)
         units_K = self._section(payload, "units", torch.bfloat16).float()
         units_K = torch.where(wrong, math.nan, units_K)
-        c_RK = torch.empty(geo.rows, self.codec.rank, device=payload.device)
+        c_RK = torch.empty(geo.rows, self.codec.directions, device=payload.device)
         ops.subspace_coefficients_decode(payload, units_K, c_RK, geo.channels, *self._settings)
         base_RC = c_RK @ directions_KC
         target = out
         if not out.is_contiguous():
             target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         flat_RC = target.view(geo.rows, geo.channels)
-        ops.subspace_rest_decode(payload, base_RC, flat_RC, self.codec.rank, *self._settings, False)
+        ops.subspace_rest_decode(
+            payload, base_RC, flat_RC, self.codec.directions, *self._settings, False
+        )
         if target is not out:
             out.copy_(target)
         if training:
@@ -362,6 +408,11 @@ class SubspaceSession(Session):
 def _told(header: list[int]) -> str:
     kind = "training" if header[2] else "evaluation"
     return f"{kind} message {header[0]} after directions {header[1]:08x}"
+
+
+def _tells(x: Tensor) -> bool:
+    """Whether there is a spectrum to choose a rank by."""
+    return bool(x.any()) and bool(x.isfinite().all())
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, int]:

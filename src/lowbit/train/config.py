@@ -134,7 +134,8 @@ class PipelineConfig(Section):
         forward, backward: codecs of activations and gradients, by name ("tah-quant", "int4") or in full
             ("GroupInt(bits=6, group=32)"): one for all boundaries, or a list with one for each.
         warmup_steps: steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is
-            small beside the noise of few bits; none when a `model.pretrained` is fine-tuned.
+            small beside the noise of few bits; none when a `model.pretrained` is fine-tuned. A codec that leaves
+            something to choose, such as "SubspaceQuant(rank='auto')", is settled in the last and needs one at least.
         boundary: "lowbit", or PyTorch's own stage with float32 or bfloat16 on the wire to compare with.
     """
 
