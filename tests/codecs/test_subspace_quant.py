@@ -313,12 +313,12 @@ def test_a_rank_is_chosen_by_the_spectrum() -> None:
     for directions in (3, 12):
         x = tokens(shape, seed=1, directions=directions)
         codec = SubspaceQuant.fitted(x, bits=2, refresh=4)
-        assert directions <= codec.rank <= directions + 2, "and one for the mean"
+        assert directions <= codec.directions <= directions + 2, "and one for the mean"
         assert (codec.bits, codec.group, codec.refresh) == (2, 64, 4)
         assert SubspaceQuant.fitted(x.bfloat16() * 1e-30, bits=2, refresh=4).rank == codec.rank
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     assert SubspaceQuant.fitted(noise).rank == 1, "nothing to be had"
-    assert SubspaceQuant.fitted(torch.randn(3, 8)).rank <= 3
+    assert SubspaceQuant.fitted(torch.randn(3, 8)).directions <= 3
     for bad in (torch.zeros(4, 8), torch.full((4, 8), math.nan), torch.empty(0, 8)):
         with pytest.raises(ValueError, match="x has shape .* allowed: finite"):
             SubspaceQuant.fitted(bad)
