@@ -17,7 +17,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lowbit.codecs import Cast, GroupInt, SubspaceQuant
 from lowbit.collectives.agreement import Agreement
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.stage import _number
+from lowbit.pipeline.numbering import pipeline_number
 from tests.pipeline import toy
 from tests.ranks import Failure, Ranks
 
@@ -245,9 +245,9 @@ def test_stages_find_their_pipeline_whatever_the_order_they_are_made_in():
         pass
 
     group, other = Group(), Group()
-    made = [_number(group, length, 2) for length in (4, 2, 4, 4, 8, 2, 8, 4, 8, 8, 4)]
+    made = [pipeline_number(group, length, 2) for length in (4, 2, 4, 4, 8, 2, 8, 4, 8, 8, 4)]
     assert made == [0, 1, 0, 2, 3, 4, 3, 2, 3, 3, 5]
-    assert _number(other, 4, 2) == 0
+    assert pipeline_number(other, 4, 2) == 0
 
 
 def several_pipelines() -> None:

@@ -58,19 +58,11 @@ class Codec(ABC):
         return True
 
     def choose(self, x: Tensor) -> int:
-        """What an unsettled codec takes for tensors like this one, for `settle`; 0 from all others.
-
-        Args:
-            x: float32, bfloat16 or float16. There is an answer for any content, NaN included.
-        """
+        """What an unsettled codec takes for tensors like this one, whatever they hold; 0 from all others."""
         return 0
 
     def settle(self, choice: int) -> Codec:
-        """The codec with that choice made; settled ones return themselves.
-
-        Raises:
-            ValueError: no choice that can be.
-        """
+        """The codec with that choice made; settled ones return themselves."""
         return self
 
     def part(self, rank: int) -> Codec:

@@ -132,7 +132,12 @@ def best_rank(x_RC: Tensor, bits: int, refresh: int) -> int:
     The energy along each direction comes from the block power method with `MOST` columns, so that is the most this
     returns; below `MOST` tokens or channels it sees all there is. The last bits of products depend on the machine and
     its threads, and so might the answer: who needs the same one elsewhere must send it there.
+
+    Returns:
+        1 to `MOST`; 0 for tokens that tell nothing: all zeros, or with NaN or Inf.
     """
+    if not bool(x_RC.any()) or not bool(x_RC.isfinite().all()):
+        return 0
     rows, channels = x_RC.shape
     x_RC = (x_RC.double() / x_RC.abs().amax()).float()  # the reciprocal of tiny numbers is Inf
     v_CN = _start(channels, min(MOST, rows, channels), x_RC.device)

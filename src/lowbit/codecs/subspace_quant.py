@@ -99,8 +99,7 @@ class SubspaceQuant(Codec):
     ) -> SubspaceQuant:
         """The codec whose rank suits messages like this one: least noise for the bits that directions cost.
 
-        Both ends need the same rank: measure once, as `lowbit bench spectrum` does, and configure the result; or leave
-        it to `rank="auto"` and a warm-up. It is at most 256.
+        Both ends need the same rank: measure once, as `lowbit bench spectrum` does, and configure the result.
 
         Args:
             x: a typical message, (..., C): activations, or gradients.
@@ -112,12 +111,12 @@ class SubspaceQuant(Codec):
         """
         if x.dtype not in FLOATS:
             raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-        if not _tells(x):
+        rank = best_rank(x.detach().reshape(_folded(x.shape)), bits, refresh)
+        if not rank:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and holds nothing but zeros, or NaN or Inf; allowed: finite numbers"
             )
-        auto = cls(rank="auto", bits=bits, group=group, refresh=refresh)
-        return auto.settle(auto.choose(x))
+        return cls(rank=rank, bits=bits, group=group, refresh=refresh)
 
     @property
     def settled(self) -> bool:
@@ -125,25 +124,23 @@ class SubspaceQuant(Codec):
 
     @property
     def directions(self) -> int:
-        """The rank, once it is known.
-
-        Raises:
-            ValueError: it is "auto".
-        """
-        if isinstance(self.rank, str):
-            raise ValueError(
-                "rank is 'auto': it is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
-                "before; allowed here: an integer, such as that of SubspaceQuant.fitted(x)"
-            )
-        return self.rank
+        """The rank; a ValueError where that is "auto"."""
+        if isinstance(self.rank, int):
+            return self.rank
+        raise ValueError(
+            "rank is 'auto': it is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
+            "before; allowed here: an integer, such as that of SubspaceQuant.fitted(x)"
+        )
 
     def choose(self, x: Tensor) -> int:
         """The rank for messages like `x`, (..., C); the fallback (see `rank`) where `x` does not tell."""
         rows, channels = _folded(x.shape)
-        if _tells(x):
-            return best_rank(x.detach().reshape(rows, channels), self.bits, self.refresh)
-        rank = max(1, min(FALLBACK, channels))
-        log.warning("a message of %s is zeros, or has NaN or Inf: rank %d", tuple(x.shape), rank)
+        rank = best_rank(x.detach().reshape(rows, channels), self.bits, self.refresh)
+        if not rank:
+            rank = max(1, min(FALLBACK, channels))
+            log.warning(
+                "a message of %s is zeros, or has NaN or Inf: rank %d", tuple(x.shape), rank
+            )
         return rank
 
     def settle(self, choice: int) -> SubspaceQuant:
@@ -408,11 +405,6 @@ class SubspaceSession(Session):
 def _told(header: list[int]) -> str:
     kind = "training" if header[2] else "evaluation"
     return f"{kind} message {header[0]} after directions {header[1]:08x}"
-
-
-def _tells(x: Tensor) -> bool:
-    """Whether there is a spectrum to choose a rank by."""
-    return bool(x.any()) and bool(x.isfinite().all())
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, int]:

@@ -245,8 +245,8 @@ class Lane:
     def _settled(self, state: str) -> Codec:
         if not self.codec.settled and state not in self._choices:
             raise ValueError(
-                f"{state}: {self.codec} is chosen in the last step of the warm-up, and is not known here; allowed: "
-                "warmup_steps of at least 1, and states that were saved after the warm-up"
+                f"{state}: what {self.codec} leaves open is chosen in the last step of the warm-up, and nothing was "
+                "chosen here; allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
             )
         return self.codec.settle(self._choices.get(state, 0))
 

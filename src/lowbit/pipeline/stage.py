@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from lowbit.pipeline.boundary import (
     keys_of,
 )
 from lowbit.pipeline.hooks import HookedStage
+from lowbit.pipeline.numbering import pipeline_number
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Route, choose
 
@@ -95,7 +95,7 @@ class LowBitStage(HookedStage):
             None  # the value of has_backward for which shapes are known
         )
         self._posted = False
-        self._name = f"pipeline {_number(self._group, num_stages, self.group_size)}"
+        self._name = f"pipeline {pipeline_number(self._group, num_stages, self.group_size)}"
         self._board: FailureBoard | None = None
         self._last_pass: bool | None = None  # the value of has_backward in the last step
         self._compared: dict[str, tuple[Agreement, int]] = {}  # the last one about each thing
@@ -381,26 +381,6 @@ class LowBitStage(HookedStage):
             f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
             for rank, held in zip(dist.get_process_group_ranks(self._group), stages, strict=True)
         ]
-
-
-# Of each pipeline that this process has begun in a group: its length, and how many of its stages are to be made yet.
-_pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]]
-_pipelines = weakref.WeakKeyDictionary()
-
-
-def _number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> int:
-    """Which of the group's pipelines a stage belongs to: the first of this length that lacks one here, or a new one.
-
-    Ranks that begin their pipelines in the same order count alike, even where they disagree about a length, so that
-    they meet and can say so.
-    """
-    begun = _pipelines.setdefault(group, [])
-    for number, (length, missing) in enumerate(begun):
-        if length == num_stages and missing:
-            begun[number] = (length, missing - 1)
-            return number
-    begun.append((num_stages, max(1, num_stages // ranks) - 1))
-    return len(begun) - 1
 
 
 def _check_numbers(warmup_steps: object, timeout: object) -> None:

@@ -159,7 +159,7 @@ class Pipeline:
                 if 0 <= boundary < self.plan.stages - 1 and self.plan.crosses(boundary):
                     for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
                         if not codec.settled:
-                            continue  # a lane does so when it is
+                            continue  # once it is settled, its lanes do so
                         warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
