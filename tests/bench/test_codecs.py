@@ -6,12 +6,13 @@ import torch
 from rich.console import Console
 
 from lowbit import ops
-from lowbit.bench import codecs, timing
+from lowbit.bench import codecs, codecs_views, timing
 from lowbit.bench.codecs import Settings, relative_error, run
 from lowbit.bench.samples import drawn
-from lowbit.codecs import GroupInt, TAHQuant
+from lowbit.codecs import GroupInt, TAHQuant, parse
 
-NAMES = ("int4", "feature-int4", "tah-quant", "published-procedure")
+MEMORY = "SubspaceQuant(rank=4)"
+NAMES = ("int4", "feature-int4", "tah-quant", MEMORY, "published-procedure")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def report(tmp_path_factory: pytest.TempPathFactory):
                 data=("student-t", "real"),
                 shape=(1, 32, 128),
                 rounds=2,
+                layer=True,
                 activations=str(path),
             )
         )
@@ -67,7 +69,40 @@ def test_speeds_stand_beside_a_copy_and_eager_pytorch(report):
         )
         eager = timed and row["data"] == "student-t"
         assert ("reference_encode_gb_s" in row) == eager
+        assert ("share_of_layer" in row) == eager
         assert all(value > 0 for name, value in row.items() if name.endswith("gb_s"))
+
+
+def test_a_codec_with_memory_is_shown_by_its_first_message(report):
+    codec, x = parse(MEMORY), drawn("student-t", (1, 32, 128))
+    row = next(r for r in report.rows if r["codec"] == MEMORY)
+    with ops.backend("reference"):
+        sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
+        y = receiver.decode(sender.encode(x))
+    assert row["relative_error"] == pytest.approx(relative_error(x, y))
+    assert row["bits_per_element"] == 8 * codec.nbytes(x.shape) / x.numel()
+
+
+def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pytest.MonkeyPatch):
+    x, seen = drawn("gaussian", (1, 32, 128)), []
+    layer = codecs._layer(x)
+    layer.layers[0].register_full_backward_hook(lambda m, inner, outer: seen.append(outer[0]))
+    layer.layers[0].register_forward_hook(lambda m, given, out: seen.append(given[0]))
+    codecs._there_and_back(layer, [x])(0)
+    assert all(torch.equal(found, x) for found in seen)
+    assert len(seen) == 2
+    assert len(layer.layers) == 1
+    seconds = {"copy": 1.0, "encode": 2.0, "decode": 3.0, "layer": 100.0}
+    monkeypatch.setattr(
+        timing, "in_turn", lambda given, **_: {name: [seconds[name]] * 2 for name in given}
+    )
+    monkeypatch.setattr(timing, "last_level_cache", lambda device: 2**10)
+    settings = Settings(
+        codecs=("int4",), dtypes=("float32",), threads=(1,), data=("gaussian",), shape=(1, 32, 128),
+        reference=False, layer=True,
+    )  # fmt: skip
+    (row,) = run(settings).rows
+    assert (row["layer_seconds"], row["share_of_layer"]) == (100, 0.05)
 
 
 def test_a_codec_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch):
@@ -101,11 +136,11 @@ def test_relative_error_of_zeros():
 
 def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(codecs.show(report))
+    console.print(codecs_views.show(report))
     text = console.export_text()
     assert "tah-quant" in text
     assert "student-t" in text
-    codecs.draw(report, tmp_path / "codecs.png")
+    codecs_views.draw(report, tmp_path / "codecs.png")
     assert (tmp_path / "codecs.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -113,7 +148,8 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     ("wrong", "message"),
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
-        ({"codecs": ("aq-sgd",)}, "works on sessions only"),
+        ({"codecs": ("aq-sgd",)}, "needs samples that come back"),
+        ({"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
         ({"data": ()}, r"data is \(\)"),
         ({"threads": (10**6,)}, "threads is"),

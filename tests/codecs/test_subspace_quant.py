@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from lowbit import ops
 from lowbit.codecs import GroupInt, SubspaceQuant, parse
 from lowbit.codecs.base import Session
 from lowbit.codecs.basis import (
     ITERATIONS,
     Renewal,
+    _start,
     best_rank,
     gram_inverse,
     project,
     renew,
     renewed_products,
 )
-from lowbit.codecs.subspace_quant import _Headers
+from lowbit.codecs.subspace_memory import Headers
 from lowbit.ops.layout import subspace_geometry
 
 SHAPE = (2, 40, 70)
@@ -163,14 +168,88 @@ def test_a_lost_repeated_changed_or_misplaced_message_is_an_error() -> None:
     receiver.decode(sender.encode(tokens(seed=2)))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_every_changed_byte_that_would_stay_is_an_error_at_once(training: bool) -> None:
+    sender, receiver = ends(SubspaceQuant(rank=4, refresh=2))
+    for seed in range(2):
+        crossed(sender, receiver, tokens(seed=seed))
+    payload, before = sender.encode(tokens(seed=2), training=training), receiver.state_dict()
+    out = torch.full(SHAPE, 7.0)
+    at = sender._geometry.layout.offsets
+    starts = [("header", 16), ("slots", 4), ("lengths", 8), ("directions", 2 * 70)]
+    for i in (at[name] + byte for name, size in starts for byte in range(size)):
+        for bit in (0, 7):
+            payload[i] ^= 1 << bit
+            with pytest.raises(ValueError, match="payload is .* this end expects"):
+                receiver.decode(payload, out=out, training=training)
+            payload[i] ^= 1 << bit
+    after = receiver.state_dict()
+    assert torch.equal(after.pop("directions"), before.pop("directions"))
+    assert after == before
+    assert (out == 7).all()
+    payload[at["factors"] + 1 :: 7] ^= 1  # concerns this message alone
+    receiver.decode(payload, training=training)
+    if training:
+        receiver.load_state_dict(sender.state_dict())
+    crossed(sender, receiver, tokens(seed=3))
+
+
+@pytest.mark.parametrize("slot", [4, 32767, -2])
+@pytest.mark.parametrize("late", [False, True])
+def test_directions_beyond_the_rank_are_refused(
+    slot: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a sender that does not keep to the format: its digest is right."""
+    sender, receiver = ends(SubspaceQuant(rank=4, refresh=2))
+    payload = sender.encode(tokens(seed=0))
+    at = sender._geometry.layout.offsets
+    parts = (
+        ("slots", torch.int16, 4),
+        ("lengths", torch.float32, 8),
+        ("directions", torch.int8, 140),
+    )
+    slots, lengths, codes = (payload[at[n] : at[n] + size].view(t) for n, t, size in parts)
+    slots[0] = slot
+    payload[12:16].view(torch.int32).copy_(Renewal(slots, lengths, codes.view(2, 70)).digest())
+    if late:
+        check = Headers.check
+        monkeypatch.setattr(
+            Headers, "check", lambda self, wait=False: check(self) if wait else None
+        )
+        assert receiver.decode(payload).isnan().all()
+        assert not receiver._memory.directions.any()
+    with pytest.raises(ValueError, match="expects training message 0 .* with new ones beyond the"):
+        receiver.state_dict() if late else receiver.decode(payload)
+
+
+def test_the_header_and_the_digest_are_as_documented() -> None:
+    sender, _ = ends(SubspaceQuant(rank=4, refresh=2))
+    new = Renewal(
+        torch.tensor([3, 1], dtype=torch.int16),
+        torch.tensor([1.0, 0.5]),
+        torch.tensor([[1, -2, 3], [-4, 5, -127]], dtype=torch.int8),
+    )
+    values = (3, 1, 0, 0x3F80, 0, 0x3F00, 1, -2, 3, -4, 5, -127)
+    total = 0x9E3779B1 * sum(v * i for i, v in enumerate(values, 1))
+    assert int(new.digest()) == total % 2**31
+    digest = 0
+    for number in range(3):
+        header = sender.encode(tokens(seed=number))[:16].view(torch.int32).tolist()
+        assert header[:3] == [number, digest, 1]
+        digest = (31 * digest + header[3]) % 2**31
+    header = sender.encode(tokens(seed=3), training=False)[:16].view(torch.int32).tolist()
+    assert header[:3] == [3, digest, 0]
+    assert sender.state_dict()["digest"] == digest
+
+
 def test_where_the_host_knows_late_a_wrong_message_is_nan_and_leaves_the_directions_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, whose headers the host compares a message later."""
     sender, receiver = ends(SubspaceQuant(rank=4, refresh=2))
     payloads = [sender.encode(tokens(seed=s)) for s in range(4)]
-    check = _Headers.check
-    monkeypatch.setattr(_Headers, "check", lambda self, wait=False: check(self) if wait else None)
+    check = Headers.check
+    monkeypatch.setattr(Headers, "check", lambda self, wait=False: check(self) if wait else None)
     assert receiver.decode(payloads[0]).isfinite().all()
     before = receiver._memory.directions  # state_dict() would look
     assert receiver.decode(payloads[2]).isnan().all()
@@ -221,9 +300,12 @@ def test_a_restart_goes_on_bit_for_bit() -> None:
         payload = sender.encode(tokens(seed=seed))
         assert torch.equal(payload, again[0].encode(tokens(seed=seed)))
         assert torch.equal(receiver.decode(payload), again[1].decode(payload))
-    empty, _ = ends(codec)
-    empty.load_state_dict({})
-    assert empty.state_dict()["messages"] == 0
+    fresh, _ = ends(codec)
+    sender.load_state_dict({})  # of before the first message
+    state = sender.state_dict()
+    assert (state["messages"], state["digest"]) == (0, 0)
+    assert not state["directions"].any()
+    assert torch.equal(sender.encode(tokens(seed=0)), fresh.encode(tokens(seed=0)))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
@@ -237,6 +319,7 @@ def test_what_is_not_a_number_travels_and_leaves_the_basis_alone(bad: float) -> 
     x[1, 3, 20] = bad
     y = crossed(sender, receiver, x)
     assert torch.equal(sender.state_dict()["directions"], before)
+    assert renew(x.view(-1, 70), before, 4).lengths_M.isfinite().all(), "bytes are defined"
     bad_group = torch.zeros(SHAPE, dtype=torch.bool)
     bad_group[1, 3, 16:24] = True
     if math.isfinite(bad):
@@ -375,7 +458,7 @@ def test_a_message_that_tells_nothing_gives_a_rank_nevertheless(
 
 def test_bad_input() -> None:
     for name, values in {
-        "rank": (0, -1, 1.5, True),
+        "rank": (0, -1, 1.5, True, 32769),
         "bits": (1, 9),
         "group": (4, 12),
         "refresh": (0,),
@@ -392,12 +475,24 @@ def test_bad_input() -> None:
         sender.encode(torch.randn(3))
     with pytest.raises(TypeError, match="float64"):
         sender.encode(torch.randn(SHAPE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="x is on meta; this session is for cpu"):
+        sender.encode(torch.empty(SHAPE, device="meta"))
     with pytest.raises(ValueError, match="expected .* bytes"):
         receiver.decode(torch.zeros(10, dtype=torch.uint8))
+    payload, room = sender.encode(tokens(seed=0)), torch.empty(SHAPE)
+    with pytest.raises(TypeError, match="out has dtype torch.float64"):
+        receiver.decode(payload, out=room.double())
+    for out in (room[:1], room.view(80, 70), torch.empty(SHAPE, device="meta")):
+        with pytest.raises(ValueError, match=r"out has shape .*; expected \(2, 40, 70\) on cpu"):
+            receiver.decode(payload, out=out)
+    assert receiver.state_dict()["messages"] == 0, "what is refused leaves no trace"
+    receiver.decode(payload, out=room)
     state = sender.state_dict()
     for other in (SubspaceQuant(rank=5), SubspaceQuant(rank=4)):
         session = other.open(shape=(2, 70 if other.rank == 5 else 64), dtype=torch.float32)
-        with pytest.raises(ValueError, match="state has 4 directions of 70 channels"):
+        with pytest.raises(
+            ValueError, match=r"state has directions .* \(4, 70\); this session has rank"
+        ):
             session.load_state_dict(state)
     with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
         sender.load_state_dict({"5": torch.zeros(2)})
@@ -434,3 +529,75 @@ def test_layout_sizes() -> None:
     geo = subspace_geometry(5, 70, 6, 3, 32, 4)
     assert (geo.groups, geo.renewed, geo.row_bytes) == (3, 2, (64 + 8) * 3 // 8)
     assert geo.layout.sizes["codes"] == 5 * 27
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        default_dtype,
+        lambda: torch.device("meta"),
+        torch.inference_mode,
+        contextlib.nullcontext,  # with a graph
+    ],
+    ids=["autocast", "default-dtype", "default-device", "inference", "grad"],
+)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_the_callers_modes_do_not_matter(
+    caller: Callable[[], contextlib.AbstractContextManager], backend: str
+) -> None:
+    codec, xs = SubspaceQuant(rank=6, refresh=2), [tokens(seed=seed) for seed in range(4)]
+    _start.cache_clear()
+    with ops.backend(backend):
+        with torch.no_grad():
+            plain = ends(codec)
+            expected = [plain[0].encode(x) for x in xs]
+            decoded = [plain[1].decode(payload) for payload in expected]
+        _start.cache_clear()
+        with caller():
+            sender, receiver = ends(codec)
+            payloads = [sender.encode(x.clone().requires_grad_()) for x in xs[:3]]
+            found = [receiver.decode(payload) for payload in payloads[:2]]
+            out = torch.empty(40, 2, 70, device="cpu", dtype=torch.float32).transpose(0, 1)
+            out.requires_grad_()
+            found.append(receiver.decode(payloads[2], out=out))
+            sender.load_state_dict(sender.state_dict())
+        payloads.append(sender.encode(xs[3]))  # and outside of it
+        found.append(receiver.decode(payloads[3]))
+    for a, b in zip(expected + decoded, payloads + found, strict=True):
+        assert torch.equal(a, b)
+        assert b is out or not b.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_beside_payload_and_output_is_as_documented(dtype: torch.dtype) -> None:
+    shape = (1, 512, 1024)
+    sender, receiver = (SubspaceQuant(rank=8).open(shape=shape, dtype=dtype) for _ in range(2))
+    x, out, whole = tokens(shape, seed=0).to(dtype), torch.empty(shape, dtype=dtype), 4 * 512 * 1024
+    receiver.decode(sender.encode(x), out=out)
+    payload = sender.encode(x)
+    copies = 0 if dtype == torch.float32 else 1
+    assert peak(lambda: sender.encode(x)) < (2 + copies) * whole + len(payload) + 0.2 * whole
+    assert peak(lambda: receiver.decode(payload, out=out)) < copies * whole + 0.2 * whole
+
+
+def peak(operation: Callable[[], object]) -> int:
+    """The most bytes that an operation holds at a time beside what was there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        operation()
+    held = most = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    assert most, "the profiler tells no memory"
+    return most

@@ -186,8 +186,8 @@ def test_wrong_tensors_are_refused(name: str) -> None:
         call(x, payload.view(torch.int8))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("norm", "gated"))])
-def test_wrong_tensors_for_backward_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("norm", "gated", "subspace"))])
+def test_wrong_tensors_by_name_are_refused(name: str) -> None:
     given = CASES[name]()
 
     def call(index: int, argument: object) -> None:
@@ -204,7 +204,7 @@ def test_wrong_tensors_for_backward_are_refused(name: str) -> None:
         with pytest.raises(TypeError, match=f"{argument} has dtype torch.float64; allowed: float"):
             call(i, given[i].double())
         wide = torch.stack([given[i], given[i]], -1)[..., 0]
-        with pytest.raises(ValueError, match=f"{argument} has shape .*contiguous: False"):
+        with pytest.raises(ValueError, match=f"{argument} has shape .*contiguous"):
             call(i, wide)
     for i, argument in enumerate(given):
         if argument is None and "Tensor" in schema[i] and "up" in schema[i].split()[-1]:

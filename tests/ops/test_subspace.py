@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowbit import ops
 from lowbit.ops.layout import subspace_geometry
+from tests.codecs.golden import check_golden_subspace
 
 RANK, REFRESH = 5, 4
 
@@ -63,6 +64,9 @@ def run(
         ops.subspace_rest_encode(x, base, payload, RANK, *settings)
         ops.subspace_rest_decode(payload, base, y, RANK, *settings, False)
         ops.subspace_rest_decode(payload, base, added, RANK, *settings, True)
+        if dtype == torch.float32:  # in place
+            ops.subspace_rest_decode(payload, base, base, RANK, *settings, False)
+            assert torch.equal(base.nan_to_num(5), y.nan_to_num(5))
     assert torch.equal(out, again)
     return [payload, out, y, added]
 
@@ -103,6 +107,11 @@ def test_gpu_kernels_give_the_references_bytes(
     for i, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(a.isnan(), b.isnan()), i
         assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), i
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+def test_golden_payloads(bits: int) -> None:
+    check_golden_subspace(bits)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -173,6 +173,9 @@ def test_shapes_that_share_what_a_codec_keeps():
     sender.prepare([(small, torch.float32)])
     x = torch.randn(small)
     assert torch.equal(again.encode(0, Step(), 0, x), sender.encode(0, Step(), 0, x))
+    again.load_state_dict({})  # a checkpoint of before the first message
+    fresh = lane(codec, (small, torch.float32))
+    assert torch.equal(again.encode(0, Step(), 0, x), fresh.encode(0, Step(), 0, x))
 
 
 AUTO = SubspaceQuant(rank="auto", group=8, refresh=2)

@@ -2,6 +2,9 @@
 
 Speeds are gigabytes of input a second, from cold caches; a copy of the same tensor takes its turn in every round. A
 copy moves every byte twice, coding less than that: so the share of the copy's rate counts bytes read and written.
+
+Formats with memory go through a session at either end, message after message; their error is the first message's, which
+knows nothing yet (`lowbit bench spectrum` lets them learn).
 """
 
 from __future__ import annotations
@@ -9,29 +12,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit import ops
-from lowbit.bench import charts, samples, timing
+from lowbit.bench import samples, timing
 from lowbit.bench.published import PublishedProcedure
-from lowbit.bench.report import Column, Report, Row, machine, table
-from lowbit.codecs import Codec, FeatureInt4, TAHQuant, parse
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from lowbit.bench.report import Report, Row, machine
+from lowbit.codecs import Codec, FeatureInt4, Session, TAHQuant, parse
+from lowbit.train.config import ModelConfig
+from lowbit.train.model import StageModule, build_model
 
 DATA = ("gaussian", "student-t", "outliers", "real")
 DTYPES = ("float32", "bfloat16", "float16")
-REFERENCE_ROUNDS = 3
-FEW_BITS = 6  # formats below it are compared in the picture
+REFERENCE_ROUNDS = LAYER_ROUNDS = 3
+HEAD = 128  # width of a layer's attention heads, if the channels can be divided by it
 FITTED = "feature-int4"
 EXTRA_NAMES = {
     "tah-quant-token": dataclasses.replace(TAHQuant.published(), allocation="token"),
@@ -47,9 +46,10 @@ class Settings:
     """What is measured.
 
     Args:
-        codecs: formats by name or in full; also feature-int4 (FeatureInt4 with ranges, and channels / 64 outliers, from
-            the very tensors that it then codes), tah-quant-token (allocation by token), and published-procedure and
-            published-procedure-token (what the paper's research code does: its errors and bits, not its speed).
+        codecs: formats by name or in full, but for those that need sample ids; also feature-int4 (FeatureInt4 with
+            ranges, and channels / 64 outliers, from the very tensors that it then codes), tah-quant-token (allocation
+            by token), and published-procedure and published-procedure-token (what the paper's research code does: its
+            errors and bits, not its speed).
         dtypes: of the tensors: float32, bfloat16, float16.
         device: cpu or cuda.
         threads: numbers of threads to measure with on the CPU; 0: all cores.
@@ -59,6 +59,8 @@ class Settings:
             repeated to as many elements.
         rounds: turns of each operation.
         reference: measure eager PyTorch too, on the first kind of data.
+        layer: compare with forward and backward of a Llama's decoder layer too, on the first kind of data: as wide as
+            the tensor, random weights, in the tensor's dtype.
         activations: where the real ones come from: a .pt or .safetensors file, or a local Hugging Face folder; absent:
             a small Llama that is first trained on Python's standard library.
         train_steps: of that Llama.
@@ -75,6 +77,7 @@ class Settings:
     shape: tuple[int, int, int] = (1, 1024, 4096)
     rounds: int = 15
     reference: bool = True
+    layer: bool = False
     activations: str = ""
     train_steps: int = 60
 
@@ -94,6 +97,8 @@ class Settings:
             raise ValueError(f"threads is {self.threads}; allowed: 0 (all cores) to {cores}")
         if len(self.shape) != 3 or min(self.shape) < 1:
             raise ValueError(f"shape is {self.shape}; allowed: three sizes of at least 1")
+        if self.layer:
+            _layer_config(self.shape[-1])
         for field in ("rounds", "train_steps"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; allowed: at least 1")
@@ -107,8 +112,9 @@ def run(settings: Settings) -> Report:
         `copy_gb_s` (medians), `encode_best_gb_s` (the fastest round), `encode_spread` (interquartile range over median)
         and the same of the others; `encode_share_of_copy`, `decode_share_of_copy` (medians of what the rounds gave);
         `encode_share_of_rate`, `decode_share_of_rate` (the same, of bytes read and written); `reference_encode_gb_s`,
-        `reference_decode_gb_s` (eager PyTorch); `bits_per_element` (every byte counted) and
-        `relative_error` (root mean square of the error over that of the tensor).
+        `reference_decode_gb_s` (eager PyTorch); `layer_seconds` (median) and `share_of_layer` (medians of encoding and
+        of decoding over it); `bits_per_element` (every byte counted) and `relative_error` (root mean square of the
+        error over that of the tensor).
 
     Raises:
         ValueError, OSError: activations that can not be had.
@@ -131,9 +137,11 @@ def _rows(settings: Settings, data: str) -> Iterator[Row]:
     else:
         tensors = [samples.drawn(data, settings.shape)]
     timed = samples.filled(tensors, math.prod(settings.shape))
-    reference = settings.reference and data == settings.data[0]
+    first = data == settings.data[0]
+    layer = _layer(timed) if settings.layer and first else None
     for dtype in (getattr(torch, name) for name in settings.dtypes):
         inputs = _Inputs(timed.to(settings.device, dtype))
+        layer = layer.to(settings.device, dtype) if layer else None
         for name in settings.codecs:
             codec = _fitted(tensors) if name == FITTED else _codec(name)
             about = {
@@ -144,7 +152,13 @@ def _rows(settings: Settings, data: str) -> Iterator[Row]:
                 speed = {}
                 if isinstance(codec, Codec):
                     with timing.threads(count):
-                        speed = _speed(codec, inputs, settings.rounds, reference=reference)
+                        speed = _speed(
+                            codec,
+                            inputs,
+                            settings.rounds,
+                            reference=settings.reference and first,
+                            layer=layer,
+                        )
                 yield about | {"threads": count} | speed
 
 
@@ -158,20 +172,15 @@ class _Inputs:
         self.nbytes = x.numel() * x.element_size()
 
 
-def _speed(codec: Codec, inputs: _Inputs, rounds: int, *, reference: bool) -> dict[str, float]:
+def _speed(
+    codec: Codec, inputs: _Inputs, rounds: int, *, reference: bool, layer: nn.Module | None
+) -> dict[str, float]:
     """Speeds and their spreads."""
     xs, outs = inputs.tensors, inputs.outs
-    payloads = [codec.encode(xs[0])]
-    payloads += [payloads[0].clone() for _ in xs[1:]]
+    encode, decode, size = (_session_of if codec.stateful else _without_session)(codec, inputs)
 
     def copy(i: int) -> None:
         outs[i].copy_(xs[i])
-
-    def encode(i: int) -> None:
-        codec.encode(xs[i], out=payloads[i])
-
-    def decode(i: int) -> None:
-        codec.decode(payloads[i], shape=xs[i].shape, out=outs[i])
 
     operations = {"copy": copy, "encode": encode, "decode": decode}
     if reference:
@@ -180,20 +189,90 @@ def _speed(codec: Codec, inputs: _Inputs, rounds: int, *, reference: bool) -> di
             "reference_decode": _eagerly(decode),
         }
     fewer = {name: REFERENCE_ROUNDS for name in operations if name.startswith("reference")}
+    if layer is not None:
+        operations["layer"], fewer["layer"] = _there_and_back(layer, xs), LAYER_ROUNDS
     seconds = timing.in_turn(
         operations, rounds=rounds, buffers=inputs.count, fewer=fewer, device=xs[0].device
     )
-    found = {
-        f"{name}_gb_s": inputs.nbytes / statistics.median(s) / 1e9 for name, s in seconds.items()
-    }
+    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    found = {}
+    if layer is not None:
+        found["layer_seconds"] = medians.pop("layer")
+        coding = medians["encode"] + medians["decode"]
+        found["share_of_layer"] = coding / found["layer_seconds"]
+    found |= {f"{name}_gb_s": inputs.nbytes / s / 1e9 for name, s in medians.items()}
     for name in ("copy", "encode", "decode"):
         found[f"{name}_best_gb_s"] = inputs.nbytes / min(seconds[name]) / 1e9
         found[f"{name}_spread"] = timing.spread(seconds[name])
     for name in ("encode", "decode"):
         shares = [c / s for c, s in zip(seconds["copy"], seconds[name], strict=True)]
         found[f"{name}_share_of_copy"] = share = statistics.median(shares)
-        found[f"{name}_share_of_rate"] = share * (1 + len(payloads[0]) / inputs.nbytes) / 2
+        found[f"{name}_share_of_rate"] = share * (1 + size / inputs.nbytes) / 2
     return found
+
+
+def _without_session(
+    codec: Codec, inputs: _Inputs
+) -> tuple[timing.Operation, timing.Operation, int]:
+    """Encoding, decoding, and the bytes of a payload."""
+    xs, outs = inputs.tensors, inputs.outs
+    payloads = [codec.encode(xs[0])]
+    payloads += [payloads[0].clone() for _ in xs[1:]]
+
+    def encode(i: int) -> None:
+        codec.encode(xs[i], out=payloads[i])
+
+    def decode(i: int) -> None:
+        codec.decode(payloads[i], shape=xs[i].shape, out=outs[i])
+
+    return encode, decode, len(payloads[0])
+
+
+def _session_of(codec: Codec, inputs: _Inputs) -> tuple[timing.Operation, timing.Operation, int]:
+    """The same of a codec with memory: what is decoded is what was encoded last, once."""
+    xs, outs = inputs.tensors, inputs.outs
+    sender, receiver = _ends(codec, xs[0])
+    sent: list[Tensor] = []
+
+    def encode(i: int) -> None:
+        sent.append(sender.encode(xs[i]))
+
+    def decode(i: int) -> None:
+        receiver.decode(sent.pop(), out=outs[i])
+
+    return encode, decode, sender.nbytes()
+
+
+def _ends(codec: Codec, x: Tensor) -> tuple[Session, Session]:
+    sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    return sender, receiver
+
+
+def _layer_config(channels: int) -> ModelConfig:
+    """A Llama of one layer.
+
+    Raises:
+        ConfigError: an odd number of channels.
+    """
+    return ModelConfig(dim=channels, layers=1, heads=channels // math.gcd(channels, HEAD))
+
+
+def _layer(x: Tensor) -> nn.Module:
+    """A decoder layer for tensors such as x (sequences, tokens, channels)."""
+    _, tokens, channels = x.shape
+    model = build_model(_layer_config(channels), vocab=2, sequence=tokens, seed=0)
+    return StageModule(model, layers=range(1), first=False, last=False).decoder
+
+
+def _there_and_back(layer: nn.Module, xs: Sequence[Tensor]) -> timing.Operation:
+    """Forward and backward, with gradients for the input and all weights."""
+
+    def run(i: int) -> None:
+        x = xs[i].detach().requires_grad_()
+        y = layer(inputs_embeds=x, use_cache=False).last_hidden_state
+        torch.autograd.grad(y, [x, *layer.parameters()], xs[i])
+
+    return run
 
 
 def _eagerly(operation: timing.Operation) -> timing.Operation:
@@ -206,12 +285,20 @@ def _eagerly(operation: timing.Operation) -> timing.Operation:
 
 def _accuracy(codec: Codec | PublishedProcedure, tensors: Sequence[Tensor]) -> dict[str, float]:
     """Bits of an element and relative error, means over tensors that count alike."""
-    errors = [relative_error(t, codec.round_trip(t)) for t in tensors]
+    errors = [relative_error(t, _crossed(codec, t)) for t in tensors]
     bits = [codec.bits_per_element(t.shape) for t in tensors]
     return {
         "bits_per_element": statistics.fmean(bits),
         "relative_error": statistics.fmean(errors),
     }
+
+
+def _crossed(codec: Codec | PublishedProcedure, x: Tensor) -> Tensor:
+    """What the other end sees of `x`; of a codec with memory, as its first message."""
+    if not isinstance(codec, Codec) or not codec.stateful:
+        return codec.round_trip(x)
+    sender, receiver = _ends(codec, x)
+    return receiver.decode(sender.encode(x))
 
 
 def relative_error(x: Tensor, y: Tensor) -> float:
@@ -225,12 +312,12 @@ def _codec(name: str) -> Codec | PublishedProcedure:
     """A codec by name.
 
     Raises:
-        ValueError: unknown, or one that works on sessions only and has nothing to measure here.
+        ValueError: unknown, or one that codes what changed since a sample's last visit: there is none here.
     """
     found = EXTRA_NAMES.get(name) or parse(name)
-    if isinstance(found, Codec) and found.stateful:
+    if isinstance(found, Codec) and found.needs_key:
         raise ValueError(
-            f"codec is {name!r}, which works on sessions only; allowed: codecs without state"
+            f"codec is {name!r}, which needs samples that come back; allowed: other codecs"
         )
     return found
 
@@ -248,80 +335,3 @@ def _counts(settings: Settings) -> list[int]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-SPEED_COLUMNS = (
-    Column(title="codec", field="codec", show=lambda codec: _label(codec)),
-    Column(title="encode", field="encode_gb_s", show="{:.2f}".format),
-    Column(title="of\ncopy", field="encode_share_of_copy", show="{:.0%}".format),
-    Column(title="of its\nrate", field="encode_share_of_rate", show="{:.0%}".format),
-    Column(title="decode", field="decode_gb_s", show="{:.2f}".format),
-    Column(title="of\ncopy", field="decode_share_of_copy", show="{:.0%}".format),
-    Column(title="of its\nrate", field="decode_share_of_rate", show="{:.0%}".format),
-    Column(title="copy", field="copy_gb_s", show="{:.1f}".format),
-    Column(title="eager\nenc.", field="reference_encode_gb_s", show="{:.2f}".format),
-    Column(title="eager\ndec.", field="reference_decode_gb_s", show="{:.2f}".format),
-)
-
-
-def show(report: Report) -> Group:
-    """Speed on the first kind of data, then bits and errors on all kinds in the first dtype."""
-    from rich.console import Group
-
-    first = report.rows[0]
-    kinds = dict.fromkeys(row["data"] for row in report.rows)
-    speeds: dict[tuple[str, int], list[Row]] = {}
-    for row in report.rows:
-        if row["data"] == first["data"] and "copy_gb_s" in row:
-            speeds.setdefault((row["dtype"], row["threads"]), []).append(row)
-    titles = [f"GB of {dtype} a second, {n} thread(s), {first['data']}" for dtype, n in speeds]
-    parts = [
-        table(rows, SPEED_COLUMNS, title=title)
-        for title, rows in zip(titles, speeds.values(), strict=True)
-    ]
-    columns = [
-        Column(title="codec", field="codec", show=_label),
-        Column(title="bits", field="bits", show="{:.2f}".format),
-        *(Column(title=kind, field=kind, show="{:.4f}".format) for kind in kinds),
-    ]
-    title = f"Relative error, {first['dtype']}; bits of an element, {first['data']}"
-    return Group(*parts, table(_errors(report), columns, title=title))
-
-
-def draw(report: Report, path: Path | str) -> None:
-    """Relative error on each kind of data; speed on the first, in the first dtype and number of threads."""
-    first, errors = report.rows[0], _errors(report)
-    left, right = (figure := charts.new_figure(panels=2, width=7.5, height=4.5)).axes
-    kinds = list(dict.fromkeys(row["data"] for row in report.rows))
-    few = [row for row in errors if row["bits"] < FEW_BITS] or errors
-    heights = {_label(row["codec"]): [row[kind] for kind in kinds] for row in few}
-    charts.bars(left, kinds, heights, label="relative error", title="what few bits lose")
-    if len(heights) > 1:
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.08), "ncols": 3}
-        left.legend(frameon=False, fontsize=7, **below)
-    alike = ("dtype", "threads", "data")
-    rows = [row for row in report.rows if all(row[k] == first[k] for k in alike)]
-    rows = [row for row in rows if "copy_gb_s" in row]
-    if rows:
-        names = [_label(row["codec"]) for row in rows]
-        speeds = {way: [row[f"{way}_gb_s"] for row in rows] for way in ("encode", "decode", "copy")}
-        title = f"speed: {first['threads']} thread(s), {first['dtype']}, {first['data']}"
-        charts.bars(right, names, speeds, label="GB/s of input", title=title)
-        for text in right.get_xticklabels():
-            text.set(rotation=30, horizontalalignment="right")
-    charts.save(figure, path)
-
-
-def _errors(report: Report) -> list[dict[str, Any]]:
-    """A row for each codec: bits on the first kind of data, and the error on each kind."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in report.rows:
-        if row["dtype"] == report.rows[0]["dtype"]:
-            bits = {"codec": row["codec"], "bits": row["bits_per_element"]}
-            found.setdefault(row["codec"], bits)[row["data"]] = row["relative_error"]
-    return list(found.values())
-
-
-def _label(codec: str) -> str:
-    """A codec's name without those of its arguments: "GroupInt(6, 32, True)"."""
-    return re.sub(r"\w+=", "", codec)

@@ -68,7 +68,9 @@ def _link_words() -> dict[str, Words]:
 BENCHMARKS = {
     "pipeline": Benchmark("pipeline", "speeds", _run_live("speeds"), _link_words),
     "race": Benchmark("race", "race", _run_live("race"), _link_words),
-    "codecs": Benchmark("codecs", "codecs", lambda module, settings, file: module.run(settings)),
+    "codecs": Benchmark(
+        "codecs", "codecs_views", lambda module, settings, file: module.run(settings)
+    ),
     "gradients": Benchmark(
         "gradients", "gradients_views", _run_live("gradients_views"), _link_words
     ),

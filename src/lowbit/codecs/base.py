@@ -1,8 +1,7 @@
 """The codec protocol: configuration that turns tensors into bytes, and sessions that own what outlives a message.
 
 A codec is a frozen, keyword-only dataclass whose fields are its whole configuration. Whatever a format keeps between
-messages lives in a `Session` that the boundary opens, one for each direction of each boundary; boundaries talk to
-sessions only, so that a format with state is one more file and nothing else.
+messages lives in a `Session` that the boundary opens, one for each of its directions; it talks to sessions only.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ class Codec(ABC):
 
     wire_version: ClassVar[int] = 1
     needs_key: ClassVar[bool] = False  # messages say which samples they hold
-    stateful: ClassVar[bool] = (
-        False  # works through sessions only, which keep something between messages
-    )
+    stateful: ClassVar[bool] = False  # works through sessions only, which remember messages
 
     @property
     def grain(self) -> int:
@@ -107,11 +104,11 @@ class Codec(ABC):
             TypeError: `x` is not a tensor of one of these dtypes.
             ValueError: `out` has another length, dtype or device.
         """
-        _check_float("x", x)
+        check_float("x", x)
         size = self.nbytes(x.shape)
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=x.device)
-        _check_payload("out", out, size, x.device)
+        check_payload("out", out, size, x.device)
         if x.numel():
             target = out if out.is_contiguous() else torch.empty_like(out)
             self._encode(x.detach().contiguous(), target)
@@ -142,19 +139,14 @@ class Codec(ABC):
                 without `out`.
         """
         shape = torch.Size(shape)
-        _check_payload("payload", payload, self.nbytes(shape), payload.device)
+        check_payload("payload", payload, self.nbytes(shape), payload.device)
         if out is None:
             if accumulate:
                 raise ValueError("accumulate=True needs out=, the tensor to add into; out is None")
             if dtype not in FLOATS:
                 raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
             out = torch.empty(shape, dtype=dtype, device=payload.device)
-        _check_float("out", out)
-        if out.shape != shape or out.device != payload.device:
-            raise ValueError(
-                f"out has shape {tuple(out.shape)} on {out.device}; "
-                f"expected {tuple(shape)} on {payload.device}"
-            )
+        check_out(out, shape, payload.device)
         if out.numel():
             target = out if out.is_contiguous() else out.contiguous()
             self._decode(payload.contiguous(), target, accumulate)
@@ -176,8 +168,8 @@ class Codec(ABC):
             TypeError: `x` is not a tensor of one of these dtypes.
             ValueError: a payload of another length, dtype or device.
         """
-        _check_float("x", x)
-        _check_payload("payload", payload, self.nbytes(x.shape), x.device)
+        check_float("x", x)
+        check_payload("payload", payload, self.nbytes(x.shape), x.device)
         if x.numel():
             target = payload.contiguous()
             self._add(target, x.detach().contiguous())
@@ -214,7 +206,7 @@ class Codec(ABC):
             TypeError: a dtype of `out` that is not allowed.
             ValueError: an `out` or `scratch` that is not contiguous, or payloads of another number or length.
         """
-        _check_float("out", out)
+        check_float("out", out)
         if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
             raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
         if out.numel():
@@ -339,14 +331,16 @@ class Session:
             )
 
 
-def _check_float(name: str, x: Tensor) -> None:
+def check_float(name: str, x: Tensor) -> None:
+    """Raise unless `x` is a tensor of a dtype that codecs take."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; allowed: a tensor")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
 
 
-def _check_payload(name: str, payload: Tensor, size: int, device: torch.device) -> None:
+def check_payload(name: str, payload: Tensor, size: int, device: torch.device) -> None:
+    """Raise unless `payload` is so many bytes there."""
     if not isinstance(payload, Tensor) or payload.dtype != torch.uint8:
         found = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
         raise ValueError(f"{name} is {found}; allowed: a uint8 tensor")
@@ -356,6 +350,15 @@ def _check_payload(name: str, payload: Tensor, size: int, device: torch.device) 
         )
     if payload.device != device:
         raise ValueError(f"{name} is on {payload.device}; expected {device}")
+
+
+def check_out(out: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Raise unless a tensor of this shape can be decoded to `out`."""
+    check_float("out", out)
+    if out.shape != shape or out.device != device:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} on {out.device}; expected {tuple(shape)} on {device}"
+        )
 
 
 def draw_seed(rounding: str, device: torch.device) -> int | None:

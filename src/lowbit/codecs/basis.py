@@ -40,11 +40,15 @@ class Renewal(NamedTuple):
         return directions_KC.index_copy(0, index_M, new_MC)
 
     def digest(self) -> Tensor:
-        """An int64 number that differs when any byte does, in all likelihood; sums of integers have no order."""
-        parts = (self.slots_M, self.lengths_M.view(torch.int32), self.codes_MC.reshape(-1))
+        """An int64 number of 31 bits, other for every change of one slot, one code or half a length.
+
+        Of any other change one in 2^31 goes unnoticed. Sums of integers are the same in every order.
+        """
+        # Parts and weights below 2^16: their products' lowest 31 bits are not all zero, so that each change shows.
+        parts = (self.slots_M, self.lengths_M.view(torch.int16), self.codes_MC.reshape(-1))
         values = torch.cat([part.long() for part in parts])
         weights = torch.arange(values.numel(), device=values.device) % 65521 + 1
-        return (values * weights * 0x9E3779B1).sum()
+        return (values * weights * 0x9E3779B1).sum() & 0x7FFFFFFF
 
 
 def renew(
@@ -65,7 +69,8 @@ def renew(
     """
     products_RK = x_RC @ directions_KC.t() if products_RK is None else products_RK
     inverse_KK = gram_inverse(directions_KC) if inverse_KK is None else inverse_KK
-    top = x_RC.abs().amax()
+    low, high = x_RC.aminmax()
+    top = torch.maximum(high, -low)
     usable = (top >= SMALLEST) & (top <= FARTHEST)  # not so for NaN
     scale = inverse(torch.where(usable, top, 0.0))  # squares of tiny gradients would underflow
     c_RK = torch.where(usable, products_RK * scale @ inverse_KK, 0.0)
@@ -74,10 +79,11 @@ def renew(
     factor_MM, _ = torch.linalg.cholesky_ex(inverse_KK[slots_M][:, slots_M])
     share_MK = torch.cholesky_solve(inverse_KK[slots_M], factor_MM)
     kept_RK = (c_RK - c_RK[:, slots_M] @ share_MK).index_fill(1, slots_M, 0.0)
-    rest_RC = torch.where(usable, x_RC * scale - kept_RK @ directions_KC, 0.0)
+    rest_RC = (x_RC * scale).sub_(kept_RK @ directions_KC)
     v_CM = _start(x_RC.shape[1], count, x_RC.device)
     for _ in range(ITERATIONS):
-        v_CM, _ = torch.linalg.qr(rest_RC.t() @ (rest_RC @ v_CM))
+        powers_CM = rest_RC.t() @ (rest_RC @ v_CM)
+        v_CM, _ = torch.linalg.qr(torch.where(usable, powers_CM, 0.0))
     new_MC = v_CM.t()
     lengths_M = new_MC.abs().amax(1) / 127
     codes_MC = (new_MC / lengths_M[:, None]).round().clamp(-127, 127)
@@ -88,13 +94,14 @@ def renew(
 @functools.lru_cache(maxsize=64)
 def _start(channels: int, count: int, device: torch.device) -> Tensor:
     """Where the power method starts: kept, because copies from the host's memory would wait for a GPU."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(channels, count, generator=generator).to(device)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    start_CM = torch.randn(channels, count, generator=generator, dtype=torch.float32, device="cpu")
+    return start_CM.to(device)
 
 
 def gram_inverse(directions_KC: Tensor) -> Tensor:
     """The (K, K) that makes coefficients of products (see `project`), from the directions alone."""
-    eye_KK = torch.eye(len(directions_KC), device=directions_KC.device)
+    eye_KK = torch.eye(len(directions_KC), dtype=torch.float32, device=directions_KC.device)
     factor_KK, _ = torch.linalg.cholesky_ex(directions_KC @ directions_KC.t() + RIDGE * eye_KK)
     return torch.cholesky_solve(eye_KK, factor_KK)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -13,8 +13,18 @@ import torch
 from torch import Tensor
 
 from lowbit import ops
-from lowbit.codecs.base import FLOATS, Codec, Key, Session, check_int
+from lowbit.codecs.base import (
+    FLOATS,
+    Codec,
+    Key,
+    Session,
+    check_float,
+    check_int,
+    check_out,
+    check_payload,
+)
 from lowbit.codecs.basis import Renewal, best_rank, gram_inverse, renew, renewed_products, units_of
+from lowbit.codecs.subspace_memory import Memory
 from lowbit.ops.layout import ALIGNMENT, SubspaceGeometry, subspace_geometry
 
 log = logging.getLogger(__name__)
@@ -34,19 +44,23 @@ class SubspaceQuant(Codec):
     The remainder is taken from what the receiver computes (a closed loop): a useless basis costs precision, never
     correctness, and tokens far from the basis (massive activations) keep theirs by the remainder.
 
-    The basis follows the tokens, because it ages: while a model trains, after eight steps one has served 5 to 20 dB
-    worse than a message's own. So each message brings ceil(rank / refresh) new directions in place of those that serve
-    it least: the principal directions of what the others leave of this very message, which is coded with them already.
-    With `refresh` messages the whole basis can have been replaced; with refresh=1 each message brings its own. The
-    payloads of a shape have one size, so that a receiver can always post its buffer. Every message carries its number
-    and a digest of all directions that have ever travelled: one that is lost, repeated or out of order is an error at
-    the receiver. Evaluation is coded in the same way, and what its messages bring is forgotten again.
-    Nobody waits for a GPU: there such a message decodes to NaN and leaves the directions alone, and the error is raised
-    by a later message, or by `state_dict()`, once the host has seen the header.
+    The basis follows the tokens, which move as a model trains. Each message brings ceil(rank / refresh) new directions
+    in place of those that serve it least: the principal directions of what the others leave of this very message, which
+    is coded with them already. With `refresh` messages the whole basis can have been replaced; with refresh=1 each
+    message brings its own, and from refresh=rank on one new direction. The payloads of a shape have one size, so that a
+    receiver can always post its buffer. Evaluation is coded in the same way, and what its messages bring is forgotten.
+
+    Every message carries its number, a digest of the directions of all messages before it, and one of its own: one that
+    is lost, repeated or out of order, or whose directions have changed on the way, is an error at the receiver, whose
+    state and `out` stay as they are. Any other byte that changes spoils tokens of this message alone, unnoticed: to
+    carry bytes unchanged is the transport's task. Nobody waits for a GPU: there a wrong message decodes to NaN and
+    leaves the directions alone, and the error is raised by a later message, or by `state_dict()`, once the host has
+    seen the header.
 
     Payload, sections at multiples of 16 bytes, for R tokens in G = ceil(C / group) groups each and M new directions:
 
-    - header, 16 bytes: int32 number of the message, int32 digest of what came before it, int32 1 in training, int32 0;
+    - header, 4 int32: messages of training before this one, modulo 2^31; digest of what they brought; 1 in training, 0
+      in evaluation; digest of what this one brings, of 31 bits each;
     - slots, M int16: which directions are replaced (-1: none); lengths, M float32, and directions, M x C int8: the new
       ones are the products;
     - units, rank bfloat16: root mean square of the coefficients along each direction;
@@ -59,22 +73,25 @@ class SubspaceQuant(Codec):
 
     New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has 1024
     tokens. Each end of each direction of a boundary keeps `state_bytes()` = 4 C rank + 16;
-    a sender holds the inverse of the directions' products beside them, 4 rank^2 bytes that follow from them.
+    a sender holds the inverse of the directions' products beside them, 4 rank^2 bytes that follow from them. While it
+    works, `encode` takes two times 4 R C bytes beside its payload, 16-bit input once more for a float32 copy; `decode`
+    takes none beside a contiguous float32 `out`, else 4 R C; coefficients and directions are small beside that.
 
     A message needs what earlier ones left, so this codec works through sessions only (`open`), not through `encode`.
     A token whose coefficients are not finite or beyond 2^96 is coded by the remainder alone. A message with NaN, Inf or
     such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
 
     Args:
-        rank: directions, 1 to C; or "auto": a sender chooses them, at most 256, in the last step of the warm-up, by the
-            spectrum of the first message that it sends there, and its choice travels with the messages of that step.
-            Each tensor of each boundary and direction gets a rank of its own: 32 (or C, if that is less) where that
-            message has nothing but zeros, or NaN or Inf. There must be a warm-up, and until it is over no session.
+        rank: directions, 1 to C, 32768 at most; or "auto": a sender chooses them, at most 256, in the last step of the
+            warm-up, by the spectrum of the first message that it sends there, and its choice travels with the messages
+            of that step. Each tensor of each boundary and direction gets a rank of its own: 32 (or C, if that is less)
+            where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over there is no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
-        refresh: messages in which all directions can be replaced, 1 to 65536.
+        refresh: messages in which all directions can be replaced, 1 to 65536; more than `rank` is as good as `rank`.
     """
 
+    wire_version: ClassVar[int] = 2
     stateful: ClassVar[bool] = True
 
     rank: int | Literal["auto"] = 32
@@ -85,10 +102,10 @@ class SubspaceQuant(Codec):
     def __post_init__(self) -> None:
         if isinstance(self.rank, str) and self.rank != "auto":
             raise ValueError(
-                f"rank is {self.rank!r}; allowed: an integer from 1 to 65536, or 'auto'"
+                f"rank is {self.rank!r}; allowed: an integer from 1 to 32768, or 'auto'"
             )
         if self.settled:
-            check_int("rank", self.rank, 1, 65536)
+            check_int("rank", self.rank, 1, 1 << 15)  # slots are int16
         check_int("bits", self.bits, 2, 8)
         check_int("group", self.group, 8, 65536, multiple=8)
         check_int("refresh", self.refresh, 1, 65536)
@@ -171,7 +188,7 @@ class SubspaceQuant(Codec):
         self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Session:
         self.geometry(shape)
-        memory = _Memory(self, _folded(shape)[1], torch.device(device))
+        memory = Memory(self.directions, _folded(shape)[1], torch.device(device))
         return SubspaceSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
@@ -179,78 +196,6 @@ class SubspaceQuant(Codec):
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         raise ValueError("SubspaceQuant learns from message to message: use open()")
-
-
-class _Headers:
-    """What arrives and what should have: compared by the host as soon as it knows, which waits for no GPU."""
-
-    def __init__(self) -> None:
-        self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-
-    def compare(self, found: Tensor, expected: Tensor) -> None:
-        """Take two headers; raise for those that have arrived: on the CPU these, on a GPU those before, as a rule."""
-        both, event = torch.stack([found, expected]), None
-        if both.is_cuda:
-            host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-            both, event = host.copy_(both, non_blocking=True), torch.cuda.Event()
-            event.record()
-        self._coming.append((both, event))
-        self.check()
-
-    def check(self, wait: bool = False) -> None:
-        """Raise unless every header that has arrived is the expected one."""
-        while self._coming:
-            both, event = self._coming[0]
-            if event is not None and wait:
-                event.synchronize()
-            elif event is not None and not event.query():
-                return
-            self._coming.popleft()
-            found, expected = both.tolist()
-            if found != expected:
-                raise ValueError(
-                    f"payload is {_told(found)}; this end expects {_told(expected)}: "
-                    "a message was lost, repeated or changed, or came in another order"
-                )
-
-    def clear(self) -> None:
-        self._coming.clear()
-
-
-class _Memory:
-    """What an end knows: the directions, and how they came about."""
-
-    def __init__(self, codec: SubspaceQuant, channels: int, device: torch.device) -> None:
-        self.directions = torch.zeros(codec.directions, channels, device=device)
-        self.messages = 0  # of training
-        self.digest = torch.zeros((), dtype=torch.int64, device=device)
-        self.headers = _Headers()
-        self._inverse: Tensor | None = None
-
-    def header(self, training: bool) -> Tensor:
-        """Of the next message, int32 (4,)."""
-        header = torch.zeros(4, dtype=torch.int32, device=self.digest.device)
-        header[0].fill_(self.messages % (1 << 31))
-        header[1].copy_(self.digest)
-        header[2].fill_(int(training))
-        return header
-
-    def inverse(self) -> Tensor:
-        """`gram_inverse` of the directions."""
-        if self._inverse is None:
-            self._inverse = gram_inverse(self.directions)
-        return self._inverse
-
-    def keep(self, directions: Tensor, renewal: Renewal, inverse: Tensor | None = None) -> None:
-        """A training message has passed."""
-        self.directions, self._inverse = directions, inverse
-        self.messages += 1
-        self.digest = (self.digest * 31 + renewal.digest()) & 0x7FFFFFFF
-
-    def forget(self) -> None:
-        """The directions are other ones."""
-        self._inverse = None
-        self.headers.clear()
 
 
 class SubspaceSession(Session):
@@ -264,7 +209,7 @@ class SubspaceSession(Session):
         shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
-        memory: _Memory,
+        memory: Memory,
     ) -> None:
         super().__init__(codec, shape, dtype, device)
         self._memory = memory
@@ -274,24 +219,36 @@ class SubspaceSession(Session):
         return SubspaceSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
 
     def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
+        """Payload of `x`, whose shape must be the session's; arguments as for any session.
+
+        Raises:
+            TypeError: `x` is not a tensor of float32, bfloat16 or float16.
+            ValueError: another shape or device.
+        """
+        check_float("x", x)
         self._check_shape(x)
-        if x.dtype not in FLOATS:
-            raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        device = self._memory.directions.device
+        if x.device != device:
+            raise ValueError(f"x is on {x.device}; this session is for {device}")
         payload = torch.zeros(
-            self.nbytes(), dtype=torch.uint8, device=x.device
+            self.nbytes(), dtype=torch.uint8, device=device
         )  # between sections, too
-        if not x.numel():
-            return payload
+        if x.numel():
+            with _apart(device):
+                self._encode(x.detach().contiguous(), payload, training)
+        return payload
+
+    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
-        x_RC = x.detach().contiguous().view(geo.rows, geo.channels)
+        x_RC = x.view(geo.rows, geo.channels)
         full_RC = x_RC.float()
         products_RK = full_RC @ memory.directions.t()
         renewal = renew(full_RC, memory.directions, geo.renewed, products_RK, memory.inverse())
         directions_KC = renewal.applied(memory.directions)
         inverse_KK = gram_inverse(directions_KC)
         c_RK = renewed_products(full_RC, products_RK, renewal, directions_KC) @ inverse_KK
-        units_K = units_of(c_RK)
-        self._section(payload, "header", torch.int32).copy_(memory.header(training))
+        units_K, digest = units_of(c_RK), renewal.digest()
+        self._section(payload, "header", torch.int32).copy_(memory.header(digest, training))
         self._section(payload, "slots", torch.int16).copy_(renewal.slots_M)
         self._section(payload, "lengths", torch.float32).copy_(renewal.lengths_M)
         self._section(payload, "directions", torch.int8).copy_(renewal.codes_MC.view(-1))
@@ -303,8 +260,7 @@ class SubspaceSession(Session):
         base_RC = coded_RK @ directions_KC
         ops.subspace_rest_encode(x_RC, base_RC, payload, self.codec.directions, *self._settings)
         if training:
-            memory.keep(directions_KC, renewal, inverse_KK)
-        return payload
+            memory.keep(directions_KC, digest, inverse_KK)
 
     def decode(
         self,
@@ -317,46 +273,55 @@ class SubspaceSession(Session):
         """The tensor in `payload`, in the session's shape and dtype (or in `out`); arguments as for `encode`.
 
         Raises:
-            ValueError: another length, or not the next message of the sender that this end has followed.
+            TypeError: `out` is not a tensor of float32, bfloat16 or float16.
+            ValueError: a payload of another length, dtype or device, one that is not the next message of the sender
+                that this end has followed, or an `out` of another shape or device.
         """
-        if payload.shape != (self.nbytes(),) or payload.dtype != torch.uint8:
-            raise ValueError(
-                f"payload is {payload.dtype} {tuple(payload.shape)}; expected {self.nbytes()} bytes"
-            )
+        device = self._memory.directions.device
+        check_payload("payload", payload, self.nbytes(), device)
         if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype, device=payload.device)
-        if not out.numel():
-            return out
+            out = torch.empty(self.shape, dtype=self.dtype, device=device)
+        check_out(out, self.shape, device)
+        if out.numel():
+            payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
+            target = out.detach().contiguous()
+            with _apart(device):
+                self._decode(payload, target, training)
+                if target.data_ptr() != out.data_ptr():
+                    out.copy_(target)
+        return out
+
+    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
-        payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
-        header, expected = self._section(payload, "header", torch.int32), memory.header(training)
-        memory.headers.compare(header, expected)
-        # Where the host learns it later, what does not belong here decodes to NaN and leaves the directions alone.
-        wrong = (header != expected).any()
-        slots_M = self._section(payload, "slots", torch.int16)
         renewal = Renewal(
-            torch.where(wrong, -1, slots_M).to(torch.int16),
+            self._section(payload, "slots", torch.int16),
             self._section(payload, "lengths", torch.float32),
             self._section(payload, "directions", torch.int8).view(geo.renewed, geo.channels),
         )
+        digest = renewal.digest()
+        there = (renewal.slots_M >= -1) & (renewal.slots_M < self.codec.directions)
+        expected = memory.header(torch.where(there.all(), digest, -1), training)
+        header = self._section(payload, "header", torch.int32)
+        memory.headers.compare(header, expected)
+        # Where the host learns it later, what does not belong here decodes to NaN and leaves the directions alone.
+        wrong = (header != expected).any()
+        renewal = renewal._replace(slots_M=torch.where(wrong, -1, renewal.slots_M))
         directions_KC = renewal.applied(memory.directions)
         units_K = self._section(payload, "units", torch.bfloat16).float()
         units_K = torch.where(wrong, math.nan, units_K)
-        c_RK = torch.empty(geo.rows, self.codec.directions, device=payload.device)
-        ops.subspace_coefficients_decode(payload, units_K, c_RK, geo.channels, *self._settings)
-        base_RC = c_RK @ directions_KC
-        target = out
-        if not out.is_contiguous():
-            target = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        flat_RC = target.view(geo.rows, geo.channels)
-        ops.subspace_rest_decode(
-            payload, base_RC, flat_RC, self.codec.directions, *self._settings, False
+        c_RK = torch.empty(
+            geo.rows, self.codec.directions, dtype=torch.float32, device=payload.device
         )
-        if target is not out:
-            out.copy_(target)
+        ops.subspace_coefficients_decode(payload, units_K, c_RK, geo.channels, *self._settings)
+        out_RC = out.view(geo.rows, geo.channels)
+        # The remainder may be added in place, so that nothing else of this size is needed.
+        into = out_RC if out_RC.dtype == torch.float32 else None
+        base_RC = torch.mm(c_RK, directions_KC, out=into)
+        ops.subspace_rest_decode(
+            payload, base_RC, out_RC, self.codec.directions, *self._settings, False
+        )
         if training:
-            memory.keep(directions_KC, renewal)
-        return out
+            memory.keep(directions_KC, digest)
 
     def state_bytes(self) -> int:
         return self._memory.directions.nbytes + 16
@@ -372,27 +337,29 @@ class SubspaceSession(Session):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; an empty one changes nothing.
+        """Take over what `state_dict` gave; an empty one is that of before the first message.
 
         Raises:
             ValueError: it is of another rank or width.
         """
-        if not state:
-            return
         memory = self._memory
+        if not state:
+            memory.reset()
+            return
         if unlike := {"directions", "messages", "digest"} ^ set(state):
             raise ValueError(f"state lacks or has {sorted(unlike)}; it is not one of {self.codec}")
         directions = state["directions"]
         if directions.shape != memory.directions.shape:
-            (rank, channels), (own, width) = directions.shape, memory.directions.shape
+            rank, width = memory.directions.shape
             raise ValueError(
-                f"state has {rank} directions of {channels} channels; this session has rank {own} "
-                f"and {width} channels: allowed are the same"
+                f"state has directions of shape (rank, channels) = {tuple(directions.shape)}; "
+                f"this session has rank {rank} and {width} channels: allowed are the same"
             )
-        memory.directions = directions.to(self.device, torch.float32, copy=True)
-        memory.forget()
-        memory.messages = int(state["messages"])
-        memory.digest.fill_(int(state["digest"]))
+        memory.restore(
+            directions.to(self.device, torch.float32, copy=True),
+            int(state["messages"]),
+            torch.full((), int(state["digest"]), dtype=torch.int64, device=self.device),
+        )
 
     @property
     def _settings(self) -> tuple[int, int, int]:
@@ -402,9 +369,11 @@ class SubspaceSession(Session):
         return self._geometry.layout.section(payload, name, dtype)
 
 
-def _told(header: list[int]) -> str:
-    kind = "training" if header[2] else "evaluation"
-    return f"{kind} message {header[0]} after directions {header[1]:08x}"
+@contextlib.contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """Apart from the model's computation: no graph, and no autocast, which would round inside the codec."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, int]:

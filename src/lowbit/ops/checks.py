@@ -16,12 +16,12 @@ from lowbit.ops.layout import group_int_layout, subspace_geometry, tah_geometry
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check(x: Tensor, payload: Tensor, dims: int, nbytes: int) -> None:
+def _check(x: Tensor, payload: Tensor, dims: int, nbytes: int, name: str = "tensor") -> None:
     if x.dtype not in DTYPES:
-        raise TypeError(f"tensor has dtype {x.dtype}; allowed: float32, bfloat16, float16")
+        raise TypeError(f"{name} has dtype {x.dtype}; allowed: float32, bfloat16, float16")
     if x.dim() != dims or not x.is_contiguous() or x.numel() == 0:
         raise ValueError(
-            f"tensor has shape {tuple(x.shape)}; allowed: {dims}-D, contiguous, not empty"
+            f"{name} has shape {tuple(x.shape)}; allowed: {dims}-D, contiguous, not empty"
         )
     if payload.dtype != torch.uint8 or payload.shape != (nbytes,) or not payload.is_contiguous():
         raise ValueError(
@@ -219,18 +219,17 @@ def _check_both(**tensors: Tensor | None) -> None:
 
 
 def _check_subspace(
-    x: Tensor, payload: Tensor, rows: int, channels: int, rank: int, bits: int, group: int, refresh: int,
+    name: str, x: Tensor, payload: Tensor, rows: int, channels: int, rank: int, bits: int, group: int, refresh: int,
     **tensors: tuple[Tensor, tuple[int, ...]],
 ) -> None:  # fmt: skip
-    """Each of `tensors` is float32 and has the shape beside it."""
+    """`x`, which is called `name`, is of any dtype; each of `tensors` is float32 and has the shape beside it."""
     _check_settings(bits, group)
     if not 1 <= rank <= channels or refresh < 1:
         raise ValueError(
             f"rank is {rank}, channels {channels}, refresh {refresh}; allowed: 1 to channels, and from 1 on"
         )
-    _check(
-        x, payload, 2, subspace_geometry(rows, channels, rank, bits, group, refresh).layout.nbytes
-    )
+    nbytes = subspace_geometry(rows, channels, rank, bits, group, refresh).layout.nbytes
+    _check(x, payload, 2, nbytes, name)
     for name, (t, shape) in tensors.items():
         if t.dtype != torch.float32:
             raise TypeError(f"{name} has dtype {t.dtype}; allowed: float32")
@@ -240,7 +239,7 @@ def _check_subspace(
 def _subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, refresh) -> None:
     rows, rank = c.shape
     _check_subspace(
-        c, payload, rows, channels, rank, bits, group, refresh,
+        "c", c, payload, rows, channels, rank, bits, group, refresh,
         c=(c, (rows, rank)), unit=(unit, (rank,)), out=(out, (rows, rank)),
     )  # fmt: skip
 
@@ -248,20 +247,24 @@ def _subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, 
 def _subspace_coefficients_decode(payload, unit, out, channels, bits, group, refresh) -> None:
     rows, rank = out.shape
     _check_subspace(
-        out, payload, rows, channels, rank, bits, group, refresh,
+        "out", out, payload, rows, channels, rank, bits, group, refresh,
         unit=(unit, (rank,)), out=(out, (rows, rank)),
     )  # fmt: skip
 
 
-def _subspace_rest_encode(x, base, payload, rank, bits, group, refresh) -> None:
-    rows, channels = x.shape
-    _check_subspace(
-        x, payload, rows, channels, rank, bits, group, refresh, base=(base, (rows, channels))
-    )
+def _subspace_rest_encode(x, base, payload, *settings) -> None:
+    _check_subspace_rest("x", x, base, payload, *settings)
 
 
 def _subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate) -> None:
-    _subspace_rest_encode(out, base, payload, rank, bits, group, refresh)
+    _check_subspace_rest("out", out, base, payload, rank, bits, group, refresh)
+
+
+def _check_subspace_rest(name, x, base, payload, rank, bits, group, refresh) -> None:
+    rows, channels = x.shape
+    _check_subspace(
+        name, x, payload, rows, channels, rank, bits, group, refresh, base=(base, (rows, channels))
+    )
 
 
 CHECKS: dict[str, Callable[..., None]] = {

@@ -21,7 +21,8 @@ Operators for tokens near to a subspace, `lowbit.codecs.SubspaceQuant`; each fil
   -> payload; and what it decodes to in out (R, K) float32, which may be c itself.
 - `subspace_coefficients_decode(payload, unit, out, channels, bits, group, refresh)`: payload -> out (R, K) float32.
 - `subspace_rest_encode(x, base, payload, rank, bits, group, refresh)`: x (R, C) - base (R, C) float32 -> payload.
-- `subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate)`: base + payload -> out (R, C).
+- `subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate)`: base + payload -> out (R, C);
+  out may be base itself if it is not added to.
 
 Operators for backward from quantized inputs (formulas: `lowbit.ops.fused`). Payloads are those of `group_int_encode`,
 asymmetric, of a tensor's elements in order; x' stands for what such a payload decodes to, in float32:

@@ -12,6 +12,7 @@ import torch
 
 from lowbit import ops
 from lowbit.codecs import Codec, FeatureInt4
+from lowbit.ops.layout import subspace_geometry
 
 FOLDER = Path(__file__).parent
 
@@ -52,3 +53,39 @@ def write_golden(codec: Codec) -> None:
     if not golden_path(codec).exists():
         with ops.backend("reference"):
             golden_path(codec).write_bytes(codec.encode(sample()).numpy().tobytes())
+
+
+def subspace(bits: int) -> bytes:
+    """What the operators of `SubspaceQuant` fill of the sample's payload, given directions from integers alone.
+
+    The codec's own payloads depend on how a machine sums up products; these do not.
+    """
+    x = sample().view(10, 200)
+    c, unit = x[:, 3:12].contiguous(), x[2, :9].abs().bfloat16().float()
+    base = x.roll(1, 1) * 0.25
+    rank, settings = 9, (bits, 48, 4)  # a ragged last group of 8
+    layout = subspace_geometry(10, 200, rank, *settings).layout
+    payload, coded = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty_like(c)
+    ops.subspace_coefficients_encode(c, unit, payload, coded, 200, *settings)
+    ops.subspace_rest_encode(x, base, payload, rank, *settings)
+    return payload.numpy().tobytes()
+
+
+def subspace_path(bits: int) -> Path:
+    """Where that payload lies."""
+    return FOLDER / f"subspace-{bits}.bin"
+
+
+def check_golden_subspace(bits: int) -> None:
+    """Both backends fill exactly the frozen payload."""
+    frozen = subspace_path(bits).read_bytes()
+    for name in ("reference", "cpu"):
+        with ops.backend(name):
+            assert subspace(bits) == frozen, f"{name} changed the wire"
+
+
+def write_golden_subspace(bits: int) -> None:
+    """Freeze a payload that is not frozen yet."""
+    if not subspace_path(bits).exists():
+        with ops.backend("reference"):
+            subspace_path(bits).write_bytes(subspace(bits))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowbit.codecs import BlockFloat8, GroupInt, TAHQuant
 
-from . import feature_int4, write_golden
+from . import feature_int4, write_golden, write_golden_subspace
 
 for codec in (
     GroupInt(bits=4, group=64),
@@ -19,3 +19,5 @@ for codec in (
     TAHQuant(allocation="token", tile=32),
 ):
     write_golden(codec)
+for bits in (2, 3, 4, 6):
+    write_golden_subspace(bits)

@@ -67,7 +67,7 @@ def subspace_coefficients_encode(
     start = payload.data_ptr()
 
     def work(first: int, last: int) -> None:
-        scratch = torch.empty(4 * rank, dtype=torch.uint8)
+        scratch = torch.empty(4 * rank, dtype=torch.uint8, device="cpu")
         _encode_coefficients(
             c.data_ptr(), unit.data_ptr(), start + at["factors"], start + at["coefficients"],
             out.data_ptr(), rank, scratch.data_ptr(), first, last,
@@ -101,7 +101,9 @@ def subspace_rest_encode(
     at, start = geo.layout.offsets, payload.data_ptr()
 
     def work(first: int, last: int) -> None:
-        scratch = torch.empty(4 * geo.channels + 8 * geo.groups + group, dtype=torch.uint8)
+        scratch = torch.empty(
+            4 * geo.channels + 8 * geo.groups + group, dtype=torch.uint8, device="cpu"
+        )
         _encode_rest(
             x.data_ptr(), KINDS[x.dtype], base.data_ptr(),
             start + at["exponents"], start + at["steps"], start + at["codes"],
@@ -119,7 +121,7 @@ def subspace_rest_decode(
     at, start = geo.layout.offsets, payload.data_ptr()
 
     def work(first: int, last: int) -> None:
-        scratch = torch.empty(4 * geo.channels + group, dtype=torch.uint8)
+        scratch = torch.empty(4 * geo.channels + group, dtype=torch.uint8, device="cpu")
         _decode_rest(
             start + at["exponents"], start + at["steps"], start + at["codes"], base.data_ptr(),
             out.data_ptr(), KINDS[out.dtype], geo.channels, group, geo.groups, geo.row_bytes, bits, accumulate,

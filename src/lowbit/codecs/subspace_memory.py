@@ -1,0 +1,95 @@
+"""What an end of a `SubspaceQuant` boundary knows, and how it tells that a message is the next one."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.basis import gram_inverse
+
+
+class Headers:
+    """What arrives and what should have: compared by the host as soon as it knows, which waits for no GPU."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+
+    def compare(self, found: Tensor, expected: Tensor) -> None:
+        """Take two headers; raise for those that have arrived: on the CPU these, on a GPU those before, as a rule."""
+        both, event = torch.stack([found, expected]), None
+        if both.is_cuda:
+            host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
+            both, event = host.copy_(both, non_blocking=True), torch.cuda.Event()
+            event.record()
+        self._coming.append((both, event))
+        self.check()
+
+    def check(self, wait: bool = False) -> None:
+        """Raise unless every header that has arrived is the expected one."""
+        while self._coming:
+            both, event = self._coming[0]
+            if event is not None and wait:
+                event.synchronize()
+            elif event is not None and not event.query():
+                return
+            self._coming.popleft()
+            found, expected = both.tolist()
+            if found != expected:
+                raise ValueError(
+                    f"payload is {_told(found)}; this end expects {_told(expected)}: "
+                    "a message was lost, repeated or changed, or came in another order"
+                )
+
+    def clear(self) -> None:
+        self._coming.clear()
+
+
+class Memory:
+    """What an end knows: the directions, and how they came about."""
+
+    def __init__(self, rank: int, channels: int, device: torch.device) -> None:
+        self._empty = (rank, channels), device
+        self.headers = Headers()
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing has passed yet."""
+        shape, device = self._empty
+        digest = torch.zeros((), dtype=torch.int64, device=device)
+        self.restore(torch.zeros(shape, dtype=torch.float32, device=device), 0, digest)
+
+    def restore(self, directions: Tensor, messages: int, digest: Tensor) -> None:
+        """So many messages of training have passed; the digest is int64 ()."""
+        self.directions, self.messages, self.digest = directions, messages, digest
+        self._inverse: Tensor | None = None
+        self.headers.clear()
+
+    def header(self, digest: Tensor, training: bool) -> Tensor:
+        """Of the next message, whose directions have this digest: int32 (4,)."""
+        header = torch.empty(4, dtype=torch.int32, device=digest.device)
+        header[0].fill_(self.messages % (1 << 31))
+        header[1].copy_(self.digest)
+        header[2].fill_(int(training))
+        header[3].copy_(digest)
+        return header
+
+    def inverse(self) -> Tensor:
+        """`gram_inverse` of the directions."""
+        if self._inverse is None:
+            self._inverse = gram_inverse(self.directions)
+        return self._inverse
+
+    def keep(self, directions: Tensor, digest: Tensor, inverse: Tensor | None = None) -> None:
+        """A training message has passed."""
+        self.directions, self._inverse = directions, inverse
+        self.messages += 1
+        self.digest = (self.digest * 31 + digest) & 0x7FFFFFFF
+
+
+def _told(header: list[int]) -> str:
+    number, before, training, own = header
+    kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
+    new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the rank"
+    return f"{kind} message {number} after directions {before:08x} with {new}"
