@@ -197,6 +197,10 @@ def test_the_default_texts_are_on_this_machine_and_apart():
         ({"regimes": ("warm",)}, r"regimes is \('warm',\); allowed: scratch-warmup"),
         ({"boundaries": ("int1",)}, "codec is 'int1'"),
         ({"backward": "nothing"}, "codec is 'nothing'"),
+        (
+            {"boundaries": ("int4 / SubspaceQuant(rank='auto')",), "regimes": ("finetune",)},
+            "warmup_steps is 0, and boundary .int4 / .* in regime finetune has SubspaceQuant",
+        ),
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
         ({"stages": 9}, r"stages is 9; allowed: at most layers \(8\)"),
         ({"jobs": 0}, "jobs is 0"),

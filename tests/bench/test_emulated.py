@@ -15,7 +15,7 @@ from lowbit.bench.emulated import (
     evaluate,
     train,
 )
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, parse
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, parse
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model
@@ -141,6 +141,17 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
     ends, boundaries = 2, 2
     assert result["state_bytes"] == ends * boundaries * 4 * 16 * 32 * 4
     assert result["loss_through_codecs"] is None
+
+
+def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
+    auto = parse("SubspaceQuant(rank='auto', group=8)")
+    _, result = train(recipe, forward=auto, backward=auto, seed=0)
+    bits = [SubspaceQuant(rank=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
+    assert bits[0] <= result["bits_forward"] < bits[-1], "ranks differ between the boundaries"
+    told = 16 * 8 / (2 * 16 * 32)  # in the last step of the warm-up
+    assert 4 * result["bits_forward_run"] == 64 + told + 2 * result["bits_forward"]
+    with pytest.raises(ValueError, match="warmup_steps is 0, and forward has SubspaceQuant"):
+        first_losses(dataclasses.replace(recipe, warmup_steps=0), auto)
 
 
 def test_the_model_comes_back_trained_and_without_codecs(recipe: Recipe):

@@ -64,6 +64,20 @@ def test_state_grows_with_the_samples_and_survives_a_restart() -> None:
     assert torch.equal(again_r.decode(payload, key=(3, 0)), receiver.decode(payload, key=(3, 0)))
 
 
+def test_evaluation_uses_what_is_known_and_keeps_nothing() -> None:
+    sender, receiver = sessions()
+    x = torch.randn(2, 3, 64)
+    receiver.decode(sender.encode(x, key=(0, 1)), key=(0, 1))
+    before = [{k: v.clone() for k, v in end.state_dict().items()} for end in (sender, receiver)]
+    payload = sender.encode(x + 0.01, key=(1, 2), training=False)
+    y = receiver.decode(payload, key=(1, 2), training=False)
+    assert len(payload) == GroupInt().nbytes((3, 64)) + 3 * 64 * 4
+    assert torch.allclose(y, x + 0.01, atol=2.0)
+    for end, kept in zip((sender, receiver), before, strict=True):
+        assert end.state_dict().keys() == kept.keys()
+        assert all(torch.equal(end.state_dict()[k], v) for k, v in kept.items())
+
+
 def test_nan_reaches_the_other_side() -> None:
     sender, receiver = sessions()
     x = torch.randn(2, 3, 64)

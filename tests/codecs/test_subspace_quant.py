@@ -18,6 +18,7 @@ from lowbit.codecs.basis import (
     ITERATIONS,
     Renewal,
     _start,
+    best_rank,
     gram_inverse,
     project,
     renew,
@@ -395,17 +396,64 @@ def test_a_rank_is_chosen_by_the_spectrum() -> None:
     for directions in (3, 12):
         x = tokens(shape, seed=1, directions=directions)
         codec = SubspaceQuant.fitted(x, bits=2, refresh=4)
-        assert directions <= codec.rank <= directions + 2, "and one for the mean"
+        assert directions <= codec.directions <= directions + 2, "and one for the mean"
         assert (codec.bits, codec.group, codec.refresh) == (2, 64, 4)
         assert SubspaceQuant.fitted(x.bfloat16() * 1e-30, bits=2, refresh=4).rank == codec.rank
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     assert SubspaceQuant.fitted(noise).rank == 1, "nothing to be had"
-    assert SubspaceQuant.fitted(torch.randn(3, 8)).rank <= 3
+    assert SubspaceQuant.fitted(torch.randn(3, 8)).directions <= 3
     for bad in (torch.zeros(4, 8), torch.full((4, 8), math.nan), torch.empty(0, 8)):
         with pytest.raises(ValueError, match="x has shape .* allowed: finite"):
             SubspaceQuant.fitted(bad)
     with pytest.raises(TypeError, match="float64"):
         SubspaceQuant.fitted(noise.double())
+
+
+def test_a_rank_is_that_of_the_whole_spectrum_where_only_its_start_is_looked_at() -> None:
+    """Beyond 256 tokens and channels the power method sees the largest directions alone."""
+    generator = torch.Generator().manual_seed(0)
+    turned = torch.linalg.qr(torch.randn(300, 300, generator=generator)).Q
+    for slope in (0.6, 1.0, 1.6):
+        fall = torch.arange(1, 301).float() ** -slope
+        x = torch.randn(400, 300, generator=generator) * fall @ turned
+        energy = torch.linalg.svdvals(x.double()).square()
+        share = energy.cumsum(0) / energy.sum()
+        k = torch.arange(1, 301)
+        noise = (1 - share) / 4**3 + share / 4**8
+        cost = noise.log2() / 2 + 8 * k / 300 + 8 * k.div(5).ceil() / 400
+        found = best_rank(x, bits=3, refresh=5)
+        assert cost[found - 1] < cost.min() + 0.005, slope
+        assert found == best_rank(x, bits=3, refresh=5)
+    flat = torch.eye(600).repeat(80, 1)  # each direction is as good as the next, and cheap
+    assert best_rank(flat, bits=8, refresh=60000) <= 256
+
+
+def test_a_rank_that_is_left_open_is_asked_for() -> None:
+    auto = parse("SubspaceQuant(rank='auto', bits=4, refresh=3)")
+    assert auto == SubspaceQuant(rank="auto", bits=4, refresh=3)
+    assert (auto.settled, SubspaceQuant().settled) == (False, True)
+    for use in (auto.nbytes, lambda shape: auto.open(shape=shape, dtype=torch.float32)):
+        with pytest.raises(ValueError, match=r"rank is 'auto': .* warm-up.*; allowed here: an int"):
+            use((4, 64))
+    x = tokens(seed=1)
+    codec = auto.settle(auto.choose(x))
+    assert codec == SubspaceQuant.fitted(x, bits=4, refresh=3)
+    assert codec.settle(5) is codec
+    with pytest.raises(ValueError, match="rank is 0"):
+        auto.settle(0)
+    with pytest.raises(ValueError, match="rank is 'best'; allowed: an integer .* or 'auto'"):
+        SubspaceQuant(rank="best")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_message_that_tells_nothing_gives_a_rank_nevertheless(
+    bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = SubspaceQuant(rank="auto")
+    for shape, rank in (((4, 70), 32), ((2, 3, 12), 12), ((0, 5), 5)):
+        assert auto.choose(torch.full(shape, bad)) == rank
+    assert "rank 32" in caplog.messages[0]
+    assert len(caplog.messages) == 3
 
 
 def test_bad_input() -> None:

@@ -178,6 +178,115 @@ def test_shapes_that_share_what_a_codec_keeps():
     assert torch.equal(again.encode(0, Step(), 0, x), fresh.encode(0, Step(), 0, x))
 
 
+AUTO = SubspaceQuant(rank="auto", group=8, refresh=2)
+SETTLING = Step.numbered(4, 5)
+
+
+def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
+    """Tokens near to 3 directions."""
+    basis = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape[:-1], 3, generator=generator) @ basis
+
+
+def unsettled(*slots: tuple[torch.Size, torch.dtype]) -> tuple[Lane, Lane]:
+    ends = tuple(Lane(1, "forward", AUTO, "cpu", Traffic()) for _ in range(2))
+    for end in ends:
+        end.prepare(slots or [(SHAPE, torch.float32)], FULL)
+    return ends[0], ends[1]
+
+
+def pass_on(sender: Lane, receiver: Lane, step: Step, micro_batch: int, x: Tensor) -> Tensor:
+    payload, out = sender.encode(0, step, micro_batch, x), torch.empty_like(x)
+    assert payload.numel() == receiver.nbytes(0, step, micro_batch)
+    receiver.decode(0, step, micro_batch, payload, out)
+    return out
+
+
+def test_the_steps_of_a_warm_up():
+    kinds = [Step.numbered(i, 2, training=t) for i in range(3) for t in (True, False)]
+    assert [(s.full_precision, s.settling) for s in kinds] == [
+        (True, False), (True, False), (True, True), (True, False), (False, False), (False, False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype: torch.dtype):
+    odd = torch.Size((1, 3, 64))
+    slots = (SHAPE, dtype), (torch.Size((3,)), torch.int64)
+    sender, receiver = unsettled(*slots)
+    x = near(1).to(dtype)
+    assert torch.equal(pass_on(sender, receiver, FULL, 0, x), x)
+    assert sender.chosen() == {}
+    assert sender.facts() == receiver.facts()
+    payloads = [sender.encode(0, SETTLING, i, near(i).to(dtype)) for i in range(3)]
+    assert {p.numel() for p in payloads} == {x.numel() * x.element_size() + 16}
+    assert sender.nbytes(1, SETTLING, 0) == 24, "nothing to choose for integers"
+    assert receiver.chosen() == {}
+    for i in (2, 0, 1):  # in any order
+        out = torch.empty_like(x)
+        receiver.decode(0, SETTLING, i, payloads[i], out)
+        assert torch.equal(out, near(i).to(dtype))
+    expected = AUTO.settle(AUTO.choose(near(0).to(dtype)))
+    assert sender.chosen() == receiver.chosen() == {"tensor 0, width 64": expected}
+    assert expected.rank in (3, 4)
+    assert sender.facts() == receiver.facts()
+    for end in (sender, receiver):
+        end.prepare([(odd, dtype)])
+    y = pass_on(sender, receiver, Step(), 0, near(9, odd).to(dtype))
+    assert (y - near(9, odd)).norm() < 0.1 * near(9, odd).norm()
+    assert sender.nbytes(0, Step(), 0) == expected.nbytes(odd)
+    sent = 4 * x.numel() * x.element_size() + 3 * 16 + expected.nbytes(odd)
+    assert sender._traffic.forward_bytes == sent
+
+
+@pytest.mark.parametrize("steps_after", [0, 2])
+def test_what_was_chosen_survives_a_restart(steps_after: int):
+    sender, receiver = unsettled()
+    pass_on(sender, receiver, SETTLING, 0, near(0))
+    for i in range(steps_after):
+        pass_on(sender, receiver, Step(), i, near(i))
+    again = unsettled()
+    for end, old in zip(again, (sender, receiver), strict=True):
+        end.load_state_dict(old.state_dict())
+        assert end.state_dict().keys() == old.state_dict().keys()
+        end.prepare([(SHAPE, torch.float32)])
+        assert end.chosen() == old.chosen()
+    for i in range(3):
+        assert torch.equal(
+            pass_on(*again, Step(), i, near(i)), pass_on(sender, receiver, Step(), i, near(i))
+        )
+    other = Lane(1, "forward", SubspaceQuant(rank=9, group=8, refresh=2), "cpu", Traffic())
+    other.load_state_dict(sender.state_dict())
+    with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
+        other.prepare([(SHAPE, torch.float32)])
+
+
+def test_an_open_lane_takes_over_another_choice():
+    sender, receiver = unsettled()
+    pass_on(sender, receiver, SETTLING, 0, near(1))
+    other = unsettled()
+    pass_on(*other, SETTLING, 0, torch.full(SHAPE, float("nan")))
+    assert sender.chosen() != other[0].chosen(), "32 where there is nothing to choose by"
+    other[0].load_state_dict(sender.state_dict())
+    assert other[0].facts() == sender.facts()
+    with pytest.raises(ValueError, match="tensor 0, width 64 was settled as 32, and now as [34]"):
+        other[1].decode(0, SETTLING, 0, sender.encode(0, SETTLING, 0, near(0)), torch.empty(SHAPE))
+
+
+def test_without_a_choice_nothing_is_coded():
+    sender, _ = unsettled()
+    for use in (
+        lambda: sender.prepare([(SHAPE, torch.float32)]),
+        lambda: sender.nbytes(0, Step(), 0),
+        lambda: sender.session(0, SHAPE, torch.float32),
+    ):
+        with pytest.raises(ValueError, match="width 64: .*auto.* allowed: warmup_steps of at lea"):
+            use()
+    with pytest.raises(TypeError, match="float64"):
+        sender.prepare([(SHAPE, torch.float64)], FULL)
+
+
 def test_traffic_counts_what_is_encoded():
     traffic = Traffic()
     there = Lane(0, "backward", INT4, "cpu", traffic)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.pipeline import emulate_
@@ -61,8 +62,9 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
         (INT4, Cast(dtype=torch.bfloat16)),
         (AQSGD(inner=INT4), INT6),
         (SubspaceQuant(rank=4, bits=2, group=8), SubspaceQuant(rank=3, bits=4, group=24)),
+        (SubspaceQuant(rank="auto", group=8), SubspaceQuant(rank="auto", bits=4, group=24)),
     ],
-    ids=["tah-quant", "int4", "aq-sgd", "subspace"],
+    ids=["tah-quant", "int4", "aq-sgd", "subspace", "subspace-auto"],
 )
 def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backward: Codec):
     (_, first), (losses, last) = ranks.run(pipeline, forward, backward)
@@ -178,6 +180,43 @@ def test_a_codec_that_remembers_samples_leaves_evaluation_alone():
     assert torch.equal(model(x), x)  # a first visit
     assert not torch.equal(model(x + 1), x + 1)
     assert emulation.state_bytes() == 2 * x.numel() * 4
+
+
+def checkpointed(forward: Codec, *, reentrant: bool | None, warmup_steps: int = 0) -> Any:
+    """Two steps of a model whose middle is computed again during backward, or not (None)."""
+    model = nn.Sequential(*toy.blocks(3))
+    emulation = emulate_(model, at=["1"], forward=forward, backward=INT6, warmup_steps=warmup_steps)
+    for step in range(2):
+        x = model[0](toy.batch(step)[0])
+        inside = nn.Sequential(model[1], model[2])
+        if reentrant is None:
+            y = inside(x)
+        else:
+            y = checkpoint(inside, x, use_reentrant=reentrant)
+        y.square().mean().backward()
+        emulation.step()
+    traffic = emulation.traffic
+    sent = (traffic.forward_bytes, traffic.backward_bytes)
+    return [p.grad for p in model.parameters()], sent, emulation.chosen()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool):
+    auto = SubspaceQuant(rank="auto", group=8)
+    for forward, steps in ((TAHQuant(), 0), (auto, 2)):
+        plain = checkpointed(forward, reentrant=None, warmup_steps=steps)
+        found = checkpointed(forward, reentrant=reentrant, warmup_steps=steps)
+        assert all(torch.equal(a, b) for a, b in zip(plain[0], found[0], strict=True))
+        assert plain[1:] == found[1:]
+    with pytest.raises(RuntimeError, match=r"boundary 0 is computed again .*checkpointing"):
+        checkpointed(auto, reentrant=reentrant, warmup_steps=1)  # by then directions have moved
+
+
+def test_there_must_be_a_warm_up_where_something_is_left_to_choose():
+    auto, model = SubspaceQuant(rank="auto"), nn.Sequential(nn.Identity())
+    for forward, backward in ((auto, INT6), (INT4, {0: auto})):
+        with pytest.raises(ValueError, match="warmup_steps is 0, and .*ward has .*'auto'"):
+            emulate_(model, at=["0"], forward=forward, backward=backward)
 
 
 def test_traffic_is_that_of_the_pipeline():

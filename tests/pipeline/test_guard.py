@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lowbit.codecs import Cast, GroupInt
+from lowbit.codecs import Cast, GroupInt, SubspaceQuant
 from lowbit.collectives.agreement import Agreement
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.stage import _number
+from lowbit.pipeline.numbering import pipeline_number
 from tests.pipeline import toy
 from tests.ranks import Failure, Ranks
 
@@ -70,6 +71,47 @@ def test_step_counters_that_differ_are_an_error(ranks: Ranks):
     outcomes = ranks.outcomes(unlike, "interleaved-2", {}, 3)
     assert {o.kind for o in outcomes} == {"AgreementError"}
     assert "training steps so far: 0 on rank 0 (stage 0)" in outcomes[0].text
+
+
+def unfit(forward: Mapping[int, Any], state: Mapping[str, Any], steps: int) -> None:
+    """One boundary of three cannot code what crosses, or go on from what it is given."""
+    rest = dict.fromkeys(range(3), INT4)
+    options = {"forward": rest | dict(forward), "backward": INT6, "warmup_steps": 1}
+    run = toy.Run("1f1b", toy.lowbit(**options, timeout=30.0))
+    for stage in run.stages:
+        own = {n: s for n, s in state.items() if stage.stage_index in (1, 2)}
+        stage.load_codec_state_dict({"steps": steps, "lanes": own})
+    run.train(0)
+
+
+OF_RANK_3 = {"directions": torch.zeros(3, toy.WIDTH), "messages": 5, "digest": 0}
+
+
+@pytest.mark.parametrize(
+    ("codec", "state", "steps", "said"),
+    [
+        (SubspaceQuant(rank=25), {}, 0, "boundary 1 forward: rank is 25, .* allowed: 1 to 24"),
+        (SubspaceQuant(rank=2), OF_RANK_3, 5, "state has 3 directions of 24 channels; .* rank 2"),
+        (SubspaceQuant(rank="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
+    ],
+    ids=["rank", "state", "choice"],
+)
+def test_what_one_boundary_cannot_code_is_an_error_everywhere(
+    ranks: Ranks, codec: Any, state: Any, steps: int, said: str
+):
+    states = {"boundary 1 forward": {"tensor 0, width 24": state}} if state else {}
+    outcomes = ranks.outcomes(unfit, {1: codec}, states, steps, ranks=4)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert re.search(said, outcomes[0].text)
+
+
+def test_what_no_boundary_can_code_is_the_same_error(ranks: Ranks):
+    wide = SubspaceQuant(rank=25)
+    changes = {rank: {"forward": wide, "backward": wide} for rank in range(2)}
+    for outcome in ranks.outcomes(unlike, "1f1b", changes):
+        assert outcome.kind in ("AgreementError", "ValueError")
+        assert "boundary 0 backward: rank is 25" in outcome.text
 
 
 def other_micro_batches() -> None:
@@ -203,9 +245,9 @@ def test_stages_find_their_pipeline_whatever_the_order_they_are_made_in():
         pass
 
     group, other = Group(), Group()
-    made = [_number(group, length, 2) for length in (4, 2, 4, 4, 8, 2, 8, 4, 8, 8, 4)]
+    made = [pipeline_number(group, length, 2) for length in (4, 2, 4, 4, 8, 2, 8, 4, 8, 8, 4)]
     assert made == [0, 1, 0, 2, 3, 4, 3, 2, 3, 3, 5]
-    assert _number(other, 4, 2) == 0
+    assert pipeline_number(other, 4, 2) == 0
 
 
 def several_pipelines() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -298,33 +299,46 @@ def keyed(codec: Codec, stop_after: int | None = None, backward: Codec = INT6) -
         if step == 3:
             run.evaluate(0)
         losses += run.losses[-toy.MICRO_BATCHES :]
-    return losses, run.stages[0].traffic, run.stages[0].state_bytes()
+    stage = run.stages[0]
+    return losses, stage.traffic, stage.state_bytes(), stage.chosen()
 
 
 def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     through, resumed = (ranks.run(keyed, AQSGD(inner=INT4), stop) for stop in (None, 3))
     assert same(through[1][0], resumed[1][0])
     sample = 3 * toy.WIDTH
-    for _, _, state in through:
+    for _, _, state, _ in through:
         assert state == 16 * sample * 4  # all samples, in float32, at both ends
     # A warm-up step and an evaluation at full precision; two first visits; two later ones.
     first, later = 8 * sample * 4, 8 * INT4.nbytes((3, toy.WIDTH))
     assert through[0][1].forward_bytes == 2 * first + 2 * first + 2 * later
 
 
-def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ranks):
+@pytest.mark.parametrize("auto", [False, True], ids=["rank", "auto"])
+def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ranks, auto: bool):
     codec, backward = SubspaceQuant(rank=4, group=8), SubspaceQuant(rank=3, bits=4, group=8)
-    through, resumed = (ranks.run(keyed, codec, stop, backward) for stop in (None, 3))
-    assert same(through[1][0], resumed[1][0])
-    for _, _, state in through:
-        assert state == 4 * toy.WIDTH * (4 + 3) + 2 * 16
-    shape = (
-        toy.ROWS,
-        3,
-        toy.WIDTH,
-    )  # five steps and an evaluation, of which one step at full precision
-    assert through[0][1].forward_bytes == 4 * (4 * math.prod(shape) + 5 * codec.nbytes(shape))
-    assert through[1][1].backward_bytes == 4 * (4 * math.prod(shape) + 4 * backward.nbytes(shape))
+    chosen = [(codec, backward)] * 2
+    if auto:
+        codec, backward = (replace(c, rank="auto") for c in (codec, backward))
+    through = ranks.run(keyed, codec, None, backward)
+    for stop in (1, 3) if auto else (3,):
+        resumed = ranks.run(keyed, codec, stop, backward)
+        assert same(through[1][0], resumed[1][0])
+        assert [o[3] for o in resumed] == [o[3] for o in through]
+    if auto:
+        ((there,), (back,)) = (list(outcome[3].items()) for outcome in through)
+        assert there[0] == "boundary 0 forward, tensor 0, width 24"
+        assert back[0] == "boundary 0 backward, tensor 0, width 24"
+        assert there[1] == replace(codec, rank=there[1].rank)
+        chosen = [(there[1], back[1])] * 2
+    for (_, _, state, _), pair in zip(through, chosen, strict=True):
+        assert state == 4 * toy.WIDTH * sum(c.rank for c in pair) + 2 * 16
+    # Five steps and an evaluation, of which one step at full precision.
+    shape = (toy.ROWS, 3, toy.WIDTH)
+    first = 4 * math.prod(shape) + 16 * auto
+    there, back = (c.nbytes(shape) for c in chosen[0])
+    assert through[0][1].forward_bytes == 4 * (first + 5 * there)
+    assert through[1][1].backward_bytes == 4 * (first + 4 * back)
 
 
 def forgets_samples() -> None:
@@ -335,6 +349,27 @@ def test_samples_must_be_told(ranks: Ranks):
     for outcome in ranks.outcomes(forgets_samples):
         assert outcome.kind == "ValueError"
         assert "set_samples" in outcome.text
+
+
+def chooses(schedule: str) -> Any:
+    """Train past a warm-up in which several stages and micro-batches settle, with evaluations in between."""
+    auto = SubspaceQuant(rank="auto", group=8)
+    run = toy.Run(schedule, toy.lowbit(forward=auto, backward=auto, warmup_steps=2, timeout=30))
+    for step in range(4):
+        run.train(step)
+        run.evaluate(step)
+    found = [stage.codec_state_dict()["lanes"] for stage in run.stages]
+    lanes = {name: state for states in found for name, state in states.items()}
+    return {n: s["tensor 0, width 24"]["choice"] for n, s in lanes.items()}
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+def test_every_boundary_chooses_under_any_schedule(ranks: Ranks, schedule: str):
+    first, second = ranks.run(chooses, schedule)
+    remote = (0, 2) if schedule == "zbv" else (0, 1, 2)  # the bottom of the V is on one rank
+    assert first == second
+    assert set(first) == {f"boundary {i} {d}" for i in remote for d in ("forward", "backward")}
+    assert all(1 <= rank <= toy.WIDTH for rank in first.values())
 
 
 def foreign_state() -> None:
@@ -360,6 +395,7 @@ def bad_arguments() -> list[tuple[str, str]]:
         {"warmup_steps": 2.5},
         {"timeout": 0},
         {"timeout": "soon"},
+        {"forward": {0: SubspaceQuant(rank="auto")}},
     ):
         options = {"forward": INT4, "backward": INT6} | change
         try:
@@ -372,7 +408,7 @@ def bad_arguments() -> list[tuple[str, str]]:
 def test_bad_arguments_are_named(ranks: Ranks):
     for found in ranks.run(bad_arguments):
         assert [kind for kind, _ in found] == [
-            "TypeError", "ValueError", "ValueError", "TypeError", "ValueError", "TypeError"
+            "TypeError", "ValueError", "ValueError", "TypeError", "ValueError", "TypeError", "ValueError"
         ]  # fmt: skip
         for (_, text), words in zip(
             found,
@@ -383,6 +419,7 @@ def test_bad_arguments_are_named(ranks: Ranks):
                 "warmup_steps 2.5",
                 "timeout 0",
                 "timeout 'soon'",
+                "warmup_steps forward 'auto'",
             ),
             strict=True,
         ):

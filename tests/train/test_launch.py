@@ -19,6 +19,7 @@ from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
+AUTO = "SubspaceQuant(rank='auto', bits=4, group=8)"
 LIMIT = 110  # seconds, where everything else runs at the same time
 
 
@@ -29,7 +30,7 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     config = tiny(
         tmp_path,
         model={"family": "gpt2", "layers": 2, "dropout": 0.1},  # tied weights, random numbers
-        pipeline={"forward": "aq-sgd", "backward": "int6", "warmup_steps": 3},  # state, a counter
+        pipeline={"forward": "aq-sgd", "backward": AUTO, "warmup_steps": 3},  # state, a counter
         run={"steps": 40, "checkpoint_every": 4, "save_model": True},
     )
     whole = again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0})

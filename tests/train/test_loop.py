@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.codecs import parse
-from lowbit.train import StepMetrics, TrainConfig, train
+from lowbit.codecs import SubspaceQuant, parse
+from lowbit.train import StepMetrics, TrainConfig, state, train
 from lowbit.train.generate import generate
-from lowbit.train.metrics import read_metrics
+from lowbit.train.loop import Trainer
+from lowbit.train.metrics import Recorder, read_metrics
+from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
 from tests.ranks import Failure, Ranks
 from tests.train.runs import again, curve, losses, tiny
@@ -72,6 +74,7 @@ def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path
         assert metrics.bytes_saved == metrics.bytes_sent == 2 * 2 * elements
 
 
+AUTO = "SubspaceQuant(rank='auto', group=8)"
 FORWARD, BACKWARD = "SubspaceQuant(rank=2, group=8)", "SubspaceQuant(rank=2, bits=6, group=32)"
 
 
@@ -110,6 +113,49 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     assert generate(here.model, "def ", tokens=30) != generate(
         here.model, "def ", tokens=30, seed=5
     )
+
+
+class _Said(Recorder):
+    """What a run would say above its progress."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def _evaluates_in_between(config: TrainConfig) -> Any:
+    """Losses without codecs and with them in and after the warm-up; whether training went on as without them."""
+    rank = dist.get_rank()
+    states, found = [], []
+    for often in (True, False):
+        trainer, said = Trainer(prepare(config, ranks=2, rank=rank)), _Said()
+        for step in range(4):
+            trainer.step(step)
+            if step == 1:
+                trainer._tell_choices(said)
+            if often:
+                found.append(trainer.evaluate(step + 1))
+        states.append(state.collect(trainer.pipeline, trainer.optimizer))
+        other = trainer.evaluation.loss(
+            trainer.prepared.data.held_out, batch=8, batches=2, codecs=[SubspaceQuant(rank=5)]
+        )
+    same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}
+    return found, same, said.lines, other
+
+
+def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_path: Path):
+    pipeline = {"forward": AUTO, "backward": BACKWARD, "warmup_steps": 2}
+    config = tiny(tmp_path, pipeline=pipeline)
+    for evaluations, same, lines, other in ranks.run(_evaluates_in_between, config, timeout=LIMIT):
+        [line] = lines
+        assert line.startswith("boundary 0 forward, tensor 0, width 32: SubspaceQuant(rank=")
+        assert all(same.values()), same
+        through = [e["held_out_loss_codecs"] - e["held_out_loss"] for e in evaluations]
+        assert through[0] == 0, "nothing is learned or chosen before the warm-up is over"
+        assert all(through[1:])
+        assert other not in evaluations[-1].values(), "another codec than training's"
 
 
 def _loss_of_saved(config: TrainConfig) -> float:

@@ -23,6 +23,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"vocab": 7}, "vocabulary has 7 entries, the tokenizer 256"),
     ("pipeline", {"forward": "int9"}, "pipeline.forward: codec is 'int9'; allowed: fp32"),
     ("pipeline", {"backward": "GroupInt(bits=1)"}, "pipeline.backward: bits is 1; allowed"),
+    (
+        "pipeline",
+        {"backward": "SubspaceQuant(rank=33)"},
+        r"pipeline.backward: rank is 33, .* to 32",
+    ),
+    (
+        "pipeline",
+        {"forward": "SubspaceQuant(rank='auto')"},
+        r"pipeline.warmup_steps is 0, and .*forw",
+    ),
     ("pipeline", {"microbatches": 1}, "pipeline.microbatches is 1; allowed with 1F1B"),
     (
         "run",
@@ -69,10 +79,16 @@ def test_an_output_folder_with_a_run_is_not_overwritten_by_accident(tmp_path: Pa
         (4, {}, "written with ranks = 2, this run has 4"),
         (1, {}, "written with ranks = 2, this run has 1"),
         (2, {"forward": "int4"}, r"pipeline.forward = \['fp32'\], this run has \['int4'\]"),
+        (
+            2,
+            {"backward": "SubspaceQuant(rank=3)"},
+            r"pipeline.backward = .*\(rank=2\).*, this run has .*3",
+        ),
     ],
 )
 def test_a_resume_that_does_not_fit_is_refused(tmp_path: Path, ranks, changes, message):
-    config = tiny(tmp_path, run={"overwrite": False, "resume": True})
+    codecs = {"backward": "SubspaceQuant(rank=2)"}
+    config = tiny(tmp_path, pipeline=codecs, run={"overwrite": False, "resume": True})
     for rank in range(2):
         folder = Path(config.run.output) / "checkpoints" / "step-00000003" / f"rank-{rank}"
         folder.mkdir(parents=True)

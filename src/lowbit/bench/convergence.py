@@ -34,6 +34,7 @@ from lowbit.bench.replicas import RANKS
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import parse
 from lowbit.codecs.base import check_choice
+from lowbit.pipeline.boundary import check_warm_up
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
@@ -57,7 +58,8 @@ class Settings:
             the boundaries, and what autograd keeps in 4 bits, 8 for norms; in 4 for norms, too; with attention's
             tensors in 8; and in 4 for everything.
         backward: format of the gradients beside low-bit forward formats that do not name their own ("int4 / int6");
-            absent: what belongs to each. fp32, bf16 and fp16 travel alike both ways.
+            absent: what belongs to each. fp32, bf16 and fp16 travel alike both ways. SubspaceQuant(rank='auto') needs
+            a regime with a warm-up.
         seeds: of weights and data order.
         device: "cpu" or "cuda"; with several devices, runs at the same time take them in turn.
         precision: of the computation: "fp32", or "bf16" (autocast).
@@ -140,7 +142,10 @@ class Settings:
         if self.backward:
             parse(self.backward)
         for boundary in self.boundaries:
-            codec_pair(boundary, self.backward)
+            for codec in codec_pair(boundary, self.backward):
+                for regime in self.regimes:
+                    steps = warmup_steps(self, regime)
+                    check_warm_up(f"boundary {boundary!r} in regime {regime}", codec, steps)
             activation_policy(boundary)
             if gradient_codec(boundary) and self.batch % RANKS:
                 raise ValueError(f"batch is {self.batch}; allowed: multiples of {RANKS}")
@@ -228,7 +233,7 @@ def recipe(settings: Settings, regime: str) -> Recipe:
             lr=lr, lr_warmup_steps=10 if finetune else settings.lr_warmup_steps
         ),
         steps=steps.get(regime, settings.steps),
-        warmup_steps=settings.warmup_steps if regime == "scratch-warmup" else 0,
+        warmup_steps=warmup_steps(settings, regime),
         stages=settings.stages,
         samples=settings.finetune_samples if finetune else 0,
         eval_windows=settings.eval_windows,
@@ -236,6 +241,11 @@ def recipe(settings: Settings, regime: str) -> Recipe:
         device=settings.device,
         precision=settings.precision,
     )
+
+
+def warmup_steps(settings: Settings, regime: str) -> int:
+    """Steps at full precision in a regime."""
+    return settings.warmup_steps if regime == "scratch-warmup" else 0
 
 
 def _model(settings: Settings, *, pretrained: bool) -> ModelConfig:

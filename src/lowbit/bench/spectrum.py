@@ -111,7 +111,7 @@ class _Boundary:
         for bits in settings.bits:
             more = {"bits": bits, "group": settings.group, "refresh": settings.refresh}
             made |= {(rank, bits): False for rank in settings.ranks if rank <= x.shape[-1]}
-            made[SubspaceQuant.fitted(x, **more).rank, bits] = True
+            made[SubspaceQuant.fitted(x, **more).directions, bits] = True
         self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
         for (rank, bits), fitted in sorted(made.items(), key=lambda item: item[0][::-1]):
             codec = SubspaceQuant(
@@ -122,7 +122,7 @@ class _Boundary:
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
         for trial in self.trials:
             subspace = trial.codec if isinstance(trial.codec, SubspaceQuant) else None
-            rank = subspace.rank if subspace else None
+            rank = subspace.directions if subspace else None
             yield {
                 "boundary": self.index,
                 "direction": self.direction,

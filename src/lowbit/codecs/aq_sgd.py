@@ -82,7 +82,8 @@ class AQSGDSession(Session):
         for row, sample in zip(x, self._ids(key), strict=True):
             codec, last = self._codec_of(sample), self._memory.get(sample)
             parts.append(codec.encode(row.float() if last is None else row.float() - last))
-            self._update(sample, parts[-1])
+            if training:
+                self._memory[sample] = self._moved(sample, parts[-1])
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def decode(
@@ -102,8 +103,10 @@ class AQSGDSession(Session):
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=payload.device)
         for row, sample, part in zip(out, self._ids(key), payload.split(sizes), strict=True):
-            self._update(sample, part)
-            row.copy_(self._memory[sample])
+            moved = self._moved(sample, part)
+            row.copy_(moved)
+            if training:
+                self._memory[sample] = moved
         return out
 
     def state_bytes(self) -> int:
@@ -132,10 +135,9 @@ class AQSGDSession(Session):
     def _codec_of(self, sample: int) -> Codec:
         return self.codec.inner if sample in self._memory else self._first
 
-    def _update(self, sample: int, payload: Tensor) -> None:
-        """Move a sample's memory to what the receiver now holds."""
+    def _moved(self, sample: int, payload: Tensor) -> Tensor:
+        """What the receiver holds of a sample after this message."""
         codec, last, shape = self._codec_of(sample), self._memory.get(sample), self.shape[1:]
         if last is None:
-            self._memory[sample] = codec.decode(payload, shape=shape)
-        else:
-            codec.decode(payload, shape=shape, out=last, accumulate=True)
+            return codec.decode(payload, shape=shape)
+        return codec.decode(payload, shape=shape, out=last.clone(), accumulate=True)

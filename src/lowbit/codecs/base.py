@@ -1,8 +1,7 @@
 """The codec protocol: configuration that turns tensors into bytes, and sessions that own what outlives a message.
 
 A codec is a frozen, keyword-only dataclass whose fields are its whole configuration. Whatever a format keeps between
-messages lives in a `Session` that the boundary opens, one for each direction of each boundary; boundaries talk to
-sessions only, so that a format with state is one more file and nothing else.
+messages lives in a `Session` that the boundary opens, one for each of its directions; it talks to sessions only.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ class Codec(ABC):
 
     wire_version: ClassVar[int] = 1
     needs_key: ClassVar[bool] = False  # messages say which samples they hold
-    stateful: ClassVar[bool] = (
-        False  # works through sessions only, which keep something between messages
-    )
+    stateful: ClassVar[bool] = False  # works through sessions only, which remember messages
 
     @property
     def grain(self) -> int:
@@ -51,6 +48,19 @@ class Codec(ABC):
     def device(self) -> torch.device | None:
         """Where the tensors must be that it codes; None: anywhere."""
         return None
+
+    @property
+    def settled(self) -> bool:
+        """Whether payloads have a size; False: a number is left to choose by what a tensor carries, see `choose`."""
+        return True
+
+    def choose(self, x: Tensor) -> int:
+        """What an unsettled codec takes for tensors like this one, whatever they hold; 0 from all others."""
+        return 0
+
+    def settle(self, choice: int) -> Codec:
+        """The codec with that choice made; settled ones return themselves."""
+        return self
 
     def part(self, rank: int) -> Codec:
         """What codes the tensor that a rank adds to a sum; this codec itself, unless ranks differ."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from lowbit.codecs.base import (
 from lowbit.codecs.basis import Renewal, best_rank, gram_inverse, renew, renewed_products, units_of
 from lowbit.codecs.subspace_memory import Memory
 from lowbit.ops.layout import ALIGNMENT, SubspaceGeometry, subspace_geometry
+
+log = logging.getLogger(__name__)
+
+FALLBACK = 32  # directions where there is nothing to choose them by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +82,10 @@ class SubspaceQuant(Codec):
     such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
 
     Args:
-        rank: directions, 1 to C, 32768 at most.
+        rank: directions, 1 to C, 32768 at most; or "auto": a sender chooses them, at most 256, in the last step of the
+            warm-up, by the spectrum of the first message that it sends there, and its choice travels with the messages
+            of that step. Each tensor of each boundary and direction gets a rank of its own: 32 (or C, if that is less)
+            where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over there is no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
         refresh: messages in which all directions can be replaced, 1 to 65536; more than `rank` is as good as `rank`.
@@ -86,20 +94,25 @@ class SubspaceQuant(Codec):
     wire_version: ClassVar[int] = 2
     stateful: ClassVar[bool] = True
 
-    rank: int = 32
-    bits: int = 2
+    rank: int | Literal["auto"] = 32
+    bits: int = 3
     group: int = 64
     refresh: int = 8
 
     def __post_init__(self) -> None:
-        check_int("rank", self.rank, 1, 1 << 15)  # slots are int16
+        if isinstance(self.rank, str) and self.rank != "auto":
+            raise ValueError(
+                f"rank is {self.rank!r}; allowed: an integer from 1 to 32768, or 'auto'"
+            )
+        if self.settled:
+            check_int("rank", self.rank, 1, 1 << 15)  # slots are int16
         check_int("bits", self.bits, 2, 8)
         check_int("group", self.group, 8, 65536, multiple=8)
         check_int("refresh", self.refresh, 1, 65536)
 
     @classmethod
     def fitted(
-        cls, x: Tensor, *, bits: int = 2, group: int = 64, refresh: int = 8
+        cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int = 8
     ) -> SubspaceQuant:
         """The codec whose rank suits messages like this one: least noise for the bits that directions cost.
 
@@ -115,13 +128,40 @@ class SubspaceQuant(Codec):
         """
         if x.dtype not in FLOATS:
             raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-        if not x.numel() or not bool(x.isfinite().all()) or not bool(x.any()):
+        rank = best_rank(x.detach().reshape(_folded(x.shape)), bits, refresh)
+        if not rank:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} and holds nothing but zeros, or NaN or Inf; allowed: finite numbers"
             )
-        rows, channels = _folded(x.shape)
-        rank = best_rank(x.detach().reshape(rows, channels), bits, refresh)
         return cls(rank=rank, bits=bits, group=group, refresh=refresh)
+
+    @property
+    def settled(self) -> bool:
+        return self.rank != "auto"
+
+    @property
+    def directions(self) -> int:
+        """The rank; a ValueError where that is "auto"."""
+        if isinstance(self.rank, int):
+            return self.rank
+        raise ValueError(
+            "rank is 'auto': it is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
+            "before; allowed here: an integer, such as that of SubspaceQuant.fitted(x)"
+        )
+
+    def choose(self, x: Tensor) -> int:
+        """The rank for messages like `x`, (..., C); the fallback (see `rank`) where `x` does not tell."""
+        rows, channels = _folded(x.shape)
+        rank = best_rank(x.detach().reshape(rows, channels), self.bits, self.refresh)
+        if not rank:
+            rank = max(1, min(FALLBACK, channels))
+            log.warning(
+                "a message of %s is zeros, or has NaN or Inf: rank %d", tuple(x.shape), rank
+            )
+        return rank
+
+    def settle(self, choice: int) -> SubspaceQuant:
+        return self if self.settled else replace(self, rank=choice)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
@@ -133,12 +173,13 @@ class SubspaceQuant(Codec):
             ValueError: fewer channels than directions.
         """
         rows, channels = _folded(shape)
-        if self.rank > channels:
+        rank = self.directions
+        if rank > channels:
             raise ValueError(
-                f"rank is {self.rank}, and the last dimension of {tuple(shape)} is {channels}; "
+                f"rank is {rank}, and the last dimension of {tuple(shape)} is {channels}; "
                 f"allowed: 1 to {channels}"
             )
-        return subspace_geometry(rows, channels, self.rank, self.bits, self.group, self.refresh)
+        return subspace_geometry(rows, channels, rank, self.bits, self.group, self.refresh)
 
     def shared_by(self, shape: Sequence[int]) -> int:
         return _folded(shape)[1]
@@ -147,7 +188,7 @@ class SubspaceQuant(Codec):
         self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Session:
         self.geometry(shape)
-        memory = Memory(self.rank, _folded(shape)[1], torch.device(device))
+        memory = Memory(self.directions, _folded(shape)[1], torch.device(device))
         return SubspaceSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
@@ -217,7 +258,7 @@ class SubspaceSession(Session):
             c_RK, units_K.float(), payload, coded_RK, geo.channels, *self._settings
         )
         base_RC = coded_RK @ directions_KC
-        ops.subspace_rest_encode(x_RC, base_RC, payload, self.codec.rank, *self._settings)
+        ops.subspace_rest_encode(x_RC, base_RC, payload, self.codec.directions, *self._settings)
         if training:
             memory.keep(directions_KC, digest, inverse_KK)
 
@@ -258,7 +299,7 @@ class SubspaceSession(Session):
             self._section(payload, "directions", torch.int8).view(geo.renewed, geo.channels),
         )
         digest = renewal.digest()
-        there = (renewal.slots_M >= -1) & (renewal.slots_M < self.codec.rank)
+        there = (renewal.slots_M >= -1) & (renewal.slots_M < self.codec.directions)
         expected = memory.header(torch.where(there.all(), digest, -1), training)
         header = self._section(payload, "header", torch.int32)
         memory.headers.compare(header, expected)
@@ -268,13 +309,17 @@ class SubspaceSession(Session):
         directions_KC = renewal.applied(memory.directions)
         units_K = self._section(payload, "units", torch.bfloat16).float()
         units_K = torch.where(wrong, math.nan, units_K)
-        c_RK = torch.empty(geo.rows, self.codec.rank, dtype=torch.float32, device=payload.device)
+        c_RK = torch.empty(
+            geo.rows, self.codec.directions, dtype=torch.float32, device=payload.device
+        )
         ops.subspace_coefficients_decode(payload, units_K, c_RK, geo.channels, *self._settings)
         out_RC = out.view(geo.rows, geo.channels)
         # The remainder may be added in place, so that nothing else of this size is needed.
         into = out_RC if out_RC.dtype == torch.float32 else None
         base_RC = torch.mm(c_RK, directions_KC, out=into)
-        ops.subspace_rest_decode(payload, base_RC, out_RC, self.codec.rank, *self._settings, False)
+        ops.subspace_rest_decode(
+            payload, base_RC, out_RC, self.codec.directions, *self._settings, False
+        )
         if training:
             memory.keep(directions_KC, digest)
 

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec, check_int
-from lowbit.pipeline.boundary import Direction, Lane, Step, checked_samples, codec_at, keys_of
+from lowbit.pipeline.boundary import (
+    Direction,
+    Lane,
+    Step,
+    check_warm_up,
+    checked_samples,
+    codec_at,
+    keys_of,
+)
 from lowbit.pipeline.traffic import Traffic
 
 
@@ -27,7 +35,12 @@ def emulate_(
     """Put a pipeline's codecs after some modules of a model, in place.
 
     What these modules return then passes through the same sessions, on the way forward and back, as between the ranks
-    of a pipeline that is cut there: the numbers are the same, bit for bit, if the micro-batches are.
+    of a pipeline that is cut there: the numbers are the same, bit for bit, if the micro-batches are, and come in the
+    same order, which matters to codecs that keep something between messages.
+
+    Activation checkpointing runs modules again during backward. That is no second message: it is coded as the first one
+    was and not counted. Codecs that keep something between messages have moved on by then, and refuse it; a pipeline
+    has its boundaries outside of what is computed again, so leave these modules out of it.
 
     Args:
         model: any module.
@@ -36,7 +49,8 @@ def emulate_(
             one; only that entry is coded.
         forward: format of activations: one codec, or a mapping from the position in `at`.
         backward: format of gradients, likewise.
-        warmup_steps: so many training steps go uncoded; `Emulation.step` counts them.
+        warmup_steps: so many training steps go uncoded; `Emulation.step` counts them. At least 1 for a codec that
+            leaves something to choose, such as `SubspaceQuant(rank="auto")`: it is settled in the last.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
 
@@ -59,6 +73,8 @@ def emulate_(
         (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at)))
         for i in range(len(at))
     ]
+    check_warm_up("forward", forward, warmup_steps)
+    check_warm_up("backward", backward, warmup_steps)
     emulation = Emulation(warmup_steps, in_evaluation)
     for boundary, (name, pair) in enumerate(zip(at, codecs, strict=True)):
         emulation._insert(modules[name], boundary, *pair)
@@ -97,6 +113,10 @@ class Emulation:
         """Bytes that the codecs of both ends of all boundaries keep between steps."""
         return sum(wire.state_bytes() for wire in self._wires)
 
+    def chosen(self) -> dict[str, Codec]:
+        """What was settled at the end of the warm-up, by boundary, direction and tensor, as `LowBitStage.chosen`."""
+        return {name: codec for wire in self._wires for name, codec in wire.chosen().items()}
+
     def remove(self) -> None:
         """Take the codecs out of the model again."""
         while self._handles:
@@ -105,18 +125,28 @@ class Emulation:
     def _insert(self, module: nn.Module, boundary: int, forward: Codec, backward: Codec) -> None:
         there = _Wire(boundary, "forward", forward, self.traffic)
         back = _Wire(boundary, "backward", backward, self.traffic)
+        again = _Wire(boundary, "forward", forward, Traffic())
         self._wires += [there, back]
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if not module.training and not self._in_evaluation:
                 return output
             step = self._now(module.training, forward.needs_key or backward.needs_key)
-            return _map_first(output, lambda x: _Crossing.apply(x, there, back, step))
+            way = there
+            if _in_backward():
+                if forward.stateful and not step.full_precision:
+                    raise RuntimeError(
+                        f"boundary {boundary} is computed again during backward (activation checkpointing), and "
+                        f"{forward} has coded that message already; allowed: checkpointing that leaves the modules in "
+                        "`at` out, or a codec without state"
+                    )
+                way = again
+            return _map_first(output, lambda x: _Crossing.apply(x, way, back, step))
 
         self._handles.append(module.register_forward_hook(hook))
 
     def _now(self, training: bool, keyed: bool) -> Step:
-        step = Step(training, self._steps < self._warmup_steps)
+        step = Step.numbered(self._steps, self._warmup_steps, training=training)
         if not keyed or not training or step.full_precision:
             return step
         if self._samples is None:
@@ -136,13 +166,20 @@ class _Wire:
         """`x` as it arrives."""
         sender, receiver = self._ends_on(x.device)
         for lane in (sender, receiver):
-            lane.prepare([(x.shape, x.dtype)])
+            lane.prepare([(x.shape, x.dtype)], step)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
         return out
 
     def state_bytes(self) -> int:
         return sum(lane.state_bytes() for lanes in self._ends.values() for lane in lanes)
+
+    def chosen(self) -> dict[str, Codec]:
+        return {
+            f"{sender.name}, {tensor}": codec
+            for sender, _ in self._ends.values()
+            for tensor, codec in sender.chosen().items()
+        }
 
     def _ends_on(self, device: torch.device) -> tuple[Lane, Lane]:
         if device not in self._ends:
@@ -162,6 +199,11 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back.carry(grads[0], ctx.step), None, None, None
+
+
+def _in_backward() -> bool:
+    """Whether autograd is computing gradients in this thread: what runs forward now has run before."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _map_first(output: Any, change: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,11 +20,13 @@ from lowbit.pipeline.boundary import (
     Direction,
     Lane,
     Step,
+    check_warm_up,
     checked_samples,
     codec_at,
     keys_of,
 )
 from lowbit.pipeline.hooks import HookedStage
+from lowbit.pipeline.numbering import pipeline_number
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Route, choose
 
@@ -54,7 +55,8 @@ class LowBitStage(HookedStage):
             `PipelineStage`, positional or by keyword (`input_args`, `output_args`, `group`, `dw_builder`, ...).
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise.
-        warmup_steps: so many training steps, counted from the first, send everything in its own dtype.
+        warmup_steps: so many training steps, counted from the first, send everything in its own dtype. At least 1 for a
+            codec that leaves something to choose, such as `SubspaceQuant(rank="auto")`: it is settled in the last.
         timeout: seconds after which a rank that does not come or answer is an error.
 
     Raises:
@@ -77,6 +79,8 @@ class LowBitStage(HookedStage):
         **kwargs: Any,
     ) -> None:
         _check_numbers(warmup_steps, timeout)
+        check_warm_up("forward", forward, warmup_steps)
+        check_warm_up("backward", backward, warmup_steps)
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
         self.warmup_steps = warmup_steps
@@ -91,13 +95,14 @@ class LowBitStage(HookedStage):
             None  # the value of has_backward for which shapes are known
         )
         self._posted = False
-        self._name = f"pipeline {_number(self._group, num_stages, self.group_size)}"
+        self._name = f"pipeline {pipeline_number(self._group, num_stages, self.group_size)}"
         self._board: FailureBoard | None = None
         self._last_pass: bool | None = None  # the value of has_backward in the last step
         self._compared: dict[str, tuple[Agreement, int]] = {}  # the last one about each thing
         self._shapes: Agreement | None = None  # stated, but not yet checked
         self._settled: Agreement | None = None  # the last one that was checked
         self._shape_rounds = 0
+        self._fault = ""
         self._identity = Agreement(self._group, f"{self._name}/identity")
         self._identity.state(stage_index, self._identity_facts())
 
@@ -114,6 +119,20 @@ class LowBitStage(HookedStage):
         """
         self._samples = checked_samples(ids)
 
+    @property
+    def in_warmup(self) -> bool:
+        """Whether the next training step sends everything at full precision; the same on all ranks."""
+        return self._steps < self.warmup_steps
+
+    def chosen(self) -> dict[str, Codec]:
+        """What was settled at the end of the warm-up for what this stage sends, by boundary, direction and tensor."""
+        return {
+            f"{lane.name}, {tensor}": codec
+            for (_, outgoing), lane in self._lanes.items()
+            for tensor, codec in lane.chosen().items()
+            if outgoing
+        }
+
     def state_bytes(self) -> int:
         """Bytes that the codecs keep on this stage between steps."""
         return sum(lane.state_bytes() for lane in self._lanes.values())
@@ -123,20 +142,24 @@ class LowBitStage(HookedStage):
     ) -> Session:
         """A session for activations of any shape that shares what the training's keep, if the codec allows that.
 
-        For evaluation passes outside the schedule: encode and decode with `training=False`, once training has begun.
+        For evaluation passes outside the schedule: encode and decode with `training=False`, once the warm-up is over.
 
         Args:
             outgoing: to the next stage, which opens the same with False; both must be on different ranks.
             shape, dtype: of the activations.
 
         Raises:
+            ValueError: there is no stage on that side, or the warm-up is not over and would have to settle something.
+        """
+        return self._forward_lane(outgoing).session(0, torch.Size(shape), dtype)
+
+    def forward_codec(self, *, outgoing: bool) -> Codec:
+        """The format of activations, as it was given, to the next stage or from the one before.
+
+        Raises:
             ValueError: there is no stage on that side.
         """
-        if ("forward", outgoing) not in self._lanes:
-            raise ValueError(
-                f"outgoing is {outgoing}; stage {self.stage_index} ends the pipeline there"
-            )
-        return self._lanes["forward", outgoing].session(0, torch.Size(shape), dtype)
+        return self._forward_lane(outgoing).codec
 
     def codec_state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the model: training steps so far, and what the codecs keep."""
@@ -170,7 +193,7 @@ class LowBitStage(HookedStage):
             self._last_pass = self.has_backward
             self._compare("kind of pass", "training" if self.has_backward else "evaluation")
         self._transport.begin(self._board)
-        self._step = Step(self.has_backward, self._steps < self.warmup_steps)
+        self._step = Step.numbered(self._steps, self.warmup_steps, training=self.has_backward)
         self._steps += self.has_backward
         self._posted = False
         # PyTorch exchanges shapes again, later in this step, when training and evaluation alternate.
@@ -181,14 +204,20 @@ class LowBitStage(HookedStage):
         self._compare("micro-batches", str(self.micro_batches))
 
     def shapes_known(self) -> None:
+        faults, facts = [], {}
         for (direction, outgoing), lane in self._lanes.items():
             used = direction == "forward" or self.has_backward
-            lane.prepare(self.slots(direction, outgoing) if used else [])
-            lane.warm_up()  # before anybody waits for a message
+            try:
+                lane.prepare(self.slots(direction, outgoing) if used else [], self._step)
+                lane.warm_up()  # before anybody waits for a message
+                facts |= lane.facts()
+            except (TypeError, ValueError) as error:
+                faults.append(f"{lane.name}: {error}")
+        self._fault = "; ".join(faults)  # to be raised where all ranks know of it
         self._prepared_for = self.has_backward
         self._shapes = Agreement(self._group, f"{self._name}/shapes/{self._shape_rounds}")
         self._shape_rounds += 1
-        self._shapes.state(self.stage_index, self._shape_facts())
+        self._shapes.state(self.stage_index, self._step_facts() | facts)
 
     def send(
         self, direction: Direction, micro_batch: int, tensors: list[Tensor]
@@ -243,6 +272,8 @@ class LowBitStage(HookedStage):
             if self._settled is not None:
                 self._settled.forget(self.stage_index)
             self._settled, self._shapes = self._shapes, None
+            if self._fault:  # word for word the same on all ranks
+                raise ValueError(self._fault)
         self._take_samples()
         for direction, outgoing in self._lanes:
             if not outgoing and (direction == "forward" or self.has_backward):
@@ -284,6 +315,13 @@ class LowBitStage(HookedStage):
         peer = self.rank_of(self.stage_index + 1 if upward else self.stage_index - 1)
         return Route(peer, _TAG_BASE + number * _MOST_TENSORS + index)
 
+    def _forward_lane(self, outgoing: bool) -> Lane:
+        if ("forward", outgoing) not in self._lanes:
+            raise ValueError(
+                f"outgoing is {outgoing}; stage {self.stage_index} ends the pipeline there"
+            )
+        return self._lanes["forward", outgoing]
+
     def _open_lanes(
         self, forward: Codec | Mapping[int, Codec], backward: Codec | Mapping[int, Codec]
     ) -> dict[tuple[Direction, bool], Lane]:
@@ -324,14 +362,12 @@ class LowBitStage(HookedStage):
             **formats,
         }
 
-    def _shape_facts(self) -> dict[str, str]:
-        facts = {
+    def _step_facts(self) -> dict[str, str]:
+        return {
             "training steps so far": str(self._steps - self.has_backward),
             "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
+            "codecs": self._fault or "fit what crosses",
         }
-        for lane in self._lanes.values():
-            facts |= lane.facts()
-        return facts
 
     def _stage_names(self) -> list[str]:
         ranks = dist.get_process_group_ranks(self._group)  # as the whole job counts them
@@ -345,26 +381,6 @@ class LowBitStage(HookedStage):
             f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
             for rank, held in zip(dist.get_process_group_ranks(self._group), stages, strict=True)
         ]
-
-
-# Of each pipeline that this process has begun in a group: its length, and how many of its stages are to be made yet.
-_pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]]
-_pipelines = weakref.WeakKeyDictionary()
-
-
-def _number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> int:
-    """Which of the group's pipelines a stage belongs to: the first of this length that lacks one here, or a new one.
-
-    Ranks that begin their pipelines in the same order count alike, even where they disagree about a length, so that
-    they meet and can say so.
-    """
-    begun = _pipelines.setdefault(group, [])
-    for number, (length, missing) in enumerate(begun):
-        if length == num_stages and missing:
-            begun[number] = (length, missing - 1)
-            return number
-    begun.append((num_stages, max(1, num_stages // ranks) - 1))
-    return len(begun) - 1
 
 
 def _check_numbers(warmup_steps: object, timeout: object) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lowbit.codecs import Cast, Codec, gradients_beside, parse
+from lowbit.pipeline.boundary import check_warm_up
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
 
@@ -53,6 +54,30 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
     if pipeline.backward or pipeline.boundary != "lowbit":
         return pipeline.backward
     return tuple(repr(gradients_beside(parse(text))) for text in pipeline.forward)
+
+
+def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> None:
+    """Check codecs against what they are for.
+
+    Args:
+        width: elements of an activation of a token; None: unknown.
+        warmup_steps: of the pipeline.
+
+    Raises:
+        ConfigError: a codec that cannot take this width, or has to be settled in a warm-up that is not there.
+    """
+    for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
+        for codec in each:
+            try:
+                check_warm_up(f"pipeline.{name}", codec, warmup_steps, "pipeline.")
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            if width is None or not codec.settled:
+                continue
+            try:
+                codec.nbytes((1, width))
+            except ValueError as error:
+                raise ConfigError(f"pipeline.{name}: {error}") from error
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:

@@ -50,7 +50,9 @@ class Evaluation:
 
         Args:
             windows: held-out text; batch: windows at a time; batches: how many of them at most (0: all).
-            codecs: one for each boundary; None: float32.
+            codecs: one for each boundary; None: float32. A codec that learns from message to message uses what training
+                has taught it, if training uses the same at that boundary, and float32 as long as that has its warm-up;
+                any other starts with nothing in each batch.
         """
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._plan.stages - 1)
         count = math.ceil(len(windows) / batch)
@@ -123,8 +125,14 @@ class Evaluation:
     def _session(
         self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool
     ) -> Session:
-        """One with what training has taught the boundary, or, where that belongs to training's samples, a fresh one."""
-        if codec.shared_by(shape) is None:
-            return codec.open(shape=shape, dtype=torch.float32, device=self._device)
-        stage = self._stages[boundary if outgoing else boundary + 1]
-        return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
+        """One with what training has taught the boundary; a fresh one where that belongs to samples or another codec.
+
+        During the warm-up, which has taught nothing yet, it is one at full precision instead.
+        """
+        stage = self._stages.get(boundary if outgoing else boundary + 1)
+        taught = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
+        if stage is not None and taught and codec.shared_by(shape) is not None:
+            if not stage.in_warmup:
+                return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
+            codec = Cast(dtype=torch.float32)
+        return codec.open(shape=shape, dtype=torch.float32, device=self._device)

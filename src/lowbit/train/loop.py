@@ -150,6 +150,8 @@ class Trainer:
                 if on_step is not None:
                     on_step(history[-1])
                 done = step + 1
+                if done == self.config.codec_warmup_steps:
+                    self._tell_choices(recorder)
                 if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
                     self.save_checkpoint(done)
                 if run.eval_every and done % run.eval_every == 0 and done < run.steps:
@@ -211,6 +213,20 @@ class Trainer:
         if recorder is not None:
             recorder.record_evaluation(step, losses)
         return losses
+
+    def _tell_choices(self, recorder: Recorder | None) -> None:
+        """A line for each boundary and direction whose codec the warm-up has settled."""
+        codecs = self.prepared.codecs
+        if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
+            return
+        several = f"pipeline {self.replicas.index} " if self.replicas.count > 1 else ""
+        stages = self.pipeline.lowbit_stages.values()
+        lines = [f"{several}{at}: {codec}" for s in stages for at, codec in s.chosen().items()]
+        everyone: list[list[str]] = [[] for _ in range(self.ranks)]
+        dist.all_gather_object(everyone, lines, group=self.side)
+        if recorder is not None:
+            for line in sorted(line for lines in everyone for line in lines):
+                recorder.say(line)
 
     def save_checkpoint(self, done: int) -> None:
         """Write what is needed to go on after `done` steps."""

@@ -76,6 +76,14 @@ def longest_sequence(model: ModelConfig) -> int | None:
     return values.get("max_position_embeddings", values.get("n_positions"))
 
 
+def hidden_size(model: ModelConfig) -> int | None:
+    """Elements of an activation of a token; None: a pretrained model does not tell before it is loaded."""
+    if not model.pretrained:
+        return model.dim
+    values = _pretrained_config(model.pretrained)
+    return values.get("hidden_size", values.get("n_embd"))
+
+
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
     """The whole model in float32 on the CPU: pretrained weights, or random ones that depend on `seed` alone.
 

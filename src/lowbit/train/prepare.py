@@ -10,13 +10,13 @@ import torch
 
 from lowbit.codecs import Codec
 from lowbit.train.activations import Policies, saved_policies
-from lowbit.train.boundaries import Codecs, make_codecs, stock_dtype
+from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import Checkpoints, run_facts
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.gradients import storage_codec
-from lowbit.train.model import count_layers, longest_sequence, vocabulary
+from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.section import ConfigError
@@ -69,6 +69,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
     plan = make_plan(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, plan.stages - 1)
+    check_codecs(codecs, width=hidden_size(config.model), warmup_steps=config.codec_warmup_steps)
     activations = saved_policies(config.activations, plan.stages)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)

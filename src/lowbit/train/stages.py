@@ -158,6 +158,8 @@ class Pipeline:
             for boundary in (index - 1, index):
                 if 0 <= boundary < self.plan.stages - 1 and self.plan.crosses(boundary):
                     for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
+                        if not codec.settled:
+                            continue  # once it is settled, its lanes do so
                         warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
