@@ -47,8 +47,7 @@ class Renewal(NamedTuple):
         # Parts and weights below 2^16: their products' lowest 31 bits are not all zero, so that each change shows.
         parts = (self.slots_M, self.lengths_M.view(torch.int16), self.codes_MC.reshape(-1))
         values = torch.cat([part.long() for part in parts])
-        weights = torch.arange(values.numel(), device=values.device) % 65521 + 1
-        return (values * weights * 0x9E3779B1).sum() & 0x7FFFFFFF
+        return (values * _weights(values.numel(), values.device)).sum() & 0x7FFFFFFF
 
 
 def renew(
@@ -73,45 +72,56 @@ def renew(
     top = torch.maximum(high, -low)
     usable = (top >= SMALLEST) & (top <= FARTHEST)  # not so for NaN
     scale = inverse(torch.where(usable, top, 0.0))  # squares of tiny gradients would underflow
-    c_RK = torch.where(usable, products_RK * scale @ inverse_KK, 0.0)
-    slots_M = c_RK.square().sum(0).argsort(stable=True)[:count]
+    c_RK = products_RK @ inverse_KK
+    slots_M = (c_RK * scale).square().sum(0).argsort(stable=True)[:count]
     # Without some of the directions, the others' coefficients are other ones; a block of the inverse says which.
     factor_MM, _ = torch.linalg.cholesky_ex(inverse_KK[slots_M][:, slots_M])
     share_MK = torch.cholesky_solve(inverse_KK[slots_M], factor_MM)
     kept_RK = (c_RK - c_RK[:, slots_M] @ share_MK).index_fill(1, slots_M, 0.0)
-    rest_RC = (x_RC * scale).sub_(kept_RK @ directions_KC)
-    new_MC = _leading(rest_RC, count)
+    rest_RC = torch.addmm(x_RC, kept_RK, directions_KC, alpha=-1)
+    new_MC = _leading(rest_RC, count, scale)
     lengths_M = new_MC.abs().amax(1) / 127
     codes_MC = (new_MC / lengths_M[:, None]).round().clamp(-127, 127)
     slots_M = torch.where(usable, slots_M, -1)
     return Renewal(slots_M.to(torch.int16), lengths_M, codes_MC.to(torch.int8))
 
 
-def _leading(x_RC: Tensor, count: int) -> Tensor:
+def _leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
     """Orthonormal (count, C): about the principal directions of these tokens; any others where there is NaN.
 
-    Few rows rather than few columns at every product: several times faster on CPUs.
+    Args:
+        scale: a factor that keeps squares of the tokens from underflow.
     """
     v_MC = _start(count, x_RC.shape[1], x_RC.device)
     for _ in range(ITERATIONS):
-        powers_MC = ((v_MC @ x_RC.t()) @ x_RC).nan_to_num(0.0, 0.0, 0.0)
+        # Few rows rather than few columns at every product: several times faster on CPUs.
+        along_MR = (v_MC @ x_RC.t()) * scale
+        powers_MC = (along_MR @ x_RC * scale).nan_to_num(0.0, 0.0, 0.0)
         v_MC = torch.linalg.qr(powers_MC.t())[0].t().contiguous()
     return v_MC
 
 
+# What follows is kept, because it is the same for every message, and copies from the host would wait for a GPU.
+
+
 @functools.lru_cache(maxsize=64)
 def _start(count: int, channels: int, device: torch.device) -> Tensor:
-    """Where the power method starts: kept, because copies from the host's memory would wait for a GPU."""
+    """Where the power method starts."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     start_CM = torch.randn(channels, count, generator=generator, dtype=torch.float32, device="cpu")
     return start_CM.t().contiguous().to(device)
 
 
+@functools.lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    return (torch.arange(count, device=device) % 65521 + 1) * 0x9E3779B1
+
+
 def gram_inverse(directions_KC: Tensor) -> Tensor:
     """The (K, K) that makes coefficients of products (see `project`), from the directions alone."""
-    eye_KK = torch.eye(len(directions_KC), dtype=torch.float32, device=directions_KC.device)
-    factor_KK, _ = torch.linalg.cholesky_ex(directions_KC @ directions_KC.t() + RIDGE * eye_KK)
-    return torch.cholesky_solve(eye_KK, factor_KK)
+    gram_KK = directions_KC @ directions_KC.t()
+    gram_KK.diagonal().add_(RIDGE)
+    return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram_KK)[0])
 
 
 def renewed_products(
@@ -132,10 +142,11 @@ def project(x_RC: Tensor, directions_KC: Tensor) -> Tensor:
 
 def units_of(c_RK: Tensor) -> Tensor:
     """What the coefficients along each direction are measured in: their root mean square, bfloat16 (K,)."""
-    top = torch.where(c_RK.abs() <= FARTHEST, c_RK, 0.0).abs().amax()
+    size_RK = c_RK.abs()
+    size_RK = torch.where(size_RK <= FARTHEST, size_RK, 0.0)  # not NaN either
+    top = size_RK.amax()
     top = torch.where(top >= SMALLEST, top, 0.0)  # the reciprocal of less would be Inf
-    scaled_RK = torch.where(c_RK.abs() <= FARTHEST, c_RK * inverse(top), 0.0)
-    return (scaled_RK.square().mean(0).sqrt() * top).bfloat16()
+    return ((size_RK * inverse(top)).square().mean(0).sqrt() * top).bfloat16()
 
 
 def best_rank(x_RC: Tensor, bits: int, refresh: int) -> int:
@@ -155,7 +166,7 @@ def best_rank(x_RC: Tensor, bits: int, refresh: int) -> int:
         return 0
     rows, channels = x_RC.shape
     x_RC = (x_RC.double() / x_RC.abs().amax()).float()  # the reciprocal of tiny numbers is Inf
-    v_NC = _leading(x_RC, min(MOST, rows, channels))
+    v_NC = _leading(x_RC, min(MOST, rows, channels), x_RC.new_ones(()))
     seen_RN = (x_RC @ v_NC.t()).double()
     energy_N = torch.linalg.eigvalsh(seen_RN.t() @ seen_RN).flip(0).clamp(min=0)
     total = x_RC.square().sum(dtype=torch.float64)
