@@ -142,6 +142,18 @@ def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> Non
     assert sender.state_dict()["messages"] == before["messages"] + 2
 
 
+def test_a_slow_refresh_brings_new_directions_in_every_few_messages_only() -> None:
+    sender, receiver = ends(SubspaceQuant(rank=4, refresh=12))
+    brought = []
+    for seed in range(7):
+        payload = sender.encode(tokens(seed=seed))
+        receiver.decode(payload)
+        brought.append(int(payload[16:18].view(torch.int16)) >= 0)  # the one slot
+
+    assert brought == [True, False, False, True, False, False, True]
+    assert torch.equal(sender.state_dict()["directions"], receiver.state_dict()["directions"])
+
+
 def test_a_lost_repeated_changed_or_misplaced_message_is_an_error() -> None:
     codec = SubspaceQuant(rank=4, refresh=2)
     sender, receiver = ends(codec)

@@ -32,6 +32,16 @@ class Renewal(NamedTuple):
     lengths_M: Tensor
     codes_MC: Tensor
 
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def none(count: int, channels: int, device: torch.device) -> Renewal:
+        """No new directions, in the place of so many."""
+        slots_M = torch.full((count,), -1, dtype=torch.int16, device=device)
+        lengths_M = torch.zeros(count, dtype=torch.float32, device=device)
+        return Renewal(
+            slots_M, lengths_M, torch.zeros(count, channels, dtype=torch.int8, device=device)
+        )
+
     def applied(self, directions_KC: Tensor) -> Tensor:
         """A basis with the new directions in it."""
         new_MC = self.codes_MC.float() * self.lengths_M[:, None]

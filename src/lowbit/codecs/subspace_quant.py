@@ -46,9 +46,10 @@ class SubspaceQuant(Codec):
 
     The basis follows the tokens, which move as a model trains. Each message brings ceil(rank / refresh) new directions
     in place of those that serve it least: the principal directions of what the others leave of this very message, which
-    is coded with them already. With `refresh` messages the whole basis can have been replaced; with refresh=1 each
-    message brings its own, and from refresh=rank on one new direction. The payloads of a shape have one size, so that a
-    receiver can always post its buffer. Evaluation is coded in the same way, and what its messages bring is forgotten.
+    is coded with them already. With `refresh` messages the whole basis can have been replaced: with refresh=1 each
+    message brings its own; beyond refresh=rank there is a new direction in every (refresh // rank)th message only, and
+    the others take half the time to encode. The payloads of a shape have one size, so that a receiver can always post
+    its buffer. Evaluation is coded in the same way, and what its messages bring is forgotten.
 
     Every message carries its number, a digest of the directions of all messages before it, and one of its own: one that
     is lost, repeated or out of order, or whose directions have changed on the way, is an error at the receiver, whose
@@ -88,7 +89,7 @@ class SubspaceQuant(Codec):
             where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over there is no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
-        refresh: messages in which all directions can be replaced, 1 to 65536; more than `rank` is as good as `rank`.
+        refresh: messages in which all directions can be replaced, 1 to 65536.
     """
 
     wire_version: ClassVar[int] = 2
@@ -134,6 +135,11 @@ class SubspaceQuant(Codec):
                 f"x has shape {tuple(x.shape)} and holds nothing but zeros, or NaN or Inf; allowed: finite numbers"
             )
         return cls(rank=rank, bits=bits, group=group, refresh=refresh)
+
+    @property
+    def pause(self) -> int:
+        """Messages from one that brings new directions to the next that does."""
+        return max(1, self.refresh // self.directions)
 
     @property
     def settled(self) -> bool:
@@ -242,11 +248,16 @@ class SubspaceSession(Session):
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels)
         full_RC = x_RC.float()
-        products_RK = full_RC @ memory.directions.t()
-        renewal = renew(full_RC, memory.directions, geo.renewed, products_RK, memory.inverse())
-        directions_KC = renewal.applied(memory.directions)
-        inverse_KK = gram_inverse(directions_KC)
-        c_RK = renewed_products(full_RC, products_RK, renewal, directions_KC) @ inverse_KK
+        directions_KC, inverse_KK = memory.directions, memory.inverse()
+        products_RK = full_RC @ directions_KC.t()
+        if memory.messages % self.codec.pause:
+            renewal = Renewal.none(geo.renewed, geo.channels, payload.device)
+        else:
+            renewal = renew(full_RC, directions_KC, geo.renewed, products_RK, inverse_KK)
+            directions_KC = renewal.applied(directions_KC)
+            inverse_KK = gram_inverse(directions_KC)
+            products_RK = renewed_products(full_RC, products_RK, renewal, directions_KC)
+        c_RK = products_RK @ inverse_KK
         units_K, digest = units_of(c_RK), renewal.digest()
         self._section(payload, "header", torch.int32).copy_(memory.header(digest, training))
         self._section(payload, "slots", torch.int16).copy_(renewal.slots_M)
