@@ -91,7 +91,12 @@ OF_RANK_3 = {"directions": torch.zeros(3, toy.WIDTH), "messages": 5, "digest": 0
     ("codec", "state", "steps", "said"),
     [
         (SubspaceQuant(rank=25), {}, 0, "boundary 1 forward: rank is 25, .* allowed: 1 to 24"),
-        (SubspaceQuant(rank=2), OF_RANK_3, 5, "state has 3 directions of 24 channels; .* rank 2"),
+        (
+            SubspaceQuant(rank=2),
+            OF_RANK_3,
+            5,
+            r"state has directions .* \(3, 24\); this session has rank 2",
+        ),
         (SubspaceQuant(rank="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
     ],
     ids=["rank", "state", "choice"],

@@ -33,7 +33,6 @@ class Renewal(NamedTuple):
     codes_MC: Tensor
 
     @staticmethod
-    @functools.lru_cache(maxsize=64)
     def none(count: int, channels: int, device: torch.device) -> Renewal:
         """No new directions, in the place of so many."""
         slots_M = torch.full((count,), -1, dtype=torch.int16, device=device)
@@ -64,8 +63,8 @@ def renew(
     x_RC: Tensor,
     directions_KC: Tensor,
     count: int,
-    products_RK: Tensor | None = None,
-    inverse_KK: Tensor | None = None,
+    products_RK: Tensor,
+    inverse_KK: Tensor,
 ) -> Renewal:
     """Find what tokens have most of outside the basis, in place of the `count` directions that serve them least.
 
@@ -74,10 +73,8 @@ def renew(
 
     Args:
         x_RC: float32. directions_KC: the last basis; zeros where there is none yet.
-        products_RK: of tokens and directions, and inverse_KK: `gram_inverse(directions_KC)`, from who has them already.
+        products_RK: of tokens and directions; inverse_KK: `gram_inverse(directions_KC)`.
     """
-    products_RK = x_RC @ directions_KC.t() if products_RK is None else products_RK
-    inverse_KK = gram_inverse(directions_KC) if inverse_KK is None else inverse_KK
     low, high = x_RC.aminmax()
     top = torch.maximum(high, -low)
     usable = (top >= SMALLEST) & (top <= FARTHEST)  # not so for NaN
@@ -111,7 +108,8 @@ def _leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
     return v_MC
 
 
-# What follows is kept, because it is the same for every message, and copies from the host would wait for a GPU.
+# What follows is kept, because it is the same for every message. It is made on the host, whose copy waits until it is
+# there, so that every stream may read it.
 
 
 @functools.lru_cache(maxsize=64)
@@ -124,11 +122,14 @@ def _start(count: int, channels: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _weights(count: int, device: torch.device) -> Tensor:
-    return (torch.arange(count, device=device) % 65521 + 1) * 0x9E3779B1
+    return ((torch.arange(count, device="cpu") % 65521 + 1) * 0x9E3779B1).to(device)
 
 
 def gram_inverse(directions_KC: Tensor) -> Tensor:
-    """The (K, K) that makes coefficients of products (see `project`), from the directions alone."""
+    """The (K, K) that makes coefficients of tokens' products with the directions, from the directions alone.
+
+    As they travel, directions are not quite orthogonal to each other: products by themselves would count twice.
+    """
     gram_KK = directions_KC @ directions_KC.t()
     gram_KK.diagonal().add_(RIDGE)
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram_KK)[0])
@@ -140,14 +141,6 @@ def renewed_products(
     """Products (R, K) of tokens and a basis with new directions in it, from those before: new columns alone."""
     index_M = renewal.slots_M.long().clamp(min=0)
     return products_RK.index_copy(1, index_M, x_RC @ directions_KC[index_M].t())
-
-
-def project(x_RC: Tensor, directions_KC: Tensor) -> Tensor:
-    """Coefficients (R, K) whose combination of the directions comes nearest to each token.
-
-    As they travel, directions are not quite orthogonal to each other: products with them alone would count twice.
-    """
-    return x_RC @ directions_KC.t() @ gram_inverse(directions_KC)
 
 
 def units_of(c_RK: Tensor) -> Tensor:

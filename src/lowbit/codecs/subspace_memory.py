@@ -83,6 +83,10 @@ class Memory:
 
     def keep(self, directions: Tensor, digest: Tensor, inverse: Tensor | None = None) -> None:
         """A training message has passed."""
+        for old in (self.directions, self.digest, self._inverse):
+            if old is not None and old.is_cuda:
+                # This stream may still have to read what another one allocated, and would be free to use again.
+                old.record_stream(torch.cuda.current_stream())
         self.directions, self._inverse = directions, inverse
         self.messages += 1
         self.digest = (self.digest * 31 + digest) & 0x7FFFFFFF

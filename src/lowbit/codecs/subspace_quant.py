@@ -1,4 +1,4 @@
-"""`SubspaceQuant`: a boundary's principal directions in 8 bits, what remains in 2 to 4, both ways."""
+"""`SubspaceQuant`: a boundary's principal directions in 8 bits, what remains in fewer, both ways."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class SubspaceQuant(Codec):
     The basis follows the tokens, which move as a model trains. Each message brings ceil(rank / refresh) new directions
     in place of those that serve it least: the principal directions of what the others leave of this very message, which
     is coded with them already. With `refresh` messages the whole basis can have been replaced: with refresh=1 each
-    message brings its own; beyond refresh=rank there is a new direction in every (refresh // rank)th message only, and
-    the others take half the time to encode. The payloads of a shape have one size, so that a receiver can always post
-    its buffer. Evaluation is coded in the same way, and what its messages bring is forgotten.
+    message brings its own; from refresh = 2 rank on, once there are `rank` directions, a new one comes in every
+    (refresh // rank)th message only, which spares the others the search. The payloads of a shape have one size, so that
+    a receiver can always post its buffer. Evaluation is coded likewise, and what its messages bring is forgotten.
 
     Every message carries its number, a digest of the directions of all messages before it, and one of its own: one that
     is lost, repeated or out of order, or whose directions have changed on the way, is an error at the receiver, whose
@@ -250,7 +250,8 @@ class SubspaceSession(Session):
         full_RC = x_RC.float()
         directions_KC, inverse_KK = memory.directions, memory.inverse()
         products_RK = full_RC @ directions_KC.t()
-        if memory.messages % self.codec.pause:
+        filled = memory.messages * geo.renewed >= len(directions_KC)
+        if filled and memory.messages % self.codec.pause:
             renewal = Renewal.none(geo.renewed, geo.channels, payload.device)
         else:
             renewal = renew(full_RC, directions_KC, geo.renewed, products_RK, inverse_KK)
