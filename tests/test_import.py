@@ -25,7 +25,10 @@ PUBLIC = {
     "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
-    "lowbit.codecs": "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant parse",
+    "lowbit.codecs": (
+        "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant gradients_beside parse "
+        "parse_pair"
+    ),
     "lowbit.collectives": (
         "AgreementError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),

@@ -10,10 +10,10 @@ from lowbit.codecs import (
     GroupInt,
     SubspaceQuant,
     TAHQuant,
-    pair_name,
     parse,
     parse_pair,
 )
+from lowbit.codecs.names import pair_name
 
 
 def test_short_names() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.bench import charts
 from lowbit.bench.report import Column, Report, Row, table
-from lowbit.codecs import pair_name
+from lowbit.codecs.names import pair_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from lowbit.codecs.block_float8 import BlockFloat8
 from lowbit.codecs.cast import Cast
 from lowbit.codecs.feature_int4 import FeatureInt4
 from lowbit.codecs.group_int import GroupInt
-from lowbit.codecs.names import gradients_beside, pair_name, parse, parse_pair
+from lowbit.codecs.names import gradients_beside, parse, parse_pair
 from lowbit.codecs.subspace_quant import SubspaceQuant
 from lowbit.codecs.tah_quant import TAHQuant
 
@@ -23,7 +23,6 @@ __all__ = [
     "SubspaceQuant",
     "TAHQuant",
     "gradients_beside",
-    "pair_name",
     "parse",
     "parse_pair",
 ]
