@@ -149,6 +149,10 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
         ({"codecs": ("aq-sgd",)}, "needs samples that come back"),
+        (
+            {"codecs": ("SubspaceQuant(rank='auto')",)},
+            "codec is .*, which a pipeline's warm-up settles",
+        ),
         ({"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
         ({"data": ()}, r"data is \(\)"),

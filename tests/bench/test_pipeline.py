@@ -195,6 +195,11 @@ def test_bad_links_are_refused(text: str):
         ({"boundaries": ("int4", "int4")}, "boundaries is"),
         ({"boundaries": ("int9",)}, "codec is 'int9'"),
         ({"backward": "what"}, "codec is 'what'"),
+        ({"boundaries": ("SubspaceQuant(rank='auto')",)}, "boundaries has .*: rank is 'auto'"),
+        (
+            {"backward": "SubspaceQuant(rank=65)"},
+            "has 'tah-quant': rank is 65, .* allowed: 1 to 64",
+        ),
         ({"layers": 3}, "4 stages"),
         ({"dim": 63}, "model.dim is 63"),
         ({"device": "gpu"}, "device is 'gpu'; allowed: 'cpu', 'cuda'"),

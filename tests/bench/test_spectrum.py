@@ -1,13 +1,15 @@
 """`lowbit bench spectrum`: the tensors are the model's own, and the figures those of the sessions."""
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowbit.bench import Report, spectrum, spectrum_views
+from lowbit.bench import Report, charts, spectrum, spectrum_views
 from lowbit.cli import app
 from lowbit.codecs import GroupInt
 from lowbit.train.config import ModelConfig
@@ -77,16 +79,31 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
         assert row["decibels"] > 0
         if row["format"] == "int4":
             assert row["bits_per_element"] == GroupInt(bits=4).bits_per_element((2, 32, 32))
-    for row in rows[:1]:
-        chosen = [
-            r
-            for r in rows
-            if (r["boundary"], r["direction"]) == (row["boundary"], row["direction"])
-            and r["fitted"]
-        ]
+    for place in itertools.product((0, 1), spectrum.DIRECTIONS):
+        chosen = [r for r in rows if (r["boundary"], r["direction"]) == place and r["fitted"]]
         assert [r["bits"] for r in chosen] == [2, 4]
         assert all(0 <= r["outside"] < 1 for r in chosen)
     spectrum_views.draw(Report(**json.loads(file.read_text())), picture)
+
+
+def test_a_line_has_only_what_all_boundaries_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    drawn: list[Any] = []
+    monkeypatch.setattr(charts, "save", lambda figure, path: drawn.append(figure))
+    measured = [  # boundary, rank, bits an element, decibels: rank 6 suits both, 5 only one
+        (0, 4, 2.0, 10.0), (1, 4, 2.0, 14.0), (0, 5, 2.5, 20.0), (0, 6, 3.0, 20.0), (1, 6, 3.0, 22.0),
+    ]  # fmt: skip
+    rows = [
+        {"direction": "forward", "format": "subspace", "boundary": boundary, "rank": rank, "bits": 2,
+         "bits_per_element": bits, "decibels": decibels}
+        for boundary, rank, bits, decibels in measured
+    ]  # fmt: skip
+    spectrum_views.draw(
+        Report(command="bench spectrum", settings={}, machine={}, rows=rows), tmp_path / "a.png"
+    )
+    line, points = drawn[0].axes[0].lines
+    assert line.get_xydata().tolist() == [[2.0, 12.0], [3.0, 21.0]]
+    assert points.get_xydata().tolist() == [[2.5, 20.0]]
+    assert points.get_linestyle() == "None"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +113,10 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
         ({"ranks": (0,)}, "rank is 0"),
         ({"bits": ()}, "bits is empty"),
         ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
+        (
+            {"codecs": ("SubspaceQuant(rank='auto')",)},
+            "codecs has .*, which a pipeline's warm-up settles",
+        ),
     ],
 )
 def test_settings_that_cannot_be(settings: dict, message: str):

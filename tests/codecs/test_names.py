@@ -75,6 +75,9 @@ def test_both_formats_of_a_boundary(text: str, backward: str, pair: tuple) -> No
         ("SubspaceQuant(rank=8)", "SubspaceQuant(rank=8)"),
         ("int4 / int6", "int4 / int6"),
         ("int4 / GroupInt(bits=6, group=32)", "GroupInt(bits=4/6, group=64/32)"),
+        ("int4 / GroupInt(bits=4, group=64)", "int4 / GroupInt(bits=4, group=64)"),
+        ("int6 / GroupInt(group=32)", "GroupInt(bits=6/4, group=64/32)"),
+        ("TAHQuant(tile=64) / TAHQuant(tile=64)", "TAHQuant(tile=64) / TAHQuant(tile=64)"),
         ("SubspaceQuant(rank=8) / tah-quant", "SubspaceQuant(rank=8) / tah-quant"),
         (
             "SubspaceQuant(rank=8, bits=2) / SubspaceQuant(rank=8, bits=4)",

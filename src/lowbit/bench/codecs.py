@@ -312,12 +312,17 @@ def _codec(name: str) -> Codec | PublishedProcedure:
     """A codec by name.
 
     Raises:
-        ValueError: unknown, or one that codes what changed since a sample's last visit: there is none here.
+        ValueError: unknown, or one that codes what changed since a sample's last visit, or that a warm-up settles:
+            there is neither here.
     """
     found = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(found, Codec) and found.needs_key:
         raise ValueError(
             f"codec is {name!r}, which needs samples that come back; allowed: other codecs"
+        )
+    if isinstance(found, Codec) and not found.settled:
+        raise ValueError(
+            f"codec is {name!r}, which a pipeline's warm-up settles; allowed: codecs that leave nothing to choose"
         )
     return found
 

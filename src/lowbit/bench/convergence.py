@@ -30,6 +30,7 @@ from lowbit.bench.emulated import (
 )
 from lowbit.bench.jobs import Job, Task, finish
 from lowbit.bench.losses import REFERENCE
+from lowbit.bench.pipeline import check_formats
 from lowbit.bench.replicas import RANKS
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import parse
@@ -38,9 +39,10 @@ from lowbit.pipeline.boundary import check_warm_up
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
-from lowbit.train.model import vocabulary
+from lowbit.train.model import hidden_size, vocabulary
 
-REGIMES = ("scratch-warmup", "scratch", "finetune")
+WARM = "scratch-warmup"
+REGIMES = (WARM, "scratch", "finetune")
 PRETRAIN_SEED = 1234  # apart from the seeds that are compared
 
 
@@ -142,10 +144,7 @@ class Settings:
         if self.backward:
             parse(self.backward)
         for boundary in self.boundaries:
-            for codec in codec_pair(boundary, self.backward):
-                for regime in self.regimes:
-                    steps = warmup_steps(self, regime)
-                    check_warm_up(f"boundary {boundary!r} in regime {regime}", codec, steps)
+            _check_codecs(self, boundary)
             activation_policy(boundary)
             if gradient_codec(boundary) and self.batch % RANKS:
                 raise ValueError(f"batch is {self.batch}; allowed: multiples of {RANKS}")
@@ -245,7 +244,27 @@ def recipe(settings: Settings, regime: str) -> Recipe:
 
 def warmup_steps(settings: Settings, regime: str) -> int:
     """Steps at full precision in a regime."""
-    return settings.warmup_steps if regime == "scratch-warmup" else 0
+    return settings.warmup_steps if regime == WARM else 0
+
+
+def _check_codecs(settings: Settings, boundary: str) -> None:
+    """Check a boundary's formats against every regime that it is to run in.
+
+    Raises:
+        ValueError: one needs a warm-up that is not there, or can not code the model's activations.
+    """
+    codecs = codec_pair(boundary, settings.backward)
+    for codec in codecs:
+        if not codec.settled and settings.regimes != (WARM,):
+            raise ValueError(
+                f"regimes is {settings.regimes}, and boundary {boundary!r} has {codec}, which is settled "
+                f"in a warm-up; allowed with it: {WARM}"
+            )
+        check_warm_up(f"boundary {boundary!r}", codec, settings.warmup_steps)
+    for regime in settings.regimes:
+        width = hidden_size(_model(settings, pretrained=regime == "finetune"))
+        if width is not None:
+            check_formats(boundary, (codec for codec in codecs if codec.settled), width)
 
 
 def _model(settings: Settings, *, pretrained: bool) -> ModelConfig:

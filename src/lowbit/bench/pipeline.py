@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from lowbit.bench.launch import Ranks, set_rate, started
 from lowbit.bench.report import Report, Row, machine
-from lowbit.codecs import parse, parse_pair
+from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.base import check_choice
+from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import ModelConfig
 from lowbit.train.config_file import from_mapping
 from lowbit.train.device import choose_device
@@ -273,8 +274,23 @@ def check_recipes(settings: Any) -> None:
                 "allowed with device cuda: all other formats"
             )
         config = from_mapping(recipe(settings, boundary))
-        make_plan(config.pipeline, ranks=settings.ranks, layers=settings.layers)
+        plan = make_plan(config.pipeline, ranks=settings.ranks, layers=settings.layers)
+        codecs = make_codecs(config.pipeline, plan.stages - 1)
+        check_formats(boundary, (*codecs.forward, *codecs.backward), settings.dim)
     choose_device(settings.device, settings.ranks)
+
+
+def check_formats(boundary: str, codecs: Iterable[Codec], width: int) -> None:
+    """Check that a boundary's formats can code tokens of so many elements, without a warm-up that settles them.
+
+    Raises:
+        ValueError: one can not, or leaves something open.
+    """
+    for codec in codecs:
+        try:
+            codec.nbytes((1, width))
+        except ValueError as error:
+            raise ValueError(f"boundaries has {boundary!r}: {error}") from error
 
 
 def parse_link(text: str) -> float | None:

@@ -63,9 +63,15 @@ class Settings:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
         for name in self.codecs:
-            if parse(name).needs_key:
+            codec = parse(name)
+            if codec.needs_key:
                 raise ValueError(
                     f"codecs has {name!r}, which learns from epoch to epoch; allowed: others"
+                )
+            if not codec.settled:
+                raise ValueError(
+                    f"codecs has {name!r}, which a pipeline's warm-up settles; allowed: those that leave nothing to "
+                    "choose (what the spectrum would choose is measured anyway)"
                 )
         if not self.bits:
             raise ValueError("bits is empty; allowed: 2 to 8, between commas")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +53,11 @@ def show(report: Report) -> Group:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Signal over noise by bits, a panel for each direction, the mean over boundaries."""
+    """Signal over noise by bits, a panel for each direction: lines of means over the boundaries.
+
+    A rank that was tried at some boundaries only, because it suits them, is a point for each of these.
+    """
+    boundaries = len({row["boundary"] for row in report.rows})
     directions = list(dict.fromkeys(row["direction"] for row in report.rows))
     figure = charts.new_figure(panels=len(directions), width=6.0)
     for axes, direction in zip(figure.axes, directions, strict=True):
@@ -63,11 +68,13 @@ def draw(report: Report, path: Path) -> None:
                 row["decibels"]
             )
         for i, (name, points) in enumerate(series.items()):
-            bits = sorted(points)
-            heights = [sum(points[b]) / len(points[b]) for b in bits]
-            axes.plot(
-                bits, heights, "o-", color=charts.COLOURS[i % len(charts.COLOURS)], label=name
-            )
+            colour = charts.COLOURS[i % len(charts.COLOURS)]
+            bits = [b for b in sorted(points) if len(points[b]) == boundaries]
+            means = [statistics.fmean(points[b]) for b in bits]
+            axes.plot(bits, means, "o-", color=colour, label=name)
+            single = [(b, y) for b in points if b not in bits for y in points[b]]
+            if single:
+                axes.plot(*zip(*single, strict=True), "*", color=colour)
         axes.set_xlabel("bits per element")
         axes.set_ylabel("signal over noise in dB")
         axes.set_title(direction)

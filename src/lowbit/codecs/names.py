@@ -72,17 +72,18 @@ def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
 def pair_name(text: str) -> str:
     """A boundary's name for tables: of two formats of one class in full, what they share is said once.
 
-    "GroupInt(bits=4, group=32) / GroupInt(bits=6, group=32)" becomes "GroupInt(bits=4/6, group=32)".
+    "GroupInt(bits=4, group=32) / GroupInt(bits=6, group=32)" becomes "GroupInt(bits=4/6, group=32)". Two equal formats
+    stay as they are: one name alone would say that gradients have what belongs to it (`gradients_beside`).
     """
     if PAIR not in text or "(" not in text:
         return text
     forward, back = parse_pair(text)
-    if type(forward) is not type(back):
+    if type(forward) is not type(back) or forward == back:
         return text
     parts = []
     for field in dataclasses.fields(forward):
         there, here = getattr(forward, field.name), getattr(back, field.name)
-        if f"{field.name}=" in text:
+        if there != here or f"{field.name}=" in text:
             parts.append(f"{field.name}={there!r}" + ("" if there == here else f"/{here!r}"))
     return f"{type(forward).__name__}({', '.join(parts)})"
 
