@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,6 +54,23 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
     if pipeline.backward or pipeline.boundary != "lowbit":
         return pipeline.backward
     return tuple(repr(gradients_beside(parse(text))) for text in pipeline.forward)
+
+
+def in_full(pipeline: PipelineConfig) -> PipelineConfig:
+    """The same formats as `repr` writes them, for files: what a name or a default stands for may change.
+
+    A stock stage has none, so there it is the configuration as it is.
+
+    Raises:
+        ValueError: as `parse` raises it.
+    """
+    if pipeline.boundary != "lowbit":
+        return pipeline
+    forward, backward = (
+        tuple(repr(parse(text)) for text in texts)
+        for texts in (pipeline.forward, backward_formats(pipeline))
+    )
+    return replace(pipeline, forward=forward, backward=backward)
 
 
 def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> None:

@@ -23,7 +23,7 @@ from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
-from lowbit.train.boundaries import backward_formats
+from lowbit.train.boundaries import in_full
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
@@ -284,10 +284,8 @@ class Trainer:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         dist.barrier(group=self.side)
         if self.rank == 0:
-            config = self.config
-            backward = backward_formats(config.pipeline)  # as it is now, whatever suits later on
-            pipeline = dataclasses.replace(config.pipeline, backward=backward)
-            told = dataclasses.replace(config, pipeline=pipeline).to_json()
+            pipeline = in_full(self.config.pipeline)
+            told = dataclasses.replace(self.config, pipeline=pipeline).to_json()
             (self.output / "config.json").write_text(told + "\n", encoding="utf-8")
         return 0
 
