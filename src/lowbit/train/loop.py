@@ -214,19 +214,22 @@ class Trainer:
             recorder.record_evaluation(step, losses)
         return losses
 
-    def _tell_choices(self, recorder: Recorder | None) -> None:
-        """A line for each boundary and direction whose codec the warm-up has settled."""
+    def chosen(self) -> dict[str, str]:
+        """What the warm-up has settled, in full, by pipeline, boundary, direction and tensor; the same on all ranks."""
         codecs = self.prepared.codecs
         if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
-            return
+            return {}
         several = f"pipeline {self.replicas.index} " if self.replicas.count > 1 else ""
         stages = self.pipeline.lowbit_stages.values()
-        lines = [f"{several}{at}: {codec}" for s in stages for at, codec in s.chosen().items()]
-        everyone: list[list[str]] = [[] for _ in range(self.ranks)]
-        dist.all_gather_object(everyone, lines, group=self.side)
-        if recorder is not None:
-            for line in sorted(line for lines in everyone for line in lines):
-                recorder.say(line)
+        own = {f"{several}{at}": repr(codec) for s in stages for at, codec in s.chosen().items()}
+        everyone: list[dict[str, str]] = [{} for _ in range(self.ranks)]
+        dist.all_gather_object(everyone, own, group=self.side)
+        return dict(sorted(item for each in everyone for item in each.items()))
+
+    def _tell_choices(self, recorder: Recorder | None) -> None:
+        for at, codec in self.chosen().items():
+            if recorder is not None:
+                recorder.say(f"{at}: {codec}")
 
     def save_checkpoint(self, done: int) -> None:
         """Write what is needed to go on after `done` steps."""
@@ -320,7 +323,9 @@ class Trainer:
             weights = export.gather_weights(self.modules, self.replicas.side) if first else {}
             if self.rank == 0:
                 export.save_model(folder, weights, self.model_config, self.prepared.data.tokenizer)
-        summary = summarize(self.config, self.plan, history, losses, model=folder)
+        summary = summarize(
+            self.config, self.plan, history, losses, chosen=self.chosen(), model=folder
+        )
         if self.rank == 0:
             text = json.dumps(dataclasses.asdict(summary), indent=2)
             (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")
