@@ -23,7 +23,7 @@ from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
-from lowbit.train.boundaries import in_full
+from lowbit.train.boundaries import costly, in_full
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
@@ -134,6 +134,9 @@ class Trainer:
         run, data = self.config.run, self.config.data
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
         self.checkpoints = prepared.checkpoints(self.rank)
+        if self.rank == 0:  # not in `prepare`, which a launcher runs beside its ranks
+            for line in costly(prepared.codecs, (self.config.rows, data.sequence, width)):
+                log.warning("%s", line)
         self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
         self.start = self._begin()
 
