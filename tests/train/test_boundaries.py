@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from lowbit.codecs import Cast, parse
-from lowbit.train.boundaries import backward_formats, make_codecs
+from lowbit.train.boundaries import backward_formats, costly, make_codecs
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
 
@@ -27,6 +29,24 @@ def test_gradients_without_a_name_get_what_belongs_to_the_activations():
     assert one.backward == (parse("subspace-backward"),) * 3
     with pytest.raises(ConfigError, match=r"^pipeline\.forward: codec is 'int9'"):
         make_codecs(PipelineConfig(forward=("int9",)), 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "width", "told"),
+    [
+        ("subspace", "", 32, ["forward: .* 12.1 bits .*, and 4.3 w", "backward: .* 13.1 .* 5.3 w"]),
+        ("subspace", "", 128, []),
+        ("SubspaceQuant(rank=2)", "subspace", 32, [r"backward: .*\(2, 256, 32\), .* rank='auto'"]),
+        ("SubspaceQuant(rank='auto')", "int8", 32, []),
+    ],
+)
+def test_more_directions_than_pay_are_told_once(
+    forward: str, backward: str, width: int, told: list[str]
+):
+    pipeline = PipelineConfig(forward=(forward,), backward=(backward,))
+    lines = costly(make_codecs(pipeline, 3), (2, 256, width))
+    assert len(lines) == len(told)
+    assert all(re.match(f"pipeline.{text}", line) for text, line in zip(told, lines, strict=True))
 
 
 def test_stock_boundaries_have_their_dtype_whatever_the_codecs():

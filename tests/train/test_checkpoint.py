@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
+from lowbit.codecs import SubspaceQuant, names
 from lowbit.train import checkpoint
 from lowbit.train.checkpoint import Checkpoints, pack, run_facts, unpack
 from lowbit.train.config_file import from_mapping
@@ -112,6 +114,36 @@ def test_formats_are_compared_by_what_they_are(tmp_path, alone, forward, goes_on
     else:
         with pytest.raises(ConfigError, match=r"pipeline.forward = \['tah-quant'\]"):
             found.load(2)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
+    tmp_path, alone, monkeypatch, direction
+):
+    config = from_mapping({"pipeline": {direction: "subspace"}})
+    for bits in (3, 2):
+        monkeypatch.setitem(names.NAMES, "subspace", partial(SubspaceQuant, bits=bits))
+        facts = run_facts(config, ranks=2, stages=2)
+        found = Checkpoints(tmp_path, rank=0, keep=2, facts=facts)
+        if bits == 3:
+            found.save(2, _tensors(2))
+            found.check(2)
+    with pytest.raises(
+        ConfigError, match=rf"pipeline.{direction} = .*bits=3.*, this run has .*bits=2"
+    ):
+        found.check(2)
+
+
+def test_a_format_that_is_no_more_is_told_with_its_checkpoint(tmp_path, alone):
+    first, now = (
+        Checkpoints(tmp_path, rank=0, keep=2, facts={"pipeline.forward": [name]})
+        for name in ("int9", "int4")
+    )
+    first.save(2, _tensors(2))
+    with pytest.raises(
+        ConfigError, match=r"checkpoint .*/rank-0 was .* \['int9'\], .*: codec is 'int9'"
+    ):
+        now.check(2)
 
 
 def _latest(folder) -> int | None:

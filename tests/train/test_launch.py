@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lowbit.codecs import SubspaceQuant, parse
 from lowbit.network import SlowLink
 from lowbit.train import LaunchError, TrainConfig, run
 from lowbit.train.metrics import read_metrics
@@ -50,11 +52,14 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     resumed = run(again(config, run={"resume": True, "overwrite": False}))
     assert curve(config) == curve(whole)
     assert 0 < resumed.steps_here < 40
-    assert resumed.held_out_loss == _held_out_loss(whole)
-
-
-def _held_out_loss(config: TrainConfig) -> float | None:
-    return read_summary(Path(config.run.output) / "summary.json").held_out_loss
+    expected = read_summary(Path(whole.run.output) / "summary.json")
+    assert resumed.held_out_loss == expected.held_out_loss
+    assert resumed.chosen == expected.chosen
+    assert list(resumed.chosen) == ["boundary 0 backward, tensor 0, width 32"]
+    (codec,) = map(parse, resumed.chosen.values())
+    assert isinstance(codec, SubspaceQuant)
+    assert replace(codec, rank="auto") == parse(AUTO)
+    assert resumed.bits_backward == codec.bits_per_element((2, 16, 32))
 
 
 def _wait_for_lines(output: str, count: int, running: Future[Any]) -> None:

@@ -5,13 +5,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.train import StepMetrics, TrainConfig, state, train
+from lowbit.train import StepMetrics, TrainConfig, loop, state, train
 from lowbit.train.generate import generate
 from lowbit.train.loop import Trainer
 from lowbit.train.metrics import Recorder, read_metrics
@@ -91,6 +92,9 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     assert replace(here, **same) == replace(there, **same)
     output = Path(config.run.output)
     assert read_summary(output / "summary.json") == here
+    written = json.loads((output / "config.json").read_text())["pipeline"]
+    assert written["forward"] == ["SubspaceQuant(rank=2, bits=3, group=8, refresh=8)"], "in full"
+    assert written["backward"] == ["SubspaceQuant(rank=2, bits=6, group=32, refresh=8)"]
 
     lines = read_metrics(output / "metrics.jsonl")
     shape = (2, 16, 32)
@@ -130,7 +134,8 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
     rank = dist.get_rank()
     states, found = [], []
     for often in (True, False):
-        trainer, said = Trainer(prepare(config, ranks=2, rank=rank)), _Said()
+        with mock.patch.object(loop.log, "warning") as warning:
+            trainer, said = Trainer(prepare(config, ranks=2, rank=rank)), _Said()
         for step in range(4):
             trainer.step(step)
             if step == 1:
@@ -142,13 +147,17 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
             trainer.prepared.data.held_out, batch=8, batches=2, codecs=[SubspaceQuant(rank=5)]
         )
     same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}
-    return found, same, said.lines, other
+    warned = [str(call) for call in warning.call_args_list]
+    return found, same, said.lines, other, warned
 
 
 def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_path: Path):
-    pipeline = {"forward": AUTO, "backward": BACKWARD, "warmup_steps": 2}
+    pipeline = {"forward": AUTO, "backward": "SubspaceQuant(rank=32)", "warmup_steps": 2}
     config = tiny(tmp_path, pipeline=pipeline)
-    for evaluations, same, lines, other in ranks.run(_evaluates_in_between, config, timeout=LIMIT):
+    outcomes = ranks.run(_evaluates_in_between, config, timeout=LIMIT)
+    assert [len(warned) for *_, warned in outcomes] == [1, 0], "on one rank"
+    assert "pipeline.backward: SubspaceQuant(rank=32" in outcomes[0][-1][0]
+    for evaluations, same, lines, other, _ in outcomes:
         [line] = lines
         assert line.startswith("boundary 0 forward, tensor 0, width 32: SubspaceQuant(rank=")
         assert all(same.values()), same

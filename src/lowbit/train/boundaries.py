@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit.codecs import Cast, Codec, gradients_beside, parse
+from lowbit.codecs import Cast, Codec, SubspaceQuant, gradients_beside, parse
 from lowbit.pipeline.boundary import check_warm_up
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
@@ -56,6 +56,23 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
     return tuple(repr(gradients_beside(parse(text))) for text in pipeline.forward)
 
 
+def in_full(pipeline: PipelineConfig) -> PipelineConfig:
+    """The same formats as `repr` writes them, for files: what a name or a default stands for may change.
+
+    A stock stage has none, so there it is the configuration as it is.
+
+    Raises:
+        ValueError: as `parse` raises it.
+    """
+    if pipeline.boundary != "lowbit":
+        return pipeline
+    forward, backward = (
+        tuple(repr(parse(text)) for text in texts)
+        for texts in (pipeline.forward, backward_formats(pipeline))
+    )
+    return replace(pipeline, forward=forward, backward=backward)
+
+
 def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> None:
     """Check codecs against what they are for.
 
@@ -78,6 +95,26 @@ def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> Non
                 codec.nbytes((1, width))
             except ValueError as error:
                 raise ConfigError(f"pipeline.{name}: {error}") from error
+
+
+def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
+    """A line for each format whose directions cost so much that few of them would halve what messages take.
+
+    Args:
+        shape: of a micro-batch's activations, (rows, sequence, width).
+    """
+    found: list[str] = []
+    for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
+        for codec in dict.fromkeys(each):
+            if not isinstance(codec, SubspaceQuant) or not codec.settled:
+                continue
+            bits, least = (c.bits_per_element(shape) for c in (codec, replace(codec, rank=1)))
+            if bits > 2 * least:
+                found.append(
+                    f"pipeline.{name}: {codec} takes {bits:.1f} bits an element in messages of {shape}, "
+                    f"and {least:.1f} with rank=1; set a smaller rank, or rank='auto' with a warm-up"
+                )
+    return found
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:

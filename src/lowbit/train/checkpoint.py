@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lowbit.codecs import parse
-from lowbit.train.boundaries import backward_formats
+from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.section import ConfigError
 
@@ -108,12 +108,19 @@ class Checkpoints:
 
     def check(self, step: int) -> None:
         """Raise a ConfigError if this run may not go on from that step."""
-        path = self._share(step) / _RUN
-        written = json.loads(path.read_text(encoding="utf-8"))
+        share = self._share(step)
+        written = json.loads((share / _RUN).read_text(encoding="utf-8"))
         for key, value in self.facts.items():
-            if _meant(written.get(key)) != _meant(value):
+            was = written.get(key)
+            try:
+                same = _meant(was) == _meant(value)
+            except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"checkpoint {path.parent} was written with {key} = {written.get(key)}, this run has {value}; "
+                    f"checkpoint {share} was written with {key} = {was}, which can not be read any more: {error}"
+                ) from error
+            if not same:
+                raise ConfigError(
+                    f"checkpoint {share} was written with {key} = {was}, this run has {value}; "
                     "allowed: the same (start from the saved model with model.pretrained to change it)"
                 )
 
@@ -135,6 +142,7 @@ def run_facts(config: TrainConfig, *, ranks: int, stages: int) -> dict[str, Any]
     lowbit = config.pipeline.boundary == "lowbit"
     storage = config.gradients.storage
     replicas = config.pipeline.data_parallel
+    formats = in_full(config.pipeline)
     between = {"gradients.all_reduce": config.gradients.all_reduce} if replicas > 1 else {}
     return {
         "ranks": f"{replicas} x {ranks}" if replicas > 1 else ranks,
@@ -143,8 +151,8 @@ def run_facts(config: TrainConfig, *, ranks: int, stages: int) -> dict[str, Any]
         "pipeline.schedule": config.pipeline.schedule,
         "pipeline.microbatches": config.pipeline.microbatches,
         "pipeline.boundary": config.pipeline.boundary,
-        "pipeline.forward": list(config.pipeline.forward) if lowbit else [],
-        "pipeline.backward": list(backward_formats(config.pipeline)) if lowbit else [],
+        "pipeline.forward": list(formats.forward) if lowbit else [],
+        "pipeline.backward": list(formats.backward) if lowbit else [],
         # Older checkpoints do not tell, because there was nothing but full precision.
         "gradients.storage": None if storage == FULL_PRECISION else storage,
         "data.batch": config.data.batch,
@@ -154,7 +162,7 @@ def run_facts(config: TrainConfig, *, ranks: int, stages: int) -> dict[str, Any]
 
 
 def _meant(fact: Any) -> Any:
-    """A list of formats as codecs, whatever they are called; any other fact as it is."""
+    """A list of formats as codecs: older checkpoints have names, for what these mean now. Any other fact as it is."""
     return [parse(text) for text in fact] if isinstance(fact, list) else fact
 
 

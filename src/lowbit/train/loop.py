@@ -23,7 +23,7 @@ from lowbit.collectives import AgreementError, agree
 from lowbit.collectives.agreement import default_group
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
-from lowbit.train.boundaries import backward_formats
+from lowbit.train.boundaries import costly, in_full
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
@@ -134,6 +134,9 @@ class Trainer:
         run, data = self.config.run, self.config.data
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
         self.checkpoints = prepared.checkpoints(self.rank)
+        if self.rank == 0:  # not in `prepare`, which a launcher runs beside its ranks
+            for line in costly(prepared.codecs, (self.config.rows, data.sequence, width)):
+                log.warning("%s", line)
         self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
         self.start = self._begin()
 
@@ -214,19 +217,22 @@ class Trainer:
             recorder.record_evaluation(step, losses)
         return losses
 
-    def _tell_choices(self, recorder: Recorder | None) -> None:
-        """A line for each boundary and direction whose codec the warm-up has settled."""
+    def chosen(self) -> dict[str, str]:
+        """What the warm-up has settled, in full, by pipeline, boundary, direction and tensor; the same on all ranks."""
         codecs = self.prepared.codecs
         if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
-            return
+            return {}
         several = f"pipeline {self.replicas.index} " if self.replicas.count > 1 else ""
         stages = self.pipeline.lowbit_stages.values()
-        lines = [f"{several}{at}: {codec}" for s in stages for at, codec in s.chosen().items()]
-        everyone: list[list[str]] = [[] for _ in range(self.ranks)]
-        dist.all_gather_object(everyone, lines, group=self.side)
-        if recorder is not None:
-            for line in sorted(line for lines in everyone for line in lines):
-                recorder.say(line)
+        own = {f"{several}{at}": repr(codec) for s in stages for at, codec in s.chosen().items()}
+        everyone: list[dict[str, str]] = [{} for _ in range(self.ranks)]
+        dist.all_gather_object(everyone, own, group=self.side)
+        return dict(sorted(item for each in everyone for item in each.items()))
+
+    def _tell_choices(self, recorder: Recorder | None) -> None:
+        for at, codec in self.chosen().items():
+            if recorder is not None:
+                recorder.say(f"{at}: {codec}")
 
     def save_checkpoint(self, done: int) -> None:
         """Write what is needed to go on after `done` steps."""
@@ -284,10 +290,8 @@ class Trainer:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         dist.barrier(group=self.side)
         if self.rank == 0:
-            config = self.config
-            backward = backward_formats(config.pipeline)  # as it is now, whatever suits later on
-            pipeline = dataclasses.replace(config.pipeline, backward=backward)
-            told = dataclasses.replace(config, pipeline=pipeline).to_json()
+            pipeline = in_full(self.config.pipeline)
+            told = dataclasses.replace(self.config, pipeline=pipeline).to_json()
             (self.output / "config.json").write_text(told + "\n", encoding="utf-8")
         return 0
 
@@ -322,7 +326,9 @@ class Trainer:
             weights = export.gather_weights(self.modules, self.replicas.side) if first else {}
             if self.rank == 0:
                 export.save_model(folder, weights, self.model_config, self.prepared.data.tokenizer)
-        summary = summarize(self.config, self.plan, history, losses, model=folder)
+        summary = summarize(
+            self.config, self.plan, history, losses, chosen=self.chosen(), model=folder
+        )
         if self.rank == 0:
             text = json.dumps(dataclasses.asdict(summary), indent=2)
             (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class Summary:
         bytes_activations: as in `StepMetrics`.
         bytes_sent, bytes_saved, seconds: totals over all steps of this call.
         boundary, forward, backward: what was at the boundaries; ranks, stages, schedule: the pipeline.
+        chosen: the format in full, for each tensor of a boundary and direction where the warm-up settled it, in this
+            call or before a resume; by name, such as "boundary 0 forward, tensor 0, width 256".
         model: folder of the trained model; None if it was not saved.
     """
 
@@ -61,6 +63,7 @@ class Summary:
     stages: int
     schedule: str
     model: str | None
+    chosen: dict[str, str] = field(default_factory=dict)  # older files have none
 
 
 def summarize(
@@ -70,6 +73,7 @@ def summarize(
     losses: dict[str, float],
     *,
     model: Path | None,
+    chosen: dict[str, str],
 ) -> Summary:
     """A summary of these steps."""
     settled = _settled(config, history)
@@ -100,6 +104,7 @@ def summarize(
         stages=plan.stages,
         schedule=config.pipeline.schedule,
         model=None if model is None else str(model),
+        chosen=chosen,
     )
 
 
