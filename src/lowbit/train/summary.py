@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowbit.train.boundaries import backward_formats
 from lowbit.train.config import TrainConfig
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.plan import Plan
@@ -76,6 +75,9 @@ def summarize(
     chosen: dict[str, str],
 ) -> Summary:
     """A summary of these steps."""
+    # It brings PyTorch, and who only reads summaries, such as the command line, needs none.
+    from lowbit.train.boundaries import backward_formats
+
     settled = _settled(config, history)
     seconds = statistics.median(m.seconds for m in settled) if settled else None
     return Summary(
