@@ -67,6 +67,16 @@ CASES = {
         False,
         False,
     ),
+    "subspace_renew": lambda: (
+        *(torch.randn(6, 70), torch.randn(5, 70), torch.eye(5), torch.tensor(7), subspace()),
+        *(torch.empty(6, 5), torch.empty(5), torch.empty(5, 70), torch.empty(5, 5), torch.tensor(0)),
+        *(3, True, True), 3, 32, 4,
+    ),
+    "subspace_inverse": lambda: (torch.randn(5, 70), torch.empty(5, 5)),
+    "subspace_follow": lambda: (
+        *(subspace(), torch.randn(5, 70), torch.tensor(7), torch.empty(4, dtype=torch.int32)),
+        *(torch.empty(5, 70), torch.tensor(0)), *(6, 3, True), 3, 32, 4,
+    ),
     "subspace_coefficients_encode": lambda: (
         *(torch.randn(6, 5), torch.rand(5), subspace(), torch.empty(6, 5)), 70, 3, 32, 4,
     ),
@@ -200,6 +210,10 @@ def test_wrong_tensors_by_name_are_refused(name: str) -> None:
         if "payload" in argument:
             with pytest.raises(ValueError, match=f"^{argument} is .* contiguous uint8"):
                 call(i, given[i][:-1])
+            continue
+        if not given[i].is_floating_point():
+            with pytest.raises(ValueError, match=f"^{argument} is torch.float64 .*; expected"):
+                call(i, given[i].double())
             continue
         with pytest.raises(TypeError, match=f"{argument} has dtype torch.float64; allowed: float"):
             call(i, given[i].double())

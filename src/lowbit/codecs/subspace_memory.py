@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from lowbit.codecs.basis import gram_inverse
+from lowbit import ops
 
 
 class Headers:
@@ -16,8 +16,12 @@ class Headers:
     def __init__(self) -> None:
         self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
-    def compare(self, found: Tensor, expected: Tensor) -> None:
-        """Take two headers; raise for those that have arrived: on the CPU these, on a GPU those before, as a rule."""
+    def compare(self, found: Tensor, expected: Tensor) -> bool:
+        """Take two headers; raise for those that have arrived: on the CPU these, on a GPU those before, as a rule.
+
+        Returns:
+            Whether these have been compared.
+        """
         both, event = torch.stack([found, expected]), None
         if both.is_cuda:
             host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
@@ -25,6 +29,7 @@ class Headers:
             event.record()
         self._coming.append((both, event))
         self.check()
+        return not self._coming
 
     def check(self, wait: bool = False) -> None:
         """Raise unless every header that has arrived is the expected one."""
@@ -66,19 +71,12 @@ class Memory:
         self._inverse: Tensor | None = None
         self.headers.clear()
 
-    def header(self, digest: Tensor, training: bool) -> Tensor:
-        """Of the next message, whose directions have this digest: int32 (4,)."""
-        header = torch.empty(4, dtype=torch.int32, device=digest.device)
-        header[0].fill_(self.messages % (1 << 31))
-        header[1].copy_(self.digest)
-        header[2].fill_(int(training))
-        header[3].copy_(digest)
-        return header
-
     def inverse(self) -> Tensor:
-        """`gram_inverse` of the directions."""
+        """Of the directions' products with each other (see `subspace_inverse`)."""
         if self._inverse is None:
-            self._inverse = gram_inverse(self.directions)
+            rank = len(self.directions)
+            self._inverse = self.directions.new_empty(rank, rank)
+            ops.subspace_inverse(self.directions, self._inverse)
         return self._inverse
 
     def keep(self, directions: Tensor, digest: Tensor, inverse: Tensor | None = None) -> None:
@@ -87,9 +85,8 @@ class Memory:
             if old is not None and old.is_cuda:
                 # This stream may still have to read what another one allocated, and would be free to use again.
                 old.record_stream(torch.cuda.current_stream())
-        self.directions, self._inverse = directions, inverse
+        self.directions, self.digest, self._inverse = directions, digest, inverse
         self.messages += 1
-        self.digest = (self.digest * 31 + digest) & 0x7FFFFFFF
 
 
 def _told(header: list[int]) -> str:

@@ -23,8 +23,8 @@ from lowbit.codecs.base import (
     check_out,
     check_payload,
 )
-from lowbit.codecs.basis import Renewal, best_rank, gram_inverse, renew, renewed_products, units_of
 from lowbit.codecs.subspace_memory import Memory
+from lowbit.codecs.subspace_rank import best_rank
 from lowbit.ops.layout import ALIGNMENT, SubspaceGeometry, subspace_geometry
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,9 @@ class SubspaceQuant(Codec):
     New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has 1024
     tokens. Each end of each direction of a boundary keeps `state_bytes()` = 4 C rank + 16;
     a sender holds the inverse of the directions' products beside them, 4 rank^2 bytes that follow from them. While it
-    works, `encode` takes two times 4 R C bytes beside its payload, 16-bit input once more for a float32 copy; `decode`
-    takes none beside a contiguous float32 `out`, else 4 R C; coefficients and directions are small beside that.
+    works, `encode` takes 4 R C bytes beside its payload (two times as many without kernels, or on a GPU), and 16-bit
+    input once more for a float32 copy; `decode` takes none beside a contiguous float32 `out`, else 4 R C; coefficients
+    and directions are small beside that.
 
     A message needs what earlier ones left, so this codec works through sessions only (`open`), not through `encode`.
     A token whose coefficients are not finite or beyond 2^96 is coded by the remainder alone. A message with NaN, Inf or
@@ -224,6 +225,9 @@ class SubspaceSession(Session):
     def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
         return SubspaceSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
 
+    def nbytes(self, key: Key | None = None) -> int:
+        return self._geometry.layout.nbytes if self._geometry.rows * self._geometry.channels else 0
+
     def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
         """Payload of `x`, whose shape must be the session's; arguments as for any session.
 
@@ -246,31 +250,20 @@ class SubspaceSession(Session):
 
     def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
-        x_RC = x.view(geo.rows, geo.channels)
-        full_RC = x_RC.float()
-        directions_KC, inverse_KK = memory.directions, memory.inverse()
-        products_RK = full_RC @ directions_KC.t()
-        filled = memory.messages * geo.renewed >= len(directions_KC)
-        if filled and memory.messages % self.codec.pause:
-            renewal = Renewal.none(geo.renewed, geo.channels, payload.device)
-        else:
-            renewal = renew(full_RC, directions_KC, geo.renewed, products_RK, inverse_KK)
-            directions_KC = renewal.applied(directions_KC)
-            inverse_KK = gram_inverse(directions_KC)
-            products_RK = renewed_products(full_RC, products_RK, renewal, directions_KC)
-        c_RK = products_RK @ inverse_KK
-        units_K, digest = units_of(c_RK), renewal.digest()
-        self._section(payload, "header", torch.int32).copy_(memory.header(digest, training))
-        self._section(payload, "slots", torch.int16).copy_(renewal.slots_M)
-        self._section(payload, "lengths", torch.float32).copy_(renewal.lengths_M)
-        self._section(payload, "directions", torch.int8).copy_(renewal.codes_MC.view(-1))
-        self._section(payload, "units", torch.bfloat16).copy_(units_K)
-        coded_RK = torch.empty_like(c_RK)
-        ops.subspace_coefficients_encode(
-            c_RK, units_K.float(), payload, coded_RK, geo.channels, *self._settings
-        )
-        base_RC = coded_RK @ directions_KC
-        ops.subspace_rest_encode(x_RC, base_RC, payload, self.codec.directions, *self._settings)
+        x_RC, rank = x.view(geo.rows, geo.channels), self.codec.directions
+        filled = memory.messages * geo.renewed >= rank
+        brings = not (filled and memory.messages % self.codec.pause)
+        inverse_KK = memory.inverse()
+        now = memory.directions, inverse_KK, memory.digest
+        then = tuple(map(torch.empty_like, now))
+        c_RK, unit_K = inverse_KK.new_empty(geo.rows, rank), inverse_KK.new_empty(rank)
+        ops.subspace_renew(
+            x_RC, *now, payload, c_RK, unit_K, *then, memory.messages, training, brings, *self._settings
+        )  # fmt: skip
+        ops.subspace_coefficients_encode(c_RK, unit_K, payload, c_RK, geo.channels, *self._settings)
+        directions_KC, inverse_KK, digest = then
+        base_RC = c_RK @ directions_KC
+        ops.subspace_rest_encode(x_RC, base_RC, payload, rank, *self._settings)
         if training:
             memory.keep(directions_KC, digest, inverse_KK)
 
@@ -304,34 +297,27 @@ class SubspaceSession(Session):
         return out
 
     def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
-        memory, geo = self._memory, self._geometry
-        renewal = Renewal(
-            self._section(payload, "slots", torch.int16),
-            self._section(payload, "lengths", torch.float32),
-            self._section(payload, "directions", torch.int8).view(geo.renewed, geo.channels),
-        )
-        digest = renewal.digest()
-        there = (renewal.slots_M >= -1) & (renewal.slots_M < self.codec.directions)
-        expected = memory.header(torch.where(there.all(), digest, -1), training)
+        memory, geo, rank = self._memory, self._geometry, self.codec.directions
+        now = memory.directions, memory.digest
+        directions_KC, digest = map(torch.empty_like, now)
+        expected = torch.empty(4, dtype=torch.int32, device=payload.device)
+        ops.subspace_follow(
+            payload, *now, expected, directions_KC, digest, geo.rows, memory.messages, training, *self._settings
+        )  # fmt: skip
         header = self._section(payload, "header", torch.int32)
-        memory.headers.compare(header, expected)
-        # Where the host learns it later, what does not belong here decodes to NaN and leaves the directions alone.
-        wrong = (header != expected).any()
-        renewal = renewal._replace(slots_M=torch.where(wrong, -1, renewal.slots_M))
-        directions_KC = renewal.applied(memory.directions)
-        units_K = self._section(payload, "units", torch.bfloat16).float()
-        units_K = torch.where(wrong, math.nan, units_K)
-        c_RK = torch.empty(
-            geo.rows, self.codec.directions, dtype=torch.float32, device=payload.device
-        )
-        ops.subspace_coefficients_decode(payload, units_K, c_RK, geo.channels, *self._settings)
+        unit_K = self._section(payload, "units", torch.bfloat16).float()
+        if not memory.headers.compare(header, expected):
+            # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
+            wrong = (header != expected).any()
+            directions_KC = torch.where(wrong, memory.directions, directions_KC)
+            unit_K = torch.where(wrong, math.nan, unit_K)
+        c_RK = directions_KC.new_empty(geo.rows, rank)
+        ops.subspace_coefficients_decode(payload, unit_K, c_RK, geo.channels, *self._settings)
         out_RC = out.view(geo.rows, geo.channels)
         # The remainder may be added in place, so that nothing else of this size is needed.
         into = out_RC if out_RC.dtype == torch.float32 else None
         base_RC = torch.mm(c_RK, directions_KC, out=into)
-        ops.subspace_rest_decode(
-            payload, base_RC, out_RC, self.codec.directions, *self._settings, False
-        )
+        ops.subspace_rest_decode(payload, base_RC, out_RC, rank, *self._settings, False)
         if training:
             memory.keep(directions_KC, digest)
 
@@ -384,8 +370,12 @@ class SubspaceSession(Session):
 @contextlib.contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
     """Apart from the model's computation: no graph, and no autocast, which would round inside the codec."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+    with torch.no_grad():
+        if not torch.is_autocast_enabled(device.type):
+            yield
+            return
+        with torch.autocast(device.type, enabled=False):
+            yield
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, int]:

@@ -21,6 +21,9 @@ norm_encode = torch.ops.lowbit.norm_encode.default
 norm_recompute = torch.ops.lowbit.norm_recompute.default
 subspace_coefficients_encode = torch.ops.lowbit.subspace_coefficients_encode.default
 subspace_coefficients_decode = torch.ops.lowbit.subspace_coefficients_decode.default
+subspace_follow = torch.ops.lowbit.subspace_follow.default
+subspace_inverse = torch.ops.lowbit.subspace_inverse.default
+subspace_renew = torch.ops.lowbit.subspace_renew.default
 subspace_rest_encode = torch.ops.lowbit.subspace_rest_encode.default
 subspace_rest_decode = torch.ops.lowbit.subspace_rest_decode.default
 tah_quant_encode = torch.ops.lowbit.tah_quant_encode.default
@@ -43,6 +46,9 @@ __all__ = [
     "norm_recompute",
     "subspace_coefficients_decode",
     "subspace_coefficients_encode",
+    "subspace_follow",
+    "subspace_inverse",
+    "subspace_renew",
     "subspace_rest_decode",
     "subspace_rest_encode",
     "tah_quant_decode",

@@ -63,13 +63,8 @@ def _check_feature_int4(
         ("scale", scales, torch.float32, shape), ("order", order, torch.int32, (features,)),
         ("clipped", clipped, torch.int64, (1,)),
     ):  # fmt: skip
-        if t is not None and (
-            t.dtype != dtype or t.shape != expected or t.device != x.device or not t.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}, contiguous: {t.is_contiguous()}; "
-                f"expected contiguous {dtype} {expected} on {x.device}"
-            )
+        if t is not None:
+            _check_table(name, t, dtype, expected, x.device)
 
 
 def _check_tah(
@@ -230,10 +225,63 @@ def _check_subspace(
         )
     nbytes = subspace_geometry(rows, channels, rank, bits, group, refresh).layout.nbytes
     _check(x, payload, 2, nbytes, name)
+    _check_float32(x.device, **tensors)
+
+
+def _check_float32(device: torch.device, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
     for name, (t, shape) in tensors.items():
         if t.dtype != torch.float32:
             raise TypeError(f"{name} has dtype {t.dtype}; allowed: float32")
-        _check_like(shape, x.device, **{name: t})
+        if t.shape != shape or t.device != device or not t.is_contiguous() or t.numel() == 0:
+            _check_like(shape, device, **{name: t})  # which says what is wrong
+
+
+def _subspace_renew(
+    x, directions, inverse, digest, payload, c, unit, next_directions, next_inverse, next_digest,
+    number, training, brings, bits, group, refresh,
+) -> None:  # fmt: skip
+    (rows, channels), rank = x.shape, len(directions)
+    basis, square = (rank, channels), (rank, rank)
+    _check_subspace(
+        "x", x, payload, rows, channels, rank, bits, group, refresh,
+        directions=(directions, basis), inverse=(inverse, square), c=(c, (rows, rank)), unit=(unit, (rank,)),
+        next_directions=(next_directions, basis), next_inverse=(next_inverse, square),
+    )  # fmt: skip
+    _check_table("digest", digest, torch.int64, (), x.device)
+    _check_table("next_digest", next_digest, torch.int64, (), x.device)
+
+
+def _subspace_inverse(directions, out) -> None:
+    rank = len(directions)
+    _check_float32(
+        directions.device,
+        directions=(directions, (rank, directions.shape[1])),
+        out=(out, (rank, rank)),
+    )
+
+
+def _subspace_follow(
+    payload, directions, digest, header, next_directions, next_digest,
+    rows, number, training, bits, group, refresh,
+) -> None:  # fmt: skip
+    rank, channels = directions.shape
+    _check_subspace(
+        "directions", directions, payload, rows, channels, rank, bits, group, refresh,
+        directions=(directions, (rank, channels)), next_directions=(next_directions, (rank, channels)),
+    )  # fmt: skip
+    _check_table("digest", digest, torch.int64, (), payload.device)
+    _check_table("next_digest", next_digest, torch.int64, (), payload.device)
+    _check_table("header", header, torch.int32, (4,), payload.device)
+
+
+def _check_table(
+    name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
+        raise ValueError(
+            f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}, contiguous: {t.is_contiguous()}; "
+            f"expected contiguous {dtype} {shape} on {device}"
+        )
 
 
 def _subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, refresh) -> None:
@@ -281,6 +329,9 @@ CHECKS: dict[str, Callable[..., None]] = {
         x, payload, *a[:5], pivot=a[5] is not None
     ),
     "tah_quant_decode": lambda payload, out, *a: _check_tah(out, payload, *a[:6]),
+    "subspace_renew": _subspace_renew,
+    "subspace_inverse": _subspace_inverse,
+    "subspace_follow": _subspace_follow,
     "subspace_coefficients_encode": _subspace_coefficients_encode,
     "subspace_coefficients_decode": _subspace_coefficients_decode,
     "subspace_rest_encode": _subspace_rest_encode,

@@ -17,6 +17,12 @@ then the outliers, both ascending; `clipped` int64 (1,): how many values were Na
 
 Operators for tokens near to a subspace, `lowbit.codecs.SubspaceQuant`; each fills or reads sections of the payload:
 
+- `subspace_renew(x, directions, inverse, digest, payload, c, unit, next_directions, next_inverse, next_digest, number,
+  training, brings, bits, group, refresh)`: what a sender whose basis is `directions` (K, C) finds in x (R, C) -> the
+  payload up to its units; the next basis; and, with that, coefficients c (R, K) and their units (K,).
+- `subspace_inverse(directions, out)`: of the directions' products with each other, (K, K).
+- `subspace_follow(payload, directions, digest, header, next_directions, next_digest, rows, number, training, bits,
+  group, refresh)`: payload -> the next basis; and the header (4,) that belongs to a message that is this end's next.
 - `subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, refresh)`: c (R, K) float32, in units (K,)
   -> payload; and what it decodes to in out (R, K) float32, which may be c itself.
 - `subspace_coefficients_decode(payload, unit, out, channels, bits, group, refresh)`: payload -> out (R, K) float32.
@@ -38,6 +44,8 @@ asymmetric, of a tensor's elements in order; x' stands for what such a payload d
 
 `centred`: LayerNorm; `offset` is added to weights. `weight`, `bias` (C,) and their gradients may be None; so may `up`,
 with its payload and gradient: act(gate). Tensors of one call may differ in dtype, not in shape.
+
+All that belongs to a basis is float32 but for digests, int64 (), and headers, int32.
 
 Tensors: float32, bfloat16 or float16, contiguous, not empty. `payload`: uint8, one dimension, contiguous, as long
 as `lowbit.ops.layout` says; one that does not begin at a multiple of 16 bytes is copied. PyTorch's dispatcher picks the
@@ -81,6 +89,13 @@ SCHEMAS = {
     "float low_fraction, str allocation, float? pivot_ratio) -> ()",
     "tah_quant_decode": "(Tensor payload, Tensor(a!) out, int tile, int high_bits, int low_bits, "
     "float low_fraction, str allocation, bool pivot, bool accumulate) -> ()",
+    "subspace_renew": "(Tensor x, Tensor directions, Tensor inverse, Tensor digest, Tensor(a!) payload, "
+    "Tensor(b!) c, Tensor(c!) unit, Tensor(d!) next_directions, Tensor(e!) next_inverse, Tensor(f!) next_digest, "
+    "int number, bool training, bool brings, int bits, int group, int refresh) -> ()",
+    "subspace_inverse": "(Tensor directions, Tensor(a!) out) -> ()",
+    "subspace_follow": "(Tensor payload, Tensor directions, Tensor digest, Tensor(a!) header, "
+    "Tensor(b!) next_directions, Tensor(c!) next_digest, int rows, int number, bool training, "
+    "int bits, int group, int refresh) -> ()",
     "subspace_coefficients_encode": "(Tensor c, Tensor unit, Tensor(a!) payload, Tensor(b!) out, "
     "int channels, int bits, int group, int refresh) -> ()",
     "subspace_coefficients_decode": "(Tensor payload, Tensor unit, Tensor(a!) out, "

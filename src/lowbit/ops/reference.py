@@ -33,6 +33,9 @@ from lowbit.ops.subspace import subspace_coefficients_decode as subspace_coeffic
 from lowbit.ops.subspace import subspace_coefficients_encode as subspace_coefficients_encode
 from lowbit.ops.subspace import subspace_rest_decode as subspace_rest_decode
 from lowbit.ops.subspace import subspace_rest_encode as subspace_rest_encode
+from lowbit.ops.subspace_basis import subspace_follow as subspace_follow
+from lowbit.ops.subspace_basis import subspace_inverse as subspace_inverse
+from lowbit.ops.subspace_basis import subspace_renew as subspace_renew
 
 ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
 NAN_MID = {1: -128, 2: -32768}

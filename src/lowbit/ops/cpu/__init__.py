@@ -13,6 +13,7 @@ from lowbit.ops.cpu.subspace import (
     subspace_rest_decode,
     subspace_rest_encode,
 )
+from lowbit.ops.cpu.subspace_basis import subspace_follow, subspace_inverse, subspace_renew
 from lowbit.ops.cpu.tah_decode import tah_quant_decode
 from lowbit.ops.cpu.tah_encode import tah_quant_encode
 
@@ -32,6 +33,9 @@ __all__ = [
     "norm_recompute",
     "subspace_coefficients_decode",
     "subspace_coefficients_encode",
+    "subspace_follow",
+    "subspace_inverse",
+    "subspace_renew",
     "subspace_rest_decode",
     "subspace_rest_encode",
     "tah_quant_decode",

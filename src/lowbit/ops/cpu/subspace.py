@@ -67,7 +67,7 @@ def subspace_coefficients_encode(
     start = payload.data_ptr()
 
     def work(first: int, last: int) -> None:
-        scratch = torch.empty(4 * rank, dtype=torch.uint8, device="cpu")
+        scratch = torch.empty(8 * rank, dtype=torch.uint8, device="cpu")
         _encode_coefficients(
             c.data_ptr(), unit.data_ptr(), start + at["factors"], start + at["coefficients"],
             out.data_ptr(), rank, scratch.data_ptr(), first, last,
@@ -133,13 +133,17 @@ def subspace_rest_decode(
 
 @kernel
 def _encode_coefficients(c, unit, factors, codes, out, rank, line, start, stop) -> None:
+    each = line + 4 * rank  # one over a direction's unit
+    for k in range(rank):
+        size = get_float(unit, k)
+        put_float(each, k, ONE / size if size > ZERO else ZERO)
     for row in range(start, stop):
         first = row * rank
         most, usable = ZERO, True
         for k in range(rank):
-            value, size = get_float(c, first + k), get_float(unit, k)
+            value, factor = get_float(c, first + k), get_float(each, k)
             usable = usable and magnitude(value) <= FAR
-            value = value * (ONE / (size if size > ZERO else ONE)) if size > ZERO else ZERO
+            value = value * factor if factor > ZERO else ZERO
             put_float(line, k, value)
             most = greater(magnitude(value), most)
         factor = ZERO

@@ -23,6 +23,9 @@ from lowbit.ops.gpu.subspace import (
 )
 from lowbit.ops.gpu.tah_quant import tah_quant_decode, tah_quant_encode
 
+# The engine's matrix products, and a few of its operations on as many numbers as there are directions.
+from lowbit.ops.subspace_basis import subspace_follow, subspace_inverse, subspace_renew
+
 interpreted: bool = knobs.runtime.interpret
 
 
@@ -54,6 +57,9 @@ __all__ = [
     "norm_recompute",
     "subspace_coefficients_decode",
     "subspace_coefficients_encode",
+    "subspace_follow",
+    "subspace_inverse",
+    "subspace_renew",
     "subspace_rest_decode",
     "subspace_rest_encode",
     "tah_quant_decode",

@@ -1,6 +1,7 @@
 """The directions that a boundary's tokens lie near: how a sender renews them, and how both ends take the new ones.
 
-Nothing here waits for a GPU. Shape suffixes: R rows (tokens), K directions, M of them renewed, C channels.
+The operators' definition, and what computes them on GPUs: mostly the engine's matrix products; nothing waits there.
+Shape suffixes: R rows (tokens), K directions, M of them renewed, C channels.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.ops.group_int import SMALLEST, inverse
+from lowbit.ops.group_int import SMALLEST
+from lowbit.ops.group_int import inverse as reciprocal
+from lowbit.ops.layout import SubspaceGeometry, subspace_geometry
 from lowbit.ops.subspace import FARTHEST
 
+PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
 ITERATIONS = 3  # of the block power method, from a random start
-MOST = 256  # directions among which `best_rank` chooses
 RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
 
 
@@ -59,6 +62,105 @@ class Renewal(NamedTuple):
         return (values * _weights(values.numel(), values.device)).sum() & 0x7FFFFFFF
 
 
+def subspace_renew(
+    x: Tensor,
+    directions: Tensor,
+    inverse: Tensor,
+    digest: Tensor,
+    payload: Tensor,
+    c: Tensor,
+    unit: Tensor,
+    next_directions: Tensor,
+    next_inverse: Tensor,
+    next_digest: Tensor,
+    number: int,
+    training: bool,
+    brings: bool,
+    bits: int,
+    group: int,
+    refresh: int,
+) -> None:
+    """Header, new directions and units of a message, and what its coefficients c (R, K) and the basis are with them."""
+    rows, channels = x.shape
+    geo = subspace_geometry(rows, channels, len(directions), bits, group, refresh)
+    full_RC = x.float()
+    products_RK = full_RC @ directions.t()
+    if brings:
+        renewal = renew(full_RC, directions, geo.renewed, products_RK, inverse)
+    else:
+        renewal = Renewal.none(geo.renewed, geo.channels, x.device)
+    for section, part in zip(_sections(payload, geo), renewal, strict=True):
+        section.copy_(part)
+    header = geo.layout.section(payload, "header", torch.int32)
+    _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
+    if brings:
+        products_RK = renewed_products(full_RC, products_RK, renewal, next_directions)
+        next_inverse.copy_(gram_inverse(next_directions))
+    else:
+        next_inverse.copy_(inverse)
+    torch.mm(products_RK, next_inverse, out=c)
+    units = geo.layout.section(payload, "units", torch.bfloat16)
+    units.copy_(units_of(c))
+    unit.copy_(units)
+
+
+def subspace_inverse(directions: Tensor, out: Tensor) -> None:
+    """The inverse of the directions' products with each other (see `gram_inverse`)."""
+    out.copy_(gram_inverse(directions))
+
+
+def subspace_follow(
+    payload: Tensor,
+    directions: Tensor,
+    digest: Tensor,
+    header: Tensor,
+    next_directions: Tensor,
+    next_digest: Tensor,
+    rows: int,
+    number: int,
+    training: bool,
+    bits: int,
+    group: int,
+    refresh: int,
+) -> None:
+    """What the header must be if the payload's directions are meant for this basis, and what comes of it with them."""
+    rank, channels = directions.shape
+    geo = subspace_geometry(rows, channels, rank, bits, group, refresh)
+    renewal = Renewal(*_sections(payload, geo))
+    _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
+
+
+def _follow(
+    renewal: Renewal,
+    directions_KC: Tensor,
+    digest: Tensor,
+    header: Tensor,
+    next_directions_KC: Tensor,
+    next_digest: Tensor,
+    number: int,
+    training: bool,
+) -> None:
+    there = ((renewal.slots_M >= -1) & (renewal.slots_M < len(directions_KC))).all()
+    own = torch.where(there, renewal.digest(), -1)
+    renewal = renewal._replace(slots_M=torch.where(there, renewal.slots_M, -1))
+    next_directions_KC.copy_(renewal.applied(directions_KC))
+    next_digest.copy_((digest * 31 + own) & 0x7FFFFFFF)
+    header[0].fill_(number % (1 << 31))
+    header[1].copy_(digest)
+    header[2].fill_(int(training))
+    header[3].copy_(own)
+
+
+def _sections(payload: Tensor, geo: SubspaceGeometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a payload, as those of a `Renewal`."""
+    section = geo.layout.section
+    return (
+        section(payload, "slots", torch.int16),
+        section(payload, "lengths", torch.float32),
+        section(payload, "directions", torch.int8).view(geo.renewed, geo.channels),
+    )
+
+
 def renew(
     x_RC: Tensor,
     directions_KC: Tensor,
@@ -78,7 +180,7 @@ def renew(
     low, high = x_RC.aminmax()
     top = torch.maximum(high, -low)
     usable = (top >= SMALLEST) & (top <= FARTHEST)  # not so for NaN
-    scale = inverse(torch.where(usable, top, 0.0))  # squares of tiny gradients would underflow
+    scale = reciprocal(torch.where(usable, top, 0.0))  # squares of tiny gradients would underflow
     c_RK = products_RK @ inverse_KK
     slots_M = (c_RK * scale).square().sum(0).argsort(stable=True)[:count]
     # Without some of the directions, the others' coefficients are other ones; a block of the inverse says which.
@@ -86,20 +188,20 @@ def renew(
     share_MK = torch.cholesky_solve(inverse_KK[slots_M], factor_MM)
     kept_RK = (c_RK - c_RK[:, slots_M] @ share_MK).index_fill(1, slots_M, 0.0)
     rest_RC = torch.addmm(x_RC, kept_RK, directions_KC, alpha=-1)
-    new_MC = _leading(rest_RC, count, scale)
+    new_MC = leading(rest_RC, count, scale)
     lengths_M = new_MC.abs().amax(1) / 127
     codes_MC = (new_MC / lengths_M[:, None]).round().clamp(-127, 127)
     slots_M = torch.where(usable, slots_M, -1)
     return Renewal(slots_M.to(torch.int16), lengths_M, codes_MC.to(torch.int8))
 
 
-def _leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
+def leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
     """Orthonormal (count, C): about the principal directions of these tokens; any others where there is NaN.
 
     Args:
         scale: a factor that keeps squares of the tokens from underflow.
     """
-    v_MC = _start(count, x_RC.shape[1], x_RC.device)
+    v_MC = start(count, x_RC.shape[1], x_RC.device)
     for _ in range(ITERATIONS):
         # Few rows rather than few columns at every product: several times faster on CPUs.
         along_MR = (v_MC @ x_RC.t()) * scale
@@ -113,7 +215,7 @@ def _leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _start(count: int, channels: int, device: torch.device) -> Tensor:
+def start(count: int, channels: int, device: torch.device) -> Tensor:
     """Where the power method starts."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     start_CM = torch.randn(channels, count, generator=generator, dtype=torch.float32, device="cpu")
@@ -122,7 +224,7 @@ def _start(count: int, channels: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _weights(count: int, device: torch.device) -> Tensor:
-    return ((torch.arange(count, device="cpu") % 65521 + 1) * 0x9E3779B1).to(device)
+    return ((torch.arange(count, device="cpu") % PLACES + 1) * WEIGHT).to(device)
 
 
 def gram_inverse(directions_KC: Tensor) -> Tensor:
@@ -149,33 +251,4 @@ def units_of(c_RK: Tensor) -> Tensor:
     size_RK = torch.where(size_RK <= FARTHEST, size_RK, 0.0)  # not NaN either
     top = size_RK.amax()
     top = torch.where(top >= SMALLEST, top, 0.0)  # the reciprocal of less would be Inf
-    return ((size_RK * inverse(top)).square().mean(0).sqrt() * top).bfloat16()
-
-
-def best_rank(x_RC: Tensor, bits: int, refresh: int) -> int:
-    """How many directions suit these tokens, if the rest has so many bits: most decibels for the bits that they cost.
-
-    An integer of b bits leaves noise in proportion to 4^-b of what it codes, whether remainder or coefficients (8), and
-    everywhere a bit more an element is worth 6.02 dB. So the best number has the least noise(k) 4^bits(k).
-
-    The energy along each direction comes from the block power method with `MOST` columns, so that is the most this
-    returns; below `MOST` tokens or channels it sees all there is. The last bits of products depend on the machine and
-    its threads, and so might the answer: who needs the same one elsewhere must send it there.
-
-    Returns:
-        1 to `MOST`; 0 for tokens that tell nothing: all zeros, or with NaN or Inf.
-    """
-    if not bool(x_RC.any()) or not bool(x_RC.isfinite().all()):
-        return 0
-    rows, channels = x_RC.shape
-    x_RC = (x_RC.double() / x_RC.abs().amax()).float()  # the reciprocal of tiny numbers is Inf
-    v_NC = _leading(x_RC, min(MOST, rows, channels), x_RC.new_ones(()))
-    seen_RN = (x_RC @ v_NC.t()).double()
-    energy_N = torch.linalg.eigvalsh(seen_RN.t() @ seen_RN).flip(0).clamp(min=0)
-    total = x_RC.square().sum(dtype=torch.float64)
-    share_N = (energy_N.cumsum(0) / total).clamp(max=1)
-    k_N = torch.arange(1, len(energy_N) + 1, device=x_RC.device)
-    noise_N = (1 - share_N) * 4.0**-bits + share_N * 4.0**-8
-    new_N = (k_N + refresh - 1) // refresh
-    bits_N = 8 * k_N / channels + 8 * new_N / rows
-    return int((noise_N.log2() / 2 + bits_N).argmin()) + 1
+    return ((size_RK * reciprocal(top)).square().mean(0).sqrt() * top).bfloat16()
