@@ -9,21 +9,30 @@ inner loops. So kernels take addresses instead of arrays, and elementwise formul
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba.core import config
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 60.0  # seconds
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
@@ -43,12 +52,51 @@ def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function called from Python, at its first call or from the cache on disk if one can be written."""
     before, config.CACHE_DIR = config.CACHE_DIR, _cache_folder()
     try:
-        return numba.njit(cache=True, **OPTIONS)(function)
+        dispatcher: Any = numba.njit(cache=True, **OPTIONS)(function)
+        dispatcher.compile = _in_turn(
+            dispatcher.compile, f"{function.__module__}.{function.__name__}"
+        )
+        return dispatcher
     except (RuntimeError, OSError) as error:
         log.info("kernels are compiled anew in every process: %s", error)
         return numba.njit(**OPTIONS)(function)
     finally:
         config.CACHE_DIR = before
+
+
+def _in_turn(compile: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Let one process of a machine compile a kernel while the others wait for what it leaves in the cache.
+
+    Ranks that start together would all compile the same, on the same cores. Numba's own lock comes first, as it does
+    where a kernel calls another one: so no two threads wait for each other.
+    """
+
+    def compile_in_turn(signature: Any) -> Any:
+        with global_compiler_lock, contextlib.ExitStack() as stack:
+            try:
+                lock = stack.enter_context(open(os.path.join(_cache_folder(), f"{name}.lock"), "w"))
+                _wait_for(lock.fileno())
+            except OSError as error:  # such as a file system without locks
+                log.debug("%s is compiled without regard to other processes: %s", name, error)
+            return compile(signature)
+
+    return compile_in_turn
+
+
+def _wait_for(file: int) -> None:
+    """Lock a file; go on without the lock after `PATIENCE`: whoever has it may have been stopped."""
+    if fcntl is None:
+        return
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.02)
+        else:
+            return
 
 
 @functools.cache
