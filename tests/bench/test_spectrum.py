@@ -81,7 +81,7 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
             assert row["bits_per_element"] == GroupInt(bits=4).bits_per_element((2, 32, 32))
     for place in itertools.product((0, 1), spectrum.DIRECTIONS):
         chosen = [r for r in rows if (r["boundary"], r["direction"]) == place and r["fitted"]]
-        assert [r["bits"] for r in chosen] == [2, 4]
+        assert [r["bits"] for r in chosen] == [3, 4]
         assert all(0 <= r["outside"] < 1 for r in chosen)
     spectrum_views.draw(Report(**json.loads(file.read_text())), picture)
 

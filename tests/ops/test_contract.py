@@ -75,7 +75,7 @@ CASES = {
     "subspace_inverse": lambda: (torch.randn(5, 70), torch.empty(5, 5)),
     "subspace_follow": lambda: (
         *(subspace(), torch.randn(5, 70), torch.tensor(7), torch.empty(4, dtype=torch.int32)),
-        *(torch.empty(5, 70), torch.tensor(0)), *(6, 3, True), 3, 32, 4,
+        *(torch.empty(5, 70), torch.tensor(0), torch.empty(5)), *(6, 3, True), 3, 32, 4,
     ),
     "subspace_coefficients_encode": lambda: (
         *(torch.randn(6, 5), torch.rand(5), subspace(), torch.empty(6, 5)), 70, 3, 32, 4,

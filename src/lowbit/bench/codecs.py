@@ -82,8 +82,6 @@ class Settings:
     train_steps: int = 60
 
     def __post_init__(self) -> None:
-        for name in set(self.codecs) - {FITTED}:
-            _codec(name)
         for field, allowed in (("dtypes", DTYPES), ("data", DATA)):
             values = getattr(self, field)
             if not values or set(values) - set(allowed):
@@ -97,6 +95,9 @@ class Settings:
             raise ValueError(f"threads is {self.threads}; allowed: 0 (all cores) to {cores}")
         if len(self.shape) != 3 or min(self.shape) < 1:
             raise ValueError(f"shape is {self.shape}; allowed: three sizes of at least 1")
+        for name in set(self.codecs) - {FITTED}:
+            if isinstance(codec := _codec(name), Codec):
+                codec.nbytes(self.shape)  # or an error that says what does not fit
         if self.layer:
             _layer_config(self.shape[-1])
         for field in ("rounds", "train_steps"):

@@ -48,7 +48,7 @@ class Settings:
     text: str
     stages: int = 4
     ranks: tuple[int, ...] = (8, 16, 32, 64)
-    bits: tuple[int, ...] = (2, 4)
+    bits: tuple[int, ...] = (3, 4)
     group: int = 64
     refresh: int = 8
     codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -257,13 +257,15 @@ class SubspaceSession(Session):
         now = memory.directions, inverse_KK, memory.digest
         then = tuple(map(torch.empty_like, now))
         c_RK, unit_K = inverse_KK.new_empty(geo.rows, rank), inverse_KK.new_empty(rank)
-        ops.subspace_renew(
+        self._compute("renew")(
             x_RC, *now, payload, c_RK, unit_K, *then, memory.messages, training, brings, *self._settings
         )  # fmt: skip
-        ops.subspace_coefficients_encode(c_RK, unit_K, payload, c_RK, geo.channels, *self._settings)
+        self._compute("coefficients_encode")(
+            c_RK, unit_K, payload, c_RK, geo.channels, *self._settings
+        )
         directions_KC, inverse_KK, digest = then
         base_RC = c_RK @ directions_KC
-        ops.subspace_rest_encode(x_RC, base_RC, payload, rank, *self._settings)
+        self._compute("rest_encode")(x_RC, base_RC, payload, rank, *self._settings)
         if training:
             memory.keep(directions_KC, digest, inverse_KK)
 
@@ -301,23 +303,24 @@ class SubspaceSession(Session):
         now = memory.directions, memory.digest
         directions_KC, digest = map(torch.empty_like, now)
         expected = torch.empty(4, dtype=torch.int32, device=payload.device)
-        ops.subspace_follow(
-            payload, *now, expected, directions_KC, digest, geo.rows, memory.messages, training, *self._settings
+        unit_K = directions_KC.new_empty(rank)
+        self._compute("follow")(
+            payload, *now, expected, directions_KC, digest, unit_K,
+            geo.rows, memory.messages, training, *self._settings,
         )  # fmt: skip
-        header = self._section(payload, "header", torch.int32)
-        unit_K = self._section(payload, "units", torch.bfloat16).float()
+        header = geo.layout.section(payload, "header", torch.int32)
         if not memory.headers.compare(header, expected):
             # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
             wrong = (header != expected).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             unit_K = torch.where(wrong, math.nan, unit_K)
         c_RK = directions_KC.new_empty(geo.rows, rank)
-        ops.subspace_coefficients_decode(payload, unit_K, c_RK, geo.channels, *self._settings)
+        self._compute("coefficients_decode")(payload, unit_K, c_RK, geo.channels, *self._settings)
         out_RC = out.view(geo.rows, geo.channels)
         # The remainder may be added in place, so that nothing else of this size is needed.
         into = out_RC if out_RC.dtype == torch.float32 else None
         base_RC = torch.mm(c_RK, directions_KC, out=into)
-        ops.subspace_rest_decode(payload, base_RC, out_RC, rank, *self._settings, False)
+        self._compute("rest_decode")(payload, base_RC, out_RC, rank, *self._settings, False)
         if training:
             memory.keep(directions_KC, digest)
 
@@ -363,8 +366,8 @@ class SubspaceSession(Session):
     def _settings(self) -> tuple[int, int, int]:
         return self.codec.bits, self.codec.group, self.codec.refresh
 
-    def _section(self, payload: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        return self._geometry.layout.section(payload, name, dtype)
+    def _compute(self, name: str) -> Callable[..., None]:
+        return ops.implementation(f"subspace_{name}", self.device)
 
 
 @contextlib.contextmanager

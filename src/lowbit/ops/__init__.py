@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.ops.contract import backend
+from lowbit.ops.contract import backend, implementation
 
 block_float8_encode = torch.ops.lowbit.block_float8_encode.default
 block_float8_decode = torch.ops.lowbit.block_float8_decode.default
@@ -41,6 +41,7 @@ __all__ = [
     "gated_recompute",
     "group_int_decode",
     "group_int_encode",
+    "implementation",
     "norm_backward",
     "norm_encode",
     "norm_recompute",

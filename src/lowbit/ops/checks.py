@@ -261,13 +261,14 @@ def _subspace_inverse(directions, out) -> None:
 
 
 def _subspace_follow(
-    payload, directions, digest, header, next_directions, next_digest,
+    payload, directions, digest, header, next_directions, next_digest, unit,
     rows, number, training, bits, group, refresh,
 ) -> None:  # fmt: skip
     rank, channels = directions.shape
     _check_subspace(
         "directions", directions, payload, rows, channels, rank, bits, group, refresh,
         directions=(directions, (rank, channels)), next_directions=(next_directions, (rank, channels)),
+        unit=(unit, (rank,)),
     )  # fmt: skip
     _check_table("digest", digest, torch.int64, (), payload.device)
     _check_table("next_digest", next_digest, torch.int64, (), payload.device)

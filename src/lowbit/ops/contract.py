@@ -21,8 +21,8 @@ Operators for tokens near to a subspace, `lowbit.codecs.SubspaceQuant`; each fil
   training, brings, bits, group, refresh)`: what a sender whose basis is `directions` (K, C) finds in x (R, C) -> the
   payload up to its units; the next basis; and, with that, coefficients c (R, K) and their units (K,).
 - `subspace_inverse(directions, out)`: of the directions' products with each other, (K, K).
-- `subspace_follow(payload, directions, digest, header, next_directions, next_digest, rows, number, training, bits,
-  group, refresh)`: payload -> the next basis; and the header (4,) that belongs to a message that is this end's next.
+- `subspace_follow(payload, directions, digest, header, next_directions, next_digest, unit, rows, number, training,
+  bits, group, refresh)`: payload -> the next basis and the units; and the header (4,) that this end's next message has.
 - `subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, refresh)`: c (R, K) float32, in units (K,)
   -> payload; and what it decodes to in out (R, K) float32, which may be c itself.
 - `subspace_coefficients_decode(payload, unit, out, channels, bits, group, refresh)`: payload -> out (R, K) float32.
@@ -94,7 +94,7 @@ SCHEMAS = {
     "int number, bool training, bool brings, int bits, int group, int refresh) -> ()",
     "subspace_inverse": "(Tensor directions, Tensor(a!) out) -> ()",
     "subspace_follow": "(Tensor payload, Tensor directions, Tensor digest, Tensor(a!) header, "
-    "Tensor(b!) next_directions, Tensor(c!) next_digest, int rows, int number, bool training, "
+    "Tensor(b!) next_directions, Tensor(c!) next_digest, Tensor(d!) unit, int rows, int number, bool training, "
     "int bits, int group, int refresh) -> ()",
     "subspace_coefficients_encode": "(Tensor c, Tensor unit, Tensor(a!) payload, Tensor(b!) out, "
     "int channels, int bits, int group, int refresh) -> ()",
@@ -121,6 +121,7 @@ SCHEMAS = {
 }
 BACKENDS = ("auto", "reference", "cpu", "gpu")
 NEEDS = {"cpu": "numba", "gpu": "Triton"}
+HOMES = {"cpu": "cpu", "cuda": "gpu"}
 
 _chosen: contextvars.ContextVar[str] = contextvars.ContextVar("lowbit_backend", default="auto")
 _kernels: dict[str, Any] = {}  # modules of kernels by backend, or why one is missing
@@ -146,6 +147,15 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+def implementation(name: str, device: torch.device) -> Callable[..., None]:
+    """What computes an operator on a device, for callers that make all of its tensors themselves.
+
+    It checks nothing, wants payloads that begin at a multiple of 16 bytes, and is opaque to no compiler. The dispatcher
+    and the checks take tens of microseconds, which is as long as the work on a small message takes.
+    """
+    return _implementation(name, HOMES.get(device.type), device)
 
 
 def _implementation(name: str, home: str | None, device: torch.device) -> Callable[..., None]:
@@ -221,8 +231,8 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("lowbit", "DEF")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        library.impl(name, _on(name, "cpu"), "CPU")
-        library.impl(name, _on(name, "gpu"), "CUDA")
+        for device, home in HOMES.items():
+            library.impl(name, _on(name, home), device.upper())
         library.impl(name, _on(name, None), "CompositeExplicitAutograd")
         torch.library.register_fake(f"lowbit::{name}", CHECKS[name], lib=library)
     return library

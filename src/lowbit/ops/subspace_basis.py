@@ -116,6 +116,7 @@ def subspace_follow(
     header: Tensor,
     next_directions: Tensor,
     next_digest: Tensor,
+    unit: Tensor,
     rows: int,
     number: int,
     training: bool,
@@ -128,6 +129,7 @@ def subspace_follow(
     geo = subspace_geometry(rows, channels, rank, bits, group, refresh)
     renewal = Renewal(*_sections(payload, geo))
     _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
+    unit.copy_(geo.layout.section(payload, "units", torch.bfloat16))
 
 
 def _follow(

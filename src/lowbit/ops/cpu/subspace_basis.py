@@ -110,20 +110,19 @@ def subspace_inverse(directions: Tensor, out: Tensor) -> None:
 
 def subspace_follow(
     payload: Tensor, directions: Tensor, digest: Tensor, header: Tensor,
-    next_directions: Tensor, next_digest: Tensor,
+    next_directions: Tensor, next_digest: Tensor, unit: Tensor,
     rows: int, number: int, training: bool, bits: int, group: int, refresh: int,
 ) -> None:  # fmt: skip
     """The reference's numbers."""
     rank, channels = directions.shape
     geo = geometry(rows, channels, rank, bits, group, refresh)
-    slots, lengths, codes = (
-        payload.data_ptr() + geo.layout.offsets[name] for name in ("slots", "lengths", "directions")
-    )
+    at, start = geo.layout.offsets, payload.data_ptr()
     _follow(
-        slots, lengths, codes, geo.renewed, rank, channels,
+        start + at["slots"], start + at["lengths"], start + at["directions"], geo.renewed, rank, channels,
         directions.data_ptr(), digest.data_ptr(), header.data_ptr(),
         next_directions.data_ptr(), next_digest.data_ptr(), number % (1 << 31), training,
     )  # fmt: skip
+    _get_units(start + at["units"], unit.data_ptr(), rank)
 
 
 def _scale(x: Tensor) -> float:
@@ -357,6 +356,12 @@ def _put_units(c, rows, rank, units, unit) -> None:
         half = to_bf16(np.float32(np.sqrt(sums[k] / rows)) * top)
         put_half(units, k, half)
         put_float(unit, k, from_bf16(half))
+
+
+@kernel
+def _get_units(units, unit, rank) -> None:
+    for k in range(rank):
+        put_float(unit, k, from_bf16(get_half(units, k)))
 
 
 @helper
