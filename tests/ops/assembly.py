@@ -57,11 +57,11 @@ FEATURES: dict[str, Any] = {  # arguments from matrix, payload, table of numbers
     "FeatureInt4 decode": lambda m, p, t, o, c: (p, m, t, o, 64, True),
     "FeatureInt4 sum": lambda m, p, t, o, c: ([p] * 4, m, t, o, 64, 3),
 }
-SUBSPACE: dict[str, Any] = {  # arguments from coefficients, units, matrix, its base, payload
-    "subspace_coefficients_encode": lambda c, u, m, b, p: (c, u, p, c, m.shape[1], 2, 64, 8),
-    "subspace_coefficients_decode": lambda c, u, m, b, p: (p, u, c, m.shape[1], 2, 64, 8),
-    "subspace_rest_encode": lambda c, u, m, b, p: (m, b, p, c.shape[1], 2, 64, 8),
-    "subspace_rest_decode": lambda c, u, m, b, p: (p, b, m, c.shape[1], 2, 64, 8, False),
+SUBSPACE: dict[str, Any] = {  # arguments from coefficients, units, matrix, directions, payload
+    "subspace_coefficients_encode": lambda c, u, m, d, p: (c, u, p, c, m.shape[1], 2, 64, 8),
+    "subspace_coefficients_decode": lambda c, u, m, d, p: (p, u, c, m.shape[1], 2, 64, 8),
+    "subspace_rest_encode": lambda c, u, m, d, p: (m, c, d, p, 2, 64, 8),
+    "subspace_rest_decode": lambda c, u, m, d, p: (p, c, d, m, 2, 64, 8, False),
 }
 MODULES = {"BlockFloat8": block_float8, "GroupInt": group_int, "TAHQuant": tah_quant}
 SHAPE = (8, 4096, 4096)
@@ -104,12 +104,12 @@ def subspace_launches(operator: str, rank: int = 64) -> list[tuple]:
     """The same for tokens near to a subspace."""
     rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
     size = subspace_geometry(rows, channels, rank, 2, 64, 8).layout.nbytes
-    c, unit, base = (
-        torch.empty(s, device="meta") for s in ((rows, rank), (rank,), (rows, channels))
+    c, unit, directions = (
+        torch.empty(s, device="meta") for s in ((rows, rank), (rank,), (rank, channels))
     )
     matrix = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta")
     payload = torch.empty(size, dtype=torch.uint8, device="meta")
-    given = SUBSPACE[operator](c, unit, matrix, base, payload)
+    given = SUBSPACE[operator](c, unit, matrix, directions, payload)
     return _caught(getattr(gpu, operator), given, subspace)
 
 

@@ -81,9 +81,9 @@ CASES = {
         *(torch.randn(6, 5), torch.rand(5), subspace(), torch.empty(6, 5)), 70, 3, 32, 4,
     ),
     "subspace_coefficients_decode": lambda: (subspace(), torch.rand(5), torch.empty(6, 5), 70, 3, 32, 4),
-    "subspace_rest_encode": lambda: (torch.randn(6, 70), torch.randn(6, 70), subspace(), 5, 3, 32, 4),
+    "subspace_rest_encode": lambda: (torch.randn(6, 70), torch.randn(6, 5), torch.randn(5, 70), subspace(), 3, 32, 4),
     "subspace_rest_decode": lambda: (
-        *(subspace(), torch.randn(6, 70), torch.empty(6, 70)), 5, 3, 32, 4, False,
+        *(subspace(), torch.randn(6, 5), torch.randn(5, 70), torch.empty(6, 70)), 3, 32, 4, False,
     ),
     "norm_encode": lambda: (
         *(torch.randn(3, 70), torch.randn(70), None, saved(3, 70), torch.empty(3, 70)),

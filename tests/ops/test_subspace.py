@@ -15,8 +15,13 @@ from tests.codecs.golden import check_golden_subspace
 RANK, REFRESH = 5, 4
 
 
-def inputs(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Coefficients, units, tokens and what is taken from them: of all sizes, with everything that is special."""
+def inputs(
+    rows: int, channels: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Coefficients, units, tokens, shares of directions that are taken from them, and directions.
+
+    They are of all sizes, with everything that is special; but sums of directions are exact in any order.
+    """
     g = torch.Generator().manual_seed(0)
 
     def octaves(count: int, most: int) -> Tensor:
@@ -26,13 +31,13 @@ def inputs(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     unit = (torch.rand(RANK, generator=g) * 3).bfloat16().float()
     sizes = octaves(channels // 8 + 1, 14 if dtype == torch.float16 else 20)
     x = torch.randn(rows, channels, generator=g) * sizes.repeat_interleave(8, 1)[:, :channels]
-    base = 0.1 * torch.randn(rows, channels, generator=g)
+    share = torch.randint(-4, 5, (rows, RANK), generator=g).float()
+    directions = torch.randint(-8, 9, (RANK, channels), generator=g) / 64
     unit[1] = 0
     c[3], c[4, 0], c[5, 1], c[6] = 0, math.nan, math.inf, 1e35
     c[7] *= 1e-30
     x = x.to(dtype)
-    base[0] = x[0].float()
-    base[4:6] = 0
+    share[:, 0], share[0], share[0, 0], share[4:6], directions[0] = 0, 0, 1, 0, x[0].float()
     x[1, 3], x[2, -1], x[3, :8], x[4, 2], x[5] = (
         math.nan,
         -math.inf,
@@ -40,7 +45,7 @@ def inputs(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
         1e-38,
         0,
     )
-    return c, unit, x, base
+    return c, unit, x, share, directions
 
 
 def run(
@@ -52,7 +57,7 @@ def run(
     group: int,
     device: str = "cpu",
 ) -> list[Tensor]:
-    c, unit, x, base = (t.to(device) for t in inputs(rows, channels, dtype))
+    c, unit, x, share, directions = (t.to(device) for t in inputs(rows, channels, dtype))
     settings = (bits, group, REFRESH)
     layout = subspace_geometry(rows, channels, RANK, *settings).layout
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
@@ -61,18 +66,19 @@ def run(
     with ops.backend(name):
         ops.subspace_coefficients_encode(c, unit, payload, out, channels, *settings)
         ops.subspace_coefficients_decode(payload, unit, again, channels, *settings)
-        ops.subspace_rest_encode(x, base, payload, RANK, *settings)
-        ops.subspace_rest_decode(payload, base, y, RANK, *settings, False)
-        ops.subspace_rest_decode(payload, base, added, RANK, *settings, True)
-        if dtype == torch.float32:  # in place
-            ops.subspace_rest_decode(payload, base, base, RANK, *settings, False)
-            assert torch.equal(base.nan_to_num(5), y.nan_to_num(5))
+        ops.subspace_rest_encode(x, share, directions, payload, *settings)
+        ops.subspace_rest_decode(payload, share, directions, y, *settings, False)
+        ops.subspace_rest_decode(payload, share, directions, added, *settings, True)
     assert torch.equal(out, again)
     return [payload, out, y, added]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kernels_give_the_references_bytes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("near", [0, 1 << 18], ids=["engine", "kernel"])
+def test_kernels_give_the_references_bytes(
+    dtype: torch.dtype, near: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowbit.ops.cpu.subspace.NEAR", near)  # who sums up directions
     for bits in (2, 3, 4, 6, 8):
         for rows, channels, group in ((9, 256, 64), (9, 70, 32), (8, 100, 8), (40, 1024, 32)):
             expected, found = (
@@ -117,8 +123,8 @@ def test_golden_payloads(bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_errors_are_within_half_a_step(bits: int) -> None:
     _, out, y, added = run("reference", torch.float32, 9, 256, bits, 64)
-    c, unit, x, base = inputs(9, 256, torch.float32)
-    rest = (x - base).view(9, 4, 64)
+    c, unit, x, share, directions = inputs(9, 256, torch.float32)
+    rest = (x - share @ directions).view(9, 4, 64)
     fine = rest.isfinite().all(-1)
     assert torch.equal(fine, y.view(9, 4, 64).isfinite().all(-1))
     assert y.view(9, 4, 64)[~fine].isnan().all()
@@ -142,14 +148,16 @@ def test_errors_are_within_half_a_step(bits: int) -> None:
 
 
 def test_bad_input() -> None:
-    _, unit, x, base = inputs(9, 70, torch.float32)
+    _, unit, x, share, directions = inputs(9, 70, torch.float32)
     size = subspace_geometry(9, 70, RANK, 3, 32, REFRESH).layout.nbytes
     payload, out = torch.zeros(size, dtype=torch.uint8), torch.empty(9, RANK)
     with pytest.raises(ValueError, match="expected .* contiguous uint8"):
-        ops.subspace_rest_encode(x, base, payload[:-1], RANK, 3, 32, REFRESH)
-    with pytest.raises(TypeError, match="base has dtype"):
-        ops.subspace_rest_encode(x, base.double(), payload, RANK, 3, 32, REFRESH)
+        ops.subspace_rest_encode(x, share, directions, payload[:-1], 3, 32, REFRESH)
+    with pytest.raises(TypeError, match="directions has dtype"):
+        ops.subspace_rest_encode(x, share, directions.double(), payload, 3, 32, REFRESH)
     with pytest.raises(ValueError, match="unit has shape"):
         ops.subspace_coefficients_decode(payload, unit[1:], out, 70, 3, 32, REFRESH)
     with pytest.raises(ValueError, match="rank is 71"):
-        ops.subspace_rest_encode(x, base, payload, 71, 3, 32, REFRESH)
+        ops.subspace_rest_encode(
+            x, torch.zeros(9, 71), torch.zeros(71, 70), payload, 3, 32, REFRESH
+        )

@@ -238,6 +238,24 @@ def test_remove_restores_the_model():
     assert torch.equal(model(x), x)
 
 
+def test_a_compiled_model_gives_the_same_with_a_codec_that_learns():
+    def losses(backend: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        codec = SubspaceQuant(rank=4, refresh=2)
+        emulate_(model, at=["0"], forward=codec, backward=codec)
+        run = torch.compile(model, backend=backend) if backend else model
+        found = []
+        for _ in range(3):
+            loss = run(torch.randn(8, 32)).square().mean()
+            loss.backward()
+            found += [loss.detach(), model[0].weight.grad.clone()]
+        return found
+
+    for a, b in zip(losses(None), losses("aot_eager"), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_codecs_by_boundary():
     model = nn.Sequential(nn.Identity(), nn.Identity())
     emulate_(model, at=["0", "1"], forward={0: Cast(), 1: INT4}, backward=INT6)

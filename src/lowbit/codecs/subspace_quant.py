@@ -75,9 +75,9 @@ class SubspaceQuant(Codec):
     New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has 1024
     tokens. Each end of each direction of a boundary keeps `state_bytes()` = 4 C rank + 16;
     a sender holds the inverse of the directions' products beside them, 4 rank^2 bytes that follow from them. While it
-    works, `encode` takes 4 R C bytes beside its payload (two times as many without kernels, or on a GPU), and 16-bit
-    input once more for a float32 copy; `decode` takes none beside a contiguous float32 `out`, else 4 R C; coefficients
-    and directions are small beside that.
+    works, `encode` takes up to 4 R C bytes beside its payload (without kernels, or on a GPU, two times as many, and
+    once more for 16-bit input), and `decode` none if `out` is contiguous float32, else up to 4 R C; coefficients and
+    directions are small beside that.
 
     A message needs what earlier ones left, so this codec works through sessions only (`open`), not through `encode`.
     A token whose coefficients are not finite or beyond 2^96 is coded by the remainder alone. A message with NaN, Inf or
@@ -228,6 +228,7 @@ class SubspaceSession(Session):
     def nbytes(self, key: Key | None = None) -> int:
         return self._geometry.layout.nbytes if self._geometry.rows * self._geometry.channels else 0
 
+    @torch.compiler.disable
     def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
         """Payload of `x`, whose shape must be the session's; arguments as for any session.
 
@@ -264,11 +265,11 @@ class SubspaceSession(Session):
             c_RK, unit_K, payload, c_RK, geo.channels, *self._settings
         )
         directions_KC, inverse_KK, digest = then
-        base_RC = c_RK @ directions_KC
-        self._compute("rest_encode")(x_RC, base_RC, payload, rank, *self._settings)
+        self._compute("rest_encode")(x_RC, c_RK, directions_KC, payload, *self._settings)
         if training:
             memory.keep(directions_KC, digest, inverse_KK)
 
+    @torch.compiler.disable
     def decode(
         self,
         payload: Tensor,
@@ -317,10 +318,7 @@ class SubspaceSession(Session):
         c_RK = directions_KC.new_empty(geo.rows, rank)
         self._compute("coefficients_decode")(payload, unit_K, c_RK, geo.channels, *self._settings)
         out_RC = out.view(geo.rows, geo.channels)
-        # The remainder may be added in place, so that nothing else of this size is needed.
-        into = out_RC if out_RC.dtype == torch.float32 else None
-        base_RC = torch.mm(c_RK, directions_KC, out=into)
-        self._compute("rest_decode")(payload, base_RC, out_RC, rank, *self._settings, False)
+        self._compute("rest_decode")(payload, c_RK, directions_KC, out_RC, *self._settings, False)
         if training:
             memory.keep(directions_KC, digest)
 

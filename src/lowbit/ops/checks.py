@@ -301,19 +301,20 @@ def _subspace_coefficients_decode(payload, unit, out, channels, bits, group, ref
     )  # fmt: skip
 
 
-def _subspace_rest_encode(x, base, payload, *settings) -> None:
-    _check_subspace_rest("x", x, base, payload, *settings)
-
-
-def _subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate) -> None:
-    _check_subspace_rest("out", out, base, payload, rank, bits, group, refresh)
-
-
-def _check_subspace_rest(name, x, base, payload, rank, bits, group, refresh) -> None:
-    rows, channels = x.shape
+def _subspace_rest_encode(x, c, directions, payload, bits, group, refresh) -> None:
+    (rows, channels), rank = x.shape, len(directions)
     _check_subspace(
-        name, x, payload, rows, channels, rank, bits, group, refresh, base=(base, (rows, channels))
-    )
+        "x", x, payload, rows, channels, rank, bits, group, refresh,
+        c=(c, (rows, rank)), directions=(directions, (rank, channels)),
+    )  # fmt: skip
+
+
+def _subspace_rest_decode(payload, c, directions, out, bits, group, refresh, accumulate) -> None:
+    (rows, channels), rank = out.shape, len(directions)
+    _check_subspace(
+        "out", out, payload, rows, channels, rank, bits, group, refresh,
+        c=(c, (rows, rank)), directions=(directions, (rank, channels)),
+    )  # fmt: skip
 
 
 CHECKS: dict[str, Callable[..., None]] = {

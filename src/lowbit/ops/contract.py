@@ -26,9 +26,8 @@ Operators for tokens near to a subspace, `lowbit.codecs.SubspaceQuant`; each fil
 - `subspace_coefficients_encode(c, unit, payload, out, channels, bits, group, refresh)`: c (R, K) float32, in units (K,)
   -> payload; and what it decodes to in out (R, K) float32, which may be c itself.
 - `subspace_coefficients_decode(payload, unit, out, channels, bits, group, refresh)`: payload -> out (R, K) float32.
-- `subspace_rest_encode(x, base, payload, rank, bits, group, refresh)`: x (R, C) - base (R, C) float32 -> payload.
-- `subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate)`: base + payload -> out (R, C);
-  out may be base itself if it is not added to.
+- `subspace_rest_encode(x, c, directions, payload, bits, group, refresh)`: x (R, C) - c directions -> payload.
+- `subspace_rest_decode(payload, c, directions, out, bits, group, refresh, accumulate)`: c directions + payload -> out.
 
 Operators for backward from quantized inputs (formulas: `lowbit.ops.fused`). Payloads are those of `group_int_encode`,
 asymmetric, of a tensor's elements in order; x' stands for what such a payload decodes to, in float32:
@@ -100,10 +99,10 @@ SCHEMAS = {
     "int channels, int bits, int group, int refresh) -> ()",
     "subspace_coefficients_decode": "(Tensor payload, Tensor unit, Tensor(a!) out, "
     "int channels, int bits, int group, int refresh) -> ()",
-    "subspace_rest_encode": "(Tensor x, Tensor base, Tensor(a!) payload, "
-    "int rank, int bits, int group, int refresh) -> ()",
-    "subspace_rest_decode": "(Tensor payload, Tensor base, Tensor(a!) out, "
-    "int rank, int bits, int group, int refresh, bool accumulate) -> ()",
+    "subspace_rest_encode": "(Tensor x, Tensor c, Tensor directions, Tensor(a!) payload, "
+    "int bits, int group, int refresh) -> ()",
+    "subspace_rest_decode": "(Tensor payload, Tensor c, Tensor directions, Tensor(a!) out, "
+    "int bits, int group, int refresh, bool accumulate) -> ()",
     "norm_encode": "(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) payload, Tensor(b!) out, "
     "float eps, bool centred, float offset, int bits, int group, int? seed) -> ()",
     "norm_recompute": "(Tensor payload, Tensor? weight, Tensor? bias, Tensor(a!) out, "
@@ -152,8 +151,9 @@ def backend(name: str) -> Iterator[None]:
 def implementation(name: str, device: torch.device) -> Callable[..., None]:
     """What computes an operator on a device, for callers that make all of its tensors themselves.
 
-    It checks nothing, wants payloads that begin at a multiple of 16 bytes, and is opaque to no compiler. The dispatcher
-    and the checks take tens of microseconds, which is as long as the work on a small message takes.
+    It checks nothing, wants payloads that begin at a multiple of 16 bytes, and must be kept from `torch.compile`
+    (`torch.compiler.disable`), which would free tensors whose addresses are in use. The dispatcher and the checks take
+    tens of microseconds, which is as long as the work on a small message takes.
     """
     return _implementation(name, HOMES.get(device.type), device)
 
@@ -205,7 +205,8 @@ def _on(name: str, home: str | None) -> Callable[..., None]:
         function = _implementation(name, home, first.device)
         # Sections are read as words and vectors, but a part of a larger buffer may start anywhere.
         aligned = {i: _aligned(args[i]) for i, _ in payloads if not _is_aligned(args[i])}
-        function(*(aligned.get(i, argument) for i, argument in enumerate(args)))
+        with torch.no_grad():
+            function(*(aligned.get(i, argument) for i, argument in enumerate(args)))
         for i, written in payloads:
             if written and i in aligned:
                 args[i].copy_(aligned[i])

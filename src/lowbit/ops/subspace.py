@@ -1,7 +1,7 @@
 """The definition of the subspace operators in plain PyTorch (see `lowbit.ops.reference` for the rules).
 
-Matrix products are the engine's: they are done between these operators, by the codec. Shape suffixes: R rows (tokens),
-K directions, C channels, G groups of a row, L elements of a group.
+What a token's coefficients stand for is a sum in any order, the engine's here. Shape suffixes: R rows (tokens), K
+directions, C channels, G groups of a row, L elements of a group.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def subspace_coefficients_decode(
 
 
 def subspace_rest_encode(
-    x: Tensor, base: Tensor, payload: Tensor, rank: int, bits: int, group: int, refresh: int
+    x: Tensor, c: Tensor, directions: Tensor, payload: Tensor, bits: int, group: int, refresh: int
 ) -> None:
-    """Code x - base in groups; x (R, C) of any dtype, base (R, C) float32."""
-    geo = subspace_geometry(x.shape[0], x.shape[1], rank, bits, group, refresh)
-    rest_RGL = _grouped(x.float() - base, geo)
+    """Code x - c directions in groups; x (R, C) of any dtype, c (R, K) and directions (K, C) float32."""
+    geo = subspace_geometry(x.shape[0], x.shape[1], c.shape[1], bits, group, refresh)
+    rest_RGL = _grouped(x.float() - c @ directions, geo)
     finite_RG = rest_RGL.isfinite().all(-1)
     extent_RG = torch.where(finite_RG, rest_RGL.abs().amax(-1).clamp(max=LARGEST), 0.0)
     step_RG = (extent_RG * 2.0 ** (1 - bits)).clamp(min=SMALLEST)
@@ -86,16 +86,16 @@ def subspace_rest_encode(
 
 def subspace_rest_decode(
     payload: Tensor,
-    base: Tensor,
+    c: Tensor,
+    directions: Tensor,
     out: Tensor,
-    rank: int,
     bits: int,
     group: int,
     refresh: int,
     accumulate: bool,
 ) -> None:
-    """out = base + what `subspace_rest_encode` coded, or add that to out; both (R, C), base float32."""
-    geo = subspace_geometry(out.shape[0], out.shape[1], rank, bits, group, refresh)
+    """out = c directions + what `subspace_rest_encode` coded, or add that to out (R, C)."""
+    geo = subspace_geometry(out.shape[0], out.shape[1], c.shape[1], bits, group, refresh)
     exponent_R = geo.layout.section(payload, "exponents")
     below_RG = geo.layout.section(payload, "steps").view(geo.rows, geo.groups)
     step_RG = group_steps(exponent_R, below_RG)
@@ -106,7 +106,7 @@ def subspace_rest_decode(
     tail = unpack(codes[:, cut:], bits)
     codes_RC = torch.cat([whole.view(geo.rows, -1), tail], 1)[:, : geo.channels]
     step_RC = step_RG.repeat_interleave(geo.group, 1)[:, : geo.channels]
-    y = base + (codes_RC.float() - (2.0**bits - 1) / 2) * step_RC
+    y = c @ directions + (codes_RC.float() - (2.0**bits - 1) / 2) * step_RC
     store(y, out, accumulate)
 
 

@@ -47,9 +47,12 @@ class Renewal(NamedTuple):
     def applied(self, directions_KC: Tensor) -> Tensor:
         """A basis with the new directions in it."""
         new_MC = self.codes_MC.float() * self.lengths_M[:, None]
-        index_M = self.slots_M.long().clamp(min=0)
-        new_MC = torch.where(self.slots_M[:, None] < 0, directions_KC[index_M], new_MC)
-        return directions_KC.index_copy(0, index_M, new_MC)
+        rank = len(directions_KC)
+        index_M = torch.where(self.slots_M < 0, rank, self.slots_M.long())
+        room = torch.cat(
+            [directions_KC, torch.zeros_like(directions_KC[:1])]
+        )  # for those of no slot
+        return room.index_copy(0, index_M, new_MC)[:rank]
 
     def digest(self) -> Tensor:
         """An int64 number of 31 bits, other for every change of one slot, one code or half a length.

@@ -1,10 +1,10 @@
 """How kernels are compiled and cached, and how machine operations that Python cannot spell become functions for them.
 
 Kernels run without the interpreter's lock and without fast-math: no step may be contracted with its neighbour or
-reordered, or their bytes would differ from the reference's (`summing` is for what is not bytes). Numba's front end
-takes most of the compile time, widens arithmetic on small integers to 64 bits, and counts references to arrays in
-inner loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM instructions
-(`operation`); loops stay in Python.
+reordered, or their bytes would differ from the reference's (`summing` is for what no other end computes again).
+Numba's front end takes most of the compile time, widens arithmetic on small integers to 64 bits, and counts references
+to arrays in inner loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM
+instructions (`operation`); loops stay in Python.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import logging
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ def helper(function: Callable[..., Any]) -> Any:
 
 
 def summing(function: Callable[..., Any]) -> Any:
-    """The same for one whose sums may be taken in any order, and thus by vectors: no byte may depend on them."""
+    """The same for one whose sums may be taken in any order, and thus by vectors: nobody computes the same again."""
     return numba.njit(
         forceinline=True, no_cpython_wrapper=True, fastmath={"reassoc", "contract"}, **OPTIONS
     )(function)
@@ -70,12 +71,15 @@ def _in_turn(compile: Callable[..., Any], name: str) -> Callable[..., Any]:
     Ranks that start together would all compile the same, on the same cores. Numba's own lock comes first, as it does
     where a kernel calls another one: so no two threads wait for each other.
     """
+    file = f"{name}.{platform.node()}.lock"  # a home may be shared by machines
 
     def compile_in_turn(signature: Any) -> Any:
         with global_compiler_lock, contextlib.ExitStack() as stack:
             try:
-                lock = stack.enter_context(open(os.path.join(_cache_folder(), f"{name}.lock"), "w"))
-                _wait_for(lock.fileno())
+                lock = stack.enter_context(open(os.path.join(_cache_folder(), file), "w"))
+                if fcntl and _wait_for(lock.fileno()):
+                    # A process forked meanwhile has the file open, too.
+                    stack.callback(fcntl.flock, lock.fileno(), fcntl.LOCK_UN)
             except OSError as error:  # such as a file system without locks
                 log.debug("%s is compiled without regard to other processes: %s", name, error)
             return compile(signature)
@@ -83,20 +87,19 @@ def _in_turn(compile: Callable[..., Any], name: str) -> Callable[..., Any]:
     return compile_in_turn
 
 
-def _wait_for(file: int) -> None:
-    """Lock a file; go on without the lock after `PATIENCE`: whoever has it may have been stopped."""
-    if fcntl is None:
-        return
+def _wait_for(file: int) -> bool:
+    """Lock a file, or go on without the lock after `PATIENCE`: whoever has it may have been stopped."""
+    assert fcntl
     end = time.monotonic() + PATIENCE
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
-                return
+                return False
             time.sleep(0.02)
         else:
-            return
+            return True
 
 
 @functools.cache

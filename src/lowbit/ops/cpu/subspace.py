@@ -1,4 +1,7 @@
-"""The subspace operators (see `lowbit.codecs.SubspaceQuant`), token by token: the remainder is never written out."""
+"""The subspace operators (see `lowbit.codecs.SubspaceQuant`), token by token.
+
+Neither the remainder is written out nor, unless the directions are many, what is taken from the tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.ops.cpu.jit import helper, kernel
+from lowbit.ops.cpu.jit import helper, kernel, summing
 from lowbit.ops.cpu.lines import FLOAT32, KINDS, narrow, widen
 from lowbit.ops.cpu.memory import (
     get_byte,
@@ -54,6 +57,9 @@ from lowbit.ops.subspace import FARTHEST, NAN_STEP, ZERO_STEP
 from lowbit.ops.subspace import rounding as rounding_of
 
 FAR, NAN = np.float32(FARTHEST), np.float32(np.nan)
+NEAR = (
+    1 << 18
+)  # bytes of directions that stay in a core's cache; with more, the engine's products are faster
 STEPS, STEP = np.float32(127), np.float32(1 / 127)
 geometry = functools.lru_cache(subspace_geometry)
 
@@ -94,41 +100,52 @@ def subspace_coefficients_decode(
 
 
 def subspace_rest_encode(
-    x: Tensor, base: Tensor, payload: Tensor, rank: int, bits: int, group: int, refresh: int
+    x: Tensor, c: Tensor, directions: Tensor, payload: Tensor, bits: int, group: int, refresh: int
 ) -> None:
-    """The reference's bytes."""
-    geo = geometry(*x.shape, rank, bits, group, refresh)
+    """The reference's bytes, but for the last bits of sums."""
+    rank, channels = directions.shape
+    geo = geometry(len(x), channels, rank, bits, group, refresh)
     at, start = geo.layout.offsets, payload.data_ptr()
+    base = None if directions.nbytes <= NEAR else c @ directions
 
     def work(first: int, last: int) -> None:
         scratch = torch.empty(
-            4 * geo.channels + 8 * geo.groups + group, dtype=torch.uint8, device="cpu"
+            8 * channels + 8 * geo.groups + group, dtype=torch.uint8, device="cpu"
         )
         _encode_rest(
-            x.data_ptr(), KINDS[x.dtype], base.data_ptr(),
+            x.data_ptr(), KINDS[x.dtype], c.data_ptr(), directions.data_ptr(), rank, _address(base),
             start + at["exponents"], start + at["steps"], start + at["codes"],
-            geo.channels, group, geo.groups, geo.row_bytes, bits, rounding_of(bits), scratch.data_ptr(), first, last,
+            channels, group, geo.groups, geo.row_bytes, bits, rounding_of(bits), scratch.data_ptr(), first, last,
         )  # fmt: skip
 
     over_rows(work, geo.rows, x.nbytes)
 
 
 def subspace_rest_decode(
-    payload: Tensor, base: Tensor, out: Tensor, rank: int, bits: int, group: int, refresh: int, accumulate: bool
+    payload: Tensor, c: Tensor, directions: Tensor, out: Tensor, bits: int, group: int, refresh: int, accumulate: bool
 ) -> None:  # fmt: skip
-    """The reference's numbers."""
-    geo = geometry(*out.shape, rank, bits, group, refresh)
+    """The reference's numbers, but for the last bits of sums."""
+    rank, channels = directions.shape
+    geo = geometry(len(out), channels, rank, bits, group, refresh)
     at, start = geo.layout.offsets, payload.data_ptr()
+    into = out if out.dtype == torch.float32 and not accumulate else None
+    base = None if directions.nbytes <= NEAR else torch.mm(c, directions, out=into)
 
     def work(first: int, last: int) -> None:
-        scratch = torch.empty(4 * geo.channels + group, dtype=torch.uint8, device="cpu")
+        scratch = torch.empty(8 * channels + group, dtype=torch.uint8, device="cpu")
         _decode_rest(
-            start + at["exponents"], start + at["steps"], start + at["codes"], base.data_ptr(),
-            out.data_ptr(), KINDS[out.dtype], geo.channels, group, geo.groups, geo.row_bytes, bits, accumulate,
+            start + at["exponents"], start + at["steps"], start + at["codes"],
+            c.data_ptr(), directions.data_ptr(), rank, _address(base),
+            out.data_ptr(), KINDS[out.dtype], channels, group, geo.groups, geo.row_bytes, bits, accumulate,
             scratch.data_ptr(), first, last,
         )  # fmt: skip
 
     over_rows(work, geo.rows, out.nbytes)
+
+
+def _address(base: Tensor | None) -> int:
+    """0: tokens' sums are made by the kernel."""
+    return 0 if base is None else base.data_ptr()
 
 
 @kernel
@@ -169,22 +186,26 @@ def _decode_coefficients(factors, codes, unit, out, rank, start, stop) -> None:
 
 @kernel
 def _encode_rest(
-    source, kind, base, exponents, steps, planes,
+    source, kind, c, directions, rank, base, exponents, steps, planes,
     channels, group, groups, row_bytes, bits, rounding, scratch, start, stop,
 ) -> None:  # fmt: skip
-    line = scratch
-    low, high = line + 4 * channels, line + 4 * channels + 4 * groups
+    line, sums = scratch, scratch + 4 * channels
+    low, high = sums + 4 * channels, sums + 4 * channels + 4 * groups
     codes = high + 4 * groups
     last = power_of_two(bits) - ONE
     for row in range(start, stop):
         first = row * channels
+        if base:
+            sums = base + 4 * first
+        else:
+            _combine(c + 4 * row * rank, directions, rank, channels, sums)
         if kind == FLOAT32:
             for j in range(channels):
-                put_float(line, j, get_float(source, first + j) - get_float(base, first + j))
+                put_float(line, j, get_float(source, first + j) - get_float(sums, j))
         else:
             widen(source, kind, first, channels, line)
             for j in range(channels):
-                put_float(line, j, get_float(line, j) - get_float(base, first + j))
+                put_float(line, j, get_float(line, j) - get_float(sums, j))
         for g in range(groups):
             count = min(group, channels - g * group)
             put_extremes(line + 4 * g * group, count, low + 4 * g, high + 4 * g)
@@ -206,6 +227,27 @@ def _encode_rest(
             )
 
 
+@summing
+def _combine(c, directions, rank, channels, sums) -> None:
+    """A token's sum of directions, four of them at a time: sums stay near, and are not read as often."""
+    whole, each = rank & -4, 4 * channels
+    for j in range(channels):
+        put_float(sums, j, ZERO)
+    for k in range(0, whole, 4):
+        v = directions + k * each
+        a, b, d, e = get_float(c, k), get_float(c, k + 1), get_float(c, k + 2), get_float(c, k + 3)
+        for j in range(channels):
+            put_float(
+                sums, j, get_float(sums, j)
+                + a * get_float(v, j) + b * get_float(v + each, j)
+                + d * get_float(v + 2 * each, j) + e * get_float(v + 3 * each, j),
+            )  # fmt: skip
+    for k in range(whole, rank):
+        a, v = get_float(c, k), directions + k * each
+        for j in range(channels):
+            put_float(sums, j, get_float(sums, j) + a * get_float(v, j))
+
+
 @helper
 def _put_octaves(low, high, groups, bits, rounding) -> Any:
     """Replace each group's least key by its step in sixteenths of an octave (0: zeros, -1: not finite); the most."""
@@ -224,10 +266,11 @@ def _put_octaves(low, high, groups, bits, rounding) -> Any:
 
 @kernel
 def _decode_rest(
-    exponents, steps, planes, base, target, kind,
+    exponents, steps, planes, c, directions, rank, base, target, kind,
     channels, group, groups, row_bytes, bits, accumulate, scratch, start, stop,
 ) -> None:  # fmt: skip
-    line, codes = scratch, scratch + 4 * channels
+    line, sums = scratch, scratch + 4 * channels
+    codes = sums + 4 * channels
     offset = -(power_of_two(bits) - ONE) * HALF
     for row in range(start, stop):
         first, at = row * channels, planes + row * row_bytes
@@ -236,6 +279,10 @@ def _decode_rest(
             below, count = get_byte(steps, row * groups + g), min(group, channels - g * group)
             step = NAN if below == NAN_STEP else step_below(below, top)
             at = decode_run(at, count, bits, offset, step, line + 4 * g * group, codes)
+        if base:
+            sums = base + 4 * first
+        else:
+            _combine(c + 4 * row * rank, directions, rank, channels, sums)
         for j in range(channels):
-            put_float(line, j, get_float(base, first + j) + get_float(line, j))
+            put_float(line, j, get_float(sums, j) + get_float(line, j))
         narrow(line, target, kind, first, channels, accumulate)

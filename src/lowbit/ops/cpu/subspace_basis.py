@@ -45,7 +45,7 @@ from lowbit.ops.subspace_basis import ITERATIONS, PLACES, RIDGE, WEIGHT, start
 
 FAR, STEPS = np.float32(FARTHEST), np.float32(127)
 INFINITE = np.float32(np.inf)
-DEPENDENT = np.float32(1e-5)  # of a vector's length: less than this beside the others is rounding
+DEPENDENT = np.float32(1e-6)  # of a vector's length: less than this beside the others is rounding
 TINY = 1e-12  # of a pivot, so that a root and a quotient are numbers
 
 
@@ -72,17 +72,18 @@ def subspace_renew(
         )  # fmt: skip
         taken = torch.mm(kept, directions)
         new.copy_(start(count, channels, x.device))
+        staying = rank if count < rank else 0
         along = torch.empty(count, rows, dtype=torch.float32, device="cpu")
         share = torch.empty(count, rank, dtype=torch.float32, device="cpu")
         for _ in range(ITERATIONS):
             torch.mm(new, x.t(), out=along)
             _take_along(
                 along.data_ptr(), new.data_ptr(), taken.data_ptr(), products.data_ptr(),
-                share.data_ptr(), count, rank, rows, channels, scale,
+                share.data_ptr(), count, staying, rows, channels, scale,
             )  # fmt: skip
             torch.mm(along, x, out=new)
             _orthonormal(
-                new.data_ptr(), share.data_ptr(), taken.data_ptr(), count, rank, channels, scale
+                new.data_ptr(), share.data_ptr(), taken.data_ptr(), count, staying, channels, scale
             )
         _put_directions(new.data_ptr(), lengths, codes, count, channels)
     else:
@@ -242,8 +243,9 @@ def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
         for j in range(channels):
             value = get_float(line, j) * np.float32(scale)
             put_float(line, j, value if magnitude(value) < INFINITE else ZERO)
+    axis = 0  # what failed once lies in the span of what is there, and would fail again
     for m in range(count):
-        line, axis = new + 4 * m * channels, 0
+        line = new + 4 * m * channels
         length = _length(line, channels)
         while True:
             for _ in range(2):  # the second time for what the first leaves by rounding

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,31 +66,36 @@ def subspace_coefficients_decode(
 
 
 def subspace_rest_encode(
-    x: Tensor, base: Tensor, payload: Tensor, rank: int, bits: int, group: int, refresh: int
+    x: Tensor, c: Tensor, directions: Tensor, payload: Tensor, bits: int, group: int, refresh: int
 ) -> None:
-    """The reference's bytes."""
-    geo = subspace_geometry(*x.shape, rank, bits, group, refresh)
+    """The reference's bytes, but for the last bits of sums."""
+    geo = subspace_geometry(*x.shape, c.shape[1], bits, group, refresh)
     shape = _group_shape(geo)
     if shape is None:
         _say_wide(geo.channels, group)
-        reference.subspace_rest_encode(x, base, payload, rank, bits, group, refresh)
+        reference.subspace_rest_encode(x, c, directions, payload, bits, group, refresh)
         return
     launch(
-        _encode_rest, *shape, x, base, payload, geo.rows, *starts(geo.layout, "exponents", "steps", "codes"),
+        _encode_rest, *shape, x, c @ directions, payload, geo.rows, *starts(geo.layout, "exponents", "steps", "codes"),
         BITS=bits, ROUNDING=rounding(bits),
     )  # fmt: skip
 
 
 def subspace_rest_decode(
-    payload: Tensor, base: Tensor, out: Tensor, rank: int, bits: int, group: int, refresh: int, accumulate: bool
+    payload: Tensor, c: Tensor, directions: Tensor, out: Tensor, bits: int, group: int, refresh: int, accumulate: bool
 ) -> None:  # fmt: skip
-    """The reference's numbers."""
-    geo = subspace_geometry(*out.shape, rank, bits, group, refresh)
+    """The reference's numbers, but for the last bits of sums."""
+    geo = subspace_geometry(*out.shape, c.shape[1], bits, group, refresh)
     shape = _group_shape(geo)
     if shape is None:
         _say_wide(geo.channels, group)
-        reference.subspace_rest_decode(payload, base, out, rank, bits, group, refresh, accumulate)
+        reference.subspace_rest_decode(
+            payload, c, directions, out, bits, group, refresh, accumulate
+        )
         return
+    # The remainder may be added in place, so that nothing else of this size is needed.
+    into = out if out.dtype == torch.float32 and not accumulate else None
+    base = torch.mm(c, directions, out=into)
     launch(
         _decode_rest, *shape, payload, base, out, geo.rows, *starts(geo.layout, "exponents", "steps", "codes"),
         BITS=bits, ACCUMULATE=accumulate,
