@@ -40,6 +40,7 @@ from lowbit.ops.cpu.operations import (
 from lowbit.ops.cpu.subspace import geometry
 from lowbit.ops.cpu.threads import over_rows
 from lowbit.ops.cpu.tiles import ONE, SMALLEST, ZERO
+from lowbit.ops.cpu.vectors import add, dot, norm_of, squares
 from lowbit.ops.subspace import FARTHEST
 from lowbit.ops.subspace_basis import ITERATIONS, PLACES, RIDGE, WEIGHT, start
 
@@ -157,7 +158,7 @@ def _replaced(c, inverse, kept, slots, rank, rows, count, scale) -> None:
     """
     energy = np.empty(rank, np.float64)
     for k in range(rank):
-        energy[k] = _squares(c + 4 * k * rows, rows, np.float32(scale))
+        energy[k] = squares(c + 4 * k * rows, rows, np.float32(scale))
     part, lower = np.empty((count, rank), np.float64), np.empty((count, count), np.float64)
     for m in range(count):
         chosen = np.argmin(energy)
@@ -225,12 +226,12 @@ def _take_along(along, new, taken, products, share, count, rank, rows, channels,
     for m in range(count):
         line = along + 4 * m * rows
         for k in range(rank):
-            part = _dot(new + 4 * m * channels, taken + 4 * k * channels, channels)
-            _add(line, products + 4 * k * rows, -part, rows)
+            part = dot(new + 4 * m * channels, taken + 4 * k * channels, channels)
+            add(line, products + 4 * k * rows, -part, rows)
         for r in range(rows):
             put_float(line, r, get_float(line, r) * np.float32(scale))
         for k in range(rank):
-            put_float(share, m * rank + k, _dot(line, products + 4 * k * rows, rows))
+            put_float(share, m * rank + k, dot(line, products + 4 * k * rows, rows))
 
 
 @kernel
@@ -239,20 +240,20 @@ def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
     for m in range(count):
         line = new + 4 * m * channels
         for k in range(rank):
-            _add(line, taken + 4 * k * channels, -get_float(share, m * rank + k), channels)
+            add(line, taken + 4 * k * channels, -get_float(share, m * rank + k), channels)
         for j in range(channels):
             value = get_float(line, j) * np.float32(scale)
             put_float(line, j, value if magnitude(value) < INFINITE else ZERO)
     axis = 0  # what failed once lies in the span of what is there, and would fail again
     for m in range(count):
         line = new + 4 * m * channels
-        length = _length(line, channels)
+        length = norm_of(line, channels)
         while True:
             for _ in range(2):  # the second time for what the first leaves by rounding
                 for n in range(m):
                     other = new + 4 * n * channels
-                    _add(line, other, -_dot(line, other, channels), channels)
-            left = _length(line, channels)
+                    add(line, other, -dot(line, other, channels), channels)
+            left = norm_of(line, channels)
             if left > DEPENDENT * length and left > SMALLEST:
                 break
             for j in range(channels):
@@ -371,37 +372,3 @@ def _near(value) -> Any:
     """Its magnitude, or 0 for what is not coded."""
     size = magnitude(value)
     return size if size <= FAR else ZERO
-
-
-@summing
-def _dot(x, y, count) -> Any:
-    total = ZERO
-    for j in range(count):
-        total += get_float(x, j) * get_float(y, j)
-    return total
-
-
-@summing
-def _squares(x, count, scale) -> Any:
-    total = ZERO
-    for j in range(count):
-        value = get_float(x, j) * scale
-        total += value * value
-    return total
-
-
-@helper
-def _length(x, count) -> Any:
-    """Euclidean, without squares that overflow or vanish."""
-    most = ZERO
-    for j in range(count):
-        most = greater(magnitude(get_float(x, j)), most)
-    most = greater(most, SMALLEST)
-    return np.float32(np.sqrt(_squares(x, count, ONE / most))) * most
-
-
-@summing
-def _add(x, y, factor, count) -> Any:
-    """x += factor y."""
-    for j in range(count):
-        put_float(x, j, get_float(x, j) + factor * get_float(y, j))
