@@ -26,9 +26,7 @@ from lowbit.train.device import choose_device
 from lowbit.train.plan import make_plan
 
 STOCK = ("stock-fp32", "stock-bf16")
-SUBSPACE = (
-    "SubspaceQuant(rank=8)"  # directions for a narrow model: 32 of 128 channels would be 2 bits
-)
+SUBSPACE = "SubspaceQuant(rank=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
 BOUNDARIES = (
     *STOCK,
     "fp32",
