@@ -36,7 +36,7 @@ PUBLIC = {
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
     "lowbit.ops": (
-        "backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
+        "apart backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
         "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode implementation "
         "norm_backward norm_encode norm_recompute subspace_coefficients_decode subspace_coefficients_encode "
         "subspace_follow subspace_inverse subspace_renew subspace_rest_decode subspace_rest_encode "

@@ -115,6 +115,16 @@ def test_gpu_kernels_give_the_references_bytes(
         assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), i
 
 
+@pytest.mark.parametrize("near", [0, 1 << 18], ids=["engine", "kernel"])
+def test_the_callers_modes_do_not_matter(near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowbit.ops.cpu.subspace.NEAR", near)
+    expected = run("auto", torch.float32, 9, 256, 3, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+        found = run("auto", torch.float32, 9, 256, 3, 64)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a.nan_to_num(5), b.nan_to_num(5))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
 def test_golden_payloads(bits: int) -> None:
     check_golden_subspace(bits)

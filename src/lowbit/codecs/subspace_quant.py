@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -221,6 +220,9 @@ class SubspaceSession(Session):
         super().__init__(codec, shape, dtype, device)
         self._memory = memory
         self._geometry = codec.geometry(shape)
+        # Compiled code would free tensors whose addresses kernels have. (Not as decorators: this imports the compiler.)
+        disable = torch.compiler.disable
+        vars(self).update(encode=disable(self.encode), decode=disable(self.decode))
 
     def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
         return SubspaceSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
@@ -228,7 +230,6 @@ class SubspaceSession(Session):
     def nbytes(self, key: Key | None = None) -> int:
         return self._geometry.layout.nbytes if self._geometry.rows * self._geometry.channels else 0
 
-    @torch.compiler.disable
     def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
         """Payload of `x`, whose shape must be the session's; arguments as for any session.
 
@@ -245,7 +246,7 @@ class SubspaceSession(Session):
             self.nbytes(), dtype=torch.uint8, device=device
         )  # between sections, too
         if x.numel():
-            with _apart(device):
+            with ops.apart(device):
                 self._encode(x.detach().contiguous(), payload, training)
         return payload
 
@@ -269,7 +270,6 @@ class SubspaceSession(Session):
         if training:
             memory.keep(directions_KC, digest, inverse_KK)
 
-    @torch.compiler.disable
     def decode(
         self,
         payload: Tensor,
@@ -293,7 +293,7 @@ class SubspaceSession(Session):
         if out.numel():
             payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
             target = out.detach().contiguous()
-            with _apart(device):
+            with ops.apart(device):
                 self._decode(payload, target, training)
                 if target.data_ptr() != out.data_ptr():
                     out.copy_(target)
@@ -366,17 +366,6 @@ class SubspaceSession(Session):
 
     def _compute(self, name: str) -> Callable[..., None]:
         return ops.implementation(f"subspace_{name}", self.device)
-
-
-@contextlib.contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
-    """Apart from the model's computation: no graph, and no autocast, which would round inside the codec."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled(device.type):
-            yield
-            return
-        with torch.autocast(device.type, enabled=False):
-            yield
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, int]:

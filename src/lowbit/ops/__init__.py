@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.ops.contract import backend, implementation
+from lowbit.ops.contract import apart, backend, implementation
 
 block_float8_encode = torch.ops.lowbit.block_float8_encode.default
 block_float8_decode = torch.ops.lowbit.block_float8_decode.default
@@ -30,6 +30,7 @@ tah_quant_encode = torch.ops.lowbit.tah_quant_encode.default
 tah_quant_decode = torch.ops.lowbit.tah_quant_decode.default
 
 __all__ = [
+    "apart",
     "backend",
     "block_float8_decode",
     "block_float8_encode",

@@ -148,12 +148,23 @@ def backend(name: str) -> Iterator[None]:
         _chosen.reset(token)
 
 
+@contextlib.contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Apart from the model's computation: no graph, and no autocast, which would round inside the codec."""
+    with torch.no_grad():
+        if not torch.is_autocast_enabled(device.type):
+            yield
+            return
+        with torch.autocast(device.type, enabled=False):
+            yield
+
+
 def implementation(name: str, device: torch.device) -> Callable[..., None]:
     """What computes an operator on a device, for callers that make all of its tensors themselves.
 
-    It checks nothing, wants payloads that begin at a multiple of 16 bytes, and must be kept from `torch.compile`
-    (`torch.compiler.disable`), which would free tensors whose addresses are in use. The dispatcher and the checks take
-    tens of microseconds, which is as long as the work on a small message takes.
+    It checks nothing, is for use `apart`, wants payloads that begin at a multiple of 16 bytes, and must be kept from
+    `torch.compile` (`torch.compiler.disable`), which would free tensors whose addresses are in use. The dispatcher and
+    the checks take tens of microseconds, which is as long as the work on a small message takes.
     """
     return _implementation(name, HOMES.get(device.type), device)
 
@@ -205,7 +216,7 @@ def _on(name: str, home: str | None) -> Callable[..., None]:
         function = _implementation(name, home, first.device)
         # Sections are read as words and vectors, but a part of a larger buffer may start anywhere.
         aligned = {i: _aligned(args[i]) for i, _ in payloads if not _is_aligned(args[i])}
-        with torch.no_grad():
+        with apart(first.device):
             function(*(aligned.get(i, argument) for i, argument in enumerate(args)))
         for i, written in payloads:
             if written and i in aligned:
