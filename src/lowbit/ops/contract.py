@@ -120,7 +120,7 @@ SCHEMAS = {
 }
 BACKENDS = ("auto", "reference", "cpu", "gpu")
 NEEDS = {"cpu": "numba", "gpu": "Triton"}
-HOMES = {"cpu": "cpu", "cuda": "gpu"}
+HOMES = {"cpu": "cpu", "cuda": "gpu"}  # whose kernels a device has; others: nobody's
 
 _chosen: contextvars.ContextVar[str] = contextvars.ContextVar("lowbit_backend", default="auto")
 _kernels: dict[str, Any] = {}  # modules of kernels by backend, or why one is missing
@@ -166,12 +166,7 @@ def implementation(name: str, device: torch.device) -> Callable[..., None]:
     `torch.compile` (`torch.compiler.disable`), which would free tensors whose addresses are in use. The dispatcher and
     the checks take tens of microseconds, which is as long as the work on a small message takes.
     """
-    return _implementation(name, HOMES.get(device.type), device)
-
-
-def _implementation(name: str, home: str | None, device: torch.device) -> Callable[..., None]:
-    """What computes an operator on a device, whose kernels are the backend `home`'s (None: nobody's)."""
-    chosen = _chosen.get()
+    chosen, home = _chosen.get(), HOMES.get(device.type)
     if chosen == "reference":
         return getattr(reference, name)
     if chosen not in ("auto", home):
@@ -209,11 +204,11 @@ def _load(name: str) -> Any:
     return _kernels[name]
 
 
-def _on(name: str, home: str | None) -> Callable[..., None]:
+def _on(name: str) -> Callable[..., None]:
     def run(*args: Any) -> None:
         CHECKS[name](*args)
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-        function = _implementation(name, home, first.device)
+        function = implementation(name, first.device)
         # Sections are read as words and vectors, but a part of a larger buffer may start anywhere.
         aligned = {i: _aligned(args[i]) for i, _ in payloads if not _is_aligned(args[i])}
         with apart(first.device):
@@ -243,9 +238,8 @@ def _register() -> torch.library.Library:
     library = torch.library.Library("lowbit", "DEF")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        for device, home in HOMES.items():
-            library.impl(name, _on(name, home), device.upper())
-        library.impl(name, _on(name, None), "CompositeExplicitAutograd")
+        for key in ("CPU", "CUDA", "CompositeExplicitAutograd"):
+            library.impl(name, _on(name), key)
         torch.library.register_fake(f"lowbit::{name}", CHECKS[name], lib=library)
     return library
 

@@ -96,6 +96,7 @@ def _wait_for(file: int) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
+                log.info("another process compiles this kernel, too long to be waited for")
                 return False
             time.sleep(0.02)
         else:

@@ -28,6 +28,7 @@ from lowbit.ops.cpu.lines import LINE, NO, element, give, room, take, zero_gaps
 from lowbit.ops.cpu.memory import get_float, put_float
 from lowbit.ops.cpu.threads import over_rows
 from lowbit.ops.cpu.tiles import ONE, ZERO
+from lowbit.ops.cpu.vectors import dot
 from lowbit.ops.layout import group_int_layout
 
 AT_ONCE = 1024  # elements whose groups are encoded together
@@ -177,7 +178,7 @@ def _backward(
         mean = _mean(x, channels) if centred else ZERO
         inverse = _inverse_root(_squares(x, channels, mean), channels, eps)
         along = _weighted(x, g, factor, channels, mean) * inverse / np.float32(channels)
-        level = _product(g, factor, channels) / np.float32(channels) if centred else ZERO
+        level = dot(g, factor, channels) / np.float32(channels) if centred else ZERO
         to_x = room(grad_x, x_kind, begin, x_line)
         for j in range(channels):
             normal = (get_float(x, j) - mean) * inverse
@@ -229,15 +230,6 @@ def _squares(x, count, mean) -> Any:
     for j in range(count):
         v = get_float(x, j) - mean
         total += v * v
-    return total
-
-
-@summing
-def _product(g, factor, count) -> Any:
-    """Sum of g factor."""
-    total = ZERO
-    for j in range(count):
-        total += get_float(g, j) * get_float(factor, j)
     return total
 
 

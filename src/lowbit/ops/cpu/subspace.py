@@ -52,6 +52,7 @@ from lowbit.ops.cpu.tiles import (
     encode_run,
     put_extremes,
 )
+from lowbit.ops.cpu.vectors import add
 from lowbit.ops.layout import subspace_geometry
 from lowbit.ops.subspace import FARTHEST, NAN_STEP, ZERO_STEP
 from lowbit.ops.subspace import rounding as rounding_of
@@ -243,9 +244,7 @@ def _combine(c, directions, rank, channels, sums) -> None:
                 + d * get_float(v + 2 * each, j) + e * get_float(v + 3 * each, j),
             )  # fmt: skip
     for k in range(whole, rank):
-        a, v = get_float(c, k), directions + k * each
-        for j in range(channels):
-            put_float(sums, j, get_float(sums, j) + a * get_float(v, j))
+        add(sums, directions + k * each, get_float(c, k), channels)
 
 
 @helper

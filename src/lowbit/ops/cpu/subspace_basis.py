@@ -40,7 +40,7 @@ from lowbit.ops.cpu.operations import (
 from lowbit.ops.cpu.subspace import geometry
 from lowbit.ops.cpu.threads import over_rows
 from lowbit.ops.cpu.tiles import ONE, SMALLEST, ZERO
-from lowbit.ops.cpu.vectors import add, dot, norm_of, squares
+from lowbit.ops.cpu.vectors import add, dot, largest, norm_of, squares
 from lowbit.ops.subspace import FARTHEST
 from lowbit.ops.subspace_basis import ITERATIONS, PLACES, RIDGE, WEIGHT, start
 
@@ -267,10 +267,8 @@ def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
 def _put_directions(new, lengths, codes, count, channels) -> None:
     """New directions as they travel, and `new` as it arrives."""
     for m in range(count):
-        line, most = new + 4 * m * channels, ZERO
-        for j in range(channels):
-            most = greater(magnitude(get_float(line, j)), most)
-        length = most / STEPS
+        line = new + 4 * m * channels
+        length = largest(line, channels) / STEPS
         put_float(lengths, m, length)
         for j in range(channels):
             q = lesser(greater(round_signed(get_float(line, j) / length), -STEPS), STEPS)

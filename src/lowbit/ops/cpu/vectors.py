@@ -32,12 +32,18 @@ def squares(x, count, scale) -> Any:
 
 
 @helper
-def norm_of(x, count) -> Any:
-    """Euclidean, without squares that overflow or vanish."""
+def largest(x, count) -> Any:
+    """Magnitude of what is furthest from 0."""
     most = ZERO
     for j in range(count):
         most = greater(magnitude(get_float(x, j)), most)
-    most = greater(most, SMALLEST)
+    return most
+
+
+@helper
+def norm_of(x, count) -> Any:
+    """Euclidean, without squares that overflow or vanish."""
+    most = greater(largest(x, count), SMALLEST)
     return np.float32(np.sqrt(squares(x, count, ONE / most))) * most
 
 
