@@ -1,0 +1,61 @@
+"""Small values of all ranks, as JSON: nothing that a peer sends is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.collectives import engine
+from lowbit.collectives.agreement import default_group
+
+MOST_BYTES = 64 << 20
+"""Largest text of one rank: what a peer announces decides how much memory is taken."""
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of the group stated, in the order of the ranks; to be called by each of them.
+
+    Two collectives of the engine, in which every rank sends as many bytes as the longest text has. The group's own time
+    limit applies.
+
+    Args:
+        value: what JSON can hold: None, booleans, numbers (NaN and infinity, too), strings, lists and dictionaries with
+            strings as keys. Tuples arrive as lists.
+        group: the ranks; None: the default group.
+
+    Raises:
+        TypeError: JSON cannot hold `value`.
+        ValueError: a text of more than 64 MiB, or a peer sent something that is no JSON. The former on all ranks.
+    """
+    group = group or default_group()
+    ranks, device = dist.get_world_size(group), _device(group)
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = torch.empty(ranks, dtype=torch.int64, device=device)
+    engine.gather(sizes, torch.tensor([mine.numel()], device=device), group)
+    lengths: list[int] = sizes.tolist()
+    if not all(0 < length <= MOST_BYTES for length in lengths):
+        raise ValueError(f"ranks state {lengths} bytes; allowed: 1 to {MOST_BYTES} each")
+    room = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    room[: mine.numel()] = mine
+    rows = torch.empty(ranks * max(lengths), dtype=torch.uint8, device=device)
+    engine.gather(rows, room, group)
+    told = rows.view(ranks, -1).cpu()
+    return [_parsed(rank, told[rank, :length]) for rank, length in enumerate(lengths)]
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's backend takes tensors from: the CPU with Gloo."""
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _parsed(rank: int, text: Tensor) -> Any:
+    try:
+        return json.loads(text.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"what rank {rank} of the group stated is not JSON: {error}") from None
