@@ -80,10 +80,10 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks):
 
 def members() -> None:
     """Each rank speaks for two, and checks only when both have been stated."""
-    agreement, rank = Agreement(default_group(), "members"), dist.get_rank()
+    agreement, rank = Agreement(default_group(), "members", 20), dist.get_rank()
     for member in (rank, rank + 2):
         agreement.state(member, {"member": "any", "of": str(member % 2)[:0]})
-    agreement.check([f"member {i}" for i in range(4)], 20)
+    agreement.check([f"member {i}" for i in range(4)])
 
 
 def test_a_rank_may_speak_for_several(ranks: Ranks):

@@ -79,6 +79,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint: sets run.resume.")
     ] = False,
+    supervise: Annotated[
+        bool,
+        typer.Option(
+            "--supervise",
+            help="Start again from the newest checkpoint when a rank, a machine or a link fails: sets run.supervise.",
+        ),
+    ] = False,
     traceback: Traceback = False,
 ) -> None:
     """Train a causal language model: on local ranks, or as one rank under torchrun."""
@@ -87,11 +94,14 @@ def train(
         overrides.append(f"pipeline.ranks={ranks}")
     if resume:
         overrides.append("run.resume=true")
+    if supervise:
+        overrides.append("run.supervise=true")
     with one_line_errors(traceback):
         from lowbit.cli.show import show_summary
         from lowbit.train import load, run
 
-        show_summary(run(load(config, overrides)))
+        if (summary := run(load(config, overrides))) is not None:
+            show_summary(summary)
 
 
 @app.command()

@@ -17,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
+from lowbit.collectives.store import BoundedStore
+
 Facts = Mapping[str, str]
 """What a member holds to be true, by name. Members need not state the same names, but the same values under them."""
 
@@ -30,6 +32,8 @@ _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.We
 
 class AgreementError(RuntimeError):
     """The members contradict each other, or some of them never came. The same text on every rank."""
+
+    on_all_ranks = True
 
 
 def agree(
@@ -53,9 +57,9 @@ def agree(
     group = group or default_group()
     facts = {topic: facts} if isinstance(facts, str) else facts
     rank = dist.get_rank(group)
-    agreement = Agreement(group, f"{topic}/{next_round(group, topic)}")
+    agreement = Agreement(group, f"{topic}/{next_round(group, topic)}", timeout)
     agreement.state(rank, facts)
-    agreement.check([f"rank {rank}" for rank in range(dist.get_world_size(group))], timeout)
+    agreement.check([f"rank {rank}" for rank in range(dist.get_world_size(group))])
 
 
 class Agreement:
@@ -67,10 +71,12 @@ class Agreement:
     Args:
         group: process group whose store carries the facts.
         topic: unique among the agreements of this group, and the same on every rank.
+        timeout: seconds that `check` waits, and that each call of the store may take.
     """
 
-    def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        self._store = group.get_group_store()
+    def __init__(self, group: dist.ProcessGroup, topic: str, timeout: float) -> None:
+        self._store = BoundedStore(group, timeout)
+        self._timeout = timeout
         self._prefix = f"lowbit/agreement/{topic}"
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
 
@@ -79,22 +85,22 @@ class Agreement:
         self._store.set(f"{self._prefix}/{member}", json.dumps(dict(facts)))
         self._store.set(f"{self._prefix}/came/{self._rank}", "")
 
-    def check(self, names: Sequence[str], timeout: float) -> None:
+    def check(self, names: Sequence[str]) -> None:
         """Wait for the facts of all members, numbered from 0, and compare them.
 
         Args:
             names: what to call each member in errors.
-            timeout: seconds to wait.
 
         Raises:
             AgreementError: a contradiction, or members that stated nothing in time.
+            PeerError: the store did not answer in time.
         """
-        stated = self._collect(len(names), timeout)
+        stated = self._collect(len(names))
         problem = contradictions({names[i]: stated[i] for i in sorted(stated)})
         missing = [name for i, name in enumerate(names) if i not in stated]
         if missing and not problem:
             problem = (
-                f"{_listed(missing)} stated nothing within {timeout:g} s: not started, ended early, "
+                f"{_listed(missing)} stated nothing within {self._timeout:g} s: not started, ended early, "
                 "busy for longer than that, or set up for something else"
             )
         # The first to conclude decides, so that all ranks go on, or all raise the same text.
@@ -108,7 +114,7 @@ class Agreement:
         return {
             i: json.loads(self._store.get(f"{self._prefix}/{i}"))
             for i in set(range(members)).difference(known)
-            if self._store.check([f"{self._prefix}/{i}"])
+            if self._store.check(f"{self._prefix}/{i}")
         }
 
     def forget(self, member: int) -> None:
@@ -117,9 +123,9 @@ class Agreement:
         for key in keys:
             self._store.delete_key(f"{self._prefix}/{key}")
 
-    def _collect(self, members: int, timeout: float) -> dict[int, Facts]:
+    def _collect(self, members: int) -> dict[int, Facts]:
         """Facts by member; those of a contradiction hardly wait for the others."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self._timeout
         stated: dict[int, Facts] = {}
         in_conflict = False
         while True:
@@ -140,7 +146,7 @@ class Agreement:
 
     def _stays(self, rank: int) -> bool:
         came, left = (f"{self._prefix}/{what}/{rank}" for what in ("came", "left"))
-        return self._store.check([came]) and not self._store.check([left])
+        return self._store.check(came) and not self._store.check(left)
 
 
 def contradictions(stated: Mapping[str, Facts]) -> str:

@@ -241,7 +241,7 @@ class Line:
     def _agree(self, job: _Job) -> None:
         agreement = self._agreement(job)
         agreement.state(dist.get_rank(job.call.group), self._facts(job))
-        agreement.check(_names(job.call.group), job.call.timeout)
+        agreement.check(_names(job.call.group))
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK):
@@ -267,13 +267,13 @@ class Line:
         stated = agreement.stated(len(names))
         if contradictions({names[i]: facts for i, facts in stated.items()}):
             try:
-                agreement.check(names, job.call.timeout)
+                agreement.check(names)
             except AgreementError as error:
                 self._failure = error
                 _settle(job.future, error)
 
     def _agreement(self, job: _Job) -> Agreement:
-        return Agreement(job.call.group, f"collective call {job.number}")
+        return Agreement(job.call.group, f"collective call {job.number}", job.call.timeout)
 
     def _facts(self, job: _Job) -> dict[str, str]:
         return {"lowbit version": __version__, **job.call.facts, "layer": job.call.layer}

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 import ctypes
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,11 @@ def all_reduce_hook(
             f"error_feedback is True and node_size is {node_size}; allowed: one of the two"
         )
     # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
-    own = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timedelta(seconds=timeout),
+        use_local_synchronization=True,
+    )
     # For good: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it holds
     # the interpreter's lock, for threads that may need it.
     for kept in (group, own):

@@ -103,7 +103,7 @@ class LowBitStage(HookedStage):
         self._settled: Agreement | None = None  # the last one that was checked
         self._shape_rounds = 0
         self._fault = ""
-        self._identity = Agreement(self._group, f"{self._name}/identity")
+        self._identity = Agreement(self._group, f"{self._name}/identity", self._timeout)
         self._identity.state(stage_index, self._identity_facts())
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
@@ -187,7 +187,7 @@ class LowBitStage(HookedStage):
 
     def step_begins(self) -> None:
         if self._board is None:
-            self._identity.check(self._stage_names(), self._timeout)
+            self._identity.check(self._stage_names())
             self._board = FailureBoard(self._group, self._name, self._rank_names(), self._timeout)
         if self._last_pass != self.has_backward:
             self._last_pass = self.has_backward
@@ -215,7 +215,9 @@ class LowBitStage(HookedStage):
                 faults.append(f"{lane.name}: {error}")
         self._fault = "; ".join(faults)  # to be raised where all ranks know of it
         self._prepared_for = self.has_backward
-        self._shapes = Agreement(self._group, f"{self._name}/shapes/{self._shape_rounds}")
+        self._shapes = Agreement(
+            self._group, f"{self._name}/shapes/{self._shape_rounds}", self._timeout
+        )
         self._shape_rounds += 1
         self._shapes.state(self.stage_index, self._step_facts() | facts)
 
@@ -255,9 +257,9 @@ class LowBitStage(HookedStage):
         if self.stage_index != self.stages_of(self.group_rank)[0]:
             return
         last, number = self._compared.get(what, (None, -1))
-        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}")
+        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}", self._timeout)
         now.state(self.group_rank, {what: value})
-        now.check(self._rank_names(), self._timeout)
+        now.check(self._rank_names())
         if last is not None:
             last.forget(self.group_rank)
         self._compared[what] = now, number + 1
@@ -268,7 +270,7 @@ class LowBitStage(HookedStage):
             return
         self._posted = True
         if self._shapes is not None:
-            self._shapes.check(self._stage_names(), self._timeout)
+            self._shapes.check(self._stage_names())
             if self._settled is not None:
                 self._settled.forget(self.stage_index)
             self._settled, self._shapes = self._shapes, None

@@ -195,3 +195,9 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def newest_step(folder: Path) -> int | None:
+    """The newest step that all ranks have finished; None without one."""
+    latest = folder / "latest"
+    return int(latest.read_text().removeprefix("step-")) if latest.exists() else None

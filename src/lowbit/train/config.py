@@ -253,6 +253,9 @@ class RunConfig(Section):
         precision: "fp32", "bf16" (autocast), or "auto": bf16 where the device computes in it.
         threads: of PyTorch, for each rank; 0: the machine's cores divided among its ranks.
         timeout_seconds: longest wait for a peer before it counts as gone.
+        supervise: train in processes of their own, and start them again from the newest checkpoint when they fail;
+            implies `resume`. restarts: attempts in a row without a new checkpoint before it gives up.
+        rejoin_seconds: longest wait of a supervised run for ranks that have not come (back) yet.
         checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
         resume: go on from the newest checkpoint in `output`; overwrite: throw away what `output` holds.
         eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
@@ -261,7 +264,8 @@ class RunConfig(Section):
 
     name: ClassVar = "run"
     ranges: ClassVar = {
-        "steps": (1, math.inf), "threads": (0, math.inf), "timeout_seconds": (1, math.inf), "keep": (2, math.inf),
+        "steps": (1, math.inf), "threads": (0, math.inf), "timeout_seconds": (1, math.inf),
+        "restarts": (0, math.inf), "rejoin_seconds": (1, math.inf), "keep": (2, math.inf),
         "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf), "eval_batches": (0, math.inf),
         "seed": (0, 2**63 - 1),
     }  # fmt: skip
@@ -277,6 +281,9 @@ class RunConfig(Section):
     precision: str = "auto"
     threads: int = 0
     timeout_seconds: float = 120.0
+    supervise: bool = False
+    restarts: int = 5
+    rejoin_seconds: float = 600.0
     checkpoint_every: int = 100
     keep: int = 2
     resume: bool = False
@@ -291,6 +298,10 @@ class RunConfig(Section):
         super().__post_init__()
         if self.resume and self.overwrite:
             raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
+        if self.supervise and self.overwrite:
+            raise ConfigError(
+                "run.supervise and run.overwrite are both true; allowed: one of the two"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

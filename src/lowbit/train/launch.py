@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
 from lowbit.train.config import TrainConfig
+from lowbit.train.process import FAILED, Process
 from lowbit.train.summary import Summary, read_summary
 
-CAUSE = "lowbit/cause"
-"""Where, in the store that the launcher keeps, the first rank that fails says why."""
-
-_LAST_WORDS_SECONDS = 15.0  # for the other ranks to find out who failed, and say so
+_LAST_WORDS_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
 _TERMINATE_SECONDS = 5.0
+_TURN_SECONDS = 0.05
+_LONGEST_TURN = 1.0  # of a turn that took longer, this process slept through the rest
 
 
 class LaunchError(RuntimeError):
-    """A local rank failed; the message says which one first, and how."""
+    """A local rank failed; the message says which one first, and how.
+
+    Attributes:
+        code: its exit code (`lowbit.train.process`); negative: the signal that ended it.
+        interrupted: this process was told to end.
+    """
+
+    def __init__(self, message: str, code: int = FAILED, *, interrupted: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.interrupted = code, interrupted
 
 
-def run(config: TrainConfig) -> Summary:
+def run(config: TrainConfig) -> Summary | None:
     """Train as the configuration and the environment ask for.
 
     Under torchrun (RANK and its kind are set) this process is one rank of the run. Otherwise `config.ranks` processes
-    are started on this machine; with one rank this process trains by itself.
+    are started on this machine; with one rank this process trains by itself. With `run.supervise` this process trains
+    in processes of their own, and starts them again when they fail (`lowbit.train.supervise`).
+
+    Returns:
+        The summary; None from a supervisor of a rank other than 0, whose machine has none.
 
     Raises:
         ConfigError: what can not work, before any process starts.
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
     """
+    if config.run.supervise:
+        from lowbit.train.supervise import supervise
+
+        supervise(config)
+        summary = Path(config.run.output) / "summary.json"
+        return read_summary(summary) if summary.exists() else None
     if "RANK" in os.environ or config.ranks == 1:
         from lowbit.train.loop import train
 
@@ -54,90 +70,118 @@ def run(config: TrainConfig) -> Summary:
 def start_ranks(config: TrainConfig) -> None:
     """Run `config.ranks` processes on this machine until all are done.
 
-    This process keeps the store that they meet in, so that no port has to be guessed and the store outlives them all.
-    Signals that would end this process are passed on to them.
+    This process keeps the store that they meet in, on the loopback interface and on a port that the system chooses, and
+    gives them a secret: the store outlives them all, and nobody else can take part. Signals that would end this process
+    are passed on to them.
 
     Raises:
         LaunchError: one of them failed; none is left.
     """
-    from torch._C._distributed_c10d import TCPStore
+    from lowbit.train.meeting import SECRET, listen, new_secret
+    from lowbit.train.peers import ALARM, Cause, board
 
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    ranks = [_start(config, rank, store.port) for rank in range(config.ranks)]
-    try:
-        with _signals_passed_to(ranks) as passed:
-            failed = _wait(ranks)
-    finally:
-        _stop(ranks)
-    if failed is not None:
-        cause = store.get(CAUSE).decode() if store.check([CAUSE]) else ""
-        if passed:
-            cause = f"interrupted by {passed[0].name}"
-        raise LaunchError(_describe(failed, ranks[failed].returncode, cause, config))
-
-
-def _start(config: TrainConfig, rank: int, port: int) -> subprocess.Popen[str]:
-    from lowbit.train.loop import threads_per_rank
-
+    secret = new_secret()
+    store = listen("127.0.0.1", 0, timeout=60)
+    alarm = board(store)
     ranks = config.ranks
-    environment = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    common = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", SECRET: secret,
     }  # fmt: skip
-    environment.setdefault("OMP_NUM_THREADS", str(config.run.threads or threads_per_rank(ranks)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lowbit.train.worker"],
-        env=environment,
-        stdin=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C reaches this process only, which passes it on once
-    )
-    assert process.stdin is not None
+    processes = [
+        Process(config, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)
+    ]
+
+    def first_failed(failed: Process) -> None:
+        if failed.killed_or_stopped:  # else it has told the others itself
+            cause = Cause(failed.rank, failed.outcome())
+            alarm.compare_set(ALARM, "", cause.signed(secret.encode()))
+
+    def reason() -> str:
+        found = Cause.read(alarm.get(ALARM), secret.encode()) if alarm.check([ALARM]) else None
+        return found.text if found else ""
+
+    watch(processes, config, first_failed, reason)
+
+
+def start_rank(config: TrainConfig) -> None:
+    """Run the rank that the environment tells of, or the only one, in a process of its own until it is done.
+
+    Raises:
+        LaunchError: it failed.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    watch([Process(config, rank, {})], config, lambda failed: None, lambda: "")
+
+
+def watch(
+    processes: list[Process],
+    config: TrainConfig,
+    first_failed: Callable[[Process], None],
+    reason: Callable[[], str],
+) -> None:
+    """Wait for all; the first that fails starts the clock for the others.
+
+    Args:
+        first_failed: called with that process. reason: what the ranks found out themselves, if anything.
+
+    Raises:
+        LaunchError: one failed; none is left.
+    """
     try:
-        process.stdin.write(json.dumps(json.loads(config.to_json())) + "\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it is gone already: waiting for it will tell
-    return process
+        with _signals_passed_to(processes) as passed:
+            failed = _wait(processes, first_failed)
+    finally:
+        _stop(processes)
+    if failed is None:
+        return
+    what = failed.outcome() if failed.killed_or_stopped else reason() or failed.outcome()
+    if passed:
+        what = f"interrupted by {passed[0].name}"
+    from lowbit.train.checkpoint import newest_step
+
+    many = "; all ranks were ended" if len(processes) > 1 else ""
+    step = newest_step(Path(config.run.output) / "checkpoints")
+    advice = "" if step is None else f"; --resume goes on from step {step}"
+    raise LaunchError(f"{what}{many}{advice}", failed.code or FAILED, interrupted=bool(passed))
 
 
-def _wait(ranks: list[subprocess.Popen[str]]) -> int | None:
-    """Wait for all; the first rank that fails starts the clock for the others. Returns that rank."""
-    failed, deadline = None, float("inf")
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-        if failed is None:
-            failed = _first_failed(ranks)
-            deadline = float("inf") if failed is None else time.monotonic() + _LAST_WORDS_SECONDS
-        time.sleep(0.05)
-    return _first_failed(ranks) if failed is None else failed
+def _wait(processes: list[Process], first_failed: Callable[[Process], None]) -> Process | None:
+    failed, deadline, last = None, float("inf"), time.monotonic()
+    while any(p.code is None for p in processes) and time.monotonic() < deadline:
+        now = time.monotonic()
+        turn, last = min(now - last, _LONGEST_TURN), now
+        for process in processes:
+            process.listen(turn)
+        if failed is None and (failed := _first_failed(processes)) is not None:
+            first_failed(failed)
+            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        time.sleep(_TURN_SECONDS)
+    return _first_failed(processes) if failed is None else failed
 
 
-def _first_failed(ranks: list[subprocess.Popen[str]]) -> int | None:
+def _first_failed(processes: list[Process]) -> Process | None:
     """A rank that ended badly; one that was killed rather than one that gave up because of it."""
-    codes = {rank: process.poll() for rank, process in enumerate(ranks)}
-    bad = [rank for rank, code in codes.items() if code]
-    return min(bad, key=lambda rank: codes[rank] > 0, default=None)  # pyright: ignore[reportOptionalOperand]
+    bad = [process for process in processes if process.code]
+    return min(bad, key=lambda process: not process.killed_or_stopped, default=None)
 
 
-def _stop(ranks: list[subprocess.Popen[str]]) -> None:
-    for process in ranks:
-        if process.poll() is None:
-            process.terminate()
+def _stop(processes: list[Process]) -> None:
+    for process in processes:
+        if process.code is None:
+            process.process.terminate()
     deadline = time.monotonic() + _TERMINATE_SECONDS
-    for process in ranks:
+    for process in processes:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            process.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+            process.process.kill()
+            process.process.wait()
+        process.close()
 
 
 @contextmanager
-def _signals_passed_to(ranks: list[subprocess.Popen[str]]) -> Iterator[list[signal.Signals]]:
+def _signals_passed_to(processes: list[Process]) -> Iterator[list[signal.Signals]]:
     """Pass SIGINT and SIGTERM on; the ranks end, and this process sees them end. Gives a list of those that came."""
     passed: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
@@ -146,9 +190,9 @@ def _signals_passed_to(ranks: list[subprocess.Popen[str]]) -> Iterator[list[sign
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         passed.append(signal.Signals(number))
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
+        for process in processes:
+            if process.code is None:
+                process.process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -156,15 +200,3 @@ def _signals_passed_to(ranks: list[subprocess.Popen[str]]) -> Iterator[list[sign
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _describe(rank: int, code: int, cause: str, config: TrainConfig) -> str:
-    """The first failure in one line: the signal that killed a rank, or what the ranks found out themselves."""
-    what = cause or f"rank {rank} ended with exit code {code}"
-    if code < 0 and not cause.startswith("interrupted"):
-        what = f"rank {rank} was ended by {signal.Signals(-code).name}"
-    latest = Path(config.run.output) / "checkpoints" / "latest"
-    advice = ""
-    if latest.exists():
-        advice = f"; run.resume=true goes on from {latest.read_text(encoding='utf-8')}"
-    return f"{what}; all ranks were ended{advice}"

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import lowbit
 from lowbit.activations import counted
-from lowbit.collectives import AgreementError, agree
-from lowbit.collectives.agreement import default_group
+from lowbit.collectives import agree
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
@@ -31,7 +30,6 @@ from lowbit.train.evaluate import Evaluation
 from lowbit.train.gradients import Gradients
 from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
-from lowbit.train.peers import Peers
 from lowbit.train.prepare import OUTPUTS, Prepared, prepare
 from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.replicas import Replicas
@@ -50,12 +48,14 @@ _LOCAL = {  # settings that may differ between machines
 class DivergedError(RuntimeError):
     """The loss or the gradients are no numbers any more; nothing of that has reached the weights."""
 
+    on_all_ranks = True
+
 
 def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
     """Train, evaluate and save; to be called on every rank that the environment tells of (RANK, WORLD_SIZE, MASTER_*).
 
     Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
-    for the run. If another rank fails while this one is blocked for good, this process ends (see `Peers`).
+    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.train.peers`).
 
     Args:
         config: the same on every rank.
@@ -71,22 +71,10 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     prepared = prepare(config, ranks=ranks, rank=rank)
     if config.run.threads or ranks > 1:
         torch.set_num_threads(config.run.threads or threads_per_rank(ranks))
-    with joined(config.run.timeout_seconds, backend=prepared.backend):
-        if ranks == 1:
-            return Trainer(prepared).run(on_step)
-        peers = Peers(default_group(), timeout=config.run.timeout_seconds)
-        try:
-            return Trainer(prepared).run(on_step)
-        except (AgreementError, DivergedError):
-            raise  # the same on all ranks
-        except Exception as error:
-            cause = peers.explain(error)
-            peers.linger()
-            if cause is None:
-                raise
-            raise cause from error
-        finally:
-            peers.close()
+    run = config.run
+    patience = run.rejoin_seconds if run.supervise else None
+    with joined(run.timeout_seconds, backend=prepared.backend, patience=patience):
+        return Trainer(prepared).run(on_step)
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -104,7 +92,9 @@ class Trainer:
         if prepared.device.type == "cuda":
             torch.cuda.set_device(prepared.device)  # where NCCL and kernels go that are not told
         self._agree()
-        self.side = new_group()  # for everything but the training traffic
+        self.side = new_group(
+            timeout=self.config.run.timeout_seconds
+        )  # for everything but the training traffic
         self.replicas = Replicas(
             self.plan.ranks,
             self.config.pipeline.data_parallel,

@@ -1,136 +1,255 @@
-"""Who is gone: when communication fails, find out which rank was the cause, and let every rank end with its name."""
+"""Who is alive, and why a run ends: signs of life of all ranks, one alarm, and a watchdog that no wait outlives.
+
+Everything goes through the store that the ranks meet in. Two threads of each rank do all of it:
+
+- The beat writes a sign of life twice a second and reads the others' and the alarm. It alone calls the store, so a
+  store that does not answer blocks nothing else.
+- The guard calls nothing that can block. It adds up for how long each peer and the store have been silent. Once that
+  is longer than the run's time limit allows, or an alarm is known and this process has not ended by itself, it prints
+  the reason and ends the process, whatever the other threads wait for, inside C++ too.
+
+The alarm is one key that the first rank to find a cause writes, so that all ranks that still hear it end with the
+same reason. A process that was stopped for a while does not blame the others: silence is counted in the guard's own
+turns.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import hmac
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from lowbit.collectives import PeerError
-from lowbit.collectives.agreement import next_round
+from lowbit.collectives import AgreementError, PeerError
+
+ALARM = "alarm"
+"""Key of the cause, in the store that `meeting.board` gives."""
 
 _BEAT_SECONDS = 0.5
-_STALE_SECONDS = 4.0  # at most; less where the run's own time limit is short
-_LAST_WORDS_SECONDS = 5.0
-_STORE_GONE = "rank 0 stopped answering: it, its launcher, or the network to its machine is gone"
+_TURN_SECONDS = 0.2
+_LONGEST_TURN = 1.0  # of a turn that took longer, this process slept through the rest
+_SHARE = (
+    0.9  # of the time limit: silence that ends the run, so that it has ended when the limit is over
+)
+_LAST_WORDS_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
+
+
+class Cause(NamedTuple):
+    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence."""
+
+    rank: int
+    text: str
+
+    def signed(self, secret: bytes) -> str:
+        """As it stands in the store."""
+        return json.dumps([*self, self._signature(secret)])
+
+    @classmethod
+    def read(cls, written: bytes, secret: bytes) -> Cause | None:
+        """The cause in a value of the store; None if nobody who knows the secret wrote it."""
+        with contextlib.suppress(ValueError, TypeError):
+            rank, text, signature = json.loads(written)
+            cause = cls(int(rank), str(text))
+            if hmac.compare_digest(cause._signature(secret), str(signature)):
+                return cause
+        return None
+
+    def _signature(self, secret: bytes) -> str:
+        return hmac.new(secret, json.dumps(self).encode(), hashlib.sha256).hexdigest()
 
 
 class Peers:
-    """Signs of life of all ranks, in the store that they met in.
-
-    Each rank writes a beat twice a second from a thread of its own. Nobody looks at the beats while all goes well, so a
-    busy machine can not stop a run. When communication fails, `explain` looks whose beat has stopped. The rank that
-    finds the cause first writes it down as the alarm. Who is still blocked a few seconds after that, in a wait for
-    a peer that is not coming, is ended: its process exits with the alarm on standard error.
+    """This rank's beat and guard. All ranks make one each, on the same store.
 
     Args:
-        group: the ranks concerned; their store carries the beats.
-        timeout: seconds in which a failure is to be noticed and explained.
+        store: what the ranks of this attempt meet in; cloned for a connection of its own.
+        rank, ranks: of the run.
+        timeout: seconds after which a peer or a store that is silent has ended the run.
+        secret: what alarms are signed with; others' are ignored.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
-        self._patience = min(_STALE_SECONDS, max(3 * _BEAT_SECONDS, 0.15 * timeout))
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._prefix = f"lowbit/peers/{next_round(group, 'peers')}"
-        self._group = group
-        self._store = self._connect()
+    def __init__(
+        self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b""
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._limit = _SHARE * timeout
+        self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
+        self._grace = min(_LAST_WORDS_SECONDS, 1.0 + 0.1 * timeout)
+        self._secret = secret
+        self._store: Any = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._beats: dict[int, bytes] = {}
+        self._silence: dict[int, float] = {}  # seconds, of each peer that has been heard
+        self._store_silence = 0.0
+        self._store_lost = False
+        self._proposed: Cause | None = None
+        self._alarm: Cause | None = None
+        self._known = threading.Event()  # the alarm
+        self._read_by_all = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lowbit-peers", daemon=True)
-        self._thread.start()
+        for name, work in (("beat", self._beat), ("guard", self._guard)):
+            threading.Thread(target=work, name=f"lowbit-{name}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop the beats; the run is over."""
+        """Stop watching; the run is over."""
         self._closed.set()
-        self._thread.join()
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turn whatever ends the block into the reason that all ranks end with; the watch ends with the block.
+
+        Raises:
+            PeerError: another rank was the cause.
+        """
+        try:
+            yield
+        except AgreementError:
+            raise  # the same on all ranks
+        except Exception as error:
+            if getattr(error, "on_all_ranks", False):
+                raise
+            cause = self.explain(error)
+            self._linger()
+            if cause is None:
+                raise
+            raise cause from error
+        finally:
+            self.close()
 
     def explain(self, error: BaseException) -> PeerError | None:
         """Why a call failed: the rank that caused it, or None if that is this one.
 
-        Takes a few seconds, in which the beat of a peer that lives is heard. Afterwards all ranks know the cause.
+        Takes a few seconds at most, in which the beat of a peer that lives is heard. Afterwards all ranks that hear
+        the store know the cause.
         """
-        try:
-            cause = self._raise_alarm(self._cause_of(error))
-        except (dist.DistError, RuntimeError):
-            cause = _Cause(0, _STORE_GONE)
+        met = not isinstance(error, ConnectionError)  # whose text names the ranks
+        said = f"rank {self.rank} failed: {first_line(error)}" if met else str(error)
+        mine = Cause(self.rank, said)
+        if isinstance(error, PeerError):  # found out already, by whoever talked to that peer
+            cause = Cause(error.rank, str(error))
+        else:
+            cause = self._silent_peer() or mine
+        self._proposed = cause
+        if self._known.wait(self._patience) and self._alarm is not None:
+            cause = self._alarm
+        elif cause is mine and isinstance(error, RuntimeError):
+            cause = self._store_gone()
         return None if cause.rank == self.rank else PeerError(cause.text, cause.rank)
 
-    def linger(self) -> None:
+    def _linger(self) -> None:
         """Give the others time to read the alarm, where this process may be the one that keeps the store."""
         if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(4 * _BEAT_SECONDS)
+            self._read_by_all.wait(self._grace)
 
-    def _connect(self) -> Store:
-        """A connection of its own: a wait on one must not hold up the other."""
-        store: Any = self._group.get_group_store()
-        return PrefixStore(self._prefix, store.clone())
-
-    def _cause_of(self, error: BaseException) -> _Cause:
-        if isinstance(error, PeerError):  # found out already, by whoever talked to that peer
-            return _Cause(error.rank, str(error))
-        return self._silent_peer() or _Cause(
-            self.rank, f"rank {self.rank} failed: {first_line(error)}"
-        )
-
-    def _silent_peer(self) -> _Cause | None:
+    def _silent_peer(self) -> Cause | None:
         """The alarm, or the ranks whose beat has stopped; None if all others are alive."""
-        before, start = self._beats(), time.monotonic()
-        while time.monotonic() - start < self._patience:
-            if alarm := _read_alarm(self._store):
-                return alarm
-            time.sleep(0.2)
-        after = self._beats()
-        silent = [r for r in range(self.ranks) if r != self.rank and before[r] == after[r]]
-        if not silent:
+        deadline = time.monotonic() + self._patience + _BEAT_SECONDS
+        while time.monotonic() < deadline and not self._store_lost:
+            if self._known.wait(_TURN_SECONDS):
+                return self._alarm
+            if cause := self._silent_for(self._patience):
+                return cause
+        return None
+
+    def _silent_for(self, seconds: float) -> Cause | None:
+        silent = sorted(rank for rank, quiet in self._silence.items() if quiet > seconds)
+        if not silent or self._store_silence > seconds / 2:  # nobody could be heard
             return None
-        names = " and ".join(f"rank {r}" for r in silent)
-        return _Cause(
-            silent[0], f"{names} stopped answering: killed, or its machine or network is gone"
+        names = " and ".join(f"rank {rank}" for rank in silent)
+        text = f"{names} stopped answering: killed or stopped, or its machine or network is gone"
+        return Cause(silent[0], text)
+
+    def _store_gone(self) -> Cause:
+        if self.rank == 0:
+            return Cause(
+                -1, "the store that the ranks meet in stopped answering: its launcher is gone"
+            )
+        return Cause(
+            0, "rank 0 stopped answering: it, its launcher, or the network to its machine is gone"
         )
 
-    def _beats(self) -> list[bytes]:
-        keys = [f"beat/{rank}" for rank in range(self.ranks)]
-        return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
-
-    def _raise_alarm(self, cause: _Cause) -> _Cause:
-        """Write the cause down, unless another rank was first; returns what stands there."""
-        written = self._store.compare_set("alarm", "", json.dumps(cause))
-        return _Cause(*json.loads(written))
+    # The beat.
 
     def _beat(self) -> None:
-        store, count = self._connect(), 0
-        while not self._closed.wait(_BEAT_SECONDS):
+        count = 0
+        while True:
             count += 1
             try:
-                store.set(f"beat/{self.rank}", str(count))
-                alarm = _read_alarm(store)
-            except (dist.DistError, RuntimeError):
-                return  # whoever needs the store finds out, too
-            if alarm:
-                return self._end_unless_closed(alarm)
+                self._exchange(count)
+            except RuntimeError:  # the connection has ended
+                self._store_lost = True
+                return
+            self._store_silence = 0.0
+            if self._closed.wait(_BEAT_SECONDS):
+                return
 
-    def _end_unless_closed(self, alarm: _Cause) -> None:
-        if not self._closed.wait(_LAST_WORDS_SECONDS):
-            sys.stderr.write(f"rank {self.rank}: error: {alarm.text}\n")
-            sys.stderr.flush()
-            os._exit(1)
+    def _exchange(self, count: int) -> None:
+        self._store.set(f"beat/{self.rank}", str(count))
+        self._read_alarm()
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        heard = [r for r in others if r in self._beats or self._store.check([f"beat/{r}"])]
+        if heard:
+            for rank, beat in zip(
+                heard, self._store.multi_get([f"beat/{r}" for r in heard]), strict=True
+            ):
+                if self._beats.get(rank) != beat:
+                    self._beats[rank], self._silence[rank] = beat, 0.0
+        if self._alarm is not None:
+            self._store.set(f"read/{self.rank}", "")
+            waiting = [f"read/{r}" for r in others if self._silence.get(r, 9e9) < self._patience]
+            if not waiting or self._store.check(waiting):
+                self._read_by_all.set()
 
+    def _read_alarm(self) -> None:
+        if self._alarm is not None:
+            return
+        if self._proposed is not None:
+            written = self._store.compare_set(ALARM, "", self._proposed.signed(self._secret))
+        elif self._store.check([ALARM]):
+            written = self._store.get(ALARM)
+        else:
+            return
+        # Where a stranger was first, this rank's own cause is all that it has.
+        self._alarm = Cause.read(written, self._secret) or self._proposed
+        if self._alarm is not None:
+            self._known.set()
 
-class _Cause(NamedTuple):
-    rank: int
-    text: str
+    # The guard.
 
+    def _guard(self) -> None:
+        last, known = time.monotonic(), 0.0
+        while not self._closed.wait(_TURN_SECONDS):
+            now = time.monotonic()
+            turn, last = min(now - last, _LONGEST_TURN), now
+            self._store_silence += turn
+            for rank in list(self._silence):
+                self._silence[rank] += turn
+            known += turn if self._known.is_set() or self._store_lost else 0.0
+            if known > self._grace or self._store_silence > self._limit:
+                return self._end(self._alarm or self._store_gone())
+            self._proposed = self._proposed or self._silent_for(self._limit)
 
-def _read_alarm(store: Store) -> _Cause | None:
-    return _Cause(*json.loads(store.get("alarm"))) if store.check(["alarm"]) else None
+    def _end(self, cause: Cause) -> None:
+        if self._closed.is_set():
+            return
+        sys.stderr.write(f"rank {self.rank}: error: {' '.join(cause.text.split())}\n")
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def first_line(error: BaseException) -> str:
     """An error in one line: its type and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def board(store: Store, attempt: int = 0) -> PrefixStore:
+    """The part of a store that belongs to one attempt at a run: torchrun starts ranks again on the same store."""
+    return PrefixStore(f"lowbit/run/{attempt}", store)

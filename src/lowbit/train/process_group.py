@@ -7,14 +7,19 @@ import fcntl
 import os
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from lowbit.collectives.agreement import default_group, next_round
+from lowbit.train.meeting import MeetingError, meet, prove, run_secret
+from lowbit.train.peers import Peers
 from lowbit.train.section import ConfigError
 
+_LEAVE_SECONDS = 5.0  # that an end with an error takes at most for the group
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -35,48 +40,107 @@ def world() -> tuple[int, int]:
             f"the environment has {', '.join(given)} but not {', '.join(missing)}; "
             "allowed: all (torchrun sets them) or none"
         )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = (_number(name) for name in ("RANK", "WORLD_SIZE"))
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"RANK is {rank}; allowed with WORLD_SIZE {ranks}: 0 to {ranks - 1}")
+    return rank, ranks
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} is {os.environ[name]!r}; allowed: an integer") from None
 
 
 @contextlib.contextmanager
-def joined(timeout: float, *, backend: str = "gloo") -> Iterator[None]:
+def joined(
+    timeout: float, *, backend: str = "gloo", patience: float | None = None
+) -> Iterator[None]:
     """Be part of the default process group: the one there is, or one made from the environment for this block.
+
+    From the first contact on, every wait has a limit: calls of the group and of its store their own, and all else a
+    watchdog, which ends this process once another rank has been silent for `timeout` seconds or has failed
+    (`lowbit.train.peers`).
 
     Args:
         timeout: seconds in which the failure of a peer is to end every rank: most of it for an operation that waits for
             the peer, the rest to find out which one it was.
         backend: for what lies on GPUs, "gloo" or "nccl"; beside it, Gloo carries what lies on the CPU.
+        patience: seconds to wait for all ranks to come; None: `timeout`.
 
     Raises:
-        ConnectionError: the other ranks did not come in time.
+        ConnectionError: the other ranks did not come in time, or one of them does not know the run's secret.
+        PeerError: another rank was the cause of an error in the block.
     """
-    if dist.is_initialized():
-        yield
-        return
     rank, ranks = world()
+    if dist.is_initialized():
+        with _watched(_own_part(default_group()), rank, ranks, timeout):
+            yield
+        return
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     limit = timedelta(seconds=0.8 * timeout)
+    if ranks == 1 and "RANK" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+        return
+    patience = patience or timeout
+    store = meet(rank, ranks, timeout=timeout, patience=patience)
+    _choose_interface()
     try:
-        if ranks == 1 and "RANK" not in os.environ:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        else:
-            _choose_interface()
-            dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=limit)
+        with _watched(store, rank, ranks, timeout):
+            prove(store, rank, ranks, secret=run_secret(), patience=patience)
+            _connect(backend, PrefixStore("group", store), rank, ranks, limit)
+            yield
+    except BaseException:
+        # Destructors of a broken group can wait for peers that are gone.
+        leaving = threading.Thread(target=_leave, name="lowbit-leave", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_SECONDS)
+        raise
+    _leave()
+
+
+def _connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     except (dist.DistError, RuntimeError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConnectionError(
-            f"rank {rank} did not meet all {ranks} ranks at {where} within {timeout:g} s: "
+        raise MeetingError(
+            f"rank {rank} did not connect to all {ranks} ranks within {limit.total_seconds():g} s: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    try:
-        yield
-    finally:
+
+
+def _leave() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
-    """A process group of these ranks (None: all), to be called on every rank; None where this rank is not in it."""
-    group = dist.new_group(ranks=ranks)
+@contextlib.contextmanager
+def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[None]:
+    if ranks == 1:
+        yield
+        return
+    peers = Peers(store, rank=rank, ranks=ranks, timeout=timeout, secret=run_secret())
+    with peers.explaining():
+        yield
+
+
+def _own_part(group: dist.ProcessGroup) -> Store:
+    """A part of a group's store that no earlier call has used."""
+    number = next_round(group, "peers")
+    return PrefixStore(f"lowbit/peers/{number}", group.get_group_store())
+
+
+def new_group(ranks: list[int] | None = None, *, timeout: float) -> dist.ProcessGroup | None:
+    """A process group of these ranks (None: all), to be called on every rank; None where this rank is not in it.
+
+    `timeout`: of the run, in seconds. PyTorch would give the group 30 minutes.
+    """
+    group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=0.8 * timeout))
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -92,7 +156,7 @@ def _choose_interface() -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the interface that packets to an IPv4 host leave by; None if that can not be told."""
+    """Name of the interface that packets to an IPv4 host leave by; None if that cannot be told."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # no packet is sent
         mine = probe.getsockname()[0]

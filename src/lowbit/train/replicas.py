@@ -70,17 +70,17 @@ class Replicas:
         self.ranks, self.count = ranks, count
         self.index, self.place = divmod(dist.get_rank(), ranks)
         self.pipeline: dist.ProcessGroup | None = None  # the default group
-        self._codec, self._timeout = codec, timeout
+        self._codec, self.timeout = codec, timeout
         self._across: dist.ProcessGroup | None = None
         self._sent_bytes = self._sent_elements = 0.0
         if count == 1:
             self.side = side
             return
         pipelines = [self.members(i) for i in range(count)]
-        self.pipeline = _mine([new_group(members) for members in pipelines])
-        self.side = _mine([new_group(members) for members in pipelines])
+        self.pipeline = _mine([new_group(members, timeout=timeout) for members in pipelines])
+        self.side = _mine([new_group(members, timeout=timeout) for members in pipelines])
         places = [list(range(place, ranks * count, ranks)) for place in range(ranks)]
-        self._across = _mine([new_group(members) for members in places])
+        self._across = _mine([new_group(members, timeout=timeout) for members in places])
         self._compile()
 
     def members(self, index: int) -> list[int]:
@@ -98,7 +98,7 @@ class Replicas:
         )
         self._sent_elements += 2 * (self.count - 1) / self.count * flat.numel()
         return all_reduce(
-            flat, self._codec, self._across, "avg", async_op=True, timeout=self._timeout
+            flat, self._codec, self._across, "avg", async_op=True, timeout=self.timeout
         )
 
     def note_traffic(self, work: Work) -> None:

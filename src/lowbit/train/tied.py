@@ -41,7 +41,9 @@ class TiedWeights:
         if ends[0] != ends[1]:
             for index in range(replicas.count):
                 members = replicas.members(index)
-                group = new_group([members[place] for place in sorted(ends)])
+                group = new_group(
+                    [members[place] for place in sorted(ends)], timeout=replicas.timeout
+                )
                 self._group = group or self._group
         if 0 in modules:
             self.copies.append(_weight(modules[0].decoder.get_input_embeddings()))  # pyright: ignore

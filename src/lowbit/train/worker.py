@@ -1,6 +1,7 @@
 """One rank, started by `lowbit.train.launch`: the configuration comes on standard input, which stays open meanwhile.
 
-When the launcher ends, for whatever reason, standard input closes and the rank ends too: none is left behind.
+When the launcher ends, for whatever reason, standard input closes and the rank ends too: none is left behind. The
+rank gives a sign of life on a pipe of its own twice a second, so that the launcher notices one that hangs.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import json
 import os
 import sys
 import threading
+import time
 
 from lowbit.train.config_file import from_mapping
-from lowbit.train.launch import CAUSE
+from lowbit.train.process import ALONE, DIVERGED, FAILED, PULSE, USAGE
+
+_PULSE_SECONDS = 0.5
 
 
 def main() -> None:
-    """Train, or print one line of error and exit with code 1."""
+    """Train, or print one line of error and exit with the code that tells its kind."""
     config = from_mapping(json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with_launcher, name="lowbit-launcher", daemon=True).start()
+    for work in (_end_with_launcher, _pulse):
+        threading.Thread(target=work, name=f"lowbit-{work.__name__[1:]}", daemon=True).start()
     from lowbit.train.loop import train
 
     try:
@@ -27,7 +32,17 @@ def main() -> None:
         end(130)
     except Exception as error:
         complain(error)
-        end(1)
+        end(exit_code(error))
+
+
+def exit_code(error: Exception) -> int:
+    """What an error means for another attempt."""
+    from lowbit.train.loop import DivergedError
+    from lowbit.train.meeting import MeetingError
+    from lowbit.train.section import ConfigError
+
+    kinds = {DivergedError: DIVERGED, MeetingError: ALONE, ConfigError: USAGE}
+    return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
 
 
 def complain(error: Exception) -> None:
@@ -39,20 +54,23 @@ def complain(error: Exception) -> None:
         import traceback
 
         traceback.print_exception(error)
-    text, rank = " ".join(str(error).split()), os.environ["RANK"]
+    text, rank = " ".join(str(error).split()), int(os.environ["RANK"])
     sys.stderr.write(f"rank {rank}: error: {text}\n")
     names_its_cause = isinstance(error, AgreementError | PeerError | DivergedError)
-    _tell_launcher(text if names_its_cause else f"rank {rank}: {text}")
+    _raise_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
 
 
-def _tell_launcher(cause: str) -> None:
+def _raise_alarm(rank: int, text: str) -> None:
+    """Tell the launcher and the other ranks, where this rank failed before it watched them; the first cause counts."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return  # whoever started this keeps no store
-    from torch._C._distributed_c10d import TCPStore
+    from lowbit.train.meeting import meet, run_secret
+    from lowbit.train.peers import ALARM, Cause
 
-    with contextlib.suppress(RuntimeError):  # it is gone, too
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        TCPStore(host, port, is_master=False, wait_for_workers=False).compare_set(CAUSE, "", cause)
+    with contextlib.suppress(RuntimeError, OSError):  # it is gone, too
+        store = meet(rank, int(os.environ["WORLD_SIZE"]), timeout=5, patience=5)
+        secret = run_secret()
+        store.compare_set(ALARM, "", Cause(rank, text).signed(secret))
 
 
 def end(code: int) -> None:
@@ -62,9 +80,18 @@ def end(code: int) -> None:
     os._exit(code)
 
 
+def _pulse() -> None:
+    if PULSE not in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(int(os.environ[PULSE]), b".")
+            time.sleep(_PULSE_SECONDS)
+
+
 def _end_with_launcher() -> None:
     sys.stdin.read()
-    end(1)
+    end(FAILED)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""Where the ranks of a run meet: one store, on the interface that was asked for, and proof that all belong to the run.
+
+The store is torchrun's or our launcher's where one of them started this process. Otherwise rank 0 keeps it, at
+MASTER_ADDR and MASTER_PORT, and listens there only. A store takes whatever anybody writes. So before anything else each
+rank proves to all others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from lowbit.train.peers import board
+from lowbit.train.section import ConfigError
+
+log = logging.getLogger(__name__)
+
+SECRET = "LOWBIT_SECRET"
+"""Environment variable with what all ranks of a run know and nobody else does."""
+
+_POLL = 0.05
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+class MeetingError(ConnectionError):
+    """Not all ranks came, or one of them is not of this run."""
+
+
+def run_secret() -> bytes:
+    """The run's secret as this process was given it; empty without one."""
+    return os.environ.get(SECRET, "").encode()
+
+
+def new_secret() -> str:
+    """A secret for a run whose ranks are all started here."""
+    return os.environ.get(SECRET) or secrets.token_hex(32)
+
+
+def listen(host: str, port: int, timeout: float) -> TCPStore:
+    """Keep a store, on one interface only.
+
+    Args:
+        host: address of this machine, or name of one. port: 0: one that the system chooses.
+        timeout: seconds for calls that wait.
+
+    Raises:
+        OSError: the port is taken, or the address cannot be listened on.
+    """
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            log.warning(
+                "%s is no address of this machine: listening on all of its interfaces", host
+            )
+            everywhere, host = (
+                ("::", "::1") if family == socket.AF_INET6 else ("0.0.0.0", "127.0.0.1")
+            )
+            listener.bind((everywhere, port))
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return TCPStore(
+        host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+        timeout=timedelta(seconds=timeout), master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def meet(rank: int, ranks: int, *, timeout: float, patience: float) -> Store:
+    """The store of this run, as the environment tells (MASTER_ADDR, MASTER_PORT), for this attempt alone.
+
+    Args:
+        timeout: seconds for each later call that waits. patience: seconds to wait for who keeps the store.
+
+    Raises:
+        ConfigError: a port that is none.
+        MeetingError: nobody keeps a store there in time, or this process cannot.
+    """
+    host, port = os.environ["MASTER_ADDR"], master_port()
+    where = f"{host}:{port}"
+    kept_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        if rank == 0 and not kept_elsewhere:
+            _warn_without_secret(where)
+            store = listen(host, port, timeout)
+        else:
+            _await_listener(host, port, patience)
+            store = TCPStore(
+                host, port, is_master=False, wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )  # fmt: skip
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise MeetingError(
+            f"rank {rank} did not meet all {ranks} ranks at {where} within {patience:g} s: {reason}"
+        ) from error
+    return board(store, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0))
+
+
+def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float) -> None:
+    """Show all other ranks that this one knows the secret, and have them show it; to be called by every rank.
+
+    Each rank writes a random number, and then a keyed hash (HMAC-SHA256) of all of them and its own rank. So nothing
+    that was written for another run or by another rank proves anything. Two waits, whatever the number of ranks.
+
+    Raises:
+        MeetingError: a rank did not come in time, or does not know the secret.
+    """
+    store.set(f"hello/{rank}", secrets.token_hex(16))
+    numbers = _everybody(store, "hello", rank, ranks, patience)
+    run = hashlib.sha256(b"|".join(numbers)).digest()
+    store.set(f"proof/{rank}", _proof(secret, run, rank))
+    proofs = _everybody(store, "proof", rank, ranks, patience)
+    strangers = [
+        f"rank {r}"
+        for r, proof in enumerate(proofs)
+        if not hmac.compare_digest(proof, _proof(secret, run, r).encode())
+    ]
+    if strangers:
+        raise MeetingError(
+            f"{', '.join(strangers)} did not prove to rank {rank} to know the secret of this run; "
+            f"allowed: the same {SECRET} on all machines"
+        )
+
+
+def _proof(secret: bytes, run: bytes, rank: int) -> str:
+    return hmac.new(secret, run + str(rank).encode(), hashlib.sha256).hexdigest()
+
+
+def _everybody(store: Store, what: str, rank: int, ranks: int, patience: float) -> list[bytes]:
+    """What every rank has written, in the order of the ranks, once all of them have."""
+    keys = [f"{what}/{r}" for r in range(ranks)]
+    deadline = time.monotonic() + patience
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise MeetingError(
+                f"rank {rank} did not meet all {ranks} ranks at {where} within {patience:g} s: {missing} did not come"
+            )
+        time.sleep(_POLL)
+    return [bytes(value) for value in store.multi_get(keys)]
+
+
+def _await_listener(host: str, port: int, patience: float) -> None:
+    """Return once somebody listens there: PyTorch's own waiting fills the terminal."""
+    deadline = time.monotonic() + patience
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
+            return
+        except OSError as error:
+            if left <= 0:
+                raise OSError(f"nobody answers there ({error.strerror or error})") from None
+        time.sleep(min(0.5, max(0.0, left)))
+
+
+def _warn_without_secret(where: str) -> None:
+    if not run_secret() and not where.startswith(_LOOPBACK):
+        log.warning(
+            "%s is not set: whoever reaches %s can take part in this run (docs/security.md)",
+            SECRET,
+            where,
+        )
+
+
+def master_port() -> int:
+    """MASTER_PORT as a number.
+
+    Raises:
+        ConfigError: it is none from 0 to 65535.
+    """
+    text = os.environ["MASTER_PORT"]
+    with contextlib.suppress(ValueError):
+        if 0 <= int(text) <= 65535:
+            return int(text)
+    raise ConfigError(f"MASTER_PORT is {text!r}; allowed: 0 to 65535")

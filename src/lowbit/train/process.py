@@ -1,0 +1,89 @@
+"""A rank in a process of its own, seen from the one that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+from lowbit.train.config import TrainConfig
+
+PULSE = "LOWBIT_PULSE"
+"""Environment variable with the number of the file that a rank writes signs of life to."""
+
+FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
+"""Exit codes: what may be tried again at once, what may not, a loss that is no number, ranks that did not come."""
+
+
+class Process:
+    """A local rank: its process, and for how long it has given no sign of life.
+
+    Args:
+        config: of the run. rank: of the process. environment: what it gets beside this process's own.
+    """
+
+    def __init__(self, config: TrainConfig, rank: int, environment: Mapping[str, str]) -> None:
+        from lowbit.train.loop import threads_per_rank
+
+        self.rank, self.silence, self._limit = rank, 0.0, config.run.timeout_seconds
+        self.hung = False
+        self._pulse, theirs = os.pipe()
+        os.set_blocking(self._pulse, False)
+        together = os.environ | dict(environment) | {PULSE: str(theirs)}
+        together.setdefault(
+            "OMP_NUM_THREADS", str(config.run.threads or threads_per_rank(config.ranks))
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lowbit.train.worker"],
+            env=together,
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches this process only, which passes it on once
+            pass_fds=[theirs],
+        )
+        os.close(theirs)
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it is gone already: waiting for it will tell
+            self.process.stdin.write(json.dumps(json.loads(config.to_json())) + "\n")
+            self.process.stdin.flush()
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self.process.poll()
+
+    @property
+    def killed_or_stopped(self) -> bool:
+        """Whether it could not say itself why it ended."""
+        return self.hung or (self.code or 0) < 0
+
+    def listen(self, seconds: float) -> None:
+        """Look for signs of life after so many more seconds; a process that gives none for too long is killed."""
+        with suppress(BlockingIOError):
+            if os.read(self._pulse, 1 << 16):
+                self.silence = 0.0
+                return
+        self.silence += seconds
+        if self.silence > self._limit and self.code is None:
+            self.hung = True
+            self.process.kill()
+
+    def outcome(self) -> str:
+        """How it ended, in words."""
+        if self.hung:
+            return f"rank {self.rank} gave no sign of life for {self._limit:g} s and was killed"
+        code = self.code or 0
+        if code < 0:
+            return f"rank {self.rank} was ended by {signal.Signals(-code).name}"
+        return f"rank {self.rank} ended with exit code {code}"
+
+    def close(self) -> None:
+        """Release its pipes, once it has ended."""
+        os.close(self._pulse)
+        if self.process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()

@@ -1,0 +1,111 @@
+"""A run that goes on without a person: start again from the newest checkpoint whenever a rank, machine or link fails.
+
+A supervisor does no training. It starts the ranks of this machine (or the one that the environment tells of) as
+processes of their own and, when they fail, starts them again with `run.resume = "auto"`. Several machines need no
+common supervisor: the ranks of each attempt meet as at the first start, and those that come first wait for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from pathlib import Path
+
+from lowbit.train.checkpoint import newest_step
+from lowbit.train.config import TrainConfig
+from lowbit.train.launch import LaunchError, start_rank, start_ranks
+from lowbit.train.process import ALONE, DIVERGED, USAGE
+from lowbit.train.section import ConfigError
+
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 30.0
+
+
+def supervise(config: TrainConfig) -> None:
+    """Train until the last step, whatever happens in between.
+
+    Gives up where another attempt cannot help: a configuration that cannot work, a loss that is no number twice after
+    the same checkpoint, ranks that do not come within `run.rejoin_seconds`, or `run.restarts` attempts in a row
+    without a new checkpoint.
+
+    Raises:
+        ConfigError: what cannot work, before any process starts.
+        LaunchError: the last attempt's, and how to go on.
+    """
+    _check()
+    config = _resuming(config)
+    from lowbit.train.prepare import prepare
+
+    given = "RANK" in os.environ or config.ranks == 1
+    ranks = int(os.environ.get("WORLD_SIZE", config.ranks))
+    prepare(config, ranks=ranks, rank=int(os.environ.get("RANK", "0")))
+    checkpoints = Path(config.run.output) / "checkpoints"
+    attempts = Attempts(config.run.restarts, newest_step(checkpoints))
+    while True:
+        try:
+            (start_rank if given else start_ranks)(config)
+            return
+        except LaunchError as error:
+            if error.interrupted:
+                raise
+            step = newest_step(checkpoints)
+            if reason := attempts.give_up(error.code, step):
+                raise LaunchError(
+                    f"{error}; {reason}. The same command goes on from {_place(step)}", error.code
+                ) from error
+            log.warning(
+                "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",
+                error, _place(step), attempts.in_vain, config.run.restarts,
+            )  # fmt: skip
+            time.sleep(attempts.pause)
+
+
+class Attempts:
+    """Counts attempts that brought no new checkpoint.
+
+    Args:
+        most: how many of them in a row are made again. step: of the newest checkpoint, None without one.
+    """
+
+    def __init__(self, most: int, step: int | None) -> None:
+        self._most, self._step, self._diverged = most, step, False
+        self.in_vain = 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds before the next attempt: what is missing may need time to come back."""
+        return min(_LONGEST_PAUSE, 2.0 ** (self.in_vain - 1))
+
+    def give_up(self, code: int, step: int | None) -> str:
+        """Count an attempt that ended with this exit code and newest checkpoint; why to stop now, or nothing."""
+        if step != self._step:
+            self._step, self._diverged, self.in_vain = step, False, 0
+        self.in_vain += 1
+        again, self._diverged = self._diverged, self._diverged or code == DIVERGED
+        if code == USAGE:
+            return "another attempt would end in the same way"
+        if code == ALONE:
+            return "not all machines came back in time"
+        if code == DIVERGED and again:
+            return "so did the attempt before, after the same checkpoint"
+        return f"gave up after {self.in_vain} attempts" if self.in_vain > self._most else ""
+
+
+def _check() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "run.supervise is true under torchrun, which starts ranks again itself; "
+            "allowed: torchrun --max-restarts with run.resume=auto"
+        )
+
+
+def _place(step: int | None) -> str:
+    return "the start" if step is None else f"step {step}"
+
+
+def _resuming(config: TrainConfig) -> TrainConfig:
+    """The configuration of a supervised run: it resumes from what is there, so that one command serves every start."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from lowbit.collectives.agreement import default_group
+from lowbit.train.meeting import MeetingError, listen, master_port, meet, new_secret, prove
+from lowbit.train.section import ConfigError
+from tests.ranks import Failure, Ranks
+
+
+def test_a_store_listens_where_it_was_asked_to_only():
+    store = listen("127.0.0.1", 0, timeout=5)
+    socket.create_connection(("127.0.0.1", store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):  # another address of this machine
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+
+def test_an_address_of_another_machine_is_said_to_be_one(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        store = listen("192.0.2.1", 0, timeout=5)
+    assert "192.0.2.1 is no address of this machine" in caplog.text
+    socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
+
+
+def test_a_port_that_is_taken_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(
+            MeetingError, match="rank 0 did not meet all 2 .*Address already in use"
+        ):
+            meet(0, 2, timeout=5, patience=5)
+
+
+def test_nobody_there_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    begin = time.monotonic()
+    with pytest.raises(MeetingError, match="rank 1 did not meet all 2 ranks .* nobody answers"):
+        meet(1, 2, timeout=5, patience=1)
+    assert time.monotonic() - begin < 4
+
+
+@pytest.mark.parametrize("port", ["", "x", "-1", "65536", "29400.0"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str):
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ConfigError, match=f"MASTER_PORT is '{port}'; allowed: 0 to 65535"):
+        master_port()
+
+
+def _proves(secrets: dict[int, bytes], patience: float = 20) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank in secrets:
+        store = PrefixStore("prove", default_group().get_group_store())
+        prove(store, rank, ranks, secret=secrets[rank], patience=patience)
+
+
+def test_ranks_with_one_secret_meet(ranks: Ranks):
+    ranks.run(_proves, dict.fromkeys(range(3), b"a"), ranks=3)
+    ranks.run(_proves, dict.fromkeys(range(2), b""))
+
+
+def test_who_does_not_know_the_secret_is_named_on_all_ranks(ranks: Ranks):
+    outcomes = ranks.outcomes(_proves, {0: b"a", 1: b"", 2: b"a"}, ranks=3)
+    assert [o.kind for o in outcomes] == ["MeetingError"] * 3
+    for rank, strangers in ((0, "rank 1"), (1, "rank 0, rank 2"), (2, "rank 1")):
+        assert outcomes[rank].text.startswith(f"{strangers} did not prove to rank {rank} to know")
+
+
+def _replays() -> bool:
+    """Whether a proof that was made by another rank counts."""
+    rank = dist.get_rank()
+    store = PrefixStore("replay", default_group().get_group_store())
+    if rank == 0:
+        prove(store, 0, 2, secret=b"a", patience=20)
+    else:
+        store.set("hello/1", "0" * 32)
+        store.set("proof/1", store.get("proof/0"))
+    return True
+
+
+def test_the_proof_of_another_rank_is_none(ranks: Ranks):
+    first, second = ranks.outcomes(_replays)
+    assert isinstance(first, Failure)
+    assert first.text.startswith("rank 1 did not prove")
+    assert second is True
+
+
+def test_who_does_not_come_is_named(ranks: Ranks):
+    first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
+    assert first.kind == third.kind == "MeetingError"
+    assert first.text.endswith("within 1 s: rank 1 did not come")
+    assert second is None
+
+
+def test_a_launcher_keeps_the_secret_that_it_was_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LOWBIT_SECRET", raising=False)
+    assert len(new_secret()) == 64
+    assert new_secret() != new_secret()
+    monkeypatch.setenv("LOWBIT_SECRET", "mine")
+    assert new_secret() == os.environ["LOWBIT_SECRET"]
