@@ -23,6 +23,7 @@ import ctypes
 import json
 import multiprocessing
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -35,6 +36,7 @@ from tests.torture.plan import FAULTS, SHAPES, SHAPES_OF, plan
 from tests.torture.trial import Outcome, as_json, reference, run
 
 _CLONE_NEWNS = 0x20000
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -54,11 +56,13 @@ def main() -> int:
     _import_all()
     outcomes = []
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(asked.jobs, mp_context=context) as pool:
+    with ProcessPoolExecutor(asked.jobs, mp_context=context, initializer=_end_with_parent) as pool:
         expected = _references(pool, {trial.shape for trial in trials}, asked.folder)
-        futures = [pool.submit(run, t, expected[t.shape], asked.folder / t.name) for t in trials]
+        futures = {pool.submit(run, t, expected[t.shape], asked.folder / t.name): t for t in trials}
         for count, future in enumerate(as_completed(futures), start=1):
-            outcomes.append(future.result())
+            error = future.exception()
+            broken = Outcome(trial=futures[future], wrong=[f"harness: {error!r}"])
+            outcomes.append(broken if error else future.result())
             print(f"{count}/{len(trials)} {report.line(outcomes[-1])}", flush=True)
             if outcomes[-1].passed:
                 shutil.rmtree(asked.folder / outcomes[-1].trial.name)
@@ -115,6 +119,11 @@ def _own_view_of_disks() -> None:
     if ctypes.CDLL(None).unshare(_CLONE_NEWNS):
         sys.exit("error: a disk that runs full has to be mounted, which needs root")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+
+def _end_with_parent() -> None:
+    """Its namespaces, and what lives in them, follow."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _import_all() -> None:

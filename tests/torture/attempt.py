@@ -96,21 +96,23 @@ class Attempt:
         """To the process that trains as a rank; `whole`: to the command and all that it started. None if it ended."""
         if rank not in self.running():
             return
-        pids = [self.trainer(rank)]
-        if whole:
-            pids = [self.pids[rank], *(pid for pid, _ in self.started(rank))]
+        trainer = self.trainer(rank)
+        self._send(self._processes(rank) if whole else [trainer] if trainer else [], number)
+
+    def _processes(self, rank: int) -> list[int]:
+        return [self.pids[rank], *(pid for pid, _ in self.started(rank))]
+
+    def _send(self, pids: list[int], number: signal.Signals) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                if pid is not None:
-                    os.kill(pid, number)
+                os.kill(pid, number)
 
     def stop(self) -> list[int]:
         """Kill what still runs; returns those ranks, whose ends stay unknown."""
         left = self.running()
         for rank in left:
-            self.signal(rank, signal.SIGKILL, whole=True)
-            os.waitpid(self.pids[rank], 0)
-        self.pids = {rank: pid for rank, pid in self.pids.items() if rank not in left}
+            self._send(self._processes(rank), signal.SIGKILL)
+            os.waitpid(self.pids.pop(rank), 0)
         return left
 
     def curve(self) -> Curve:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lowbit.network import SlowLink
 from tests.torture import faults
@@ -155,6 +156,8 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
     fault.end()
     attempt.stop()
     outcome.steps_after = len(attempt.curve())
+    if attempt.nan_at.exists():
+        outcome.began = round(float(attempt.nan_at.read_text()) - attempt.began, 2)
     outcome.ends = endings(attempt, fault)
     outcome.finished = all(end.code == 0 for end in outcome.ends)
 
@@ -202,6 +205,6 @@ def _judge_supervised(
         outcome.lost_seconds = round(whole - expected.seconds, 2)
 
 
-def as_json(outcome: Outcome) -> dict[str, object]:
+def as_json(outcome: Outcome) -> dict[str, Any]:
     """All of it, for a file."""
     return dataclasses.asdict(outcome) | {"passed": outcome.passed}
