@@ -7,7 +7,7 @@ ARGS   ?=
 GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test lint format clean
+.PHONY: help demo test torture gpu-test lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,6 +17,9 @@ demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+torture: $(VENV)/.installed-dev ## Hurt real runs at random moments (ARGS="--trials 20 --supervise"); as root, an hour
+	@$(BIN)/python -m tests.torture $(ARGS)
 
 gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
 	@PYTHONPATH=src $(PYTHON) -m pytest $(GPU_TESTS) $(ARGS)

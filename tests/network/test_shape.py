@@ -132,6 +132,82 @@ def test_more_hosts_meet_at_a_bridge() -> None:
     assert 0.85 < mbit / (50 * TCP_SHARE) < 1.05
 
 
+TALKER = """
+import socket, sys, time
+if sys.argv[1] == "listen":
+    peer = socket.create_server(("", 7)).accept()[0]
+    while byte := peer.recv(1 << 16):
+        print(time.monotonic(), flush=True)
+else:
+    peer = socket.create_connection((sys.argv[1], 7))
+    for _ in range(30):
+        peer.sendall(b"x")
+        time.sleep(0.05)
+"""
+
+
+@needs_link
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_nothing_passes_a_cut_cable_and_all_of_it_afterwards(hosts: int) -> None:
+    argv = [sys.executable, "-S", "-c", TALKER]
+    with SlowLink(hosts=hosts) as link:
+        server = link.popen(0, [*argv, "listen"], stdout=subprocess.PIPE, text=True)
+        time.sleep(0.2)
+        client = link.popen(1, [*argv, link.address(0)])
+        assert server.stdout.readline()
+        link.cut(1)
+        begin = time.monotonic()
+        time.sleep(0.8)
+        end = time.monotonic()
+        link.restore(1)
+        heard = [float(line) for line in server.communicate(timeout=20)[0].split()]
+        assert client.wait(10) == 0  # its connection has lived through the cut
+    assert heard
+    assert not [at for at in heard if begin + 0.05 < at < end]
+    assert min(at for at in heard if at > end) < end + 2
+
+
+@needs_link
+def test_two_hosts_have_one_cable() -> None:
+    def heard(link: SlowLink) -> bool:
+        code = "import socket, sys; socket.create_connection((sys.argv[1], 9), 0.3)"
+        client = link.popen(
+            0,
+            [sys.executable, "-S", "-c", code, link.address(1)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return "refused" in client.communicate(timeout=10)[1]
+
+    with SlowLink(hosts=2) as link:
+        assert heard(link)
+        link.cut(0)
+        link.cut(1)
+        link.restore(0)
+        assert not heard(link)
+        link.restore(1)
+        assert heard(link)
+
+
+@needs_link
+@pytest.mark.usefixtures("privilege")
+def test_a_fork_enters_a_host() -> None:
+    with SlowLink() as link:
+        expected = os.readlink(f"/proc/{link._namespaces[1].pid}/ns/net")
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                link.enter(1)
+                os.write(write, os.readlink("/proc/self/ns/net").encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        assert os.read(read, 100).decode() == expected
+        os.close(read)
+
+
 @needs_link
 def test_congestion_control_is_the_usual_one() -> None:
     with SlowLink() as link:

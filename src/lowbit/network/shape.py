@@ -13,6 +13,7 @@ Root may do all this. Others may inside a user namespace, where the kernel permi
 """
 
 import contextlib
+import ctypes
 import functools
 import logging
 import math
@@ -76,6 +77,7 @@ class SlowLink:
         _check_rate(rate_mbit)
         self.hosts = hosts
         self.rate_mbit = rate_mbit
+        self._cut: set[int] = set()
         self._namespaces: list[_Namespace] = []
         self._processes: list[subprocess.Popen] = []
 
@@ -145,6 +147,47 @@ class SlowLink:
             namespace.tc(interface, rate_mbit)
         self.rate_mbit = rate_mbit
 
+    def cut(self, host: int) -> None:
+        """Let every packet to and from a host vanish, until `restore`. Twice is harmless.
+
+        No end notices: no reset, no "unreachable", no lost carrier, nothing that TCP learns of at once. Of two hosts,
+        both are cut off.
+        """
+        self._namespace(host)
+        self._cut.add(host)
+        self._connect(host, False)
+
+    def restore(self, host: int) -> None:
+        """Join a host that was cut off again. TCP goes on when it next sends something again."""
+        self._namespace(host)
+        self._cut.discard(host)
+        if self.hosts > 2 or not self._cut:  # two hosts have one cable
+            self._connect(host, True)
+
+    def enter(self, host: int) -> None:
+        """Move this process to a host, for good: for a fork that has no second thread.
+
+        Raises:
+            OSError: the kernel does not permit it.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        for kind in self._namespace(host).kinds:
+            with open(f"/proc/{self._namespace(host).pid}/ns/{kind}") as file:
+                if libc.setns(file.fileno(), 0):
+                    raise OSError(
+                        ctypes.get_errno(), f"can not enter the {kind} namespace of host {host}"
+                    )
+
+    def _connect(self, host: int, connected: bool) -> None:
+        if self.hosts > 2:
+            self._namespaces[-1].ip(
+                f"link set port{host} {'master switch' if connected else 'nomaster'}"
+            )
+            return
+        for namespace in self._namespaces:
+            # Without ARP an interface takes its own hardware address for everybody's: the other end drops the packets.
+            namespace.ip(f"link set {_INTERFACE} arp {'on' if connected else 'off'}")
+
     def _namespace(self, host: int) -> "_Namespace":
         if not self._namespaces:
             raise RuntimeError("the link is not open: use it as `with SlowLink(...) as link:`")
@@ -202,6 +245,7 @@ class _Namespace:
             raise LinkUnavailable(f"a network namespace is not permitted ({reason})")
         self.pid = self.keeper.pid
         self.enter = ["nsenter", f"--target={self.pid}", *enter, "--net", "--"]
+        self.kinds = ("user", "net") if enter else ("net",)
 
     def close(self) -> None:
         """Let the keeper empty the namespace and leave."""

@@ -1,0 +1,159 @@
+"""Hurt real runs at random moments, and see what becomes of them.
+
+    python -m tests.torture --trials 100                            # or: make torture ARGS="--trials 100"
+    python -m tests.torture --trials 100 --supervise --json FILE    # runs that look after themselves
+    python -m tests.torture --faults kill,cut --ranks 2 --trials 4
+    python -m tests.torture --trials 100 --only 17                  # the same trial again
+
+Each trial has two hosts with a real network of their own between them, and a real `lowbit train` for each rank.
+Trials of one `--seed` are the same each time but for what the machine makes of their moments. What failed trials left
+stays in `--folder`. Exits with 1 if one failed. Needs root, for the small disks that run full.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before PyTorch is imported: no threads, so that processes can fork
+)
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from lowbit.network import SlowLink
+from tests.torture import report
+from tests.torture.checks import Reference
+from tests.torture.plan import FAULTS, SHAPES, SHAPES_OF, plan
+from tests.torture.trial import Outcome, as_json, reference, run
+
+_CLONE_NEWNS = 0x20000
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the trials that the command line asks for; returns the exit code."""
+    asked = _parse()
+    if reason := SlowLink.available():
+        sys.exit(f"error: {reason}")
+    trials = plan(
+        seed=asked.seed,
+        trials=asked.trials,
+        faults=asked.faults,
+        ranks=asked.ranks,
+        supervised=asked.supervise,
+    )
+    trials = [trial for trial in trials if not asked.only or trial.number in asked.only]
+    _own_view_of_disks()
+    _import_all()
+    outcomes = []
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(asked.jobs, mp_context=context, initializer=_end_with_parent) as pool:
+        expected = _references(pool, {trial.shape for trial in trials}, asked.folder)
+        futures = {pool.submit(run, t, expected[t.shape], asked.folder / t.name): t for t in trials}
+        for count, future in enumerate(as_completed(futures), start=1):
+            error = future.exception()
+            broken = Outcome(trial=futures[future], wrong=[f"harness: {error!r}"])
+            outcomes.append(broken if error else future.result())
+            print(f"{count}/{len(trials)} {report.line(outcomes[-1])}", flush=True)
+            if outcomes[-1].passed:
+                shutil.rmtree(asked.folder / outcomes[-1].trial.name)
+            if asked.json:
+                _write(outcomes, asked.json)
+    outcomes.sort(key=lambda outcome: outcome.trial.number)
+    report.show(outcomes)
+    failed = sum(not outcome.passed for outcome in outcomes)
+    if failed:
+        print(f"{failed} of {len(outcomes)} failed; what they left: {asked.folder}")
+    return int(failed > 0)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.torture", description=(__doc__ or "").partition("\n")[0]
+    )
+    add = parser.add_argument
+    add("--trials", type=int, default=100, help="how many")
+    add("--seed", type=int, default=0, help="of moments and victims")
+    add("--ranks", type=_counts, default=(2, 4), help="such as 2,4")
+    add("--faults", type=_faults, default=tuple(FAULTS), help=f"of {','.join(FAULTS)}")
+    add("--supervise", action="store_true", help="with `lowbit train --supervise`")
+    add("--jobs", type=int, default=2, help="trials at a time")
+    add("--only", type=_numbers, default=(), help="numbers of trials, such as 3,17")
+    add("--json", type=Path, help="file for all that was seen")
+    add(
+        "--folder",
+        type=Path,
+        default=Path("runs/torture").absolute(),
+        help="for what failed trials leave",
+    )
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    if bad := set(_numbers(text)) - set(SHAPES_OF):
+        raise argparse.ArgumentTypeError(f"{bad} ranks; allowed: {sorted(SHAPES_OF)}")
+    return _numbers(text)
+
+
+def _faults(text: str) -> tuple[str, ...]:
+    if bad := set(text.split(",")) - set(FAULTS):
+        raise argparse.ArgumentTypeError(f"no fault {sorted(bad)}; allowed: {', '.join(FAULTS)}")
+    return tuple(text.split(","))
+
+
+def _own_view_of_disks() -> None:
+    """What is mounted from now on, this process and its children see only, and it goes with them."""
+    if ctypes.CDLL(None).unshare(_CLONE_NEWNS):
+        sys.exit("error: a disk that runs full has to be mounted, which needs root")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+
+def _end_with_parent() -> None:
+    """Its namespaces, and what lives in them, follow."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _import_all() -> None:
+    """What a rank needs, so that its fork has it; nothing here starts a thread."""
+    import numba  # noqa: F401
+    import torch.distributed.pipelining  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import lowbit.cli.app
+    import lowbit.ops.cpu
+    import lowbit.train.loop  # noqa: F401
+
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: forks would lack all but one"
+
+
+def _references(pool: ProcessPoolExecutor, shapes: set[str], folder: Path) -> dict[str, Reference]:
+    futures: dict[str, Future[Reference]] = {
+        name: pool.submit(reference, SHAPES[name], folder / f"whole-{name}")
+        for name in sorted(shapes)
+    }
+    return {name: future.result() for name, future in futures.items()}
+
+
+def _write(outcomes: list[Outcome], path: Path) -> None:
+    rows = [
+        as_json(outcome) for outcome in sorted(outcomes, key=lambda outcome: outcome.trial.number)
+    ]
+    path.write_text(json.dumps({"command": "torture", "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

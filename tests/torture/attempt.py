@@ -1,0 +1,159 @@
+"""One start of a whole run: its processes on their hosts, when and how they ended, and what they left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowbit.network import SlowLink
+from lowbit.train.metrics import read_metrics
+from lowbit.train.summary import Summary, read_summary
+from tests.torture.plan import Shape
+from tests.torture.rank import Command
+
+POLL = 0.05
+Curve = list[tuple[int, float, float]]
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended: the exit code, or minus the signal; and when, by the monotonic clock."""
+
+    code: int
+    at: float
+
+
+class Attempt:
+    """All ranks of a run, on the hosts of a link.
+
+    Args:
+        trial: whose run it is; link: where it runs; folder: of the trial.
+        name: of this attempt, for its logs. words: more of the command line.
+        nan: forward pass that goes wrong on the trial's victim.
+    """
+
+    def __init__(
+        self, shape: Shape, link: SlowLink, folder: Path, *, name: str, words: tuple[str, ...] = ()
+    ) -> None:
+        self.shape, self.link, self.folder, self.name, self.words = shape, link, folder, name, words
+        self.nan: dict[int, int] = {}
+        self.nan_at = folder / "nan-at"
+        self.pids: dict[int, int] = {}
+        self.ends: dict[int, End] = {}
+        self.began = 0.0
+
+    def start(self) -> None:
+        """Start all ranks."""
+        self.began = time.monotonic()
+        for rank in range(self.shape.ranks):
+            self.start_rank(rank)
+
+    def start_rank(self, rank: int) -> None:
+        """Start a rank, or start it again."""
+        self.ends.pop(rank, None)
+        self.pids[rank] = self._command(rank).fork(self.link)
+
+    def output(self, rank: int) -> Path:
+        """The folder of a rank's machine, which is all that the machine has."""
+        return self.folder / f"host-{self.shape.host(rank)}" / "run"
+
+    def running(self) -> list[int]:
+        """Ranks whose command has not ended, by now."""
+        for rank, pid in self.pids.items():
+            if rank not in self.ends:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.ends[rank] = End(os.waitstatus_to_exitcode(status), time.monotonic())
+        return [rank for rank in self.pids if rank not in self.ends]
+
+    def wait(self, until: float, tick: Callable[[float], None] = lambda now: None) -> None:
+        """Until all have ended, or a time of the monotonic clock; `tick` is called all the while."""
+        while self.running() and (now := time.monotonic()) < until:
+            tick(now)
+            time.sleep(POLL)
+
+    def started(self, rank: int) -> list[tuple[int, float]]:
+        """Processes that a rank's command has started to train, and when."""
+        path = self._started(rank)
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(pid), float(at)) for pid, at in map(str.split, lines)]
+
+    def trainer(self, rank: int) -> int | None:
+        """The process that trains as a rank: its command or what that started last; None if there is none now."""
+        if rank in self.ends:
+            return None
+        if "--supervise" not in self.words:
+            return self.pids[rank]
+        started = self.started(rank)
+        return started[-1][0] if started else None
+
+    def signal(self, rank: int, number: signal.Signals, *, whole: bool = False) -> None:
+        """To the process that trains as a rank; `whole`: to the command and all that it started. None if it ended."""
+        if rank not in self.running():
+            return
+        trainer = self.trainer(rank)
+        self._send(self._processes(rank) if whole else [trainer] if trainer else [], number)
+
+    def _processes(self, rank: int) -> list[int]:
+        return [self.pids[rank], *(pid for pid, _ in self.started(rank))]
+
+    def _send(self, pids: list[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def stop(self) -> list[int]:
+        """Kill what still runs; returns those ranks, whose ends stay unknown."""
+        left = self.running()
+        for rank in left:
+            self._send(self._processes(rank), signal.SIGKILL)
+            os.waitpid(self.pids.pop(rank), 0)
+        return left
+
+    def curve(self) -> Curve:
+        """Step, loss and norm of the gradients, as rank 0 wrote them down."""
+        lines = read_metrics(self.output(0) / "metrics.jsonl")
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+    def summary(self) -> Summary | None:
+        """What rank 0 ended with."""
+        path = self.output(0) / "summary.json"
+        return read_summary(path) if path.exists() else None
+
+    def errors(self, rank: int) -> list[str]:
+        """Lines on a rank's standard error."""
+        path = Path(f"{self._log(rank)}.err")
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"{self.name}-rank-{rank}"
+
+    def _started(self, rank: int) -> Path:
+        return self.folder / f"{self.name}-rank-{rank}.started"
+
+    def _command(self, rank: int) -> Command:
+        shape, local = self.shape, self.shape.on_host
+        return Command(
+            words=(
+                "train", str(self.folder / "config.toml"), "--set", f"run.output={self.output(rank)}", *self.words,
+            ),
+            environment={
+                "RANK": str(rank), "WORLD_SIZE": str(shape.ranks), "LOCAL_RANK": str(rank % local),
+                "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": self.link.address(0), "MASTER_PORT": self._port(),
+                "LOWBIT_SECRET": "a secret of these trials", "OMP_NUM_THREADS": "1",
+            },
+            host=shape.host(rank),
+            log=self._log(rank),
+            started=self._started(rank),
+            nan=self.nan.get(rank),
+            nan_at=self.nan_at,
+        )  # fmt: skip
+
+    def _port(self) -> str:
+        """Another for each attempt: what the last one left is none of its business."""
+        return str(29400 + sum(self.name.encode()) % 100)

@@ -1,0 +1,147 @@
+"""What a trial must have shown: in time, one clear line each, nothing lost, and the same losses to the last bit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lowbit.train.summary import Summary
+from tests.torture.attempt import Attempt, Curve
+from tests.torture.faults import Fault
+from tests.torture.plan import EVERY, GRACE, STEPS, TIMEOUT
+
+LIMIT = TIMEOUT + GRACE
+_ERROR = re.compile(r"^(?:rank \d+: )?error: (.*)$")
+_HARMLESS = re.compile(
+    r"^(warning: |step \d+|boundary \d+|no checkpoint in )|hostname of the client socket cannot"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The run without a fault."""
+
+    curve: Curve
+    held_out_loss: float
+    held_out_loss_codecs: float
+    seconds: float
+
+    def differences(self, curve: Curve, summary: Summary | None) -> list[str]:
+        """Where another run is not the same, bit for bit."""
+        if summary is None:
+            return [f"did not finish: {len(curve)} of {STEPS} steps"]
+        found = [
+            f"step {ours[0]}: loss, norm {theirs[1:]} instead of {ours[1:]}"
+            for ours, theirs in zip(self.curve, curve, strict=False)
+            if ours != theirs
+        ][:1]
+        if len(curve) != len(self.curve):
+            found.append(f"{len(curve)} lines of metrics instead of {len(self.curve)}")
+        for name in ("held_out_loss", "held_out_loss_codecs"):
+            if getattr(summary, name) != getattr(self, name):
+                found.append(f"{name} {getattr(summary, name)} instead of {getattr(self, name)}")
+        return found
+
+
+@dataclass(kw_only=True)
+class Ending:
+    """How one rank ended after a fault.
+
+    Attributes:
+        seconds: since it could have known; None: it never ended by itself. code: None likewise.
+        errors: its error lines. noise: lines that are neither errors nor harmless, tracebacks for example.
+    """
+
+    rank: int
+    seconds: float | None
+    code: int | None
+    errors: list[str]
+    noise: list[str]
+
+
+def endings(attempt: Attempt, fault: Fault) -> list[Ending]:
+    """Of all ranks that the fault has left a voice."""
+    return [
+        _ending(attempt, fault, r) for r in range(attempt.shape.ranks) if r not in fault.silenced
+    ]
+
+
+def _ending(attempt: Attempt, fault: Fault, rank: int) -> Ending:
+    end, lines = attempt.ends.get(rank), attempt.errors(rank)
+    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
+    noise = [
+        line
+        for line in lines
+        if not _ERROR.match(line) and not _HARMLESS.search(line) and line.strip()
+    ]
+    return Ending(
+        rank=rank,
+        seconds=None if end is None else round(end.at - _could_know(attempt, fault, rank), 2),
+        code=None if end is None else end.code,
+        errors=errors,
+        noise=noise,
+    )
+
+
+def _could_know(attempt: Attempt, fault: Fault, rank: int) -> float:
+    """When the clock of a rank starts."""
+    assert fault.began is not None
+    if fault.trial.fault == "stop20" and rank == fault.trial.victim:
+        return fault.ended or fault.began
+    if fault.trial.fault == "nan":
+        return float(attempt.nan_at.read_text()) if attempt.nan_at.exists() else fault.began
+    if fault.trial.fault == "disk":  # nobody knows before somebody writes
+        return max(fault.began, min((end.at for end in attempt.ends.values()), default=fault.began))
+    return fault.began
+
+
+def complaints(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]:
+    """What is wrong with the ends of a run that nobody supervised, of which not all ranks have finished."""
+    said = []
+    for end in found:
+        if end.seconds is None:
+            said.append(f"hang: rank {end.rank} did not end by itself")
+        elif end.seconds > LIMIT:
+            said.append(f"late: rank {end.rank} ended after {end.seconds:.1f} s")
+        if end.code is not None and end.code < 0:
+            said.append(f"crash: rank {end.rank} ended by signal {-end.code}")
+        if end.code and end.code > 0 and len(end.errors) != 1:
+            said.append(f"words: rank {end.rank} said {len(end.errors)} error lines")
+        if end.noise:
+            said.append(
+                f"noise: rank {end.rank} printed {len(end.noise)} more lines: {end.noise[-1][:100]}"
+            )
+    if attempt.curve():  # all had met: then the cause can be known
+        said += _about_causes(attempt, fault, [end for end in found if end.errors])
+    return said
+
+
+def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]:
+    """Those that can hear each other must say the same, and it must name whom the fault has hit."""
+    said = []
+    cut = fault.trial.fault in ("cut", "cut5")
+    host = attempt.shape.host
+    sides = [[e for e in found if host(e.rank) == h] for h in range(2)] if cut else [found]
+    for side in filter(None, sides):
+        causes = {end.errors[-1] for end in side}
+        if len(causes) > 1:
+            said.append(f"causes: {len(causes)} different ones: {' | '.join(sorted(causes))[:300]}")
+        if fault.trial.fault == "nan":
+            guilty = ["nan", "inf"]
+        elif cut:
+            guilty = [
+                f"rank {r}" for r in range(attempt.shape.ranks) if host(r) != host(side[0].rank)
+            ]
+        else:
+            guilty = [f"rank {fault.trial.victim}"]
+        if blind := [c for c in causes if not any(re.search(rf"\b{g}\b", c) for g in guilty)]:
+            said.append(f"blame: {blind[0][:200]} (names none of {', '.join(guilty)})")
+    return said
+
+
+def lost(steps_before: int, resumed: Summary | None) -> list[str]:
+    """Whether a resumed run had to start before the newest checkpoint that was complete."""
+    if resumed is None:
+        return []
+    start, at_least = STEPS - resumed.steps_here, max(0, steps_before - 1) // EVERY * EVERY
+    return [f"lost: went on from step {start}, not {at_least}"] if start < at_least else []

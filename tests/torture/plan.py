@@ -1,0 +1,139 @@
+"""What is tried: the faults, the shapes of a run, and the trials that a seed stands for."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.train import TrainConfig
+from tests.train.runs import tiny
+
+FAULTS = {
+    "kill": "SIGKILL of a rank; supervised, of the process that trains",
+    "stop20": "SIGSTOP of a rank for 20 s",
+    "stop": "SIGSTOP of a rank for ever",
+    "cut5": "the link cut for 5 s",
+    "cut": "the link cut for ever; supervised, for 40 s",
+    "disk": "the disk of a machine full; supervised, for 8 s",
+    "nan": "NaN in one forward pass of a rank",
+    "machine": "supervised only: SIGKILL of all processes of a rank, whose machine starts the command again",
+}
+PLAIN = tuple(name for name in FAULTS if name != "machine")
+
+TIMEOUT = 12.0  # run.timeout_seconds
+GRACE = 5.0  # what an end may take beyond that
+STEPS, EVERY, MICROBATCHES = 40, 5, 4
+HOSTS = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """So many pipelines side by side, of so many ranks each, spread over two hosts."""
+
+    name: str
+    pipelines: int
+    stages: int
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.pipelines * self.stages
+
+    @property
+    def on_host(self) -> int:
+        """Ranks of each host."""
+        return self.ranks // HOSTS
+
+    def host(self, rank: int) -> int:
+        """Where a rank lives."""
+        return rank // self.on_host
+
+    def config(self, folder: Path) -> TrainConfig:
+        """A run of about ten seconds whose codecs remember, with checkpoints and evaluations on the way."""
+        remembers = f"SubspaceQuant(rank=4, group=8, bits={'{}'})"
+        return tiny(
+            folder,
+            model={"layers": self.stages},
+            pipeline={
+                "ranks": self.stages, "data_parallel": self.pipelines, "microbatches": MICROBATCHES,
+                "forward": remembers.format(3), "backward": remembers.format(4), "warmup_steps": 3,
+            },
+            data={"batch": 2 * MICROBATCHES * self.pipelines},
+            run={
+                "steps": STEPS, "checkpoint_every": EVERY, "eval_every": 2 * EVERY, "timeout_seconds": TIMEOUT,
+                "overwrite": False, "save_model": True,
+            },
+        )  # fmt: skip
+
+
+SHAPES = {shape.name: shape for shape in (Shape("2", 1, 2), Shape("4", 1, 4), Shape("2x2", 2, 2))}
+SHAPES_OF = {2: ("2",), 4: ("4", "2x2")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One fault in one run.
+
+    Attributes:
+        number: within the plan; seed: of the plan.
+        shape: name of a `Shape`; fault: of a fault; supervised: whether the run looks after itself.
+        moment: when the fault comes, as a share of the time that the whole run takes undisturbed.
+        victim: the rank that it hits, or whose host it hits.
+        pause: seconds until a machine that died is back.
+    """
+
+    number: int
+    seed: int
+    fault: str
+    shape: str
+    supervised: bool
+    moment: float
+    victim: int
+    pause: float
+
+    @property
+    def name(self) -> str:
+        """Unique within the plan; a folder."""
+        mode = "supervised" if self.supervised else "plain"
+        return f"{self.number:03d}-{mode}-{self.fault}-{self.shape}"
+
+
+def plan(
+    *, seed: int, trials: int, faults: Sequence[str], ranks: Sequence[int], supervised: bool
+) -> list[Trial]:
+    """So many trials, shared evenly among faults and shapes; a trial depends on its number and the seed only."""
+    kinds = [(fault, count) for count in ranks for fault in faults if supervised or fault in PLAIN]
+    return [
+        _trial(i, seed, *kinds[i % len(kinds)], i // len(kinds), supervised) for i in range(trials)
+    ]
+
+
+def _trial(number: int, seed: int, fault: str, ranks: int, turn: int, supervised: bool) -> Trial:
+    draw = random.Random(f"{seed}/{number}/{supervised}")
+    names = SHAPES_OF[ranks]
+    return Trial(
+        number=number,
+        seed=seed,
+        fault=fault,
+        shape=names[turn % len(names)],
+        supervised=supervised,
+        moment=draw.random(),
+        victim=draw.randrange(ranks),
+        pause=draw.uniform(2, 8),
+    )
+
+
+def write_config(config: TrainConfig, path: Path) -> None:
+    """As a TOML file: JSON's notation of strings, numbers and lists is TOML's, too."""
+    sections: dict[str, dict[str, Any]] = json.loads(config.to_json())
+    lines = []
+    for section, values in sections.items():
+        lines.append(f"[{section}]")
+        lines += [
+            f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None
+        ]
+    path.write_text("\n".join(lines) + "\n")
