@@ -18,6 +18,8 @@ os.environ["OMP_NUM_THREADS"] = (
     "1"  # before PyTorch is imported: no threads, so that processes can fork
 )
 
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
+
 import argparse
 import ctypes
 import json

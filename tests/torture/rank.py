@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import itertools
 import os
 import runpy
 import signal
@@ -132,7 +133,9 @@ class _Forked(subprocess.Popen):
             for target, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
                 if values[name] != -1:
                     os.dup2(values[name], target)
-            os.closerange(3, 4096)
+            kept = [2, *sorted(values["pass_fds"]), 4096]
+            for before, after in itertools.pairwise(kept):
+                os.closerange(before + 1, after)
             if values["env"] is not None:
                 os.environ.clear()
                 os.environ.update(values["env"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 try:
@@ -16,4 +17,6 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """The `lowbit` command."""
+    # PyTorch writes pages of stack traces when a store ends with its rank; errors name the cause in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     app(prog_name="lowbit")
