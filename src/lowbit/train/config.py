@@ -253,6 +253,8 @@ class RunConfig(Section):
         precision: "fp32", "bf16" (autocast), or "auto": bf16 where the device computes in it.
         threads: of PyTorch, for each rank; 0: the machine's cores divided among its ranks.
         timeout_seconds: longest wait for a peer before it counts as gone.
+        checksums: 8 bytes behind each message tell if it arrived as it was sent; if not, the run ends with an error
+            that names the sender.
         checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
         resume: go on from the newest checkpoint in `output`; overwrite: throw away what `output` holds.
         eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
@@ -277,6 +279,7 @@ class RunConfig(Section):
     precision: str = "auto"
     threads: int = 0
     timeout_seconds: float = 120.0
+    checksums: bool = True
     checkpoint_every: int = 100
     keep: int = 2
     resume: bool = False
