@@ -30,7 +30,7 @@ PUBLIC = {
         "parse_pair"
     ),
     "lowbit.collectives": (
-        "AgreementError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
+        "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
     "lowbit.evaluate": "CalibrateSettings EvaluateSettings Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
@@ -42,7 +42,7 @@ PUBLIC = {
         "subspace_follow subspace_inverse subspace_renew subspace_rest_decode subspace_rest_encode "
         "tah_quant_decode tah_quant_encode"
     ),
-    "lowbit.pipeline": "AgreementError Emulation LowBitStage PeerError Traffic emulate_",
+    "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "
         "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"

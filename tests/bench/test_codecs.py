@@ -65,7 +65,14 @@ def test_speeds_stand_beside_a_copy_and_eager_pytorch(report):
         timed = row["codec"] != "published-procedure"
         assert all(
             (field in row) == timed
-            for field in ("encode_gb_s", "decode_gb_s", "copy_gb_s", "encode_share_of_copy")
+            for field in (
+                "encode_gb_s",
+                "decode_gb_s",
+                "copy_gb_s",
+                "encode_share_of_copy",
+                "checksum_gb_s",
+                "checksum_share",
+            )
         )
         eager = timed and row["data"] == "student-t"
         assert ("reference_encode_gb_s" in row) == eager
@@ -92,7 +99,7 @@ def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pyt
     assert all(torch.equal(found, x) for found in seen)
     assert len(seen) == 2
     assert len(layer.layers) == 1
-    seconds = {"copy": 1.0, "encode": 2.0, "decode": 3.0, "layer": 100.0}
+    seconds = {"copy": 1.0, "encode": 2.0, "decode": 3.0, "checksum": 0.25, "layer": 100.0}
     monkeypatch.setattr(
         timing, "in_turn", lambda given, **_: {name: [seconds[name]] * 2 for name in given}
     )
@@ -103,6 +110,8 @@ def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pyt
     )  # fmt: skip
     (row,) = run(settings).rows
     assert (row["layer_seconds"], row["share_of_layer"]) == (100, 0.05)
+    assert row["checksum_share"] == 0.1  # at both ends
+    assert row["checksum_gb_s"] == 4 * GroupInt().nbytes((1, 32, 128)) / 1e9  # of the payload
 
 
 def test_a_codec_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch):

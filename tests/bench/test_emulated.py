@@ -16,11 +16,13 @@ from lowbit.bench.emulated import (
     train,
 )
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, parse
+from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model
 
 FP32 = Cast()
+CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)
 INT2 = GroupInt(bits=2, group=64)
 INT6 = GroupInt(bits=6, group=32, symmetric=True)
 
@@ -123,10 +125,10 @@ def test_the_optimizer_is_the_recipes(recipe: Recipe):
 
 def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
     _, result = train(recipe, forward=INT2, backward=INT6, seed=0)
-    shape = (2, 16, 32)
-    assert result["bits_forward"] == INT2.bits_per_element(shape)
-    assert result["bits_backward"] == INT6.bits_per_element(shape)
-    assert result["bits_forward_run"] == (32 + INT2.bits_per_element(shape)) / 2
+    there, back = (codec.bits_per_element((2, 16, 32)) + CHECKSUM_BITS for codec in (INT2, INT6))
+    assert result["bits_forward"] == there
+    assert result["bits_backward"] == back
+    assert result["bits_forward_run"] == (32 + CHECKSUM_BITS + there) / 2
     assert result["state_bytes"] == 0
     assert result["loss_through_codecs"] != result["loss"]
     assert [step for step, _ in result["curve"]] == [1, 2, 3, 4]
@@ -137,7 +139,7 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
     _, result = train(recipe, forward=AQSGD(), backward=INT6, seed=0)
     # Two steps bring four new samples, the other two differences.
     later = AQSGD().inner.bits_per_element((16, 32))
-    assert result["bits_forward"] == pytest.approx((32 + later) / 2)
+    assert result["bits_forward"] == pytest.approx((32 + later) / 2 + CHECKSUM_BITS)
     ends, boundaries = 2, 2
     assert result["state_bytes"] == ends * boundaries * 4 * 16 * 32 * 4
     assert result["loss_through_codecs"] is None
@@ -147,9 +149,10 @@ def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
     auto = parse("SubspaceQuant(rank='auto', group=8)")
     _, result = train(recipe, forward=auto, backward=auto, seed=0)
     bits = [SubspaceQuant(rank=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
-    assert bits[0] <= result["bits_forward"] < bits[-1], "ranks differ between the boundaries"
+    found = result["bits_forward"] - CHECKSUM_BITS
+    assert bits[0] <= found < bits[-1], "ranks differ between the boundaries"
     told = 16 * 8 / (2 * 16 * 32)  # in the last step of the warm-up
-    assert 4 * result["bits_forward_run"] == 64 + told + 2 * result["bits_forward"]
+    assert 4 * result["bits_forward_run"] == 64 + told + 4 * CHECKSUM_BITS + 2 * found
     with pytest.raises(ValueError, match="warmup_steps is 0, and forward has SubspaceQuant"):
         first_losses(dataclasses.replace(recipe, warmup_steps=0), auto)
 

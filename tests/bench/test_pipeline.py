@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lowbit.bench.launch import started
 from lowbit.bench.pipeline import Measurements, Settings, parse_link, recipe, run
 from lowbit.bench.report import Report
 from lowbit.codecs import SubspaceQuant, parse, parse_pair
+from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.network import LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
 from lowbit.train.boundaries import make_codecs
@@ -55,15 +57,16 @@ def rows_of(report: Report, rate: float | None = None) -> dict[str, Any]:
 def test_every_boundary_travels_in_its_bits(report: Report):
     rows = rows_of(report)
     assert list(rows) == list(TINY.boundaries)
-    for name, bits in (("stock-fp32", 32), ("fp32", 32), ("stock-bf16", 16)):
+    message = (TINY.batch // TINY.microbatches, TINY.sequence, TINY.dim)
+    more = 8 * CHECKSUM_BYTES / math.prod(message)
+    for name, bits in (("stock-fp32", 32), ("fp32", 32 + more), ("stock-bf16", 16)):
         assert (rows[name]["bits_forward"], rows[name]["bits_backward"]) == (bits, bits)
-        assert rows[name]["bytes_per_step"] == BYTES_FP32 * bits // 32
+        assert rows[name]["bytes_per_step"] == BYTES_FP32 * bits / 32
     assert rows["tah-quant"]["bits_forward"] < 4.6
     assert rows["tah-quant"]["bits_backward"] == pytest.approx(6.5, abs=0.1)
-    message = (TINY.batch // TINY.microbatches, TINY.sequence, TINY.dim)
     for way, codec in zip(("forward", "backward"), parse_pair(SUBSPACE), strict=True):
         assert rows[SUBSPACE][way] == repr(codec)
-        assert rows[SUBSPACE][f"bits_{way}"] == codec.bits_per_element(message)
+        assert rows[SUBSPACE][f"bits_{way}"] == codec.bits_per_element(message) + more
     assert rows["stock-fp32"]["forward"] is None
     assert rows["aq-sgd"]["bits_forward"] < 4.6, "all samples were visited before"
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import emulate_
 from tests.pipeline import toy
 from tests.ranks import Ranks
@@ -224,8 +225,8 @@ def test_traffic_is_that_of_the_pipeline():
     emulation = emulate_(model, at=["0", "1"], forward=INT4, backward=INT6)
     x = torch.randn(2, 64, requires_grad=True)
     model(x).sum().backward()
-    assert emulation.traffic.forward_bytes == 2 * INT4.nbytes(x.shape)
-    assert emulation.traffic.backward_bytes == 2 * INT6.nbytes(x.shape)
+    assert emulation.traffic.forward_bytes == 2 * (INT4.nbytes(x.shape) + CHECKSUM_BYTES)
+    assert emulation.traffic.backward_bytes == 2 * (INT6.nbytes(x.shape) + CHECKSUM_BYTES)
 
 
 def test_remove_restores_the_model():

@@ -82,20 +82,22 @@ def test_what_arrives_waits_for_a_fence_only_and_is_waited_for(log: list[str]):
 @needs_gpu
 def test_bytes_reach_the_host_and_come_back_while_the_device_computes():
     streams, busy = CudaStreams(CUDA), torch.randn(4096, 4096, device=CUDA)
-    back = torch.zeros(1 << 20, dtype=torch.uint8, device=CUDA)
+    x_bytes = 1 << 20
+    back = torch.zeros(x_bytes, dtype=torch.uint8, device=CUDA)
     streams.fence()
     for value in range(5):
         for _ in range(20):
             busy = busy @ busy * 1e-4
-        x = torch.full((1 << 20,), value, dtype=torch.uint8, device=CUDA)
+        x = torch.full((x_bytes,), value, dtype=torch.uint8, device=CUDA)
         with streams.leaving(x):
-            host, copied = streams.to_host(x + 1)
+            host, copied = streams.to_host(x + 1, 8)
         del x
         copied.synchronize()
         assert host.is_pinned()
-        assert host.unique().tolist() == [value + 1]
+        assert host.shape == (x_bytes + 8,)
+        assert host[:x_bytes].unique().tolist() == [value + 1]
         with streams.arriving():
-            back.copy_(streams.to_device(host) + 1)
+            back.copy_(streams.to_device(host[:x_bytes]) + 1)
         del host
         assert back.unique().tolist() == [value + 2]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import LowBitStage
 from tests.pipeline import toy
 from tests.ranks import Ranks
@@ -115,13 +116,15 @@ def test_every_byte_is_counted(ranks: Ranks):
     for rank, (_, traffic, state) in enumerate(outcome):
         for stage, sent in zip((rank, rank + 2), traffic, strict=True):
             up, down = messages * (stage < 3), messages * (stage > 0)
-            assert sent.forward_bytes == up * INT4.nbytes(shape)
-            assert sent.backward_bytes == down * INT6.nbytes(shape)
+            assert sent.forward_bytes == up * (INT4.nbytes(shape) + CHECKSUM_BYTES)
+            assert sent.backward_bytes == down * (INT6.nbytes(shape) + CHECKSUM_BYTES)
             assert sent.forward_elements == up * numel
             assert sent.backward_elements == down * numel
             assert sent.codec_seconds > 0
             assert sent.wait_seconds > 0
-            assert sent.forward_bits == (INT4.bits_per_element(shape) if up else 0)
+            bits = 8 * (INT4.nbytes(shape) + CHECKSUM_BYTES) / numel
+            assert sent.forward_bits == (bits if up else 0)
+            assert sent.checksum_seconds > 0
             sent.reset()
             assert sent == type(sent)()
         assert state == [0, 0]
@@ -145,7 +148,7 @@ def one_codec_for_each_boundary() -> list[tuple[int, int]]:
 def test_codecs_differ_by_boundary_and_direction(ranks: Ranks):
     sent = [s[0] for s in ranks.run(one_codec_for_each_boundary, ranks=4)]
     shape, n = (toy.ROWS, 3, toy.WIDTH), toy.MICRO_BATCHES
-    sizes = {c: n * c.nbytes(shape) for c in (INT4, INT6, FP32, TAHQuant())}
+    sizes = {c: n * (c.nbytes(shape) + CHECKSUM_BYTES) for c in (INT4, INT6, FP32, TAHQuant())}
     assert [forward for forward, _ in sent] == [sizes[INT4], sizes[FP32], sizes[TAHQuant()], 0]
     assert [backward for _, backward in sent] == [0, sizes[INT6], sizes[INT6], sizes[FP32]]
 
@@ -168,7 +171,8 @@ def warms_up() -> tuple[list[Tensor], list[int]]:
 def test_a_warm_up_travels_at_full_precision_and_evaluation_does_not_shorten_it(ranks: Ranks):
     shape = (toy.ROWS, 3, toy.WIDTH)
     for (_, sizes), codec in zip(ranks.run(warms_up), (INT4, INT6), strict=True):
-        each = [toy.MICRO_BATCHES * c.nbytes(shape) for c in (FP32, FP32, codec, codec)]
+        codecs = (FP32, FP32, codec, codec)
+        each = [toy.MICRO_BATCHES * (c.nbytes(shape) + CHECKSUM_BYTES) for c in codecs]
         assert sizes == each
 
 
@@ -235,7 +239,7 @@ def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
     torch.testing.assert_close(grads + more, expected_grads)  # autograd adds up in another order
     rows = toy.ROWS
     # Both floating tensors travel as float32; positions are int64, the mask is bool.
-    each = 2 * 4 * rows * 3 * toy.WIDTH + 8 * rows + rows * 3
+    each = 2 * 4 * rows * 3 * toy.WIDTH + 8 * rows + rows * 3 + 4 * CHECKSUM_BYTES
     assert traffic.forward_bytes == toy.MICRO_BATCHES * each
 
 
@@ -243,7 +247,8 @@ def test_several_tensors_cross_in_their_own_dtypes_and_strides(ranks: Ranks):
 def test_integers_and_masks_are_never_coded(ranks: Ranks):
     (_, _, traffic), (losses, _, _) = ranks.run(several, INT4, INT6)
     shape, rows = (toy.ROWS, 3, toy.WIDTH), toy.ROWS
-    assert traffic.forward_bytes == toy.MICRO_BATCHES * (2 * INT4.nbytes(shape) + 11 * rows)
+    expected_bytes = 2 * INT4.nbytes(shape) + 11 * rows + 4 * CHECKSUM_BYTES
+    assert traffic.forward_bytes == toy.MICRO_BATCHES * expected_bytes
     for found, expected in zip(losses, reference_of_several()[0], strict=True):
         assert found.item() == pytest.approx(
             expected.item(), rel=0.05
@@ -311,7 +316,8 @@ def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
         assert state == 16 * sample * 4  # all samples, in float32, at both ends
     # A warm-up step and an evaluation at full precision; two first visits; two later ones.
     first, later = 8 * sample * 4, 8 * INT4.nbytes((3, toy.WIDTH))
-    assert through[0][1].forward_bytes == 2 * first + 2 * first + 2 * later
+    checksums = 6 * toy.MICRO_BATCHES * CHECKSUM_BYTES
+    assert through[0][1].forward_bytes == 2 * first + 2 * first + 2 * later + checksums
 
 
 @pytest.mark.parametrize("auto", [False, True], ids=["rank", "auto"])
@@ -336,7 +342,8 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
     # Five steps and an evaluation, of which one step at full precision.
     shape = (toy.ROWS, 3, toy.WIDTH)
     first = 4 * math.prod(shape) + 16 * auto
-    there, back = (c.nbytes(shape) for c in chosen[0])
+    first += CHECKSUM_BYTES
+    there, back = (c.nbytes(shape) + CHECKSUM_BYTES for c in chosen[0])
     assert through[0][1].forward_bytes == 4 * (first + 5 * there)
     assert through[1][1].backward_bytes == 4 * (first + 4 * back)
 

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from lowbit.codecs import AQSGD, GroupInt
 from lowbit.collectives import PeerError
 from lowbit.collectives.agreement import default_group
+from lowbit.collectives.checksum import Checksums
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
@@ -54,13 +55,13 @@ class Late:
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
-    def to_host(self, payload: Tensor) -> tuple[Tensor, Copied]:
+    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, Copied]:
         assert self.stream == "leaving"
-        host, copied = self.host_buffer(payload.numel()), Copied(self.error)
+        host, copied = self.host_buffer(payload.numel() + room), Copied(self.error)
         payload = payload.clone()
 
         def copy() -> None:
-            host.copy_(payload)
+            host[: payload.numel()].copy_(payload)
             copied.done.set()
 
         if self.held is None:
@@ -98,7 +99,7 @@ def staged_on(ranks: tuple[int, ...]) -> Iterator[None]:
     """Stages of these ranks take their tensors to lie on a late device."""
     before = stage_module.choose
     if dist.get_rank() in ranks:
-        stage_module.choose = lambda group, device, traffic: Staged(group, traffic, Late())
+        stage_module.choose = lambda group, device, *rest: Staged(group, *rest, Late())
     try:
         yield
     finally:
@@ -146,9 +147,9 @@ def test_staging_changes_no_loss(
 
 def opened(late: Late, topic: str = "test", timeout: float = 10.0) -> Staged:
     group = default_group()
-    transport = Staged(group, Traffic(), late)
+    transport = Staged(group, Traffic(), Checksums("test"), late)
     names = [f"rank {rank}" for rank in range(dist.get_world_size())]
-    transport.begin(FailureBoard(group, topic, names, timeout))
+    transport.begin(FailureBoard(group, topic, names, timeout), 0)
     return transport
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lowbit.codecs import GroupInt
 from lowbit.collectives.agreement import default_group
+from lowbit.collectives.checksum import Checksums
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
@@ -20,15 +21,16 @@ from tests.pipeline import toy
 from tests.ranks import Ranks
 
 INT4 = GroupInt(bits=4, group=64)
+SIZE = 1 << 18
 INT6 = GroupInt(bits=6, group=32, symmetric=True)
 
 
 def early(timeout: float = 20.0) -> tuple[Early, Traffic]:
     traffic, group = Traffic(), default_group()
-    transport = choose(group, "cpu", traffic)
+    transport = choose(group, "cpu", traffic, Checksums("test"))
     assert isinstance(transport, Early)
     names = [f"rank {rank}" for rank in range(dist.get_world_size())]
-    transport.begin(FailureBoard(group, "test", names, timeout))
+    transport.begin(FailureBoard(group, "test", names, timeout), 0)
     return transport, traffic
 
 
@@ -37,14 +39,14 @@ def any_order() -> float:
     transport, traffic = early()
     other = 1 - dist.get_rank()
     for tag in range(5):
-        transport.post(Route(other, tag), 1 << 18)
+        transport.post(Route(other, tag), SIZE)
     for tag in (3, 1, 4, 0, 2):
-        payload = torch.full((1 << 18,), 10 * other + tag, dtype=torch.uint8)
-        assert transport.send(Route(other, tag), payload) == []
-        del payload  # the transport keeps it until it has left
+        message = torch.full((SIZE + transport.room,), 10 * other + tag, dtype=torch.uint8)
+        assert transport.send(Route(other, tag), message) == []
+        del message  # the transport keeps it until it has left
     for tag in (2, 0, 1, 3, 4):
-        assert transport.receive(Route(other, tag), 1 << 18) == []
-        found = transport.take(Route(other, tag), 1 << 18)
+        assert transport.receive(Route(other, tag), SIZE) == []
+        found = transport.take(Route(other, tag), SIZE)
         assert found.unique().tolist() == [10 * dist.get_rank() + tag]
     transport.drain()
     assert transport._outbox == []
@@ -64,7 +66,7 @@ def without_waiting() -> None:
         transport.post(Route(0, 0), 1 << 24)
         transport.take(Route(0, 0), 1 << 24)
     else:
-        transport.send(Route(1, 0), torch.zeros(1 << 24, dtype=torch.uint8))
+        transport.send(Route(1, 0), torch.zeros((1 << 24) + transport.room, dtype=torch.uint8))
         store.set("without waiting", "")
         transport.drain()
 
@@ -108,7 +110,7 @@ def leftover() -> None:
     transport.post(Route(1 - dist.get_rank(), 0), 8)
     early_again = FailureBoard(default_group(), "again", ["rank 0", "rank 1"], 5.0)
     with pytest.raises(RuntimeError, match="1 messages of the previous step were never taken"):
-        transport.begin(early_again)
+        transport.begin(early_again, 1)
     dist.barrier()
 
 
@@ -119,7 +121,7 @@ def test_messages_of_a_step_that_was_cut_short_do_not_leak_into_the_next(ranks: 
 def in_order() -> Any:
     """A pipeline over the transport for backends without tags."""
     before = stage_module.choose
-    stage_module.choose = lambda group, device, traffic: InOrder(group, device)
+    stage_module.choose = InOrder
     try:
         coded = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6))
         looped = toy.Run("interleaved-2", toy.lowbit(forward=INT4, backward=INT6))
@@ -154,7 +156,7 @@ def chosen(device: str, backends: str) -> str:
     dist.get_backend_config = lambda group: backends
     transport_module.CudaStreams = lambda device: None
     try:
-        return type(choose(default_group(), device, Traffic())).__name__
+        return type(choose(default_group(), device, Traffic(), Checksums("test"))).__name__
     finally:
         dist.get_backend_config, transport_module.CudaStreams = before
 

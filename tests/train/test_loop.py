@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import SubspaceQuant, parse
+from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.train import StepMetrics, TrainConfig, loop, state, train
 from lowbit.train.generate import generate
 from lowbit.train.loop import Trainer
 from lowbit.train.metrics import Recorder, read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
+from tests.damage import Flip, on_the_way, secret
 from tests.ranks import Failure, Ranks
 from tests.train.runs import again, curve, losses, tiny
 
@@ -62,11 +64,13 @@ def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path
     assert told["backward"] == ["Cast(dtype=torch.float32)"], "what belongs to fp32"
     stock = ranks.run(_steps, again(config, pipeline={"boundary": "stock-fp32"}), timeout=LIMIT)[0]
     assert [m.loss for m in ours] == [m.loss for m in stock]
-    elements = 8 * 16 * 32
-    for metrics in [*ours, *stock]:
-        assert (metrics.bits_forward, metrics.bits_backward) == (32, 32)
-        assert metrics.bytes_sent == 2 * 4 * elements
-        assert metrics.bytes_saved == 0
+    elements, checksums = 8 * 16 * 32, 4 * CHECKSUM_BYTES
+    for runs, more in ((ours, checksums), (stock, 0)):  # PyTorch's own stage sends none
+        for metrics in runs:
+            bits = 32 + 8 * more / elements
+            assert (metrics.bits_forward, metrics.bits_backward) == (bits, bits)
+            assert metrics.bytes_sent == 2 * (4 * elements + more)
+            assert metrics.bytes_saved == -2 * more
     halved = ranks.run(_steps, again(config, pipeline={"boundary": "stock-bf16"}), timeout=LIMIT)[0]
     assert [m.loss for m in halved] == pytest.approx([m.loss for m in ours], abs=0.01)
     assert halved[-1].loss != ours[-1].loss
@@ -98,8 +102,9 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
 
     lines = read_metrics(output / "metrics.jsonl")
     shape = (2, 16, 32)
-    bits = [parse(name).bits_per_element(shape) for name in (FORWARD, BACKWARD)]
-    expected = [[32, 32]] * 2 + [bits] * 2
+    more = 8 * CHECKSUM_BYTES / math.prod(shape)
+    bits = [parse(name).bits_per_element(shape) + more for name in (FORWARD, BACKWARD)]
+    expected = [[32 + more] * 2] * 2 + [bits] * 2
     assert [[line["bits_forward"], line["bits_backward"]] for line in lines] == expected
     assert [here.bits_forward, here.bits_backward] == bits
     for line in lines:
@@ -219,18 +224,25 @@ def test_a_resume_without_a_checkpoint_says_so(tmp_path: Path, caplog: pytest.Lo
     assert f"no checkpoint in {tmp_path}/run/checkpoints: starting with step 0" in caplog.text
 
 
-def _other_batch(config: TrainConfig, change: dict[str, Any]) -> None:
-    train(again(config, data=change) if dist.get_rank() else config)
+def _other_settings(config: TrainConfig, change: dict[str, Any]) -> None:
+    train(again(config, **change) if dist.get_rank() else config)
+
+
+def _other_secret(config: TrainConfig, change: str) -> None:
+    with secret(change if dist.get_rank() else "same"):
+        train(config)
 
 
 def test_ranks_with_other_settings_or_text_all_stop(ranks: Ranks, tmp_path: Path):
     config = tiny(tmp_path)
     (tmp_path / "other.txt").write_text("x" * 5000)
-    for change, key in [
-        ({"batch": 16}, "data.batch: 8 on rank 0; 16 on rank 1"),
-        ({"text": str(tmp_path / "other.txt")}, "text: "),
+    for run, change, key in [
+        (_other_settings, {"data": {"batch": 16}}, "data.batch: 8 on rank 0; 16 on rank 1"),
+        (_other_settings, {"data": {"text": str(tmp_path / "other.txt")}}, "text: "),
+        (_other_settings, {"run": {"checksums": False}}, "run.checksums: True on rank 0; False on"),
+        (_other_secret, "another", "LOWBIT_SECRET: one with digest "),
     ]:
-        first, second = ranks.outcomes(_other_batch, config, change, timeout=LIMIT)
+        first, second = ranks.outcomes(run, config, change, timeout=LIMIT)
         assert isinstance(first, Failure)
         assert first.kind == second.kind == "AgreementError"
         assert key in first.text
@@ -254,6 +266,28 @@ def test_a_rank_that_fails_is_named_by_the_other(
     assert outcomes[failing].kind == "OSError"
     assert outcomes[1 - failing].kind == "PeerError"
     assert f"rank {failing} " in outcomes[1 - failing].text
+
+
+def _damaged(config: TrainConfig, sender: int, number: int) -> None:
+    with on_the_way(sender, Flip(number)):
+        train(config)
+
+
+@pytest.mark.parametrize(
+    ("sender", "number", "where"),
+    [
+        (0, 5, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
+        (0, 12, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
+        (1, 13, "saving, names of weights, number 1: the message from rank 1 is damaged"),
+    ],
+)
+def test_damage_is_noticed_wherever_it_happens(
+    ranks: Ranks, tmp_path: Path, sender: int, number: int, where: str
+):
+    config = tiny(tmp_path, run={"save_model": True, "timeout_seconds": 10})
+    outcomes = ranks.outcomes(_damaged, config, sender, number, timeout=LIMIT)
+    assert outcomes[1 - sender].text.startswith(where), outcomes[1 - sender]
+    assert isinstance(outcomes[sender], Failure)
 
 
 def _with_nan(config: TrainConfig) -> None:

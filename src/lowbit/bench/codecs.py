@@ -24,6 +24,7 @@ from lowbit.bench import samples, timing
 from lowbit.bench.published import PublishedProcedure
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec, FeatureInt4, Session, TAHQuant, parse
+from lowbit.collectives.checksum import CHECKSUM_BYTES, Checksums
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, build_model
 
@@ -113,7 +114,9 @@ def run(settings: Settings) -> Report:
         `copy_gb_s` (medians), `encode_best_gb_s` (the fastest round), `encode_spread` (interquartile range over median)
         and the same of the others; `encode_share_of_copy`, `decode_share_of_copy` (medians of what the rounds gave);
         `encode_share_of_rate`, `decode_share_of_rate` (the same, of bytes read and written); `reference_encode_gb_s`,
-        `reference_decode_gb_s` (eager PyTorch); `layer_seconds` (median) and `share_of_layer` (medians of encoding and
+        `reference_decode_gb_s` (eager PyTorch); `checksum_gb_s` (of the payload, not of the input: what a transport's
+        checksum of it takes) and `checksum_share` (of both ends' checksums over encoding and decoding; medians);
+        `layer_seconds` (median) and `share_of_layer` (medians of encoding and
         of decoding over it); `bits_per_element` (every byte counted) and `relative_error` (root mean square of the
         error over that of the tensor).
 
@@ -184,6 +187,7 @@ def _speed(
         outs[i].copy_(xs[i])
 
     operations = {"copy": copy, "encode": encode, "decode": decode}
+    operations["checksum"] = _checksum(size, inputs.count, xs[0].device)
     if reference:
         operations |= {
             "reference_encode": _eagerly(encode),
@@ -196,10 +200,10 @@ def _speed(
         operations, rounds=rounds, buffers=inputs.count, fewer=fewer, device=xs[0].device
     )
     medians = {name: statistics.median(s) for name, s in seconds.items()}
-    found = {}
+    coding, checksum = medians["encode"] + medians["decode"], medians.pop("checksum")
+    found = {"checksum_gb_s": size / checksum / 1e9, "checksum_share": 2 * checksum / coding}
     if layer is not None:
         found["layer_seconds"] = medians.pop("layer")
-        coding = medians["encode"] + medians["decode"]
         found["share_of_layer"] = coding / found["layer_seconds"]
     found |= {f"{name}_gb_s": inputs.nbytes / s / 1e9 for name, s in medians.items()}
     for name in ("copy", "encode", "decode"):
@@ -210,6 +214,14 @@ def _speed(
         found[f"{name}_share_of_copy"] = share = statistics.median(shares)
         found[f"{name}_share_of_rate"] = share * (1 + size / inputs.nbytes) / 2
     return found
+
+
+def _checksum(size: int, count: int, device: torch.device) -> timing.Operation:
+    """What a transport does to a payload of so many bytes at either end, on the host or on the GPU."""
+    checksums, room = Checksums("bench"), size + CHECKSUM_BYTES
+    messages = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(count)]
+    seal = checksums.seal_there if device.type == "cuda" else checksums.seal
+    return lambda i: seal(messages[i], i)
 
 
 def _without_session(

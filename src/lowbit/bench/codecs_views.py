@@ -21,6 +21,8 @@ SPEED_COLUMNS = (
     Column(title="decode", field="decode_gb_s", show="{:.2f}".format),
     Column(title="of\ncopy", field="decode_share_of_copy", show="{:.0%}".format),
     Column(title="of its\nrate", field="decode_share_of_rate", show="{:.0%}".format),
+    Column(title="check-\nsum", field="checksum_gb_s", show="{:.1f}".format),
+    Column(title="adds", field="checksum_share", show="{:.2%}".format),
     Column(title="both, of\na layer", field="share_of_layer", show="{:.2%}".format),
     Column(title="copy", field="copy_gb_s", show="{:.1f}".format),
     Column(title="eager\nenc.", field="reference_encode_gb_s", show="{:.2f}".format),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec, Key, Session
+from lowbit.codecs.base import Codec, Key, Session, check_payload
 from lowbit.codecs.cast import Cast
 from lowbit.codecs.group_int import GroupInt
 
@@ -76,15 +76,20 @@ class AQSGDSession(Session):
         sample = self.shape[1:]
         return self.shape[0] * max(self._first.nbytes(sample), self.codec.inner.nbytes(sample))
 
-    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
+    def encode(
+        self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None
+    ) -> Tensor:
         self._check_shape(x)
+        if out is None:
+            out = torch.empty(self.nbytes(key), dtype=torch.uint8, device=self.device)
+        check_payload("out", out, self.nbytes(key), self.device)
         x, parts = x.detach(), []
         for row, sample in zip(x, self._ids(key), strict=True):
             codec, last = self._codec_of(sample), self._memory.get(sample)
             parts.append(codec.encode(row.float() if last is None else row.float() - last))
             if training:
                 self._memory[sample] = self._moved(sample, parts[-1])
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+        return torch.cat(parts, out=out) if parts else out
 
     def decode(
         self,

@@ -128,8 +128,7 @@ class Codec(ABC):
         """Decode a payload that `encode` made from a tensor of this shape.
 
         Args:
-            payload: uint8, `nbytes(shape)` long.
-            shape: shape of the tensor; dtype: what to return it in.
+            payload: uint8, `nbytes(shape)` long. shape: of the tensor; dtype: what to return it in.
             out: tensor of this shape to write to (its dtype then counts, `dtype` is not used).
             accumulate: add into `out` (the sum in float32, rounded once) instead of overwriting it.
 
@@ -283,18 +282,20 @@ class Session:
         """A session for messages of another shape that shares what this one keeps; see `Codec.shared_by`."""
         return self.codec.open(shape=shape, dtype=dtype, device=self.device)
 
-    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
+    def encode(
+        self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None
+    ) -> Tensor:
         """Payload of `x`, whose shape must be the session's.
 
         Args:
-            x: the tensor; key: its samples' ids, if the codec needs them.
-            training: False in an evaluation pass: what is kept is used, and stays as it is.
+            x: the tensor; key: its samples' ids, if the codec needs them. training: False in an evaluation pass: what
+                is kept is used, and stays as it is. out: uint8 (nbytes(key),) to fill; allocated if absent.
 
         Raises:
-            ValueError: another shape.
+            ValueError: another shape, or an `out` of another length, dtype or device.
         """
         self._check_shape(x)
-        return self.codec.encode(x)
+        return self.codec.encode(x, out=out)
 
     def decode(
         self,
@@ -326,9 +327,8 @@ class Session:
 
     def _check_shape(self, x: Tensor) -> None:
         if x.shape != self.shape:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}"
-            )
+            found, expected = tuple(x.shape), tuple(self.shape)
+            raise ValueError(f"x has shape {found}; this session is for {expected}")
 
 
 def check_float(name: str, x: Tensor) -> None:

@@ -230,25 +230,28 @@ class SubspaceSession(Session):
     def nbytes(self, key: Key | None = None) -> int:
         return self._geometry.layout.nbytes if self._geometry.rows * self._geometry.channels else 0
 
-    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True) -> Tensor:
+    def encode(
+        self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None
+    ) -> Tensor:
         """Payload of `x`, whose shape must be the session's; arguments as for any session.
 
         Raises:
             TypeError: `x` is not a tensor of float32, bfloat16 or float16.
-            ValueError: another shape or device.
+            ValueError: another shape or device, or an `out` of another length, dtype or device.
         """
         check_float("x", x)
         self._check_shape(x)
         device = self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
-        payload = torch.zeros(
-            self.nbytes(), dtype=torch.uint8, device=device
-        )  # between sections, too
+        if out is None:
+            out = torch.empty(self.nbytes(), dtype=torch.uint8, device=device)
+        check_payload("out", out, self.nbytes(), device)
+        out.zero_()  # between sections, too
         if x.numel():
             with ops.apart(device):
-                self._encode(x.detach().contiguous(), payload, training)
-        return payload
+                self._encode(x.detach().contiguous(), out, training)
+        return out
 
     def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from lowbit import __version__
 from lowbit.collectives.agreement import Agreement, AgreementError, contradictions
+from lowbit.collectives.checksum import Checksums, secret_facts
 from lowbit.collectives.failure import FailureBoard
-from lowbit.collectives.wire import Mail, Rounds, Scratch, Wire
+from lowbit.collectives.wire import Mail, Marks, Rounds, Scratch, Wire
 
 _IDLE = 5.0  # seconds after which the threads of a line that is not used end
 _SLOW = 2.0  # seconds after which a call looks whether the others are in the same one
@@ -46,7 +47,9 @@ class Call:
         work: the algorithm.
         transport: "auto": messages where the backend has tags.
         layer: of what alike calls are about: they need no agreement of their own, but messages of different ones never
-            match, so that a rank that is in another one is found out. Without messages, which have tags, it is not.
+            match, so that a rank that is in another one is found out. Without messages, which have tags, only checksums
+            tell.
+        checksums: whether a checksum follows every payload.
     """
 
     facts: Mapping[str, str]
@@ -56,6 +59,12 @@ class Call:
     work: Callable[[Wire], None]
     transport: Transport = "auto"
     layer: str = ""
+    checksums: bool = True
+
+    @property
+    def stated(self) -> dict[str, str]:
+        """What the ranks compare of calls of this kind."""
+        return {**self.facts, "checksums": "on" if self.checksums else "off"}
 
 
 @dataclass
@@ -226,17 +235,20 @@ class Line:
 
     def _wire(self, job: _Job) -> Wire:
         call = job.call
-        kind = hashlib.sha256(repr(sorted(call.facts.items())).encode()).hexdigest()
+        kind = hashlib.sha256(repr(sorted(call.stated.items())).encode()).hexdigest()
         if kind not in self._kinds:
             self._agree(job)
             self._kinds.add(kind)
+        names = _names(call.group)
+        topic = f"collective/{kind}/{call.layer}/{job.number}"
+        about = f"{call.facts.get('collective', 'collective')}, call {job.number}"
+        marks = Marks(Checksums(topic, enabled=call.checksums), about, names)
         if tagged(call):
             digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
             number = int(digest[:8], 16) % (1 << 15)
-            names = _names(call.group)
             board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
-            return Mail(call.group, call.device, self.scratch, board, number)
-        return Rounds(call.group, call.device, self.scratch)
+            return Mail(call.group, call.device, self.scratch, board, number, marks)
+        return Rounds(call.group, call.device, self.scratch, marks)
 
     def _agree(self, job: _Job) -> None:
         agreement = self._agreement(job)
@@ -276,7 +288,8 @@ class Line:
         return Agreement(job.call.group, f"collective call {job.number}", job.call.timeout)
 
     def _facts(self, job: _Job) -> dict[str, str]:
-        return {"lowbit version": __version__, **job.call.facts, "layer": job.call.layer}
+        common = {"lowbit version": __version__, **secret_facts()}
+        return common | job.call.stated | {"layer": job.call.layer}
 
 
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()

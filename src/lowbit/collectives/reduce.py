@@ -15,6 +15,7 @@ from lowbit.codecs import TAHQuant
 from lowbit.codecs.base import FLOATS, Codec, check_choice, check_int
 from lowbit.collectives import algorithms, engine
 from lowbit.collectives.agreement import default_group
+from lowbit.collectives.checksum import check_checksums, sealed_bytes
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.line import Call, Pending, Transport, line_of, tagged
 from lowbit.collectives.shards import Shards
@@ -47,13 +48,15 @@ def all_reduce(
     timeout: float = TIMEOUT,
     errors: Tensor | None = None,
     transport: Transport = "auto",
+    checksums: bool = True,
 ) -> Pending | None:
     """Replace a tensor, in place, by its sum or mean over all ranks; bit-identical on all of them.
 
     Quantizes and sums as AGoQ (arXiv 2605.00539) does: partial sums are float32, in the order of the ranks, and never
     travel in 8 bits more than once. Bytes that each of W ranks sends, for n elements of b bits: two_shot
     2 (W - 1) / W n b / 8, the engine's own all-reduce with b for 32; one_shot (W - 1) n b / 8, so it is for two ranks
-    or for tensors so small that a second round trip costs more than the bytes.
+    or for tensors so small that a second round trip costs more than the bytes. Each message, a chunk for a rank, has 8
+    bytes more, its checksum.
 
     Deviations and additions: pieces of `chunk` elements are coded while others travel; a tensor of fewer than `small`
     elements goes through the engine's own all-reduce in float32, without the codec; nodes may be told apart. With one
@@ -79,6 +82,9 @@ def all_reduce(
         errors: float32, contiguous, shape of `tensor`: filled with what quantization took from this rank's part, for
             error feedback: add it to the next tensor. Zeros for small tensors. Not with nodes.
         transport: "messages" (Gloo between CPUs), "collectives" of the engine, or "auto", the first where it works.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks. What
+            the engine itself adds up (small tensors, sums inside a node) has none. With messages, nothing that is
+            damaged is decoded; else `tensor` may hold what came of it by the time that the error is raised.
 
     Returns:
         A `Pending` with `wait()`; None without `async_op`.
@@ -87,12 +93,13 @@ def all_reduce(
         TypeError: a codec that can not be summed, a tensor of another dtype.
         ValueError: an argument that cannot be.
         AgreementError: the ranks do not make the same call; the same text on all of them.
+        DamagedError: what a rank sent did not arrive as it was.
         PeerError: a rank ended or does not answer. The group is of no use any more. With the transport "collectives" it
             is the engine's own RuntimeError, which does not say who.
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    _check(tensor, codec, op, chunk=chunk, timeout=timeout)
+    _check(tensor, codec, op, chunk=chunk, timeout=timeout, checksums=checksums)
     check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small)
     check_choice("transport", transport, ("auto", "messages", "collectives"))
     check_fit("tensor", tensor, codec, ranks, node_size)
@@ -117,7 +124,7 @@ def all_reduce(
         told = _facts("all_reduce between nodes", part, codec, op=op)
         call = Call(
             facts=told, group=nodes, device=part.device, timeout=timeout,
-            work=lambda wire: (sums(part, wire=wire), wire.finish())[0], transport=transport,
+            work=lambda wire: (sums(part, wire=wire), wire.finish())[0], transport=transport, checksums=checksums,
         )  # fmt: skip
         line_of(nodes).submit(call).wait()
 
@@ -132,7 +139,9 @@ def all_reduce(
             tensor.copy_(flat.view(tensor.shape))
         wire.finish()
 
-    return _submit(facts, group, tensor.device, timeout, work, transport, async_op, codec.layer())
+    return _submit(
+        facts, group, tensor.device, timeout, work, transport, async_op, codec.layer(), checksums
+    )
 
 
 def all_reduce_bytes(
@@ -144,6 +153,7 @@ def all_reduce_bytes(
     algorithm: Algorithm = "two_shot",
     chunk: int = CHUNK,
     small: int = SMALL,
+    checksums: bool = True,
 ) -> int:
     """Bytes that a rank sends in an `all_reduce` of so many elements, without nodes: known without data.
 
@@ -155,7 +165,8 @@ def all_reduce_bytes(
     shards = Shards(numel=numel, ranks=1 if everything else ranks, chunk=chunk, grain=codec.grain)
 
     def coded(owner: int) -> int:
-        return sum(codec.nbytes((shards.size(owner, k),)) for k in range(shards.chunks))
+        sizes = [codec.nbytes((shards.size(owner, k),)) for k in range(shards.chunks)]
+        return sum(sealed_bytes(size, checksums) for size in sizes)
 
     if everything:
         return (ranks - 1) * coded(0)
@@ -173,22 +184,24 @@ def reduce_scatter(
     chunk: int = CHUNK,
     timeout: float = TIMEOUT,
     transport: Transport = "auto",
+    checksums: bool = True,
 ) -> Pending | None:
     """Write this rank's share of the sum or mean of everybody's input; one quantization, sums in float32.
 
     As `torch.distributed.reduce_scatter_tensor`: rank r gets elements r n to (r + 1) n - 1 of the sum, in row-major
-    order. Bytes that each of W ranks sends, with b bits an element: (W - 1) n b / 8. With one rank the input is copied.
+    order. Bytes that each of W ranks sends, with b bits an element: (W - 1) n b / 8,
+    and 8 for each message's checksum. With one rank the input is copied.
 
     Args:
         output: n elements, any float dtype. input: W n elements of the dtype that the codec reads.
-        codec, group, op, async_op, chunk, timeout, transport: as for `all_reduce`.
+        codec, group, op, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 
     Raises:
         As `all_reduce`; ValueError where the numbers of elements do not fit.
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    _check(input, codec, op, chunk=chunk, timeout=timeout, name="input")
+    _check(input, codec, op, chunk=chunk, timeout=timeout, name="input", checksums=checksums)
     check_pair("output", output, "input", input, ranks)
     check_fit("output", output, codec, ranks)
     check_fit("input", input, codec, ranks)
@@ -206,7 +219,9 @@ def reduce_scatter(
             output.copy_(target.view(output.shape))
         wire.finish()
 
-    return _submit(facts, group, input.device, timeout, work, transport, async_op, codec.layer())
+    return _submit(
+        facts, group, input.device, timeout, work, transport, async_op, codec.layer(), checksums
+    )
 
 
 def all_gather(
@@ -219,22 +234,24 @@ def all_gather(
     chunk: int = CHUNK,
     timeout: float = TIMEOUT,
     transport: Transport = "auto",
+    checksums: bool = True,
 ) -> Pending | None:
     """Write everybody's input, one after the other, as the codec lets it through: the same on all ranks.
 
     As `torch.distributed.all_gather_into_tensor`. Bytes that each of W ranks sends, for n elements of b bits:
-    (W - 1) n b / 8. A rank's own input goes through the codec, too. With one rank the input is copied.
+    (W - 1) n b / 8, and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank
+    the input is copied.
 
     Args:
         output: W n elements, any float dtype. input: n elements.
-        codec, group, async_op, chunk, timeout, transport: as for `all_reduce`.
+        codec, group, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 
     Raises:
         As `all_reduce`; ValueError where the numbers of elements do not fit.
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    _check(input, codec, "sum", chunk=chunk, timeout=timeout, name="input")
+    _check(input, codec, "sum", chunk=chunk, timeout=timeout, name="input", checksums=checksums)
     check_pair("input", input, "output", output, ranks)
     check_fit("input", input, codec, ranks)
     check_fit("output", output, codec, ranks)
@@ -251,7 +268,9 @@ def all_gather(
             output.copy_(target.view(output.shape))
         wire.finish()
 
-    return _submit(facts, group, input.device, timeout, work, transport, async_op, codec.layer())
+    return _submit(
+        facts, group, input.device, timeout, work, transport, async_op, codec.layer(), checksums
+    )
 
 
 def check_summable(codec: object) -> Codec:
@@ -307,9 +326,11 @@ def _submit(
     transport: Transport,
     async_op: bool,
     layer: str,
+    checksums: bool,
 ) -> Pending | None:
     call = Call(
-        facts=facts, group=group, device=device, timeout=timeout, work=work, transport=transport, layer=layer
+        facts=facts, group=group, device=device, timeout=timeout, work=work, transport=transport, layer=layer,
+        checksums=checksums,
     )  # fmt: skip
     facts["transport"] = "messages" if tagged(call) else "collectives"
     pending = line_of(group).submit(call)
@@ -344,9 +365,11 @@ def check_call(
     small: object = SMALL,
     chunk: object = CHUNK,
     timeout: object = TIMEOUT,
+    checksums: object = True,
 ) -> None:
     """Raise what a collective with these arguments would; None: a group that is not known yet."""
     check_summable(codec)
+    check_checksums(checksums)
     check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
     ranks = dist.get_world_size(group) if group is not None else 1
     check_int("node_size", node_size, 1, ranks)
@@ -363,9 +386,10 @@ def check_call(
 
 
 def _check(
-    x: object, codec: object, op: object, *, chunk: int, timeout: float, name: str = "tensor"
-) -> None:
-    check_call(codec, None, chunk=chunk, timeout=timeout)
+    x: object, codec: object, op: object, *,
+    chunk: int, timeout: float, checksums: bool, name: str = "tensor",
+) -> None:  # fmt: skip
+    check_call(codec, None, chunk=chunk, timeout=timeout, checksums=checksums)
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} is {found}; allowed: {', '.join(map(str, FLOATS))}")

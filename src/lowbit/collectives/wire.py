@@ -4,6 +4,7 @@ A collective is a number of lanes. On a lane every rank sends something to every
 every rank sent to it. `Mail` makes each of these a message of its own: Gloo then uses both directions of the link
 at once, starts as soon as the first piece is coded, and says which peer failed. Other backends match messages by their
 order alone, so `Rounds` makes each lane one all-to-all or all-gather of the engine, in the same order on every rank.
+Behind each payload travel the bytes of its checksum, if there are any (`lowbit.collectives.checksum`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives import engine
+from lowbit.collectives.checksum import Checksums, Verdicts, damaged
 from lowbit.collectives.failure import FailureBoard
 
 LANES = 1 << 14
@@ -49,11 +51,19 @@ class Wire(Protocol):
         ...
 
     def take(self, lane: int, source: int) -> Tensor:
-        """Wait for what a rank sent: uint8, as many bytes as announced."""
+        """Wait for what a rank sent: uint8, as many bytes as announced.
+
+        Raises:
+            DamagedError: it is not what was sent; a wire may also leave that to `finish`.
+        """
         ...
 
     def finish(self) -> None:
-        """Wait until everything that this rank sent has left."""
+        """Wait until everything that this rank sent has left.
+
+        Raises:
+            DamagedError: something that was taken is not what was sent.
+        """
         ...
 
 
@@ -96,6 +106,23 @@ class Scratch:
         return sum(block.numel() for blocks in self._blocks.values() for block in blocks)
 
 
+@dataclass(frozen=True)
+class Marks:
+    """What tells the messages of a call from all others.
+
+    Args:
+        checksums: of this call. about: the call, for errors. names: of the ranks.
+    """
+
+    checksums: Checksums
+    about: str
+    names: Sequence[str]
+
+    def message(self, lane: int, source: int) -> str:
+        """A message, for errors."""
+        return f"{self.about}, lane {lane}: the message from {self.names[source]}"
+
+
 @dataclass
 class _Lane:
     """Buffers of a lane, one row a rank; a single outgoing row if all get the same."""
@@ -111,18 +138,26 @@ class _Lane:
 class _Buffered:
     """Buffers of lanes, alike on every kind of wire."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks
+    ) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._scratch = group, device, scratch
+        self._marks, self._checksums = marks, marks.checksums
         self._lanes: dict[int, _Lane] = {}
 
     def _allocate(self, lane: int, incoming: Sequence[int], outgoing: Sequence[int]) -> _Lane:
-        slot = -(-max(*incoming, *outgoing) // _ALIGN) * _ALIGN
+        longest = max(*incoming, *outgoing)
+        slot = -(-(longest + self._checksums.room) // _ALIGN) * _ALIGN if longest else 0
         rows = [self._scratch.take(slot * n, self._device) for n in (self.ranks, len(outgoing))]
         received, sent = (row.view(-1, slot) if slot else row for row in rows)
         made = _Lane(received, sent, incoming, outgoing)
         self._lanes[lane] = made
         return made
+
+    def _place(self, lane: int, source: int, to: int) -> tuple[int, int, int]:
+        """What the checksum of a message says that it is; the same `to` for all on a lane where all get the same."""
+        return lane, source, -1 if len(self._lanes[lane].sizes_out) == 1 else to
 
 
 class Mail(_Buffered):
@@ -131,7 +166,7 @@ class Mail(_Buffered):
     Args:
         group: of a backend with tags (Gloo); device: of the payloads; scratch: memory for them.
         board: finds out who failed. number: of this kind of call and layer, from 0 to 32767: it goes into the tags, so
-            that others do not take its bytes.
+            that others do not take its bytes. marks: of the call.
     """
 
     name = "messages"
@@ -143,8 +178,9 @@ class Mail(_Buffered):
         scratch: Scratch,
         board: FailureBoard,
         number: int,
+        marks: Marks,
     ) -> None:
-        super().__init__(group, device, scratch)
+        super().__init__(group, device, scratch, marks)
         self._board, self._base = board, _TAG_BASE + number * LANES
         self._leaving: list[tuple[int, dist.Work]] = []
 
@@ -154,7 +190,7 @@ class Mail(_Buffered):
             if size and source != self.rank:
                 with self._blaming(source):
                     work = dist.irecv(
-                        made.incoming[source, :size],
+                        made.incoming[source, : size + self._checksums.room],
                         group=self._group,
                         group_src=source,
                         tag=self._base + lane,
@@ -163,17 +199,25 @@ class Mail(_Buffered):
                 made.arriving[source] = work
 
     def box(self, lane: int, to: int = 0) -> Tensor:
+        row, size = self._outgoing(lane, to)
+        return row[:size]
+
+    def _outgoing(self, lane: int, to: int) -> tuple[Tensor, int]:
+        """Where a message is made, and the bytes of its payload."""
         made = self._lanes[lane]
         if len(made.sizes_out) == 1 or to == self.rank:  # taken from here again, by this rank
-            return made.incoming[self.rank, : made.sizes_in[self.rank]]
-        return made.outgoing[to, : made.sizes_out[to]]
+            return made.incoming[self.rank], made.sizes_in[self.rank]
+        return made.outgoing[to], made.sizes_out[to]
 
     def send(self, lane: int, to: int = 0) -> None:
         everybody = len(self._lanes[lane].sizes_out) == 1
         peers = [(self.rank + i) % self.ranks for i in range(1, self.ranks)] if everybody else [to]
-        payload = self.box(lane, to)
+        row, size = self._outgoing(lane, to)
+        payload = row[: size + self._checksums.room]
+        if size and peers != [self.rank]:
+            self._checksums.seal(payload, *self._place(lane, self.rank, to))
         for peer in peers:
-            if peer != self.rank and payload.numel():
+            if peer != self.rank and size:
                 with self._blaming(peer):
                     work = dist.isend(
                         payload, group=self._group, group_dst=peer, tag=self._base + lane
@@ -186,6 +230,9 @@ class Mail(_Buffered):
         if (work := made.arriving.pop(source, None)) is not None:
             with self._blaming(source):
                 work.wait(self._board.patience)
+            arrived = made.incoming[source, : made.sizes_in[source] + self._checksums.room]
+            if not self._checksums.intact(arrived, *self._place(lane, source, self.rank)):
+                raise damaged(self._marks.message(lane, source), source)
         return made.incoming[source, : made.sizes_in[source]]
 
     def finish(self) -> None:
@@ -204,14 +251,20 @@ class Mail(_Buffered):
 class Rounds(_Buffered):
     """A collective of the engine for each lane; rows are padded to the longest.
 
+    Checksums are made and compared where the payloads are, and the host looks at the outcome in `finish`.
+
     Args:
-        group: of any backend; device: of the payloads; scratch: memory for them.
+        group: of any backend; device: of the payloads; scratch: memory for them; marks: of the call.
     """
 
     name = "collectives"
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch) -> None:
-        super().__init__(group, device, scratch)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks
+    ) -> None:
+        super().__init__(group, device, scratch, marks)
+        self._verdicts = Verdicts()
+        self._taken: set[tuple[int, int]] = set()
 
     def open(self, lane: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
         # Rows must be equally long on all ranks: a lane where all get the same is as wide as its longest row, and
@@ -225,6 +278,10 @@ class Rounds(_Buffered):
 
     def send(self, lane: int, to: int = 0) -> None:
         made = self._lanes[lane]
+        row = 0 if len(made.sizes_out) == 1 else to
+        if size := made.sizes_out[row]:
+            message = made.outgoing[row, : size + self._checksums.room]
+            self._checksums.seal_there(message, *self._place(lane, self.rank, to))
         made.filled += 1
         if made.filled == len(made.sizes_out) and made.incoming.numel():
             if len(made.sizes_out) == 1:
@@ -241,7 +298,14 @@ class Rounds(_Buffered):
         made = self._lanes[lane]
         if (work := made.arriving.pop(self.rank, None)) is not None:
             work.wait()
-        return made.incoming[source, : made.sizes_in[source]]
+        size = made.sizes_in[source]
+        if size and self._checksums.enabled and (lane, source) not in self._taken:
+            self._taken.add((lane, source))
+            arrived = made.incoming[source, : size + self._checksums.room]
+            damage = self._checksums.damage_there(arrived, *self._place(lane, source, self.rank))
+            self._verdicts.note(damage, self._marks.message(lane, source), source)
+        return made.incoming[source, :size]
 
     def finish(self) -> None:
-        """Nothing: what has been taken has also left."""
+        """What has been taken has also left; but whether it was intact is looked at here."""
+        self._verdicts.settle()

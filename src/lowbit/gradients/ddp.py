@@ -34,6 +34,7 @@ def all_reduce_hook(
     node_size: int = 1,
     small: int = SMALL,
     timeout: float = TIMEOUT,
+    checksums: bool = True,
 ) -> Hook:
     """A hook for `ddp.register_comm_hook(None, hook)`: gradients become their mean over all ranks.
 
@@ -48,7 +49,7 @@ def all_reduce_hook(
             float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a
             checkpoint does not hold it. What a NaN or infinity spoils is forgotten.
         group: the ranks of the DDP module; None: the default group.
-        algorithm, node_size, small, timeout: as for `all_reduce`.
+        algorithm, node_size, small, timeout, checksums: as for `all_reduce`.
 
     Returns:
         The hook, for one DDP module. To be made on all ranks at once, because it makes a process group. What
@@ -59,7 +60,9 @@ def all_reduce_hook(
     """
     group = group or default_group()
     check_flat(codec)
-    check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout)
+    check_call(
+        codec, group, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout, checksums=checksums
+    )  # fmt: skip
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
     if error_feedback and node_size > 1:
@@ -88,6 +91,7 @@ def all_reduce_hook(
         pending = all_reduce(
             buffer, codec, own, "avg", algorithm, True,
             node_size=node_size, chunk=CHUNK, small=small, timeout=timeout, errors=errors,
+            checksums=checksums,
         )  # fmt: skip
         assert pending is not None
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []

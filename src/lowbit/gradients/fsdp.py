@@ -24,16 +24,17 @@ class LowBitReduceScatter(ReduceScatter):
     gathered at full precision, as FSDP2 does it. The sum or mean is as `lowbit.collectives.reduce_scatter` gives it.
 
     Args:
-        codec: the format. timeout: seconds in which a missing or failed peer is an error.
+        codec: the format. timeout: seconds in which a missing or failed peer is an error. checksums: whether 8 bytes
+            behind each payload tell if it arrived as it was sent.
 
     Raises:
         TypeError, ValueError: a codec that can not be summed, or a time limit that makes no sense.
     """
 
-    def __init__(self, codec: Codec, *, timeout: float = TIMEOUT) -> None:
+    def __init__(self, codec: Codec, *, timeout: float = TIMEOUT, checksums: bool = True) -> None:
         check_flat(codec)
-        check_call(codec, None, timeout=timeout)
-        self._codec, self._timeout = codec, timeout
+        check_call(codec, None, timeout=timeout, checksums=checksums)
+        self._codec, self._timeout, self._checksums = codec, timeout, checksums
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -65,4 +66,5 @@ class LowBitReduceScatter(ReduceScatter):
         return reduce_scatter(
             output_tensor, input_tensor, self._codec, group,
             "sum" if name == "sum" else "avg", async_op, chunk=CHUNK, timeout=self._timeout,
+            checksums=self._checksums,
         )  # fmt: skip

@@ -74,6 +74,7 @@ class Lane:
         codec: format of floating tensors.
         device: where the tensors live.
         traffic: where to count.
+        overhead: bytes that travel beside every payload, to be counted.
     """
 
     def __init__(
@@ -83,13 +84,14 @@ class Lane:
         codec: Codec,
         device: torch.device | str,
         traffic: Traffic,
+        overhead: int = 0,
     ) -> None:
         self.name = f"boundary {boundary} {direction}"
         self.codec = codec
         self.slots: list[Slot] = []
         self._direction: Direction = direction
         self._device = torch.device(device)
-        self._traffic = traffic
+        self._traffic, self._overhead = traffic, overhead
         self._sessions: dict[str, Session] = {}
         self._states: dict[str, Session] = {}  # of each state, one of the sessions that share it
         self._restored: dict[str, dict[str, Any]] = {}
@@ -124,8 +126,14 @@ class Lane:
             return self._plain_bytes(index) + _CHOICE_BYTES * self._tells_choice(index, step)
         return self._session(index).nbytes(self._key(step, micro_batch))
 
-    def encode(self, index: int, step: Step, micro_batch: int, x: Tensor) -> Tensor:
-        """The bytes of a tensor: uint8, one dimension, memory of its own.
+    def encode(
+        self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0
+    ) -> Tensor:
+        """The bytes of a tensor: uint8, one dimension, memory of its own; empty if there is nothing to send.
+
+        Args:
+            index: of the tensor at this boundary; step, micro_batch: what it belongs to; x: the tensor.
+            room: so many bytes are left free behind its own.
 
         Raises:
             ValueError: shape or dtype differ from what the boundary was prepared for.
@@ -136,20 +144,21 @@ class Lane:
                 f"both ends expect {_described(self.slots[index])}"
             )
         with self._aside():
+            size = self.nbytes(index, step, micro_batch)
+            message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
+            payload = message[:size]
             if self._coded(index, step):
-                payload = self._session(index).encode(
-                    x, key=self._key(step, micro_batch), training=step.training
-                )
+                key = self._key(step, micro_batch)
+                self._session(index).encode(x, key=key, training=step.training, out=payload)
             else:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
-                payload = x.detach().clone(memory_format=torch.contiguous_format)
-                payload = payload.reshape(-1).view(torch.uint8)
+                plain, told = payload.tensor_split([self._plain_bytes(index)])
+                plain.view(x.dtype).view(x.shape).copy_(x.detach())
                 if self._tells_choice(index, step):
-                    choice = [self._choose(index, x), 0]
-                    told = torch.tensor(choice, dtype=torch.int64, device=payload.device)
-                    payload = torch.cat([payload, told.view(torch.uint8)])
-        self._traffic.count(self._direction, payload.numel(), x.numel())
-        return payload
+                    choice = torch.tensor([self._choose(index, x), 0], dtype=torch.int64)
+                    told.copy_(choice.view(torch.uint8))
+        self._traffic.count(self._direction, size + self._overhead * bool(size), x.numel())
+        return message
 
     def decode(
         self, index: int, step: Step, micro_batch: int, payload: Tensor, out: Tensor

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec, check_int
+from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.boundary import (
     Direction,
     Lane,
@@ -85,7 +86,7 @@ class Emulation:
     """Codecs inside a model; made by `emulate_`.
 
     Attributes:
-        traffic: what the stages of the pipeline would send together.
+        traffic: what the stages of the pipeline would send together, with checksums, as they do by default.
     """
 
     def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
@@ -183,8 +184,10 @@ class _Wire:
 
     def _ends_on(self, device: torch.device) -> tuple[Lane, Lane]:
         if device not in self._ends:
-            sender = Lane(*self._args, device, self._traffic)
-            self._ends[device] = sender, Lane(*self._args, device, self._traffic)
+            sender, receiver = (
+                Lane(*self._args, device, self._traffic, CHECKSUM_BYTES) for _ in range(2)
+            )
+            self._ends[device] = sender, receiver
         return self._ends[device]
 
 

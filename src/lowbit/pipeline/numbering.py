@@ -1,8 +1,9 @@
-"""Which pipeline a stage belongs to, where a process group has several."""
+"""Which pipeline a stage belongs to, where a process group has several, and what its ranks are called."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -24,3 +25,12 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
             return number
     begun.append((num_stages, max(1, num_stages // ranks) - 1))
     return len(begun) - 1
+
+
+def rank_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:
+    """What errors call each rank of a group, by the job's count and the stages that it holds."""
+    stages = map(stages_of, range(dist.get_world_size(group)))
+    return [
+        f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
+        for rank, held in zip(dist.get_process_group_ranks(group), stages, strict=True)
+    ]

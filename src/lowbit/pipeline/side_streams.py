@@ -49,8 +49,11 @@ class SideStreams(Protocol):
         """Memory of the host that the device copies from and to by itself: uint8 (nbytes,)."""
         ...
 
-    def to_host(self, payload: Tensor) -> tuple[Tensor, Event]:
-        """Within `leaving`: start copying; the bytes are in the host buffer once the event has come."""
+    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, Event]:
+        """Within `leaving`: start copying; the bytes are in the host buffer once the event has come.
+
+        `room`: so many bytes are left free behind them.
+        """
         ...
 
     def to_device(self, host: Tensor) -> Tensor:
@@ -95,9 +98,9 @@ class CudaStreams:
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def to_host(self, payload: Tensor) -> tuple[Tensor, Event]:
-        host = self.host_buffer(payload.numel())
-        host.copy_(payload, non_blocking=True)
+    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, Event]:
+        host = self.host_buffer(payload.numel() + room)
+        host[: payload.numel()].copy_(payload, non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # the sending thread sleeps instead of spinning
         event.record(self._out)
         return host, event

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit import __version__
 from lowbit.codecs.base import Codec, Session, check_int
 from lowbit.collectives.agreement import Agreement, default_group
+from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline.boundary import (
     Direction,
@@ -26,7 +27,7 @@ from lowbit.pipeline.boundary import (
     keys_of,
 )
 from lowbit.pipeline.hooks import HookedStage
-from lowbit.pipeline.numbering import pipeline_number
+from lowbit.pipeline.numbering import pipeline_number, rank_names
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Route, choose
 
@@ -58,10 +59,12 @@ class LowBitStage(HookedStage):
         warmup_steps: so many training steps, counted from the first, send everything in its own dtype. At least 1 for a
             codec that leaves something to choose, such as `SubspaceQuant(rank="auto")`: it is settled in the last.
         timeout: seconds after which a rank that does not come or answer is an error.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
 
     Raises:
         TypeError, ValueError: an argument that cannot be; the text names it.
         AgreementError: (in the first step) ranks that contradict each other or are missing, the same on every rank.
+        DamagedError: (in any step) what a neighbour sent did not arrive as it was; with NCCL, at the end of the step.
         PeerError: (in any step, over Gloo) a peer that ended or does not answer. NCCL has a watchdog of its own.
     """
 
@@ -76,9 +79,11 @@ class LowBitStage(HookedStage):
         backward: Codec | Mapping[int, Codec],
         warmup_steps: int = 0,
         timeout: float = 120.0,
+        checksums: bool = True,
         **kwargs: Any,
     ) -> None:
         _check_numbers(warmup_steps, timeout)
+        check_checksums(checksums)
         check_warm_up("forward", forward, warmup_steps)
         check_warm_up("backward", backward, warmup_steps)
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
@@ -86,16 +91,17 @@ class LowBitStage(HookedStage):
         self.warmup_steps = warmup_steps
         self._timeout = float(timeout)
         self._group = self.group or default_group()
-        self._transport = choose(self._group, self.device, self.traffic)
+        self._name = f"pipeline {pipeline_number(self._group, num_stages, self.group_size)}"
+        self._checksums = Checksums(self._name, enabled=checksums)
+        self._transport = choose(self._group, self.device, self.traffic, self._checksums)
         self._lanes = self._open_lanes(forward, backward)
-        self._steps = 0
+        self._steps = self._passes = 0
+        self._told = ""
         self._step = Step()
         self._samples: Tensor | None = None
-        self._prepared_for: bool | None = (
-            None  # the value of has_backward for which shapes are known
-        )
+        self._prepared_for: bool | None = None  # has_backward when shapes became known
         self._posted = False
-        self._name = f"pipeline {pipeline_number(self._group, num_stages, self.group_size)}"
+        self._ranks = rank_names(self._group, self.stages_of)
         self._board: FailureBoard | None = None
         self._last_pass: bool | None = None  # the value of has_backward in the last step
         self._compared: dict[str, tuple[Agreement, int]] = {}  # the last one about each thing
@@ -188,11 +194,13 @@ class LowBitStage(HookedStage):
     def step_begins(self) -> None:
         if self._board is None:
             self._identity.check(self._stage_names())
-            self._board = FailureBoard(self._group, self._name, self._rank_names(), self._timeout)
+            self._board = FailureBoard(self._group, self._name, self._ranks, self._timeout)
         if self._last_pass != self.has_backward:
             self._last_pass = self.has_backward
             self._compare("kind of pass", "training" if self.has_backward else "evaluation")
-        self._transport.begin(self._board)
+        self._transport.begin(self._board, self._passes)
+        self._passes += 1
+        self._told = ("" if self.has_backward else "evaluation before ") + f"step {self._steps}"
         self._step = Step.numbered(self._steps, self.warmup_steps, training=self.has_backward)
         self._steps += self.has_backward
         self._posted = False
@@ -228,10 +236,11 @@ class LowBitStage(HookedStage):
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
             with self._transport.leaving(tensor):
-                payload = lane.encode(index, self._step, micro_batch, tensor)
-                if payload.numel():
+                room = self._transport.room
+                message = lane.encode(index, self._step, micro_batch, tensor, room=room)
+                if message.numel():
                     route = self._route(direction, True, micro_batch, index)
-                    ops += self._transport.send(route, payload)
+                    ops += self._transport.send(route, message)
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
@@ -259,7 +268,7 @@ class LowBitStage(HookedStage):
         last, number = self._compared.get(what, (None, -1))
         now = Agreement(self._group, f"{self._name}/{what}/{number + 1}", self._timeout)
         now.state(self.group_rank, {what: value})
-        now.check(self._rank_names())
+        now.check(self._ranks)
         if last is not None:
             last.forget(self.group_rank)
         self._compared[what] = now, number + 1
@@ -315,7 +324,11 @@ class LowBitStage(HookedStage):
             )
         number = (boundary * 2 + (direction == "backward")) * _MOST_MICRO_BATCHES + micro_batch
         peer = self.rank_of(self.stage_index + 1 if upward else self.stage_index - 1)
-        return Route(peer, _TAG_BASE + number * _MOST_TENSORS + index)
+        about = (
+            f"boundary {boundary} {direction}, micro-batch {micro_batch}, tensor {index}, {self._told}: "
+            f"the message from {self._ranks[self.group_rank if outgoing else peer]}"
+        )
+        return Route(peer, _TAG_BASE + number * _MOST_TENSORS + index, about)
 
     def _forward_lane(self, outgoing: bool) -> Lane:
         if ("forward", outgoing) not in self._lanes:
@@ -344,6 +357,7 @@ class LowBitStage(HookedStage):
                 codec_at(direction, codecs[direction], boundary, self.num_stages - 1),
                 self.device,
                 self.traffic,
+                self._checksums.room,
             )
             for direction, outgoing, boundary in ways
         }
@@ -361,6 +375,7 @@ class LowBitStage(HookedStage):
             "ranks": str(self.group_size),
             "transport": self._transport.name,
             "warm-up steps": str(self.warmup_steps),
+            **agreed_facts(self._checksums.enabled),
             **formats,
         }
 
@@ -375,13 +390,6 @@ class LowBitStage(HookedStage):
         ranks = dist.get_process_group_ranks(self._group)  # as the whole job counts them
         return [
             f"rank {ranks[self.rank_of(stage)]} (stage {stage})" for stage in range(self.num_stages)
-        ]
-
-    def _rank_names(self) -> list[str]:
-        stages = [self.stages_of(rank) for rank in range(self.group_size)]
-        return [
-            f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
-            for rank, held in zip(dist.get_process_group_ranks(self._group), stages, strict=True)
         ]
 
 

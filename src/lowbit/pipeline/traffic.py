@@ -10,11 +10,12 @@ class Traffic:
     """Counts since the start, or since `reset`. What one stage sends; neighbours on the same rank get nothing sent.
 
     Attributes:
-        forward_bytes: bytes of activations sent to the next stage, as they travel.
+        forward_bytes: bytes of activations sent to the next stage, as they travel, with their checksums.
         forward_elements: elements of the tensors in them.
         backward_bytes: bytes of gradients sent to the previous stage.
         backward_elements: elements of the tensors in them.
         codec_seconds: spent encoding what was sent and decoding what was received (on GPUs: launching that).
+        checksum_seconds: spent on checksums, by the thread that runs the schedule (on GPUs with NCCL: launching that).
         wait_seconds: spent blocked until something expected had arrived, or, at the end of a step, until what was sent
             had left (the last stage of a rank to finish waits for all of them).
     """
@@ -24,6 +25,7 @@ class Traffic:
     backward_bytes: int = 0
     backward_elements: int = 0
     codec_seconds: float = 0.0
+    checksum_seconds: float = 0.0
     wait_seconds: float = 0.0
 
     @property

@@ -13,6 +13,10 @@ would wait for it all the same.
 Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads are coded and copied
 through pinned memory on side streams, and leave from a thread that waits for the copy, so that the schedule does not.
 The messages are those of `Early`: ranks with a GPU and ranks without one understand each other.
+
+Behind each payload travels its checksum (`lowbit.collectives.checksum`). `Early` and `Staged` look at it on the host,
+before anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and looks at all
+outcomes at the end of the step: before an optimizer uses what came of them.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from typing import Protocol
@@ -32,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.collectives.checksum import Checksums, Verdicts, damaged
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline.side_streams import CudaStreams, Event, SideStreams
 from lowbit.pipeline.traffic import Traffic
@@ -39,10 +44,16 @@ from lowbit.pipeline.traffic import Traffic
 
 @dataclass(frozen=True)
 class Route:
-    """Where a message goes or comes from: the peer's rank in the group, and a tag of its own within a step."""
+    """Where a message goes or comes from.
+
+    Attributes:
+        peer: its rank in the group. tag: of the message's own within a step.
+        about: what it is and who sends it, in words, for errors.
+    """
 
     peer: int
     tag: int
+    about: str = field(default="a message", compare=False)
 
 
 class Transport(Protocol):
@@ -51,10 +62,12 @@ class Transport(Protocol):
     Attributes:
         name: the same on ranks that understand each other.
         device: where tensors must be for the process group to carry them.
+        room: free bytes that `send` needs behind a payload.
     """
 
     name: str
     device: torch.device
+    room: int
 
     def leaving(self, source: Tensor) -> AbstractContextManager[None]:
         """Where a tensor is encoded and its payload handed to `send`."""
@@ -64,8 +77,8 @@ class Transport(Protocol):
         """Where a payload comes from `take` and is decoded."""
         return contextlib.nullcontext()
 
-    def begin(self, board: FailureBoard) -> None:
-        """Start a step."""
+    def begin(self, board: FailureBoard, number: int) -> None:
+        """Start a step; `number` is that of the pass, training or not, as both ends count."""
         ...
 
     def post(self, route: Route, nbytes: int) -> None:
@@ -77,22 +90,33 @@ class Transport(Protocol):
         ...
 
     def take(self, route: Route, nbytes: int) -> Tensor:
-        """The message, as soon as it is there: uint8 (nbytes,)."""
+        """The payload of a message, as soon as it is there: uint8 (nbytes,).
+
+        Raises:
+            DamagedError: it is not what was sent; or `drain` says so.
+        """
         ...
 
-    def send(self, route: Route, payload: Tensor) -> list[dist.P2POp]:
-        """Send a message: operations the schedule shall run for that."""
+    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
+        """Send a payload with `room` behind it: operations the schedule shall run for that."""
         ...
 
     def drain(self) -> None:
-        """Wait until everything that this rank sent has left, and release it."""
+        """Wait until everything that this rank sent has left, and release it.
+
+        Raises:
+            DamagedError: something that was taken is not what was sent.
+        """
         ...
 
 
 def choose(
-    group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic
+    group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
 ) -> Early | InOrder:
     """The transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for tensors on a GPU).
+
+    Args:
+        group: the ranks; device: of the tensors; traffic: where to count; checksums: of the messages.
 
     Raises:
         ValueError: Gloo is to carry what lies neither on the CPU nor on a CUDA device.
@@ -100,18 +124,18 @@ def choose(
     device = torch.device(device)
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if backends.get(device.type, backends.get("cpu")) != "gloo":
-        return InOrder(group, device)
+        return InOrder(group, device, traffic, checksums)
     if device.type == "cpu":
-        return Early(group, traffic)
+        return Early(group, traffic, checksums)
     if device.type == "cuda":
-        return Staged(group, traffic, CudaStreams(device))
+        return Staged(group, traffic, checksums, CudaStreams(device))
     raise ValueError(f"device is {device}; allowed with Gloo: cpu or cuda")
 
 
 @dataclass
 class _Sent:
     work: Callable[[], _Work]  # waits until the send has started
-    payload: Tensor  # Gloo reads from it until the work is done
+    message: Tensor  # Gloo reads from it until the work is done
     peer: int
 
 
@@ -129,15 +153,17 @@ class Early(Transport):
     name = "early, with tags"
     device = torch.device("cpu")
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
-        self._group = group
-        self._traffic = traffic
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
+        self._traffic, self._checksums = traffic, checksums
+        self.room = checksums.room
+        self._pass = 0
         self._posted: dict[Route, tuple[dist.Work, Tensor]] = {}
         self._outbox = _outboxes.setdefault(group, [])
         self._board: FailureBoard | None = None
 
-    def begin(self, board: FailureBoard) -> None:
-        self._board = board
+    def begin(self, board: FailureBoard, number: int) -> None:
+        self._board, self._pass = board, number
         if self._posted:
             raise RuntimeError(
                 f"{len(self._posted)} messages of the previous step were never taken: it ended early, or its schedule "
@@ -146,11 +172,11 @@ class Early(Transport):
         self.drain()
 
     def post(self, route: Route, nbytes: int) -> None:
-        payload = self._buffer(nbytes)
+        message = self._buffer(nbytes + self._checksums.room)
         with self._blaming(route.peer):
-            work = dist.irecv(payload, group=self._group, group_src=route.peer, tag=route.tag)
+            work = dist.irecv(message, group=self._group, group_src=route.peer, tag=route.tag)
         assert work is not None  # only for ranks outside the group
-        self._posted[route] = work, payload
+        self._posted[route] = work, message
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
         return []
@@ -158,14 +184,19 @@ class Early(Transport):
     def take(self, route: Route, nbytes: int) -> Tensor:
         if route not in self._posted:
             self.post(route, nbytes)
-        work, payload = self._posted.pop(route)
+        work, message = self._posted.pop(route)
         self._wait(work, route.peer)
-        return payload
+        with _timed(self._traffic):
+            if not self._checksums.intact(message, self._pass, route.peer, route.tag):
+                raise damaged(route.about, route.peer)
+        return message[:nbytes]
 
-    def send(self, route: Route, payload: Tensor) -> list[dist.P2POp]:
+    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
+        with _timed(self._traffic):
+            self._checksums.seal(message, self._pass, self._rank, route.tag)
         with self._blaming(route.peer):
-            work = self._isend(route, payload)
-        self._outbox.append(_Sent(lambda: work, payload, route.peer))
+            work = self._isend(route, message)
+        self._outbox.append(_Sent(lambda: work, message, route.peer))
         return []
 
     def drain(self) -> None:
@@ -176,8 +207,8 @@ class Early(Transport):
     def _buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def _isend(self, route: Route, payload: Tensor) -> dist.Work:
-        work = dist.isend(payload, group=self._group, group_dst=route.peer, tag=route.tag)
+    def _isend(self, route: Route, message: Tensor) -> dist.Work:
+        work = dist.isend(message, group=self._group, group_dst=route.peer, tag=route.tag)
         assert work is not None
         return work
 
@@ -197,13 +228,16 @@ class Staged(Early):
     """`Early` for payloads on a device, which travel from and to buffers on the host.
 
     Args:
-        group: of which Gloo carries what lies on the CPU; traffic: where to count.
+        group: of which Gloo carries what lies on the CPU; traffic: where to count; checksums: of the messages.
         streams: of the device.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, streams: SideStreams) -> None:
-        super().__init__(group, traffic)
+    def __init__(
+        self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: SideStreams
+    ) -> None:
+        super().__init__(group, traffic, checksums)
         self._streams = streams
+        self.room = 0  # on the device; there is some on the host
 
     def leaving(self, source: Tensor) -> AbstractContextManager[None]:
         return self._streams.leaving(source)
@@ -220,17 +254,18 @@ class Staged(Early):
     def take(self, route: Route, nbytes: int) -> Tensor:
         return self._streams.to_device(super().take(route, nbytes))
 
-    def send(self, route: Route, payload: Tensor) -> list[dist.P2POp]:
-        host, copied = self._streams.to_host(payload)
-        sending = _sender().submit(self._send_after, copied, route, host)
+    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
+        host, copied = self._streams.to_host(message, self._checksums.room)
+        sending = _sender().submit(self._send_after, copied, route, host, self._pass)
         self._outbox.append(_Sent(sending.result, host, route.peer))
         return []
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._streams.host_buffer(nbytes)
 
-    def _send_after(self, copied: Event, route: Route, host: Tensor) -> _Work:
+    def _send_after(self, copied: Event, route: Route, host: Tensor, number: int) -> _Work:
         copied.synchronize()  # an error of this device, which is nobody else's fault
+        self._checksums.seal(host, number, self._rank, route.tag)
         try:
             return self._isend(route, host)
         except RuntimeError as error:
@@ -253,18 +288,33 @@ def _sender() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")
 
 
+# Of all stages of this rank: the last stage to finish a step looks at them.
+_verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, Verdicts] = weakref.WeakKeyDictionary()
+
+
 class InOrder(Transport):
     """The schedule's own operations, in its own order; what they carry are payloads."""
 
     name = "in the schedule's order"
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device | str,
+        traffic: Traffic,
+        checksums: Checksums,
+    ) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
         self.device = torch.device(device)
+        self._traffic, self._checksums = traffic, checksums
+        self.room = checksums.room
+        self._pass = 0
+        self._verdicts = _verdicts.setdefault(group, Verdicts())
         self._arriving: dict[Route, Tensor] = {}
         self._leaving: list[Tensor] = []
 
-    def begin(self, board: FailureBoard) -> None:
+    def begin(self, board: FailureBoard, number: int) -> None:
+        self._pass = number
         # The schedule has waited for all of the previous step, so none of its payloads is in use any more.
         self._arriving.clear()
         self._leaving.clear()
@@ -273,19 +323,36 @@ class InOrder(Transport):
         """Nothing: messages are matched by their order, which is the schedule's."""
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        payload = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._arriving[route] = payload
-        return [dist.P2POp(dist.irecv, payload, group=self._group, group_peer=route.peer)]
+        size = nbytes + self._checksums.room
+        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._arriving[route] = message
+        return [dist.P2POp(dist.irecv, message, group=self._group, group_peer=route.peer)]
 
     def take(self, route: Route, nbytes: int) -> Tensor:
-        return self._arriving.pop(route)
+        message = self._arriving.pop(route)
+        if self._checksums.enabled:
+            with _timed(self._traffic):
+                place = self._pass, route.peer, route.tag
+                damage = self._checksums.damage_there(message, *place)
+                self._verdicts.note(damage, route.about, route.peer)
+        return message[:nbytes]
 
-    def send(self, route: Route, payload: Tensor) -> list[dist.P2POp]:
-        self._leaving.append(payload)
-        return [dist.P2POp(dist.isend, payload, group=self._group, group_peer=route.peer)]
+    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
+        with _timed(self._traffic):
+            self._checksums.seal_there(message, self._pass, self._rank, route.tag)
+        self._leaving.append(message)
+        return [dist.P2POp(dist.isend, message, group=self._group, group_peer=route.peer)]
 
     def drain(self) -> None:
-        """Nothing: the schedule waits for the operations it runs."""
+        """The schedule waits for the operations it runs; whether what came was intact is looked at here."""
+        self._verdicts.settle()
+
+
+@contextlib.contextmanager
+def _timed(traffic: Traffic) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    traffic.checksum_seconds += time.perf_counter() - start
 
 
 class _Blaming:

@@ -14,6 +14,7 @@ from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec, check_choice, check_int
 from lowbit.collectives import all_reduce, engine
 from lowbit.collectives.algorithms import choose
+from lowbit.collectives.checksum import check_checksums
 from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm, check_summable
 from lowbit.collectives.shards import Shards
 
@@ -30,15 +31,18 @@ class Settings:
             the sum, two quantizations), or "auto": as `lowbit.collectives.all_reduce` decides from ranks and bytes.
         small: sums of fewer elements (rows times features) are not coded. Decided from the shape alone.
         timeout: seconds in which a missing or failed peer is an error.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent.
     """
 
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
     small: int = SMALL
     timeout: float = TIMEOUT
+    checksums: bool = True
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, ("auto", "one_shot", "two_shot"))
         check_int("small", self.small, 0, 1 << 60)
+        check_checksums(self.checksums)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
             raise TypeError(f"timeout is {self.timeout!r}; allowed: a number of seconds above 0")
         if not self.timeout > 0:
@@ -81,8 +85,9 @@ def sum_over_ranks(
         engine.finish(work, group, settings.timeout)
         return plain_sum(list(parts))
     all_reduce(
-        partial, codec, group, algorithm=settings.algorithm, small=0, timeout=settings.timeout
-    )
+        partial, codec, group,
+        algorithm=settings.algorithm, small=0, timeout=settings.timeout, checksums=settings.checksums,
+    )  # fmt: skip
     return partial
 
 

@@ -19,7 +19,8 @@ class Traffic:
 
     Args:
         coded, plain: values that travelled in few bits, and in the model's dtype (below `Settings.small`, or without a
-            codec). coded_bytes, plain_bytes: everything that stands for them: codes, outlier features, scales.
+            codec). coded_bytes, plain_bytes: everything that stands for them: codes, outlier features, scales; not the
+            8 bytes of each message's checksum.
         algorithms: of the all-reduces of those that were coded.
     """
 

@@ -256,6 +256,8 @@ class RunConfig(Section):
         supervise: train in processes of their own, and start them again from the newest checkpoint when they fail;
             implies `resume`. restarts: attempts in a row without a new checkpoint before it gives up.
         rejoin_seconds: longest wait of a supervised run for ranks that have not come (back) yet.
+        checksums: 8 bytes behind each message tell if it arrived as it was sent; if not, the run ends with an error
+            that names the sender.
         checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
         resume: go on from the newest checkpoint in `output`; overwrite: throw away what `output` holds.
         eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
@@ -284,6 +286,7 @@ class RunConfig(Section):
     supervise: bool = False
     restarts: int = 5
     rejoin_seconds: float = 600.0
+    checksums: bool = True
     checkpoint_every: int = 100
     keep: int = 2
     resume: bool = False

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session
+from lowbit.collectives.messages import Messages, Sent
 from lowbit.pipeline import LowBitStage
 from lowbit.train.data import Windows
 from lowbit.train.model import StageModule
@@ -26,6 +27,11 @@ class Evaluation:
         stages: this rank's pipeline stages, whose codecs may have learned something that evaluation uses.
         width: elements of an activation; device: where the modules are.
         group: of the pipeline, apart from the training traffic; Gloo carries it, wherever the modules are.
+        timeout: seconds after which a peer that does not answer is an error. checksums: of what crosses.
+
+    Raises:
+        DamagedError: (in `loss`) what a neighbour sent did not arrive as it was.
+        PeerError: (in `loss`) a neighbour ended or does not answer.
     """
 
     def __init__(
@@ -37,10 +43,13 @@ class Evaluation:
         width: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        timeout: float = 120.0,
+        checksums: bool = True,
     ) -> None:
         self._stages = stages
         self._plan, self._modules, self._width = plan, modules, width
         self._device, self._group = device, group
+        self._messages = Messages(group, "evaluation", timeout=timeout, checksums=checksums)
 
     @torch.no_grad()
     def loss(
@@ -83,7 +92,7 @@ class Evaluation:
         inputs, targets = (t.to(self._device) for t in windows.batch(ids))
         key = tuple(ids.tolist())
         shape = (*inputs.shape, self._width)
-        sends: list[tuple[dist.Work | None, Tensor]] = []
+        sends: list[Sent] = []
         result = torch.zeros(2, dtype=torch.float64)
         x = inputs
         for index, module in self._modules.items():
@@ -97,29 +106,23 @@ class Evaluation:
                 result = torch.tensor([float(losses), targets.numel()], dtype=torch.float64)
             elif self._plan.crosses(index):
                 sends.append(self._send(index, x, codecs[index], key))
-        for work, _ in sends:
-            if work is not None:
-                work.wait()
+        for sent in sends:
+            sent.wait()
         return result
 
-    def _send(
-        self, boundary: int, x: Tensor, codec: Codec, key: tuple[int, ...]
-    ) -> tuple[dist.Work | None, Tensor]:
-        """Start sending; the payload must live until the work is done."""
+    def _send(self, boundary: int, x: Tensor, codec: Codec, key: tuple[int, ...]) -> Sent:
         session = self._session(boundary, codec, x.shape, outgoing=True)
         chosen = key if codec.needs_key else None
-        payload = session.encode(x.float(), key=chosen, training=False).cpu()
-        return dist.isend(
-            payload, group=self._group, group_dst=self._plan.rank_of(boundary + 1)
-        ), payload
+        payload = session.encode(x.float(), key=chosen, training=False)
+        return self._messages.send(payload, self._plan.rank_of(boundary + 1))
 
     def _receive(
         self, boundary: int, shape: tuple[int, ...], codec: Codec, key: tuple[int, ...]
     ) -> Tensor:
         session = self._session(boundary, codec, shape, outgoing=False)
         chosen = key if codec.needs_key else None
-        payload = torch.empty(session.nbytes(chosen), dtype=torch.uint8)
-        dist.recv(payload, group=self._group, group_src=self._plan.rank_of(boundary))
+        source = self._plan.rank_of(boundary)
+        payload = self._messages.receive(session.nbytes(chosen), source, f"boundary {boundary}")
         return session.decode(payload.to(self._device), key=chosen, training=False)
 
     def _session(

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.collectives.messages import Messages
 from lowbit.train.model import StageModule
 from lowbit.train.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_PIECE_BYTES = 8 << 20
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_OVER = object()
+
 
 def gather_weights(
-    modules: dict[int, StageModule], group: dist.ProcessGroup | None = None
+    modules: dict[int, StageModule], messages: Messages | None = None
 ) -> dict[str, Tensor]:
     """All parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
 
-    Empty on the other ranks of `group`, the pipeline's.
+    Empty on the other ranks. Weights travel in pieces of 8 MiB, of each rank one in turn, so that nobody waits longer
+    than for a piece of everybody, and no rank but 0 needs memory for more than it has.
 
-    A tensor at a time, so that no rank but 0 needs memory for more than it has.
+    Args:
+        modules: of this rank. messages: between the ranks of the pipeline; None: there are no others.
+
+    Raises:
+        DamagedError: a piece did not arrive as it was sent.
+        PeerError: a rank ended or does not answer.
+        ValueError: a rank tells of weights that can not be.
     """
     mine = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items()}
-    if dist.get_rank(group) != 0:
-        told = [[(n, t.shape, t.dtype) for n, t in mine.items()]]
-        dist.send_object_list(told, group=group, group_dst=0)
+    if messages is None:
+        return mine
+    if messages.rank != 0:
+        told = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in mine.items()]
+        messages.send_json(told, 0)
         for tensor in mine.values():
-            dist.send(tensor.contiguous(), group=group, group_dst=0)
+            for piece in tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
+                messages.send(piece, 0).wait()
         return {}
-    for rank in range(1, dist.get_world_size(group)):
-        told: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]]
-        dist.recv_object_list(told, group=group, group_src=rank)
-        for name, shape, dtype in told[0]:
-            mine[name] = torch.empty(shape, dtype=dtype)
-            dist.recv(mine[name], group=group, group_src=rank)
+    arriving = [_receive_all(mine, messages, rank) for rank in range(1, messages.ranks)]
+    while arriving:
+        arriving = [pieces for pieces in arriving if next(pieces, _OVER) is not _OVER]
     return mine
+
+
+def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> Iterator[None]:
+    """Add a rank's weights; stops after each piece."""
+    for name, shape, dtype in messages.receive_json(rank, "names of weights"):
+        if dtype not in _DTYPES or name in weights:
+            raise ValueError(
+                f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}"
+            )
+        weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        for piece in weights[name].view(-1).view(torch.uint8).split(_PIECE_BYTES):
+            piece.copy_(messages.receive(piece.numel(), rank, name))
+            yield
 
 
 def save_model(

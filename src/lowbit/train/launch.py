@@ -77,7 +77,8 @@ def start_ranks(config: TrainConfig) -> None:
     Raises:
         LaunchError: one of them failed; none is left.
     """
-    from lowbit.train.meeting import SECRET, listen, new_secret
+    from lowbit.collectives.checksum import SECRET
+    from lowbit.train.meeting import listen, new_secret
     from lowbit.train.peers import ALARM, Cause, board
 
     secret = new_secret()

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.activations import counted
 from lowbit.collectives import agree
+from lowbit.collectives.checksum import secret_facts
+from lowbit.collectives.messages import Messages
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
@@ -101,6 +103,7 @@ class Trainer:
             codec=prepared.all_reduce,
             timeout=self.config.run.timeout_seconds,
             side=self.side,
+            checksums=self.config.run.checksums,
         )
         self.modules, tied = self._build_modules()
         self.tied = TiedWeights(self.modules, self.plan, self.replicas, tied=tied)
@@ -117,7 +120,7 @@ class Trainer:
         width = next(iter(self.modules.values())).width
         self.evaluation = Evaluation(
             self.plan, self.modules, stages=self.pipeline.lowbit_stages, width=width, device=device,
-            group=self.replicas.side,
+            group=self.replicas.side, timeout=self.config.run.timeout_seconds, checksums=self.config.run.checksums,
         )  # fmt: skip
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
@@ -231,7 +234,7 @@ class Trainer:
     def _agree(self) -> None:
         """Stop before the first byte if a rank has another configuration, text or version."""
         facts = {"text": self.prepared.data.fingerprint()}
-        facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__}
+        facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
         facts["backend"] = self.prepared.backend
         for section, values in dataclasses.asdict(self.config).items():
             names = (f"{section}.{key}" for key in values)
@@ -307,13 +310,19 @@ class Trainer:
         replicas = self.replicas.count  # whose gradients are equal by now
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs)
 
+    def _gather_weights(self) -> dict[str, Tensor]:
+        run = self.config.run
+        messages = Messages(
+            self.replicas.side, "saving", timeout=run.timeout_seconds, checksums=run.checksums
+        )
+        return export.gather_weights(self.modules, messages)
+
     def _finish(self, history: list[StepMetrics], recorder: Recorder | None) -> Summary:
         run = self.config.run
         losses = self.evaluate(run.steps, recorder)
         folder = self.output / "model" if run.save_model else None
         if folder is not None:
-            first = self.replicas.index == 0
-            weights = export.gather_weights(self.modules, self.replicas.side) if first else {}
+            weights = self._gather_weights() if self.replicas.index == 0 else {}
             if self.rank == 0:
                 export.save_model(folder, weights, self.model_config, self.prepared.data.tokenizer)
         summary = summarize(

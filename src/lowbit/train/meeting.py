@@ -20,13 +20,11 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from lowbit.collectives.checksum import SECRET
 from lowbit.train.peers import board
 from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
-
-SECRET = "LOWBIT_SECRET"
-"""Environment variable with what all ranks of a run know and nobody else does."""
 
 _POLL = 0.05
 _LOOPBACK = ("127.", "localhost", "::1")

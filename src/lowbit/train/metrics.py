@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Work:
     """What one step cost on this rank.
 
-    Bytes and elements are those it sent over boundaries, and of gradients to other pipelines; an all-reduce has to send
-    2 (W - 1) / W elements for each of the tensor's.
+    Seconds of codecs include those of checksums. Bytes and elements are those it sent over boundaries, and of gradients
+    to other pipelines; an all-reduce has to send 2 (W - 1) / W elements for each of the tensor's.
     """
 
     forward_bytes: int = 0

@@ -124,7 +124,7 @@ class Peers:
             self.close()
 
     def explain(self, error: BaseException) -> PeerError | None:
-        """Why a call failed: the rank that caused it, or None if that is this one.
+        """Why a call failed, where the error itself does not say what all ranks end with; else None.
 
         Takes a few seconds at most, in which the beat of a peer that lives is heard. Afterwards all ranks that hear
         the store know the cause.
@@ -141,7 +141,7 @@ class Peers:
             cause = self._alarm
         elif cause is mine and isinstance(error, RuntimeError):
             cause = self._store_gone()
-        return None if cause.rank == self.rank else PeerError(cause.text, cause.rank)
+        return None if cause.text in (said, str(error)) else PeerError(cause.text, cause.rank)
 
     def _linger(self) -> None:
         """Give the others time to read the alarm, where this process may be the one that keeps the store."""

@@ -50,7 +50,7 @@ class Replicas:
 
     Args:
         ranks: in a pipeline; count: pipelines.
-        codec: of the gradients between them. timeout: seconds to wait for a peer.
+        codec: of the gradients between them; checksums: of their messages. timeout: seconds to wait for a peer.
         side: a group of all ranks apart from the training traffic, which a single pipeline takes.
 
     Attributes:
@@ -66,11 +66,12 @@ class Replicas:
         codec: Codec,
         timeout: float,
         side: dist.ProcessGroup | None = None,
+        checksums: bool = True,
     ) -> None:
         self.ranks, self.count = ranks, count
         self.index, self.place = divmod(dist.get_rank(), ranks)
         self.pipeline: dist.ProcessGroup | None = None  # the default group
-        self._codec, self.timeout = codec, timeout
+        self._codec, self.timeout, self._checksums = codec, timeout, checksums
         self._across: dist.ProcessGroup | None = None
         self._sent_bytes = self._sent_elements = 0.0
         if count == 1:
@@ -94,12 +95,13 @@ class Replicas:
     def average(self, flat: Tensor) -> Pending | None:
         """Start to replace gradients by their mean over all pipelines: float32, one dimension."""
         self._sent_bytes += all_reduce_bytes(
-            flat.numel(), self._codec, rank=self.index, ranks=self.count
+            flat.numel(), self._codec, rank=self.index, ranks=self.count, checksums=self._checksums
         )
         self._sent_elements += 2 * (self.count - 1) / self.count * flat.numel()
         return all_reduce(
-            flat, self._codec, self._across, "avg", async_op=True, timeout=self.timeout
-        )
+            flat, self._codec, self._across, "avg",
+            async_op=True, timeout=self.timeout, checksums=self._checksums,
+        )  # fmt: skip
 
     def note_traffic(self, work: Work) -> None:
         """Add what this rank has sent since the last time."""

@@ -149,6 +149,7 @@ class Pipeline:
             backward=dict(enumerate(self.codecs.backward)),
             warmup_steps=self.config.codec_warmup_steps,
             timeout=self.config.run.timeout_seconds,
+            checksums=self.config.run.checksums,
         )
 
     def _compile_kernels(self) -> None:
@@ -170,7 +171,7 @@ class Pipeline:
                 work.forward_elements += stage.traffic.forward_elements
                 work.backward_bytes += stage.traffic.backward_bytes
                 work.backward_elements += stage.traffic.backward_elements
-                work.codec_seconds += stage.traffic.codec_seconds
+                work.codec_seconds += stage.traffic.codec_seconds + stage.traffic.checksum_seconds
                 work.wait_seconds += stage.traffic.wait_seconds
             elif isinstance(stage, StockStage):
                 work.compute_seconds += stage.compute_seconds

@@ -1,0 +1,204 @@
+"""Eight bytes behind every message, which say whether it arrived as it was sent, and as the message that was expected.
+
+A checksum is made of the payload, of what the message is (sender, place and a counter that both ends count alike), and
+of the run's secret, if the environment variable LOWBIT_SECRET names one. So bits that changed on the way are noticed,
+and so is a message of another step or place, and one that was made up by somebody who does not know the secret. This is
+no message authentication code: it is not made to stand up to somebody who reads the traffic and computes.
+
+On the host the checksum is XXH3 (64 bits). What is on a device when it arrives (NCCL, and the engine's collectives) has
+one of plain integer operations there, which no host waits for: `Verdicts` keeps the outcomes, and looks at all at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import os
+import struct
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lowbit.collectives.failure import PeerError
+
+CHECKSUM_BYTES = 8
+"""Bytes that follow the payload of a message on the wire."""
+SECRET = "LOWBIT_SECRET"
+"""Environment variable with what all ranks of a run know and nobody else does."""
+_WORD = 8  # bytes that the checksum on a device takes at a time
+_LOW_HALF = 0xFFFFFFFF
+_ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+
+class DamagedError(PeerError):
+    """A message is not the one that was sent, or not the one that was expected.
+
+    Attributes:
+        rank: the rank, within the group, that the message came from.
+    """
+
+
+class Checksums:
+    """Checksums of the messages of one conversation: the same at both ends.
+
+    A message is uint8, one dimension, contiguous: the payload and `room` bytes behind it.
+
+    Args:
+        topic: what the messages are about; those of other topics do not fit.
+        enabled: False: messages are payloads and nothing else.
+
+    Attributes:
+        room: bytes behind each payload: 8, or 0.
+    """
+
+    def __init__(self, topic: str, *, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.room = CHECKSUM_BYTES if enabled else 0
+        self._base = xxhash.xxh3_64_intdigest(topic.encode(), seed=_key_of(_secret()))
+
+    def seal(self, message: Tensor, *place: int) -> None:
+        """Fill the last bytes of a message on the host. `place`: which of the conversation's messages it is."""
+        if self.enabled:
+            view = message.numpy().data
+            view[-self.room :] = xxhash.xxh3_64_digest(view[: -self.room], seed=self._seed(place))
+
+    def intact(self, message: Tensor, *place: int) -> bool:
+        """Whether a message on the host is the one that was sent, and is the one of this place."""
+        if not self.enabled:
+            return True
+        view = message.numpy().data
+        expected = xxhash.xxh3_64_digest(view[: -self.room], seed=self._seed(place))
+        return view[-self.room :] == expected
+
+    def seal_there(self, message: Tensor, *place: int) -> None:
+        """As `seal`, by operations on the message's device, for `damage_there` at the other end."""
+        if self.enabled:
+            found = _sum_words(message[: -self.room], self._seed(place))
+            message[-self.room :].copy_(found.view(torch.uint8))
+
+    def damage_there(self, message: Tensor, *place: int) -> Tensor:
+        """Whether a message is not the one that was sent: bool (1,), on its device, with no wait for the answer."""
+        if not self.enabled:
+            return torch.zeros(1, dtype=torch.bool, device=message.device)
+        found = _sum_words(message[: -self.room], self._seed(place))
+        return found != message[-self.room :].clone().view(torch.int64)
+
+    def _seed(self, place: tuple[int, ...]) -> int:
+        return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(place)}q", *place), seed=self._base)
+
+
+class Verdicts:
+    """Outcomes on a device, which nobody has looked at yet."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, str, int]] = []
+
+    def note(self, damage: Tensor, about: str, rank: int) -> None:
+        """Keep what `Checksums.damage_there` gave. about, rank: as for `damaged`."""
+        self._noted.append((damage, about, rank))
+
+    def settle(self) -> None:
+        """Wait for all outcomes, and forget them.
+
+        Raises:
+            DamagedError: about the first message that is damaged.
+        """
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        outcomes = torch.cat([damage for damage, _, _ in noted]).tolist()
+        for (_, about, rank), found in zip(noted, outcomes, strict=True):
+            if found:
+                raise damaged(about, rank)
+
+
+def damaged(about: str, rank: int) -> DamagedError:
+    """The error about a message: what it is and who sent it, in words, and the sender's rank in the group."""
+    return DamagedError(
+        f"{about} is damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message "
+        "of another step or place",
+        rank,
+    )
+
+
+def agreed_facts(checksums: bool) -> dict[str, str]:
+    """What all ranks must hold alike so that checksums fit: whether there are any, and which secret."""
+    return {"checksums": "on" if checksums else "off", **secret_facts()}
+
+
+def secret_facts() -> dict[str, str]:
+    """Which secret this process has, so that ranks can compare it; nobody learns the secret from that."""
+    if not (secret := _secret()):
+        return {SECRET: "not set"}
+    key = hashlib.sha256(secret.encode()).digest()
+    digest = hmac.new(key, b"lowbit: which secret is it", hashlib.sha256).hexdigest()
+    return {SECRET: f"one with digest {digest[:12]}"}
+
+
+def check_checksums(value: object) -> None:
+    """Raise unless an argument `checksums` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"checksums is {value!r}; allowed: True or False")
+
+
+def sealed_bytes(nbytes: int, checksums: bool = True) -> int:
+    """Bytes on the wire of a message with such a payload; an empty one does not travel."""
+    return nbytes + CHECKSUM_BYTES if nbytes and checksums else nbytes
+
+
+def _secret() -> str:
+    return os.environ.get(SECRET, "")
+
+
+@functools.cache
+def _key_of(secret: str) -> int:
+    """64 bits of a secret; 0 without one."""
+    if not secret:
+        return 0
+    return int.from_bytes(hashlib.sha256(b"lowbit checksums" + secret.encode()).digest()[:8])
+
+
+def _sum_words(payload: Tensor, seed: int) -> Tensor:
+    """A checksum by PyTorch's integer operations, modulo 2^64: int64 (1,), the same on every device.
+
+    Each word of 8 bytes is mixed so that each of its bits reaches the lower half, and counts with an odd weight of its
+    place: any bits that change in one word are noticed for sure, others but for a chance in billions, and so are words
+    that change places.
+    """
+    if payload.storage_offset() % _WORD:
+        payload = payload.clone()
+    whole = payload.numel() // _WORD * _WORD
+    words = payload[:whole].view(torch.int64)
+    if whole < payload.numel():
+        rest = torch.zeros(_WORD, dtype=torch.uint8, device=payload.device)
+        rest[: payload.numel() - whole] = payload[whole:]
+        words = torch.cat([words, rest.view(torch.int64)])
+    start = _signed(seed)
+    mixed = (words ^ start) * _ODD[0]
+    mixed = mixed ^ ((mixed >> 32) & _LOW_HALF)
+    total = (mixed * _weights(words.numel(), payload.device)).sum().reshape(1)
+    total = (total + payload.numel()) * _ODD[1]
+    return (total ^ ((total >> 32) & _LOW_HALF)) + start
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers, one for each place of a word; kept for the next message."""
+    least = 1 << max(10, (count - 1).bit_length())
+    return _made_weights(least, device)[:count]
+
+
+@functools.cache
+def _made_weights(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        places = torch.arange(1, count + 1, device=device) * _ODD[2]
+        places = (places ^ ((places >> 29) & 0x7FFFFFFFF)) * _ODD[0]
+        made = places | 1
+    if device.type == "cuda":  # other streams will use them, too
+        torch.cuda.current_stream(device).synchronize()
+    return made
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

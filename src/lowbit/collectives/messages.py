@@ -1,0 +1,152 @@
+"""Single messages between two ranks, beside a pipeline's traffic: with a time limit, a checksum, and the peer's name.
+
+Between two ranks of a group they arrive in the order in which they were sent, so both ends count them. Gloo carries
+them, from and to the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.collectives.agreement import default_group, next_round
+from lowbit.collectives.checksum import Checksums, damaged
+from lowbit.collectives.failure import FailureBoard
+from lowbit.collectives.objects import MOST_BYTES
+
+_SIZE_BYTES = 8
+
+
+class Sent:
+    """A message on its way."""
+
+    def __init__(self, messages: Messages, work: dist.Work, message: Tensor, to: int) -> None:
+        self._messages, self._work, self._to = messages, work, to
+        self._message = message  # Gloo reads from it until the work is done
+
+    def wait(self) -> None:
+        """Return when the peer has taken it.
+
+        Raises:
+            PeerError: the peer ended, or did not take it in time.
+        """
+        with self._messages.blaming(self._to):
+            self._work.wait(self._messages.board.patience)
+
+
+class Messages:
+    """The messages of one purpose; to be made by all ranks of the group, in the same order as others of that purpose.
+
+    Args:
+        group: the ranks, over Gloo; None: the default group.
+        purpose: what they are about, for errors: "evaluation".
+        timeout: seconds after which a peer that does not come or answer is an error.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        purpose: str,
+        *,
+        timeout: float,
+        checksums: bool = True,
+    ) -> None:
+        self._group, self._purpose = group or default_group(), purpose
+        self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        topic = f"{purpose}/{next_round(self._group, f'messages/{purpose}')}"
+        self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(self._group)]
+        self.board = FailureBoard(self._group, f"messages/{topic}", self._names, timeout)
+        self._checksums = Checksums(f"messages/{topic}", enabled=checksums)
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def send(self, payload: Tensor, to: int) -> Sent:
+        """Start to send. payload: any tensor, of which a copy travels; to: a rank of the group.
+
+        Raises:
+            PeerError: the peer ended.
+        """
+        flat = payload.detach().reshape(-1).view(torch.uint8)
+        message = torch.empty(flat.numel() + self._checksums.room, dtype=torch.uint8)
+        message[: flat.numel()].copy_(flat)
+        self._checksums.seal(message, self.rank, to, self._sent[to])
+        self._sent[to] += 1
+        with self.blaming(to):
+            work = dist.isend(message, group=self._group, group_dst=to)
+        assert work is not None  # only for ranks outside the group
+        return Sent(self, work, message, to)
+
+    def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
+        """Wait for the next message of a rank, whose length must be known.
+
+        Args:
+            nbytes: of its payload. source: a rank of the group. about: what it is, for errors.
+
+        Returns:
+            uint8 (nbytes,), on the CPU.
+
+        Raises:
+            DamagedError: it did not arrive as it was sent.
+            PeerError: the peer ended, or did not send in time.
+        """
+        message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8)
+        with self.blaming(source):
+            work = dist.irecv(message, group=self._group, group_src=source)
+            assert work is not None
+            work.wait(self.board.patience)
+        number = self._received[source]
+        self._received[source] += 1
+        if not self._checksums.intact(message, source, self.rank, number):
+            what = f"{self._purpose}, {about or 'message'}, number {number}"
+            raise damaged(f"{what}: the message from {self._names[source]}", source)
+        return message[:nbytes]
+
+    def send_json(self, value: Any, to: int) -> None:
+        """Send what JSON can hold, and wait until it is taken; two messages, of 8 bytes and of the text.
+
+        Raises:
+            TypeError: JSON can not hold `value`.
+            ValueError: a text of more than 64 MiB.
+            PeerError: the peer ended, or did not take it in time.
+        """
+        text = json.dumps(value).encode()
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"value has {len(text)} bytes of JSON; allowed: at most {MOST_BYTES}")
+        sizes = self.send(torch.tensor([len(text)]), to)
+        told = self.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to)
+        sizes.wait()
+        told.wait()
+
+    def receive_json(self, source: int, about: str = "") -> Any:
+        """What a rank sent with `send_json`.
+
+        Raises:
+            DamagedError, PeerError: as `receive`.
+            ValueError: a length that is not allowed, or no JSON.
+        """
+        size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
+        if not 0 < size <= MOST_BYTES:
+            raise ValueError(
+                f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}"
+            )
+        text = self.receive(size, source, about).numpy().tobytes()
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self._names[source]} sent no JSON: {error}") from None
+
+    @contextlib.contextmanager
+    def blaming(self, peer: int) -> Iterator[None]:
+        """Turn a failure of communication with a rank into an error that names whoever failed first."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.board.blame(peer, error) from error

@@ -1,0 +1,188 @@
+"""Damage on the way between two stages: noticed over every transport, before an optimizer uses what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit.codecs import GroupInt
+from lowbit.collectives.checksum import CHECKSUM_BYTES
+from lowbit.pipeline import AgreementError, DamagedError, LowBitStage, PeerError
+from lowbit.pipeline import stage as stage_module
+from lowbit.pipeline.transport import Early, InOrder, Route
+from tests.damage import Flip, Replay, on_the_way, secret
+from tests.pipeline import toy
+from tests.pipeline.test_staged import staged_on
+from tests.ranks import Ranks
+
+INT4 = GroupInt(bits=4, group=64)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
+N = toy.MICRO_BATCHES
+
+
+@contextlib.contextmanager
+def over(transport: str) -> Any:
+    """Stages that are made here take this transport."""
+    before = stage_module.choose
+    with staged_on((0, 1)) if transport == "staged" else contextlib.nullcontext():
+        if transport == "in order":
+            stage_module.choose = InOrder
+        try:
+            yield
+        finally:
+            stage_module.choose = before
+
+
+def trained(transport: str, sender: int, change: Any) -> tuple[str, str, int, int]:
+    """An evaluation and steps until something that a rank sends is changed on its way."""
+    with over(transport):
+        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
+    with on_the_way(sender, change):
+        for step in range(3):
+            try:
+                run.train(step)
+            except RuntimeError as error:
+                return type(error).__name__, str(error), getattr(error, "rank", -1), step
+    return "", "", -1, 3
+
+
+@pytest.mark.parametrize("transport", ["early", "staged", "in order"])
+@pytest.mark.parametrize(("sender", "direction"), [(0, "forward"), (1, "backward")])
+def test_a_flipped_bit_names_sender_boundary_and_step(
+    ranks: Ranks, transport: str, sender: int, direction: str
+):
+    found = ranks.run(trained, transport, sender, Flip(N + 2))
+    error, text, culprit, step = found[1 - sender]
+    assert error == "DamagedError"
+    assert text == (
+        f"boundary 0 {direction}, micro-batch 2, tensor 0, step 1: the message from rank {sender} (stage {sender}) is "
+        "damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message of another "
+        "step or place"
+    )
+    assert (culprit, step) == (sender, 1)
+    error, text, culprit, _ = found[sender]  # sees the other one end
+    if transport == "in order":  # where the engine says so
+        assert error == "RuntimeError"
+    else:
+        assert (error, culprit) == ("PeerError", 1 - sender)
+        assert text.startswith(f"rank {1 - sender} (stage {1 - sender}) closed its connection")
+
+
+@pytest.mark.parametrize("transport", ["early", "in order"])
+@pytest.mark.parametrize(("old", "new"), [(1, N + 1), (N, N + 1)], ids=["step", "micro-batch"])
+def test_a_message_of_another_step_or_place_is_noticed(
+    ranks: Ranks, transport: str, old: int, new: int
+):
+    error, text, culprit, _ = ranks.run(trained, transport, 0, Replay(old, new))[1]
+    assert (error, culprit) == ("DamagedError", 0)
+    assert text.startswith("boundary 0 forward, micro-batch 1, tensor 0, step 1: ")
+
+
+def evaluated(transport: str) -> str:
+    with over(transport):
+        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
+    run.train(0)
+    with on_the_way(0, Flip(3)):
+        try:
+            run.evaluate(0)
+        except DamagedError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("transport", ["early", "in order"])
+def test_evaluation_is_checked_too(ranks: Ranks, transport: str):
+    text = ranks.run(evaluated, transport)[1]
+    assert text.startswith("boundary 0 forward, micro-batch 3, tensor 0, evaluation before step 1:")
+
+
+def nothing_damaged_is_decoded() -> int:
+    """How many payloads the damaged step has decoded, with its second one damaged."""
+    run = toy.Run("gpipe", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
+    run.train(0)
+    if dist.get_rank() == 1:
+        lane = run.stages[0]._lanes["forward", False]  # type: ignore[attr-defined]
+        decode, decoded = lane.decode, []
+        lane.decode = lambda *args: (decoded.append(args), decode(*args))
+        with pytest.raises(DamagedError):
+            run.train(1)
+        return len(decoded)
+    with on_the_way(0, Flip(1)), pytest.raises(PeerError):
+        run.train(1)
+    return 0
+
+
+def test_nothing_that_is_damaged_is_decoded(ranks: Ranks):
+    assert ranks.run(nothing_damaged_is_decoded)[1] == 1
+
+
+def disagreeing(checksums: dict[int, bool], secrets: dict[int, str]) -> str:
+    rank = dist.get_rank()
+    on = checksums.get(rank, True)
+    with secret(secrets.get(rank, "same")):
+        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, checksums=on, timeout=10))
+        try:
+            run.train(0)
+        except AgreementError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_must_agree_on_checksums_and_secret(ranks: Ranks):
+    expected = (
+        "the ranks do not agree:\n  checksums: on on rank 0 (stage 0); off on rank 1 (stage 1)"
+    )
+    assert ranks.run(disagreeing, {1: False}, {}) == [expected] * 2
+    texts = ranks.run(disagreeing, {}, {0: "another"})
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the ranks do not agree:\n  LOWBIT_SECRET: one with digest ")
+    assert "another" not in texts[0]
+
+
+def sizes(transport: str, checksums: bool) -> Any:
+    """Losses of two steps, and the bytes that this stage says it sent."""
+    with over(transport):
+        options = {"warmup_steps": 1, "checksums": checksums}
+        run = toy.Run("1f1b", toy.lowbit(forward=INT4, backward=INT6, **options))
+    sent: list[int] = []
+    engine = Early._isend
+
+    def counted(self: Early, route: Route, message: torch.Tensor) -> dist.Work:
+        sent.append(message.numel())
+        return engine(self, route, message)
+
+    Early._isend = counted  # type: ignore[method-assign]
+    try:
+        for step in range(2):
+            run.train(step)
+    finally:
+        Early._isend = engine  # type: ignore[method-assign]
+    (stage,) = run.stages
+    assert isinstance(stage, LowBitStage)
+    traffic = stage.traffic
+    if transport != "in order":
+        assert sum(sent) == traffic.forward_bytes + traffic.backward_bytes
+    return run.losses, traffic.forward_bytes + traffic.backward_bytes
+
+
+@pytest.mark.parametrize("transport", ["early", "staged", "in order"])
+def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(
+    ranks: Ranks, transport: str
+):
+    off, on = (ranks.run(sizes, transport, checksums) for checksums in (False, True))
+    shape = (toy.ROWS, 3, toy.WIDTH)
+    plain = 4 * toy.ROWS * 3 * toy.WIDTH
+    for (losses, few), (more_losses, more), codec in zip(off, on, (INT4, INT6), strict=True):
+        assert few == N * (plain + codec.nbytes(shape))
+        assert more == few + 2 * N * CHECKSUM_BYTES
+        assert all(torch.equal(a, b) for a, b in zip(losses, more_losses, strict=True))
+    assert len(off[1][0]) == 2 * N
+
+
+def test_checksums_is_yes_or_no(ranks: Ranks):
+    for outcome in ranks.outcomes(disagreeing, {0: "yes", 1: "yes"}, {}):
+        assert outcome.text == "checksums is 'yes'; allowed: True or False"
