@@ -7,16 +7,19 @@ ARGS   ?=
 GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test torture gpu-test lint format clean
+.PHONY: help demo test test-slow fuzz torture gpu-test lint format clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 and in 4 bits, side by side
 	@$(BIN)/lowbit demo
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` leaves out
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 torture: $(VENV)/.installed-dev ## Hurt real runs at random moments (ARGS="--trials 20 --supervise"); as root, an hour
 	@$(BIN)/python -m tests.torture $(ARGS)

@@ -112,6 +112,7 @@ def test_rows_of_a_boundary_with_other_formats_are_not_mixed_in(
     run(dataclasses.replace(settings, backward="int8", boundaries=("fp32",)), file=file)
 
 
+@pytest.mark.slow
 def test_real_runs_in_two_processes(settings: Settings, tmp_path: Path):
     settings = dataclasses.replace(settings, jobs=2, boundaries=("fp32", "aq-sgd"), seeds=(0,))
     report = run(settings, file=tmp_path / "c.json")

@@ -50,6 +50,7 @@ def test_an_error_in_a_run_is_raised_here():
         list(finish([task("missing.txt")], jobs=1, threads=1))
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
     (tmp_path / "endless.py").write_text(ENDLESS)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

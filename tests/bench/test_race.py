@@ -62,6 +62,7 @@ def test_the_target_is_what_all_have_reached():
     assert rows["tah-quant"]["speedup_fp32"] == 2.0
 
 
+@pytest.mark.slow
 def test_a_real_race(tmp_path: Path):
     report = race.run(TINY)
     rows: dict[str, Any] = {row["boundary"]: row for row in report.rows}

@@ -88,5 +88,35 @@ def test_an_outcome_that_can_not_be_written_is_said_before_the_run(tmp_path: Pat
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert f"{tmp_path} can not be written" in result.stderr
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        check_output(tmp_path / "file" / "rows.json")
+    for path in (tmp_path / "file" / "rows.json", Path("/dev/null"), Path("/proc/rows.json")):
+        with pytest.raises(ValueError, match=f"^{path} can not be written: "):
+            check_output(path)
+    check_output(tmp_path / "new" / "rows.json")
+    assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(ValueError, match=r"picture is '.*rows.json'; allowed: a file that ends in"):
+        check_output(tmp_path / "rows.json", picture=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is not JSON (Expecting value: line 1 column 1 (char 0)): name another file"),
+        ("[1]", "holds no report of `lowbit bench {command}`: name another file"),
+        ("[" * 20000, "is not JSON (maximum recursion depth"),
+        (
+            '{"command": "bench codecs", "settings": {}, "machine": {}, "rows": []}',
+            "holds no report of `lowbit bench {command}`: name another file",
+        ),
+        (
+            '{"command": "bench {command}", "settings": {}, "machine": {}, "rows": [{"x": 1}]}',
+            "holds no report of `lowbit bench {command}`: name another file",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["convergence", "memory"])
+def test_a_file_that_holds_no_rows_is_named(tmp_path: Path, command: str, text: str, reason: str):
+    (tmp_path / "rows.json").write_text(text.replace("{command}", command))
+    result = invoke(command, "--json", str(tmp_path / "rows.json"))
+    expected = f"error: {tmp_path / 'rows.json'} {reason.replace('{command}', command)}"
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
+    assert result.stderr.startswith(expected)

@@ -70,7 +70,7 @@ def test_a_rank_that_takes_its_time_is_waited_for(ranks: Ranks):
 
 
 def test_a_rank_that_never_comes_is_named(ranks: Ranks):
-    outcomes = ranks.outcomes(comes_late, 2, 8, 1.0, ranks=3)
+    outcomes = ranks.outcomes(comes_late, 2, 4, 1.0, ranks=3)
     for outcome in outcomes[:2]:
         assert outcome.kind == "AgreementError"
         assert outcome.text.startswith("rank 2 stated nothing within 1 s")

@@ -83,14 +83,27 @@ def test_rows_of_formats_and_ranks(
     assert caplog.text.count("the calibration was made from the same") == 1
 
 
-def test_what_was_not_coded_counts_as_it_travelled(folder: Path, calibrated: Path):
-    settings = evaluation(folder, tps=(2,), formats=("int4",), batch=3, small=3000)
+@pytest.mark.parametrize(("dtype", "own"), [("float32", 32), ("bfloat16", 16)])
+def test_what_was_not_coded_counts_as_it_travelled(
+    folder: Path, calibrated: Path, dtype: str, own: int
+):
+    settings = evaluation(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
     rows = run.run(settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
     assert [row["coded"] for row in rows] == [0.75, 0.75]
-    assert [row["bits_per_value"] for row in rows] == [0.75 * bits + 0.25 * 32 for bits in (16, 4)]
+    assert [row["bits_per_value"] for row in rows] == [0.75 * bits + 0.25 * own for bits in (16, 4)]
     row = run.run(dataclasses.replace(settings, formats=("feature-int4",), small=None)).rows[1]
-    assert (row["coded"], row["bits_per_value"], row["algorithm"]) == (0, 32, None)
+    assert (row["coded"], row["bits_per_value"], row["algorithm"]) == (0, own, None)
     assert row["kept"] == 1
+
+
+@pytest.mark.parametrize(("native", "auto"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_model_computes_in_what_the_processor_has(
+    monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    expected = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    for name, dtype in expected.items():
+        assert loading.choose_dtype(name, torch.device("cpu")) == dtype
 
 
 def test_scores_are_means_over_tasks():

@@ -20,6 +20,7 @@ SUBSPACE = [
 FUSED = ["RMSNorm + GroupInt() encode", "RMSNorm backward", "SwiGLU backward"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's tools there")
 def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

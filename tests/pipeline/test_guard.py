@@ -151,6 +151,7 @@ def test_steps_that_differ_are_an_error_before_shapes_are_exchanged(
     assert said in outcomes[0].text
 
 
+@pytest.mark.slow
 def test_a_rank_that_evaluates_alone_ends_all_within_the_timeout(ranks: Ranks):
     outcomes = ranks.outcomes(other_pass, 1, timeout=40)
     assert outcomes[0].kind == "PeerError"

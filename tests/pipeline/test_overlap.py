@@ -56,6 +56,7 @@ print(json.dumps(both), flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}"
 )

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
+from lowbit.collectives.agreement import default_group
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
     calibrate,
     emulate_tensor_parallel_,
 )
+from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.select import select
+from tests.ranks import Ranks
 from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, calibrated, logits, sequences
 
 
@@ -258,3 +262,28 @@ def test_a_model_that_is_not_finite_is_told_so():
     ):
         calibrate(model, sequences(1), ranks=2)
     assert "forward" not in vars(model.layers[0].mlp.down)  # whole again
+
+
+def gathers(widths: dict[str, int]) -> dict[str, Tensor]:
+    """Averages of two ranks that saw other numbers, put together."""
+    rank, group = dist.get_rank(), default_group()
+    if rank and "wider" in widths:
+        widths = {**widths, "wider": 4}
+    observer = Observer(widths if rank else dict(reversed(widths.items())), ranks=2, momentum=0.5)
+    for average in (*observer.lows.values(), *observer.highs.values()):
+        average.fill_(average.shape[1] + 100 * rank)
+    observer.gather(group)
+    return observer.tensors()
+
+
+def test_ranks_put_together_what_each_has_seen(ranks: Ranks):
+    for tensors in ranks.run(gathers, {"a": 2, "b": 3}):
+        for name, width in (("a.low", 2), ("a.high", 2), ("b.low", 3), ("b.high", 3)):
+            assert tensors[name][:2].tolist() == [[width] * width, [width + 100] * width]
+
+
+def test_ranks_with_other_boundaries_are_told(ranks: Ranks):
+    for outcome in ranks.outcomes(gathers, {"a": 2, "wider": 3}):
+        assert outcome.kind == "CalibrationError"
+        assert "'wider': 4" in outcome.text
+        assert "'wider': 3" in outcome.text

@@ -103,10 +103,12 @@ def test_a_resume_that_does_not_fit_is_refused(tmp_path: Path, ranks, changes, m
         prepare(again(config, pipeline=changes), ranks=ranks, rank=ranks - 1)
 
 
-def test_precision_follows_the_device(tmp_path: Path):
-    asked = {name: tiny(tmp_path, run={"precision": name}) for name in ("fp32", "bf16", "auto")}
-    assert prepare(asked["fp32"], ranks=2).autocast is None
-    assert prepare(asked["bf16"], ranks=2).autocast == torch.bfloat16
-    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if not torch.cuda.is_available():
-        assert prepare(asked["auto"], ranks=2).autocast == (torch.bfloat16 if native else None)
+@pytest.mark.parametrize(("native", "auto"), [(True, torch.bfloat16), (False, None)])
+def test_precision_follows_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype | None
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    expected = {"fp32": None, "bf16": torch.bfloat16, "auto": auto}
+    for precision, autocast in expected.items():
+        config = tiny(tmp_path, run={"precision": precision, "device": "cpu"})
+        assert prepare(config, ranks=2).autocast == autocast

@@ -326,7 +326,9 @@ def _read(file: Path, settings: Settings) -> list[Row]:
     """Rows of an earlier call with the same settings."""
     if not file.exists():
         return []
-    earlier = Report.read_json(file)
+    earlier = Report.read_json(
+        file, command="bench convergence", fields=("regime", "boundary", "seed", "loss")
+    )
     found = (
         Settings().identity() | earlier.settings
     )  # a setting that is newer than the file was as by default

@@ -62,7 +62,13 @@ class Settings:
     algorithm: str = "two_shot"
 
     def __post_init__(self) -> None:
-        check_at_least(self, rounds=1, steps=0, dim=1, layers=1, batch=1, sequence=1)
+        check_at_least(
+            self, rounds=1, steps=0, dim=1, layers=1, heads=1, ffn=1, batch=1, sequence=1
+        )
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"dim is {self.dim}; allowed with {self.heads} heads: multiples of {2 * self.heads}"
+            )
         for name in ("links", "formats", "ranks"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):

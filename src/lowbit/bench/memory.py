@@ -168,7 +168,7 @@ def _read(file: Path, settings: Settings) -> list[Row]:
     """Rows of an earlier call with the same settings but for methods and sequences."""
     if not file.exists():
         return []
-    earlier = Report.read_json(file)
+    earlier = Report.read_json(file, command="bench memory", fields=("method", "sequence"))
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         value = list(value) if isinstance(value, tuple) else value

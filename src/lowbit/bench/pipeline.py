@@ -89,7 +89,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least(self, ranks=2, rounds=1, steps=1, samples=self.batch)
+        check_at_least(self, ranks=2, rounds=1, steps=1, batch=1, samples=self.batch)
         if self.samples % self.batch:
             raise ValueError(
                 f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})"

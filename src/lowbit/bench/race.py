@@ -92,6 +92,7 @@ class Settings:
             self,
             ranks=2,
             start_steps=1,
+            batch=1,
             samples=self.batch,
             epochs=1,
             evaluations=1,

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,18 +55,28 @@ class Report:
             part.unlink(missing_ok=True)
 
     @classmethod
-    def read_json(cls, path: Path | str) -> Report:
-        """A report that `write_json` wrote.
+    def read_json(
+        cls, path: Path | str, *, command: str = "", fields: Collection[str] = ()
+    ) -> Report:
+        """A report that `write_json` wrote: of any command, or of this one, with at least these fields in each row.
 
         Raises:
             OSError: the file can not be read.
             ValueError: it holds something else.
         """
-        whole = json.loads(Path(path).read_text("utf-8"))
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(whole, dict) or set(whole) != names:
-            raise ValueError(f"{path} holds no report; expected a mapping of {', '.join(names)}")
-        return cls(**whole)
+        try:
+            whole = json.loads(Path(path).read_text("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON ({error}): name another file") from None
+        match whole:
+            case {"command": str(), "settings": dict(), "machine": dict(), "rows": [*rows]} if (
+                len(whole) == 4
+                and command in ("", whole["command"])
+                and all(isinstance(row, dict) and row.keys() >= set(fields) for row in rows)
+            ):
+                return cls(**whole)
+        kind = f"of `lowbit {command}`" if command else "that lowbit wrote"
+        raise ValueError(f"{path} holds no report {kind}: name another file")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,10 @@ def real(source: str, *, steps: int) -> list[Tensor]:
     """
     if source.endswith((".pt", ".safetensors")):
         return _from_file(Path(source))
+    if source and not Path(source).is_dir():
+        raise ValueError(
+            f"activations are {source!r}; allowed: a .pt or .safetensors file, or a folder with a model"
+        )
     data = DataConfig(
         tokenizer=source or "bytes", sequence=SEQUENCE, batch=BATCH, max_bytes=4_000_000
     )
@@ -112,18 +116,29 @@ def filled(tensors: Sequence[Tensor], numel: int) -> Tensor:
 
 
 def _from_file(path: Path) -> list[Tensor]:
-    if path.suffix == ".pt":
-        content = torch.load(path, weights_only=True)
-    else:
-        from safetensors.torch import load_file
-
-        content = load_file(path)
+    try:
+        content = _read(path)
+    except OSError:
+        raise
+    except Exception as error:  # of several libraries, and of kinds of their own
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"activations are {str(path)!r}, which can not be read: {reason}"
+        ) from error
     found = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
     if not found:
         raise ValueError(
             f"{path} has no floating tensor with two or more dimensions, channels last"
         )
     return [t if t.dim() == 3 else t.reshape(1, -1, t.shape[-1]) for t in found]
+
+
+def _read(path: Path) -> Any:
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True)
+    from safetensors.torch import load_file
+
+    return load_file(path)
 
 
 def _tensors(content: Any) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,8 +150,8 @@ def command_of(
     ) -> None:
         with one_line_errors(traceback):
             chosen = build(settings, given, words)
-            for path in (json, png):
-                check_output(path)
+            check_output(json)
+            check_output(png, picture=True)
             report = run(chosen, json)
             if os.environ.get("RANK", "0") == "0":
                 conclude(importlib.import_module(views), report, json, png)
@@ -176,20 +177,33 @@ def conclude(views: Any, report: Report, json: Path | None, png: Path | None) ->
         views.draw(report, png)
 
 
-def check_output(path: Path | None) -> None:
+def check_output(path: Path | None, *, picture: bool = False) -> None:
     """See before a long run that its outcome can be written.
 
     Raises:
-        OSError, ValueError: it can not.
+        ValueError: it can not, or it is to be a picture of a kind that matplotlib does not draw.
         ModuleNotFoundError: a picture is asked for without matplotlib.
     """
     if path is None:
         return
-    if path.suffix == ".png":
-        importlib.import_module("matplotlib")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path} can not be written: it is a folder, or its folder is read-only")
+    if picture:
+        kinds = sorted(
+            importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes
+        )
+        if path.suffix[1:].lower() not in kinds:
+            raise ValueError(
+                f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}"
+            )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a device would be replaced by a file
+            raise ValueError(
+                f"{path} can not be written: it is a folder or a device; allowed: a file"
+            )
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} can not be written: {error.strerror}") from error
 
 
 def summary_line(text: str) -> str:

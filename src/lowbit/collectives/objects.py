@@ -47,6 +47,23 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return [_parsed(rank, told[rank, :length]) for rank, length in enumerate(lengths)]
 
 
+def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The tensors of all ranks, in the order of the ranks; to be called by each of them.
+
+    Args:
+        x: of the same shape and dtype on all ranks (`gather_json` can tell), on any device.
+        group: the ranks; None: the default group.
+
+    Returns:
+        (ranks, *x.shape), on the CPU.
+    """
+    group = group or default_group()
+    ranks, x = dist.get_world_size(group), x.to(_device(group))
+    out = x.new_empty(ranks * x.numel())
+    engine.gather(out, x.flatten(), group)
+    return out.view(ranks, *x.shape).cpu()
+
+
 def _device(group: dist.ProcessGroup) -> torch.device:
     """Where the group's backend takes tensors from: the CPU with Gloo."""
     if "gloo" in dist.get_backend_config(group):

@@ -77,10 +77,9 @@ def model_config(folder: str) -> PreTrainedConfig:
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model is {folder!r}; {path} can not be read: {str(error).splitlines()[0]}"
-        ) from error
+    except Exception as error:  # Hugging Face checks fields with errors of its own
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model is {folder!r}; {path} can not be read: {reason}") from error
     return config.get_text_config()
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec
 from lowbit.collectives import agree
 from lowbit.collectives.agreement import default_group
+from lowbit.collectives.objects import gather_json
 from lowbit.evaluate import calibrate, formats, loading, text
 from lowbit.evaluate.score import BoundaryErrors, Reference, Score, perplexity
 from lowbit.evaluate.settings import (
@@ -217,8 +217,7 @@ class Evaluation:
         """Whether the file is there, decided alike on all ranks."""
         if self.ranks == 1:
             return path.exists()
-        found: list[bool] = [False] * self.ranks
-        dist.all_gather_object(found, path.exists())
+        found = gather_json(path.exists())
         if len(set(found)) > 1:
             missing = ", ".join(str(rank) for rank, there in enumerate(found) if not there)
             raise CalibrationError(

@@ -2,21 +2,25 @@
 
 The schedules call methods of their stages to learn what to send and where to receive. `HookedStage` overrides those and
 calls methods of its own that a subclass implements; it works alike with PyTorch 2.11 to 2.13. What else differs
-between these versions is the exchange of shapes before the first step, which goes on as PyTorch does it.
+between these versions is the exchange of shapes before the first step. PyTorch pickles what it exchanges there; here it
+travels as JSON (`lowbit.pipeline.shapes`), so that no rank runs what a peer sends.
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _utils
+from torch.utils._pytree import tree_map_only
 
+from lowbit.collectives.failure import PeerError
+from lowbit.pipeline import shapes
 from lowbit.pipeline.boundary import Direction, Slot
 
 _REQUIRED = (
@@ -129,19 +133,23 @@ class HookedStage(PipelineStage):
             ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
 
-    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
-        # PyTorch 2.11: a trial run, and exchanges before and after it.
-        submod, device = self.submod, self.device
-
-        def there(*args: Any, **kwargs: Any) -> Any:
-            return submod(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
-
-        self.submod = there  # pyright: ignore
-        try:
-            with self._on_wire():
-                return super()._shape_inference(*args, **kwargs)  # pyright: ignore
-        finally:
-            self.submod = submod
+    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        # PyTorch 2.11: a trial run, and exchanges before and after it, which it pickles.
+        if not self.is_first and self._is_remote(self.stage_index - 1):
+            args = tuple(self._layouts_from(self.stage_index - 1))
+        self.inputs_meta = tree_map_only(Tensor, lambda x: x.to("meta"), tuple(args))
+        inputs = tree_map_only(
+            Tensor, lambda x: torch.zeros_like(x, device=self.device), self.inputs_meta
+        )
+        with torch.no_grad():
+            outputs = self.submod(*inputs, **(kwargs or {}))
+        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        metas = tree_map_only(Tensor, lambda x: x.to("meta"), outputs)
+        getattr(self, "_configure_outputs_meta")(metas)  # noqa: B009 (pyright)
+        if self.is_last or not self._is_remote(self.stage_index + 1):
+            return metas
+        self._layouts_to(self.stage_index + 1, metas)
+        return ()
 
     # PyTorch 2.13 exchanges shapes with these.
 
@@ -153,13 +161,33 @@ class HookedStage(PipelineStage):
         with self._on_wire():
             return super()._warmup_backward_result(*args, **kwargs)
 
-    def _recv_meta(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_wire():
-            return super()._recv_meta(*args, **kwargs)
+    def _recv_meta(self, src_stage: int) -> Any:
+        metas = tuple(
+            None if layout is None else _utils._TensorMeta.from_tensor(layout)
+            for layout in self._layouts_from(src_stage)
+        )
+        if src_stage < self.stage_index:
+            return _utils._StageForwardMeta(metas)  # pyright: ignore[reportArgumentType]
+        return _utils._StageBackwardMeta(metas)
 
-    def _send_meta(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_wire():
-            return super()._send_meta(*args, **kwargs)
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        upward = dst_stage > self.stage_index
+        self._layouts_to(dst_stage, meta.forward_metas if upward else meta.backward_metas)
+
+    def _layouts_to(self, stage: int, layouts: Sequence[Any]) -> None:
+        shapes.send(layouts, self.group, self.rank_of(stage), self.wire)
+
+    def _layouts_from(self, stage: int) -> list[Tensor | None]:
+        """What a neighbour sends: every activation, but no gradient of what needs none.
+
+        Raises:
+            PeerError: something else came.
+        """
+        layouts = shapes.receive(self.group, self.rank_of(stage), self.wire)
+        if stage < self.stage_index and any(layout is None for layout in layouts):
+            peer = self.rank_of(stage)
+            raise PeerError(f"rank {peer} sent no layout of an output of stage {stage}", peer)
+        return layouts
 
     @contextlib.contextmanager
     def _on_wire(self) -> Iterator[None]:

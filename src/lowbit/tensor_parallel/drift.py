@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec, check_fraction, check_int
+from lowbit.collectives.objects import gather_json
 
 THRESHOLD = 0.01
 _ROWS = 4  # of a sampled call
@@ -135,10 +136,7 @@ class Drift:
             name: (seen.values, seen.totals, _numbers(seen.counts), _numbers(seen.squares))
             for name, seen in self._seen.items()
         }
-        parts: list[Any] = [mine]
-        if group is not None:
-            parts = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, mine, group=group)
+        parts: list[Any] = [mine] if group is None else gather_json(mine, group)
         return DriftReport(
             threshold=self.threshold,
             rows=tuple(self._row(name, [part[name] for part in parts]) for name in mine),

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+
+from lowbit.collectives.objects import gather_json
 
 _SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -120,14 +121,12 @@ def _weighted(sums: Tensor, start: int) -> int:
 def _gathered(mine: Sums, boundaries: Mapping[str, nn.Linear]) -> dict[str, str]:
     """Checksums of whole parameters, from the parts that all ranks hold."""
     weight = next(iter(boundaries.values())).weight
-    parts: list[Sums] = [mine]
+    parts: list[Any] = [mine]
     if isinstance(weight, DTensor):
-        group = weight.device_mesh.get_group()
-        parts = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(parts, mine, group=group)
+        parts = gather_json(mine, weight.device_mesh.get_group())
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        held = [part[name] for part in parts if name in part]
+        held = [tuple(part[name]) for part in parts if name in part]
         if not any(cut for cut, *_ in held):
             held = sorted(set(held))  # one, if all ranks hold the same
         found[name] = str([sum(h[i] for h in held) % _MODULUS for i in (1, 2)])

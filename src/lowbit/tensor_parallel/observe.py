@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.collectives.objects import gather_json, gather_tensor
 from lowbit.tensor_parallel import artifact
 
 _FORMAT = "lowbit-calibration-state"
@@ -75,16 +76,22 @@ class Observer:
         self.count += batch
 
     def gather(self, group: dist.ProcessGroup) -> None:
-        """Complete what this rank has seen by what the others have; to be called by all ranks of a real group."""
-        mine = {
-            name: (self.lows[name][dist.get_rank(group)], self.highs[name][dist.get_rank(group)])
-            for name in self.lows
-        }
-        parts: list[dict[str, tuple[Tensor, Tensor]]] = [{}] * self.ranks
-        dist.all_gather_object(parts, mine, group=group)
-        for rank, part in enumerate(parts):
-            for name, (low, high) in part.items():
-                self.lows[name][rank], self.highs[name][rank] = low, high
+        """Complete what this rank has seen by what the others have; to be called by all ranks of a real group.
+
+        Raises:
+            CalibrationError: the ranks have other boundaries, or of other widths.
+        """
+        rank = dist.get_rank(group)
+        mine = {name: len(low[0]) for name, low in sorted(self.lows.items())}
+        for peer, theirs in enumerate(gather_json(mine, group)):
+            if theirs != mine:
+                raise artifact.CalibrationError(
+                    f"rank {peer} has boundaries with features {theirs}, and rank {rank} {mine}; allowed: the same"
+                )
+        for averages in (self.lows, self.highs):
+            parts = gather_tensor(torch.cat([averages[name][rank] for name in mine]), group)
+            for name, part in zip(mine, parts.split(list(mine.values()), dim=1), strict=True):
+                averages[name][: self.ranks] = part
 
     def tensors(self) -> dict[str, Tensor]:
         """All averages, for a file."""

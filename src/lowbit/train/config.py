@@ -266,8 +266,8 @@ class RunConfig(Section):
 
     name: ClassVar = "run"
     ranges: ClassVar = {
-        "steps": (1, math.inf), "threads": (0, math.inf), "timeout_seconds": (1, math.inf),
-        "restarts": (0, math.inf), "rejoin_seconds": (1, math.inf), "keep": (2, math.inf),
+        "steps": (1, math.inf), "threads": (0, 4096), "timeout_seconds": (1, 1e6),
+        "restarts": (0, math.inf), "rejoin_seconds": (1, 1e6), "keep": (2, math.inf),
         "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf), "eval_batches": (0, math.inf),
         "seed": (0, 2**63 - 1),
     }  # fmt: skip

@@ -16,12 +16,26 @@ log = logging.getLogger(__name__)
 
 def local_rank() -> int:
     """This process's number on its machine, as launchers tell it."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _launched("LOCAL_RANK", 0, least=0)
 
 
 def local_ranks(ranks: int) -> int:
     """Ranks on this machine, as launchers tell it; all of them if none does."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return _launched("LOCAL_WORLD_SIZE", ranks, least=1)
+
+
+def _launched(name: str, otherwise: int, *, least: int) -> int:
+    """A number that a launcher left in the environment.
+
+    Raises:
+        ConfigError: it is none, or too small.
+    """
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(
+            f"{name} is {text!r} in the environment; allowed: an integer of at least {least}"
+        )
+    return int(text)
 
 
 def choose_device(name: str, ranks: int) -> torch.device:

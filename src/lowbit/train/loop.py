@@ -22,6 +22,7 @@ from lowbit.activations import counted
 from lowbit.collectives import agree
 from lowbit.collectives.checksum import secret_facts
 from lowbit.collectives.messages import Messages
+from lowbit.collectives.objects import gather_json
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
@@ -218,9 +219,7 @@ class Trainer:
         several = f"pipeline {self.replicas.index} " if self.replicas.count > 1 else ""
         stages = self.pipeline.lowbit_stages.values()
         own = {f"{several}{at}": repr(codec) for s in stages for at, codec in s.chosen().items()}
-        everyone: list[dict[str, str]] = [{} for _ in range(self.ranks)]
-        dist.all_gather_object(everyone, own, group=self.side)
-        return dict(sorted(item for each in everyone for item in each.items()))
+        return dict(sorted(item for each in gather_json(own, self.side) for item in each.items()))
 
     def _tell_choices(self, recorder: Recorder | None) -> None:
         for at, codec in self.chosen().items():

@@ -229,8 +229,10 @@ def _pretrained_config(folder: str) -> dict[str, Any]:
         raise ConfigError(
             f"model.pretrained is {folder!r}; {path}: {error.strerror}; allowed: a folder with a saved model"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"model.pretrained is {folder!r}; {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"model.pretrained is {folder!r}; {path} holds no JSON object")
     if values.get("model_type") not in FAMILIES:
         raise ConfigError(
             f"model.pretrained is {folder!r}, a model of type {values.get('model_type')!r}; "

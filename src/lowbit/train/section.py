@@ -45,10 +45,11 @@ def hints(cls: type) -> dict[str, Any]:
 
 def _conform(value: Any, hint: Any, where: str) -> Any:
     """`value` as the annotation wants it: int for float, a string or list for a tuple of strings."""
+    _check_items(value, where)
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in allowed:
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isnan(value):
+            if math.isfinite(value):
                 return float(value)
         elif kind == tuple[str, ...]:
             items = (value,) if isinstance(value, str) else value
@@ -64,9 +65,20 @@ def _conform(value: Any, hint: Any, where: str) -> Any:
     raise ConfigError(f"{where} is {value!r}; allowed: {names}")
 
 
+def _check_items(value: Any, where: str) -> None:
+    """Refuse what no part of the system takes: numbers that have no room, names of files that end before their end."""
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, str) and "\0" in item:
+            raise ConfigError(f"{where} is {value!r}; allowed: text without null bytes")
+        if isinstance(item, int) and not -(2**63) <= item < 2**63:
+            raise ConfigError(
+                f"{where} takes {item.bit_length() + 1} bits; allowed: integers of 64 bits"
+            )
+
+
 _NAMES = {
     int: "an integer",
-    float: "a number",
+    float: "a finite number",
     bool: "true or false",
     str: "a string",
     tuple[str, ...]: "a string or a list of strings",

@@ -1,0 +1,116 @@
+"""Layouts of the tensors that cross a boundary, exchanged as JSON: PyTorch would pickle them.
+
+One message of a fixed size, so that a peer decides neither what is run nor how much memory is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.collectives.failure import PeerError
+
+MESSAGE_BYTES = 1 << 14
+"""Bytes of the message; shorter texts are padded with blanks. Room for some 150 tensors."""
+
+MOST_ELEMENTS = 1 << 40
+"""Largest tensor, and largest distance between its first and last element."""
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
+
+
+def send(layouts: Sequence[Any], group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:  # fmt: skip
+    """Tell a peer, which must call `receive`, what tensors look like; returns once that has left.
+
+    Args:
+        layouts: tensors, or what else has shape, stride, dtype and requires_grad; None for a tensor that is missing.
+        group: the process group; peer: rank in it; device: where tensors must be for the group to carry them.
+
+    Raises:
+        TypeError: a DTensor, whose mesh does not travel.
+        ValueError: more tensors than the message has room for.
+    """
+    text = json.dumps([_stated(layout) for layout in layouts]).encode()
+    if len(text) > MESSAGE_BYTES:
+        raise ValueError(
+            f"the layouts of {len(layouts)} tensors between two stages are {len(text)} bytes of text; "
+            f"allowed: {MESSAGE_BYTES}"
+        )
+    message = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+    _run(dist.isend, message.to(device), group, peer)
+
+
+def receive(
+    group: dist.ProcessGroup | None, peer: int, device: torch.device
+) -> list[Tensor | None]:
+    """What a peer told by `send`: tensors without memory (on the meta device), or None for one that is missing.
+
+    Raises:
+        PeerError: the peer sent something else.
+    """
+    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
+    _run(dist.irecv, message, group, peer)
+    try:
+        return parse(message.cpu().numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise PeerError(f"rank {peer} sent no layouts of tensors: {error}", peer) from None
+
+
+def parse(text: bytes) -> list[Tensor | None]:
+    """The tensors that a message describes.
+
+    Raises:
+        ValueError: it describes none, or some that cannot be.
+    """
+    stated = json.loads(text)
+    if not isinstance(stated, list):
+        raise ValueError(f"{str(stated)[:80]!r} is no list")
+    return [None if layout is None else _tensor(layout) for layout in stated]
+
+
+def _stated(layout: Any) -> dict[str, Any] | None:
+    if layout is None:
+        return None
+    if hasattr(layout, "placements"):
+        raise TypeError("a DTensor is to cross between two stages; allowed: tensors")
+    stride = layout.stride() if isinstance(layout, Tensor) else layout.stride
+    return {
+        "shape": list(layout.shape),
+        "stride": list(stride),
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "requires_grad": layout.requires_grad,
+    }
+
+
+def _tensor(stated: Any) -> Tensor:
+    match stated:
+        case {"shape": [*shape], "stride": [*stride], "dtype": str(dtype), "requires_grad": bool(grad)} if (
+            len(stated) == 4
+            and dtype in _DTYPES
+            and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in (*shape, *stride))
+            and _can_be(shape, stride)
+            and (not grad or _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex)
+        ):  # fmt: skip
+            x = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
+            return x.requires_grad_(grad)
+    raise ValueError(f"{str(stated)[:200]} is no layout of a tensor")
+
+
+def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    if len(shape) != len(stride) or math.prod(n or 1 for n in shape) > MOST_ELEMENTS:
+        return False
+    return sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) < MOST_ELEMENTS
+
+
+def _run(operation: Callable[..., Any], message: Tensor, group: Any, peer: int) -> None:
+    """In a batch, as PyTorch does it: with NCCL, messages outside of batches open a connection of their own."""
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(operation, message, group=group, group_peer=peer)]
+    ):
+        work.wait()

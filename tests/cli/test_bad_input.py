@@ -1,0 +1,61 @@
+"""Whatever a user gets wrong is one line, and nothing is measured before it is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lowbit.cli import app
+
+WIDE = {"COLUMNS": "200", "TERM": "dumb"}
+LINES = [
+    ("train run3.toml --set run.steps=3", "run is 3; allowed: a section, [run]"),
+    ("train --set run=3", "override is 'run=3'; allowed: section.key=value"),
+    ("train --set a.b.c=1", "unknown section a; did you mean data?"),
+    ("train --set run.output.x=1", "unknown key run.output.x; did you mean run.output?"),
+    ("train --set run.timeout_seconds=inf", "run.timeout_seconds is inf; allowed: a finite number"),
+    ("train folder", "configuration file folder: Is a directory"),
+    ("train --set model.pretrained=list", "list/config.json holds no JSON object"),
+    ("train --set model.pretrained=text.txt", "text.txt/config.json: Not a directory"),
+    ("bench pipeline --batch 0", "batch is 0; allowed: at least 1"),
+    ("bench race --batch 0", "batch is 0; allowed: at least 1"),
+    ("bench gradients --heads 0", "heads is 0; allowed: at least 1"),
+    ("bench gradients --heads 7", "dim is 512; allowed with 7 heads: multiples of 14"),
+    ("bench gradients --ffn 0", "ffn is 0; allowed: at least 1"),
+    (
+        "bench codecs --data real --activations text.txt",
+        "activations are 'text.txt'; allowed: a .pt",
+    ),
+    ("bench codecs --data real --activations text.pt", "activations are 'text.pt', which can not"),
+    ("bench codecs --data real --activations missing.pt", "missing.pt: No such file"),
+    ("bench spectrum list text.txt", "list/config.json holds no JSON object"),
+    ("plan memory --pretrained list", "list/config.json holds no JSON object"),
+    ("bench codecs --json folder", "folder can not be written: it is a folder or a device"),
+    ("calibrate odd", "model is 'odd'; odd/config.json can not be read: Validation error"),
+    ("evaluate odd", "model is 'odd'; odd/config.json can not be read: Validation error"),
+    ("evaluate list", "model is 'list'; list/config.json can not be read: Unrecognized model"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, config in {"list": [], "odd": {"model_type": "llama", "hidden_size": "x"}}.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config))
+    Path("folder").mkdir()
+    Path("text.txt").write_text("no tensor")
+    Path("text.pt").write_text("no tensor")
+    Path("run3.toml").write_text("run = 3")
+
+
+@pytest.mark.parametrize(("command", "line"), LINES)
+def test_bad_input_is_one_line(command: str, line: str):
+    result = CliRunner().invoke(app, command.split(), env=WIDE)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert line in result.stderr
+    assert result.stderr.strip().startswith(
+        "error: "
+    )  # after a bar of progress, where there was one
+    assert result.stderr.strip().count("\n") == 0

@@ -1,0 +1,140 @@
+"""Layouts of tensors as JSON: what arrives, and what a peer that sends something else comes to."""
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowbit.codecs import Cast
+from lowbit.collectives import PeerError
+from lowbit.pipeline import LowBitStage, shapes
+from tests.pipeline import toy
+from tests.ranks import Ranks
+
+FP32 = Cast(dtype=torch.float32)
+LAYOUTS = [
+    torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True),
+    torch.empty(5, 2).T,
+    torch.empty(1, dtype=torch.int64).expand(3, 0, 7),
+    None,
+    torch.empty((), dtype=torch.bool),
+    torch.empty(3, dtype=torch.complex64, requires_grad=True),
+]
+
+
+def facts(x: Any) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad)
+
+
+def told(layouts: list[Any]) -> Any:
+    """Rank 0 tells rank 1."""
+    if dist.get_rank() == 0:
+        return shapes.send(layouts, None, 1, toy.CPU)
+    return [facts(x) for x in shapes.receive(None, 0, toy.CPU)]
+
+
+def test_every_layout_arrives_as_it_is(ranks: Ranks):
+    assert ranks.run(told, LAYOUTS)[1] == [facts(x) for x in LAYOUTS]
+    assert ranks.run(told, [])[1] == []
+
+
+def test_what_has_no_room_or_no_meaning_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="the layouts of 1000 tensors .* allowed: 16384"):
+        shapes.send([torch.empty(2)] * 1000, None, 0, toy.CPU)
+    with pytest.raises(TypeError, match="a DTensor is to cross"):
+        shapes.send([type("DTensorMeta", (), {"placements": ()})()], None, 0, toy.CPU)
+
+
+GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}  # fmt: skip
+BAD: list[dict[str, Any]] = [
+    {"shape": [2]},
+    {"shape": [-2, 3]},
+    {"shape": [2.0, 3]},
+    {"shape": [True, 3]},
+    {"shape": [2**20, 2**21], "stride": [0, 0]},
+    {"shape": [2**63, 0]},
+    {"stride": [2**40, 1]},
+    {"stride": [-1, 1]},
+    {"stride": "31"},
+    {"shape": "23"},
+    {"dtype": "os"},
+    {"dtype": "float32\n"},
+    {"dtype": None},
+    {"requires_grad": 1},
+    {"dtype": "int8", "requires_grad": True},
+    {"more": 0},
+]
+
+
+@pytest.mark.parametrize("change", BAD, ids=str)
+def test_layouts_that_cannot_be_are_refused(change: dict[str, Any]):
+    assert facts(*shapes.parse(json.dumps([GOOD]).encode())) == facts(torch.empty(2, 3))
+    with pytest.raises(ValueError, match="is no layout of a tensor"):
+        shapes.parse(json.dumps([GOOD | change]).encode())
+
+
+@pytest.mark.parametrize("text", [b'{"shape": [2]}', b"1", b'"text"', b"[1]", b"[[]]", b""])
+def test_what_is_no_list_of_layouts_is_refused(text: bytes):
+    with pytest.raises(ValueError, match="is no|Expecting value"):
+        shapes.parse(text)
+
+
+class Opened:
+    """Tells, when it is unpickled, that it was."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("import torch.distributed as dist; dist.unpickled = True",)
+
+
+def hostile(text: bytes) -> str:
+    """Rank 0 sends a text of its own when the upper stage, of rank 1, wants shapes."""
+    if dist.get_rank() == 0:
+        message = torch.frombuffer(bytearray(text.ljust(shapes.MESSAGE_BYTES)), dtype=torch.uint8)
+        shapes._run(dist.isend, message, None, 1)
+        return ""
+    stage = LowBitStage(toy.Block(), 1, 2, toy.CPU, forward=FP32, backward=FP32)
+    with pytest.raises(PeerError) as caught:
+        stage._layouts_from(0)
+    assert caught.value.rank == 0
+    assert not hasattr(dist, "unpickled")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (pickle.dumps(Opened()), "rank 0 sent no layouts of tensors: "),
+        (b"[" * shapes.MESSAGE_BYTES, "rank 0 sent no layouts of tensors: "),
+        (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "rank 0 sent no layouts of tensors: {"),
+        (b"[null]", "rank 0 sent no layout of an output of stage 0"),
+    ],
+    ids=["pickled", "deep", "huge", "missing"],
+)  # fmt: skip
+def test_a_peer_that_sends_something_else_is_named(ranks: Ranks, text: bytes, message: str):
+    assert ranks.run(hostile, text)[1].startswith(message)
+
+
+def trained(schedule: str) -> list[float]:
+    """Steps and evaluations while nothing that a peer sent can be unpickled."""
+    names, before = ("send_object_list", "recv_object_list", "_tensor_to_object"), {}
+    for module in (dist, dist.distributed_c10d):
+        before |= {(module, name): getattr(module, name, None) for name in names}
+    try:
+        for module, name in before:
+            setattr(module, name, None)
+        run = toy.Run(schedule, toy.lowbit(forward=FP32, backward=FP32))
+        for step in range(2):
+            run.train(step)
+            run.evaluate(step)
+    finally:
+        for (module, name), function in before.items():
+            setattr(module, name, function)
+    return [float(loss) for loss in run.losses]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_pipeline_unpickles_nothing(ranks: Ranks, schedule: str):
+    assert sorted(map(len, ranks.run(trained, schedule))) == [0, 2 * toy.MICRO_BATCHES]
