@@ -254,7 +254,9 @@ class RunConfig(Section):
         threads: of PyTorch, for each rank; 0: the machine's cores divided among its ranks.
         timeout_seconds: longest wait for a peer before it counts as gone.
         checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
-        resume: go on from the newest checkpoint in `output`; overwrite: throw away what `output` holds.
+        resume: go on from the newest intact checkpoint in `output`; "auto": where there is none, begin.
+        allow_change: keys, such as "run.steps", that may differ from those of the run that is gone on with.
+        overwrite: throw away what lowbit has made in `output`.
         eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
         tensorboard, progress, save_model: write curves, show progress, save the model at the end.
     """
@@ -279,7 +281,8 @@ class RunConfig(Section):
     timeout_seconds: float = 120.0
     checkpoint_every: int = 100
     keep: int = 2
-    resume: bool = False
+    resume: bool | str = False
+    allow_change: tuple[str, ...] = ()
     overwrite: bool = False
     eval_every: int = 0
     eval_batches: int = 32
@@ -289,6 +292,12 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.resume not in (True, False, "auto"):
+            raise ConfigError(f"run.resume is {self.resume!r}; allowed: true, false or auto")
+        if self.allow_change and not self.resume:
+            raise ConfigError(
+                f"run.allow_change is {list(self.allow_change)} and run.resume is false; allowed: with run.resume only"
+            )
         if self.resume and self.overwrite:
             raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,12 @@ from lowbit.train.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+MODEL_FILES = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(generation_)?config\.json|tokenizer.*|vocab\..*|merges\.txt"
+    r"|special_tokens_map\.json|added_tokens\.json|chat_template.*|spiece\.model|sentencepiece.*"
+)
+"""Names of the files that a saved model may have, with any of the tokenizers there are."""
 
 
 def gather_weights(
