@@ -48,7 +48,9 @@ def newest(folder: Path) -> tuple[Found | None, list[str]]:
 
 
 def shares(folder: Path) -> list[str]:
-    return sorted(str(p.relative_to(folder / "checkpoints")) for p in folder.glob("checkpoints/*/*"))
+    return sorted(
+        str(p.relative_to(folder / "checkpoints")) for p in folder.glob("checkpoints/*/*")
+    )
 
 
 @pytest.fixture
@@ -92,16 +94,22 @@ def _damage(share: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "manifest", "pickle"])
-def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(tmp_path: Path, alone: None, how: str):
+def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(
+    tmp_path: Path, alone: None, how: str
+):
     save(tmp_path, [2, 4])
     told = _damage(tmp_path / "checkpoints" / step_name(4) / "rank-0", how)
     found, warned = newest(tmp_path)
     assert found is not None
     assert found.step == 2
     [line] = warned
-    assert line.startswith(f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {told}")
+    assert line.startswith(
+        f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {told}"
+    )
     _damage(tmp_path / "checkpoints" / step_name(2) / "rank-0", how)
-    with pytest.raises(checkpoint.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "
+    ):
         newest(tmp_path)
 
 
@@ -122,7 +130,9 @@ def test_what_a_foreign_checkpoint_holds_is_never_executed(tmp_path: Path, alone
     with pytest.raises(checkpoint.CheckpointError, match=r"holds \.metadata"):
         newest(tmp_path)
     (share / MANIFEST).unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="is of an older lowbit and is not read, because") as caught:
+    with pytest.raises(
+        checkpoint.CheckpointError, match="is of an older lowbit and is not read, because"
+    ) as caught:
         newest(tmp_path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "executed").exists()
@@ -136,7 +146,11 @@ def test_what_others_put_there_stays(tmp_path: Path, alone: None):
     (folder / "notes.txt").write_text("mine")
     (folder / step_name(2) / "rank-0" / "mine.txt").write_text("mine")
     save(tmp_path, [6, 8])
-    assert shares(tmp_path) == ["step-00000002/rank-0", "step-00000006/rank-0", "step-00000008/rank-0"]
+    assert shares(tmp_path) == [
+        "step-00000002/rank-0",
+        "step-00000006/rank-0",
+        "step-00000008/rank-0",
+    ]
     assert os.listdir(folder / step_name(2) / "rank-0") == ["mine.txt"]
     assert (folder / "notes.txt").exists()
 
@@ -192,11 +206,14 @@ def test_disks_of_several_machines_are_one(ranks: Ranks, tmp_path: Path):
 
 
 def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
-    layout = manifest().layout
+    layout = manifest().layout | {"pipeline.data_parallel": 2}
     ranks.run(partial(save, layout=layout, ranks=4), tmp_path, [2])
     found = ranks.run(newest, tmp_path)[0]
     assert found[0].step == 2
-    assert "rank-2 is on no rank's disk, rank-3 is on no rank's disk; the whole model is" in found[1][0]
+    assert (
+        "rank-2 is on no rank's disk, rank-3 is on no rank's disk; the whole model is"
+        in found[1][0]
+    )
 
 
 def _save_where_one_fails(folder: Path, failing: int) -> None:
@@ -236,7 +253,9 @@ def test_a_disk_that_is_really_full(tmp_path: Path, alone: None):
     try:
         save(small, [2])
         big = Snapshot(tensors={"model/a": torch.zeros(1 << 16)}, codecs=[], aliases={})
-        with pytest.raises(checkpoint.CheckpointError, match=r"step 4, .*: No space left on device"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=r"step 4, .*: No space left on device"
+        ):
             Checkpoints(small, rank=0, keep=2).save(4, big, about(1))
         assert shares(small) == ["step-00000002/rank-0"]
         found, _ = newest(small)

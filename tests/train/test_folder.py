@@ -22,11 +22,21 @@ def test_clearing_removes_what_is_noted_and_nothing_else(tmp_path: Path):
     assert not folder.marked
     (tmp_path / "tensorboard").mkdir()  # the user's, though empty
     folder.note("config.json", "model/sub/a", "model/b", "tensorboard/events", "never-made")
-    for name in ("config.json", "model/sub/a", "model/b", "model/precious", "tensorboard/events", "mine"):
+    for name in (
+        "config.json",
+        "model/sub/a",
+        "model/b",
+        "model/precious",
+        "tensorboard/events",
+        "mine",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     assert folder.marked
-    assert folder.foreign(["config.json", "mine", "model/precious", "absent"]) == ["mine", "model/precious"]
+    assert folder.foreign(["config.json", "mine", "model/precious", "absent"]) == [
+        "mine",
+        "model/precious",
+    ]
     folder.clear()
     assert everything(tmp_path) == {"mine", "model", "model/precious", "tensorboard"}
     folder.clear()
@@ -40,8 +50,19 @@ def test_a_foreign_mark_leads_nowhere_else(tmp_path: Path):
     (outside / "precious").write_text("x")
     (inside / "link").symlink_to(outside)
     (inside / "file").symlink_to(outside / "precious")
-    made = ["../outside/precious", str(outside / "precious"), "link/precious", "link/", "file", "", ".", "/", 3, "../"]
-    (inside / MARK).write_text(json.dumps({"made": made}) + "\nnonsense\n[]\n{\"made\": 3}\n\xff")
+    made = [
+        "../outside/precious",
+        str(outside / "precious"),
+        "link/precious",
+        "link/",
+        "file",
+        "",
+        ".",
+        "/",
+        3,
+        "../",
+    ]
+    (inside / MARK).write_text(json.dumps({"made": made}) + '\nnonsense\n[]\n{"made": 3}\n\xff')
     RunFolder(inside).clear()
     assert (outside / "precious").exists()
     assert everything(inside) == {"link"}, "of a link in the folder, the link"
@@ -60,7 +81,9 @@ def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
     (staging / "new").write_text("newer")
     (staging / "precious").write_text("lowbit's")
     (tmp_path / "model" / "precious").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"model/precious is not lowbit's and stays; .* lies in"):
+    with pytest.raises(
+        FileExistsError, match=r"model/precious is not lowbit's and stays; .* lies in"
+    ):
         folder.adopt(staging, "model")
     assert (tmp_path / "model" / "precious").read_text() == "mine"
     assert (tmp_path / "model" / "new").read_text() == "new"
@@ -71,8 +94,12 @@ def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
         folder.staging("model")
 
 
-def test_a_run_overwrites_itself_and_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = tiny(tmp_path, pipeline=ONE, run={"checkpoint_every": 1, "save_model": True, "tensorboard": True})
+def test_a_run_overwrites_itself_and_leaves_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny(
+        tmp_path, pipeline=ONE, run={"checkpoint_every": 1, "save_model": True, "tensorboard": True}
+    )
     output = Path(config.run.output)
     train(config)
     first = everything(output)

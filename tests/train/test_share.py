@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -134,10 +135,8 @@ def test_a_crash_at_any_moment_leaves_whole_shares_only(
             write_share(share, manifest(), tensors(3))
         with monkeypatch.context() as patch:
             calls = _stop_at(patch, number, error)
-            try:
+            with contextlib.suppress(type(error)):
                 write_share(share, manifest(), tensors(4))
-            except (_Interrupted, OSError) as raised:
-                assert raised is error
         assert torch.equal(Reader(older)("model/a"), tensors(2)["model/a"])
         verify_share(older)
         if share.exists():

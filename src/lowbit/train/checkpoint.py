@@ -82,7 +82,9 @@ class Checkpoints:
                 write_share(target, manifest, snapshot.tensors)
             except OSError as error:
                 reason = error.strerror or str(error)
-                return f"rank {self.rank} can not write its share of step {step}, {target}: {reason}"
+                return (
+                    f"rank {self.rank} can not write its share of step {step}, {target}: {reason}"
+                )
             return ""
 
         if failed := [told for told in together(work, group) if told]:
@@ -104,13 +106,19 @@ class Checkpoints:
         self._output.note(*(f"{step}/{name}/{file}" for name in folders for file in FILES))
 
     def _foreign(self, share: Path) -> bool:
-        return bool(self._output.foreign(f"{FOLDER}/{share.parent.name}/{share.name}/{f}" for f in FILES))
+        return bool(
+            self._output.foreign(f"{FOLDER}/{share.parent.name}/{share.name}/{f}" for f in FILES)
+        )
 
     def _drop_all_but(self, newest: int) -> None:
         """Drop steps of this run that are older than the last `keep`: all shares that are here, of ranks gone, too."""
         made = self._output.made()
         own = {
-            step: [s for s in shares_in(path).values() if f"{FOLDER}/{path.name}/{s.name}/{FILES[0]}" in made]
+            step: [
+                s
+                for s in shares_in(path).values()
+                if f"{FOLDER}/{path.name}/{s.name}/{FILES[0]}" in made
+            ]
             for step, path in steps_in(self.folder).items()
             if step <= newest
         }

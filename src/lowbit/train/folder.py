@@ -52,7 +52,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / MARK, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            os.write(descriptor, line.encode())  # a single write, so that processes do not mix theirs
+            os.write(
+                descriptor, line.encode()
+            )  # a single write, so that processes do not mix theirs
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -75,7 +77,9 @@ class RunFolder:
             if name.endswith(_STAGING) and self._leads_inside(path) and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             elif name.endswith("/") and self._leads_inside(path) and not path.is_symlink():
-                with contextlib.suppress(OSError):  # it holds something that is not ours, or is gone
+                with contextlib.suppress(
+                    OSError
+                ):  # it holds something that is not ours, or is gone
                     path.rmdir()
         (self.path / MARK).unlink(missing_ok=True)
 
@@ -128,6 +132,9 @@ class RunFolder:
 
 
 def _is_inside(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "/") and not PurePosixPath(name).is_absolute() and (
-        ".." not in PurePosixPath(name).parts
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "/")
+        and not PurePosixPath(name).is_absolute()
+        and (".." not in PurePosixPath(name).parts)
     )

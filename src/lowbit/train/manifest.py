@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FILES = (MANIFEST, TENSORS)
 OLDER = "is of an older lowbit and is not read, because reading its format can run code"
 
+_COUNTS = ("pipeline.ranks", "pipeline.data_parallel", "pipeline.stages_per_rank", "rows")
 _STEP, _RANK = re.compile(r"step-(\d{8,})"), re.compile(r"rank-(\d+)")
 
 
@@ -38,7 +39,7 @@ class Manifest:
     Attributes:
         step: steps done. rank: whose share; ranks: of the whole run, each of which wrote one.
         attempt: the same in all shares that belong together: a name of the processes that wrote them.
-        layout: where the parts of the model were: "pipeline.ranks", "pipeline.data_parallel", "rows" of a micro-batch...
+        layout: where the parts of the model were (`lowbit.train.identity.layout_of`).
         identity: what makes the run this run, by configuration key (`lowbit.train.identity`).
         versions: of lowbit and PyTorch. changes: what was changed between attempts, oldest first.
         codecs: what boundaries remember, without the tensors (`lowbit.train.state`).
@@ -89,27 +90,33 @@ class Manifest:
     def _check(self) -> None:
         """Raise unless everything that is used has its kind."""
         try:
-            for entry in self.tensors.values():
-                assert isinstance(entry["dtype"], str) and isinstance(entry["crc32"], int)
-                assert all(type(n) is int and n >= 0 for n in entry["shape"])
-            for entry in self.files.values():
-                assert isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
-            for unit in self.codecs:
-                assert isinstance(unit["after_layer"], int) and isinstance(unit["values"], dict)
-                assert isinstance(unit["codec"], str) and isinstance(unit["outgoing"], bool)
-                assert unit["direction"] in ("forward", "backward")
-            for change in self.changes:
-                assert {"step", "key", "before", "after"} == change.keys()
-            counts = [self.layout[key] for key in ("pipeline.ranks", "pipeline.stages_per_rank", "rows")]
-            stages = counts[0] * counts[1]
-            assert all(type(n) is int and n > 0 for n in (*counts, *self.layout["layers"]))
-            assert stages == len(self.layout["layers"]) and isinstance(self.layout["pipeline.schedule"], str)
-            assert counts[0] <= self.ranks and 0 <= self.rank < self.ranks
-            assert all(isinstance(name, str) for name in self.aliases.values())
-        except (AssertionError, KeyError, TypeError) as error:
-            raise DamagedError("has a manifest that is not as lowbit writes it") from error
+            sound = all(self._conditions())
+        except (KeyError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            raise DamagedError("has a manifest that is not as lowbit writes it")
         if set(self.files) != {TENSORS}:
             raise DamagedError(f"lists the files {', '.join(self.files)}; expected {TENSORS}")
+
+    def _conditions(self) -> Iterator[bool]:
+        for entry in self.tensors.values():
+            yield isinstance(entry["dtype"], str) and isinstance(entry["crc32"], int)
+            yield all(type(n) is int and n >= 0 for n in entry["shape"])
+        for entry in self.files.values():
+            yield isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
+        for unit in self.codecs:
+            yield isinstance(unit["after_layer"], int) and isinstance(unit["outgoing"], bool)
+            yield isinstance(unit["codec"], str) and isinstance(unit["values"], dict)
+            yield unit["direction"] in ("forward", "backward")
+        for change in self.changes:
+            yield change.keys() == {"step", "key", "before", "after"}
+        yield all(isinstance(name, str) for name in self.aliases.values())
+        places, replicas, stages, rows = (self.layout[key] for key in _COUNTS)
+        yield all(type(n) is int and n > 0 for n in (places, replicas, stages, rows))
+        yield self.ranks == places * replicas and 0 <= self.rank < self.ranks
+        yield isinstance(self.layout["pipeline.schedule"], str)
+        yield all(type(n) is int and n > 0 for n in self.layout["layers"])
+        yield places * stages == len(self.layout["layers"])
 
 
 def seal(values: Mapping[str, Any]) -> bytes:

@@ -157,17 +157,21 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last one that a crash cut short is left out, and so are, with a warning, others
-    that are none."""
+    """The lines of a `metrics.jsonl`.
+
+    A last one that a crash cut short is left out, and so are others that can not be read, with a warning.
+    """
     if not path.exists():
         return []
     found, bad = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             values = json.loads(line)
-            assert isinstance(values["step"], int)
+        except (ValueError, RecursionError):
+            values = None
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
             found.append(values)
-        except (ValueError, TypeError, KeyError, AssertionError, RecursionError):
+        else:
             bad.append(str(number))
     if bad:
         logging.getLogger(__name__).warning(

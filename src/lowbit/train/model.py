@@ -100,7 +100,9 @@ def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
         "heads": ("num_attention_heads", "n_head"), "kv_heads": ("num_key_value_heads",),
         "ffn": ("intermediate_size", "n_inner"), "vocab": ("vocab_size",), "tied": ("tie_word_embeddings",),
     }  # fmt: skip
-    return {key: next((values[n] for n in each if n in values), None) for key, each in names.items()}
+    return {
+        key: next((values[n] for n in each if n in values), None) for key, each in names.items()
+    }
 
 
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
@@ -211,7 +213,8 @@ class StageModule(nn.Module):
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         assert isinstance(head, nn.Linear)
         if not self.first and head.weight is embedding.weight:
-            self.aliases = {"lm_head.weight": self.names[head.weight]}
+            tied_to = next(name for weight, name in self.names.items() if weight is head.weight)
+            self.aliases = {"lm_head.weight": tied_to}
             head = copy.deepcopy(head)
             self.names |= dict.fromkeys(head.parameters(), "lm_head.weight")
         return head

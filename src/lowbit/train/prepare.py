@@ -121,7 +121,11 @@ def check_output(config: TrainConfig) -> None:
         raise ConfigError(f"run.output {str(output)!r} can not be written to: {reason}") from error
     folder = RunFolder(output)
     if foreign := _in_the_way(config, folder):
-        known = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here, or an older one)"
+        known = (
+            ""
+            if folder.marked
+            else f" (there is no {MARK}: lowbit has not run here, or an older one)"
+        )
         raise ConfigError(
             f"run.output {str(output)!r} holds {', '.join(foreign)}, which lowbit has no record of making{known}; "
             "nothing was touched; allowed: another folder, or to move these away"

@@ -25,8 +25,8 @@ from lowbit.train.identity import Change, changes_between, refuse
 from lowbit.train.manifest import Manifest, step_name
 from lowbit.train.search import Found, Search
 from lowbit.train.share import DTYPES, Reader, crc32
-from lowbit.train.state import End
 from lowbit.train.stages import Pipeline
+from lowbit.train.state import End
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class _Plan:
     def _take_codecs(self) -> Iterator[str]:
         """Find memories for this rank's lanes; names the boundaries of the whole pipeline where there is none."""
         pipeline = self._pipeline
-        if not pipeline.config.pipeline.boundary == "lowbit":
+        if pipeline.config.pipeline.boundary != "lowbit":
             return
         for stage in range(pipeline.plan.stages):
             for lane, end, codec in state.ends_of(pipeline.plan, pipeline.codecs, stage):
@@ -266,7 +266,9 @@ def _exchange(
         CheckpointError: what arrived is not what was written.
     """
     step = folder / step_name(found.step)
-    readers = {r: Reader(step / f"rank-{r}") for r, holder in found.holders.items() if holder == rank}
+    readers = {
+        r: Reader(step / f"rank-{r}") for r, holder in found.holders.items() if holder == rank
+    }
     got: dict[Item, Tensor] = {}
     problem = ""
     for receiver, wanted in enumerate(gather_json(mine, group)):

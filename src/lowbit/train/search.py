@@ -121,7 +121,9 @@ class Search:
             return self._verified[key]
         shares: dict[int, Manifest] = {}
         holders: dict[int, int] = {}
-        waiting = {rank: self._by_preference(rank, copies) for rank, copies in self._copies[key].items()}
+        waiting = {
+            rank: self._by_preference(rank, copies) for rank, copies in self._copies[key].items()
+        }
         while any(waiting.values()):
             chosen = {rank: copies[0] for rank, copies in waiting.items() if copies}
             waiting = {
@@ -138,7 +140,9 @@ class Search:
                         shares[rank] = Manifest.from_values(outcome)
                         holders[rank] = chosen[rank].holder
                         waiting.pop(rank, None)
-        self._verified[key] = Found(step=key[0], shares=dict(sorted(shares.items())), holders=holders)
+        self._verified[key] = Found(
+            step=key[0], shares=dict(sorted(shares.items())), holders=holders
+        )
         return self._verified[key]
 
     def _read(self, step: int, ranks: list[int]) -> list[tuple[int, Any]]:
@@ -167,7 +171,9 @@ class Search:
         if self._rank == 0:
             steps = {step for step, _ in self._copies} | self._reasons.keys()
             for step in sorted((s for s in steps if s > found.step), reverse=True):
-                log.warning("checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step))
+                log.warning(
+                    "checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step)
+                )
             if not found.complete:
                 log.warning(
                     "checkpoint %s: %s; the whole model is in the others",
@@ -177,7 +183,9 @@ class Search:
 
     def _why(self, step: int) -> str:
         """What keeps a step from being intact."""
-        told = [f"{share} {reason}" for share, reason in sorted(self._reasons.get(step, {}).items())]
+        told = [
+            f"{share} {reason}" for share, reason in sorted(self._reasons.get(step, {}).items())
+        ]
         for key, found in ((k, v) for k, v in self._copies.items() if k[0] == step):
             absent = sorted(set(range(self._ranks[key])) - found.keys())
             for rank in absent:
@@ -199,7 +207,11 @@ def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
         for rank, share in shares_in(path).items():
             try:
                 manifest = read_manifest(share)
-                told = {"attempt": manifest.attempt, "ranks": manifest.ranks, "where": _where(share)}
+                told = {
+                    "attempt": manifest.attempt,
+                    "ranks": manifest.ranks,
+                    "where": _where(share),
+                }
             except (DamagedError, OSError) as error:
                 told = {"reason": str(error)}
             found.append((step, rank, told))

@@ -96,9 +96,7 @@ def verify_share(share: Path) -> Manifest:
         path, expected = share / TENSORS, found.files[TENSORS]
         size = path.stat().st_size
         if size != expected["bytes"]:
-            raise DamagedError(
-                f"has {size} bytes of {TENSORS}; {expected['bytes']} were written"
-            )
+            raise DamagedError(f"has {size} bytes of {TENSORS}; {expected['bytes']} were written")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
@@ -168,7 +166,7 @@ def _write_tensors(
 def _bytes(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, of which nothing is copied where it lies in one piece."""
     flat = tensor.contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _check_entries(path: Path, manifest: Manifest) -> None:

@@ -1,8 +1,8 @@
 """Everything of a rank that a checkpoint holds, by names that mean the same in any layout of the pipeline, and back.
 
-    model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
-    random/cpu, random/cuda               generators of the rank
-    codecs/after layer 3 forward out/...  what one end of a boundary remembers
+model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
+random/cpu, random/cuda               generators of the rank
+codecs/after layer 3 forward out/...  what one end of a boundary remembers
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.pipeline import LowBitStage
 from lowbit.train.boundaries import Codecs
 from lowbit.train.plan import Plan
 from lowbit.train.stages import Pipeline
@@ -135,7 +134,7 @@ def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any
     def visit(node: Any, path: str) -> None:
         if isinstance(node, Mapping):
             for key, value in node.items():
-                assert isinstance(key, str) and "/" not in key, key
+                assert "/" not in key, key
                 visit(value, f"{path}/{key}" if path else key)
         elif isinstance(node, Tensor):
             tensors[path] = node
