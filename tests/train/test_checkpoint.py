@@ -210,10 +210,16 @@ def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
     ranks.run(partial(save, layout=layout, ranks=4), tmp_path, [2])
     found = ranks.run(newest, tmp_path)[0]
     assert found[0].step == 2
-    assert (
-        "rank-2 is on no rank's disk, rank-3 is on no rank's disk; the whole model is"
-        in found[1][0]
+    expected = (
+        "rank-2 (the embedding, layers 0 to 1) is on no rank's disk, "
+        "rank-3 (layers 2 to 2, the output matrix) is on no rank's disk; the whole model is"
     )
+    assert expected in found[1][0]
+    for share in tmp_path.glob("checkpoints/*/rank-1"):
+        shutil.rmtree(share)
+    for outcome in ranks.outcomes(newest, tmp_path):
+        assert outcome.kind == "CheckpointError"
+        assert "step-00000002: rank-1 (layers 2 to 2, the output matrix) is on no" in outcome.text
 
 
 def _save_where_one_fails(folder: Path, failing: int) -> None:

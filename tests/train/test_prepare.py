@@ -104,6 +104,19 @@ def test_what_lowbit_did_not_make_is_never_overwritten(
     assert [Path(name).read_text() for name in foreign] == ["precious"] * len(foreign)
 
 
+def test_a_run_of_an_older_version_is_not_gone_on_with(tmp_path: Path):
+    config = tiny(tmp_path, run={"overwrite": False, "resume": True})
+    share = Path(config.run.output) / "checkpoints" / "step-00000003" / "rank-0"
+    share.mkdir(parents=True)
+    for name in (share / ".metadata", share / "run.json", Path(config.run.output) / "config.json"):
+        name.write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"step-00000003/rank-0 is of an older lowbit and is not"):
+        prepare(config, ranks=2)
+    for values in ({"resume": False}, {"resume": False, "overwrite": True}):
+        with pytest.raises(ConfigError, match="holds config.json, .*or an older one"):
+            prepare(again(config, run=values), ranks=2)
+
+
 def test_precision_follows_the_device(tmp_path: Path):
     asked = {name: tiny(tmp_path, run={"precision": name}) for name in ("fp32", "bf16", "auto")}
     assert prepare(asked["fp32"], ranks=2).autocast is None

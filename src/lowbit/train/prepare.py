@@ -22,7 +22,7 @@ from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
 from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
-from lowbit.train.manifest import DamagedError, read_manifest, shares_in, steps_in
+from lowbit.train.manifest import OLDER, DamagedError, read_manifest, shares_in, steps_in
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
@@ -119,6 +119,8 @@ def check_output(config: TrainConfig) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"run.output {str(output)!r} can not be written to: {reason}") from error
+    if run.resume:
+        _refuse_older(output / FOLDER)
     folder = RunFolder(output)
     if foreign := _in_the_way(config, folder):
         known = (
@@ -155,11 +157,31 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
     return folder.foreign(files)
 
 
+def _refuse_older(folder: Path) -> None:
+    """Raise where all that a resume could begin with is of a format that is not read."""
+    reasons = []
+    for share in _shares(folder):
+        try:
+            read_manifest(share)
+            return
+        except DamagedError as error:
+            reasons.append((share, str(error)))
+    if reasons and all(reason == OLDER for _, reason in reasons):
+        raise ConfigError(
+            f"checkpoint {reasons[0][0]} {OLDER}; allowed: a new run in another folder"
+        )
+
+
+def _shares(folder: Path) -> list[Path]:
+    """Shares in a folder of checkpoints, of the newest step first."""
+    return [s for step in reversed(steps_in(folder).values()) for s in shares_in(step).values()]
+
+
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
     """What manifests here tell, where all ranks are on this machine. Elsewhere they find out together."""
     folder, run = Path(config.run.output) / FOLDER, config.run
     known = {key: value for key, value in identity.items() if key != "run.precision"}
-    shares = [s for step in reversed(steps_in(folder).values()) for s in shares_in(step).values()]
+    shares = _shares(folder)
     if not shares and run.resume is True:
         raise ConfigError(no_checkpoint(folder))
     for share in shares:

@@ -66,7 +66,12 @@ def take_up(
     restored = {name: tensors[item] for name, item in plan.tensors.items()}
     for name in restored.keys() & plan.copies:  # which the optimizer changes in place
         restored[name] = restored[name].clone()
-    state.restore(pipeline, optimizer, restored, plan.lanes(tensors), steps=found.step)
+    problem = ""
+    try:
+        state.restore(pipeline, optimizer, restored, plan.lanes(tensors), steps=found.step)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        problem = f"{where} cannot be taken up: {type(error).__name__}: {error}"
+    same_everywhere(problem, group)
     if checkpoints.rank == 0 and plan.fresh:
         log.warning("%s: what codecs remember begins afresh at %s", where, ", ".join(plan.fresh))
     return found.step, [*found.first.changes, *(change.at(found.step) for change in changes)]
@@ -143,6 +148,8 @@ class _Plan:
             prefix = f"optimizer/{known}/"
             for moment in (n for n in manifest.tensors if n.startswith(prefix)):
                 key = moment.removeprefix(prefix)
+                if manifest.tensors[moment]["shape"] not in ([], entry["shape"]):
+                    self.problem = self.problem or f"{moment} has not the shape of its parameter"
                 self.tensors[f"optimizer/{name}/{key}"] = share, moment
 
     def _share_with(self, name: str) -> int | None:

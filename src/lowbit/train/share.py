@@ -111,18 +111,17 @@ class Reader:
     """Tensors of a share that was verified, by name, one at a time."""
 
     def __init__(self, share: Path) -> None:
-        self._path = share / TENSORS
+        from safetensors import safe_open
+
+        self._file = safe_open(share / TENSORS, framework="pt")
 
     def __call__(self, name: str) -> Tensor:
         """A tensor on the CPU, in memory of its own.
 
         Raises:
-            KeyError, SafetensorError: the file has changed since it was verified.
+            SafetensorError: there is none of that name.
         """
-        from safetensors import safe_open
-
-        with safe_open(self._path, framework="pt") as file:
-            return file.get_tensor(name).clone()
+        return self._file.get_tensor(name).clone()
 
 
 def crc32(tensor: Tensor) -> int:
