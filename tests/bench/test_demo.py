@@ -9,6 +9,7 @@ from lowbit.bench import demo
 from lowbit.bench.pipeline import Settings
 from lowbit.network import SlowLink
 from lowbit.train.config import PipelineConfig
+from lowbit.train.section import ConfigError
 
 TINY = Settings(dim=32, layers=4, heads=2, stages_per_rank=2, batch=8, sequence=32, samples=8)
 ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B")
@@ -34,6 +35,18 @@ def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "…" not in text, "fits on 80 columns"
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "demo" / "report.json").read_text())["command"] == "demo"
+    demo.check_output(Path("demo"))  # it may be run again
+
+
+@pytest.mark.parametrize(
+    "name", ["report.json", "demo.png", "fp32/metrics.jsonl", "tah-quant/config.json"]
+)
+def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ConfigError, match="which lowbit has no record of making"):
+        demo.run(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):

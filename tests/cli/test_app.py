@@ -97,6 +97,51 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "4.40 forward, 6.50 backward" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "resume", "allowed"),
+    [
+        (["--resume", "train.toml"], True, ()),
+        (["--resume=auto", "train.toml"], "auto", ()),
+        (["train.toml", "--resume=true", "--allow-change", "run.steps"], True, ("run.steps",)),
+        (
+            ["train.toml", "--allow-change", "run.steps", "--allow-change", "optimizer.lr", "--resume"],
+            True,
+            ("run.steps", "optimizer.lr"),
+        ),
+    ],
+)  # fmt: skip
+def test_how_to_go_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    resume: bool | str,
+    allowed: tuple[str, ...],
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text("[run]\nsteps = 7\n")
+    ran: list[TrainConfig] = []
+    monkeypatch.setattr(lowbit.train, "run", lambda config: ran.append(config) or SUMMARY)
+    result = invoke("train", *arguments)
+    assert result.exit_code == 0, result.output
+    assert (ran[0].run.steps, ran[0].run.resume, ran[0].run.allow_change) == (7, resume, allowed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--resume=perhaps"], "run.resume is 'perhaps'; allowed: true, false or auto"),
+        (
+            ["--allow-change", "run.steps"],
+            "run.allow_change is ['run.steps'] and run.resume is false",
+        ),
+    ],
+)
+def test_how_not_to_go_on(arguments: list[str], line: str):
+    result = invoke("train", *arguments)
+    assert result.exit_code == 2
+    assert line in result.stderr
+
+
 def test_a_real_run_from_the_command_line(tmp_path: Path):
     output = tmp_path / "run"
     settings = (

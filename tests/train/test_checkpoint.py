@@ -1,37 +1,56 @@
 from __future__ import annotations
 
-import json
+import os
+import pickle
+import shutil
+import subprocess
 from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lowbit.codecs import SubspaceQuant, names
-from lowbit.train import checkpoint
-from lowbit.train.checkpoint import Checkpoints, pack, run_facts, unpack
-from lowbit.train.config_file import from_mapping
-from lowbit.train.section import ConfigError
+from lowbit.train import checkpoint, disk, search
+from lowbit.train.checkpoint import About, Checkpoints
+from lowbit.train.folder import RunFolder
+from lowbit.train.manifest import MANIFEST, TENSORS, newest_step, step_name
+from lowbit.train.search import Found, Search
+from lowbit.train.share import Reader
+from lowbit.train.state import Snapshot
 from tests.ranks import Ranks
-
-FACTS = {"ranks": 2, "data.batch": 8}
-
-
-def _tensors(step: int) -> dict[str, torch.Tensor]:
-    return {
-        "model/a": torch.full((3, 2), float(step)),
-        "optimizer/a/step": torch.tensor(float(step)),
-        "random/cpu": torch.arange(9, dtype=torch.uint8),
-        "half": torch.ones(2, dtype=torch.bfloat16),
-        "codecs/0": pack({"steps": step, "lanes": {"x": {"7": torch.ones(2)}}}),
-    }
+from tests.train.test_manifest import manifest
+from tests.train.test_share import tensors
 
 
-def _save(folder, steps: list[int], rank: int | None = None) -> list[int]:
-    rank = torch.distributed.get_rank() if rank is None else rank
-    checkpoints = Checkpoints(folder, rank=rank, keep=2, facts=FACTS)
+def about(ranks: int, **changes: Any) -> About:
+    layout = manifest().layout | {"pipeline.ranks": ranks, "layers": [1] * ranks}
+    values = {"ranks": ranks, "attempt": "a", "layout": layout, "identity": {}, "versions": {}}
+    return About(**(values | changes))
+
+
+def save(folder: Path, steps: list[int], **changes: Any) -> None:
+    """Write these steps as the rank that this is."""
+    ranks = changes.pop("ranks", dist.get_world_size())
+    checkpoints = Checkpoints(folder, rank=dist.get_rank(), keep=2)
     for step in steps:
-        checkpoints.save(step, _tensors(step + rank))
-    return checkpoints.steps()
+        snapshot = Snapshot(tensors=tensors(step), codecs=[], aliases={})
+        checkpoints.save(step, snapshot, about(ranks, **changes))
+
+
+def newest(folder: Path) -> tuple[Found | None, list[str]]:
+    """What a search finds, and what it warns of."""
+    with mock.patch.object(search.log, "warning") as warning:
+        found = Search(folder / "checkpoints", None).newest()
+    return found, [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def shares(folder: Path) -> list[str]:
+    return sorted(
+        str(p.relative_to(folder / "checkpoints")) for p in folder.glob("checkpoints/*/*")
+    )
 
 
 @pytest.fixture
@@ -43,126 +62,231 @@ def alone():
         yield
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path, alone):
-    _save(tmp_path, [4])
-    loaded = Checkpoints(tmp_path, rank=0, keep=2, facts=FACTS).load(4)
-    expected = _tensors(4)
-    assert loaded.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor)
-    assert unpack(loaded["codecs/0"])["lanes"]["x"]["7"].tolist() == [1, 1]
+def test_the_last_ones_are_kept(tmp_path: Path, alone: None):
+    save(tmp_path, [2, 4, 6])
+    assert shares(tmp_path) == ["step-00000004/rank-0", "step-00000006/rank-0"]
+    found, warned = newest(tmp_path)
+    assert found is not None
+    assert (found.step, found.holders, warned) == (6, {0: 0}, [])
+    assert newest_step(tmp_path / "checkpoints") == 6
 
 
-def test_the_last_ones_are_kept_and_the_newest_is_named(tmp_path, alone):
-    assert _save(tmp_path, [2, 4, 6]) == [4, 6]
-    assert (tmp_path / "latest").read_text() == "step-00000006"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest", "step-00000004", "step-00000006",
+def test_nothing_is_found_where_nothing_is(tmp_path: Path, alone: None):
+    assert newest(tmp_path) == (None, [])
+
+
+def _damage(share: Path, how: str) -> str:
+    """Damage a share; returns what is to be said about it."""
+    file = share / TENSORS
+    if how == "flip":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        return "has a tensors.safetensors that was changed"
+    if how == "cut":
+        os.truncate(file, 50)
+        return "has 50 bytes of tensors.safetensors"
+    if how == "manifest":
+        (share / MANIFEST).write_bytes(b"")
+        return "has a manifest.json that was changed or cut short"
+    (share / ".metadata").write_bytes(b"")
+    return "holds .metadata, which its manifest does not list"
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "manifest", "pickle"])
+def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(
+    tmp_path: Path, alone: None, how: str
+):
+    save(tmp_path, [2, 4])
+    told = _damage(tmp_path / "checkpoints" / step_name(4) / "rank-0", how)
+    found, warned = newest(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    [line] = warned
+    assert line.startswith(
+        f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {told}"
+    )
+    _damage(tmp_path / "checkpoints" / step_name(2) / "rank-0", how)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "
+    ):
+        newest(tmp_path)
+
+
+class _Evil:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def test_what_a_foreign_checkpoint_holds_is_never_executed(tmp_path: Path, alone: None):
+    """A pickle where older versions looked for one: beside an intact share, and alone."""
+    evil = pickle.dumps(_Evil(f"touch {tmp_path}/executed"))
+    save(tmp_path, [2])
+    share = tmp_path / "checkpoints" / step_name(2) / "rank-0"
+    (share / ".metadata").write_bytes(evil)
+    with pytest.raises(checkpoint.CheckpointError, match=r"holds \.metadata"):
+        newest(tmp_path)
+    (share / MANIFEST).unlink()
+    with pytest.raises(
+        checkpoint.CheckpointError, match="is of an older lowbit and is not read, because"
+    ) as caught:
+        newest(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(evil)
+    assert (tmp_path / "executed").exists(), "it would have"
+
+
+def test_what_others_put_there_stays(tmp_path: Path, alone: None):
+    save(tmp_path, [2, 4])
+    folder = tmp_path / "checkpoints"
+    (folder / "notes.txt").write_text("mine")
+    (folder / step_name(2) / "rank-0" / "mine.txt").write_text("mine")
+    save(tmp_path, [6, 8])
+    assert shares(tmp_path) == [
+        "step-00000002/rank-0",
+        "step-00000006/rank-0",
+        "step-00000008/rank-0",
+    ]
+    assert os.listdir(folder / step_name(2) / "rank-0") == ["mine.txt"]
+    assert (folder / "notes.txt").exists()
+
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(folder, moved / "checkpoints")  # without the mark: it is not lowbit's there
+    save(moved, [8, 10, 12])
+    assert "step-00000006/rank-0" in shares(moved)
+    assert shares(moved)[-3:] == [
+        "step-00000008/rank-0.kept-1", "step-00000010/rank-0", "step-00000012/rank-0",
     ]  # fmt: skip
 
 
-def test_a_crash_while_writing_leaves_the_older_ones(tmp_path, alone, monkeypatch):
-    _save(tmp_path, [2])
-
-    def crash(path, text):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write", crash)  # the tensors are written by then
-        with pytest.raises(KeyboardInterrupt):
-            _save(tmp_path, [4])
-    found = Checkpoints(tmp_path, rank=0, keep=2, facts=FACTS)
-    assert found.steps() == [2]
-    assert found.latest() == 2
-    assert torch.equal(found.load(2)["model/a"], _tensors(2)["model/a"])
-    assert _save(tmp_path, [4]) == [2, 4]
+def test_ranks_gone_leave_no_shares(tmp_path: Path, ranks: Ranks):
+    ranks.run(save, tmp_path, [2])
+    ranks.run(save, tmp_path, [4, 6], ranks=1)
+    assert shares(tmp_path) == ["step-00000004/rank-0", "step-00000006/rank-0"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path, alone):
-    _save(tmp_path, [2])
-    Checkpoints(tmp_path, rank=0, keep=2, facts=FACTS).save(2, _tensors(9))
-    loaded = Checkpoints(tmp_path, rank=0, keep=2, facts=FACTS).load(2)
-    assert torch.equal(loaded["model/a"], _tensors(9)["model/a"])
+def test_only_shares_that_belong_together_count(ranks: Ranks, tmp_path: Path):
+    assert ranks.run(newest, tmp_path) == [(None, [])] * 2
+    ranks.run(save, tmp_path, [2, 4])
+    second = tmp_path / "checkpoints" / step_name(4) / "rank-1"
+    second.rename(second.with_name(".rank-1"))
+    (found, warned), (other, silent) = ranks.run(newest, tmp_path)
+    assert found == other
+    assert (found.step, found.holders, silent) == (2, {0: 0, 1: 1}, [])
+    assert "step-00000004 is skipped: rank-1 is on no rank's disk" in warned[0]
+    ranks.run(partial(save, attempt="b"), tmp_path, [4])
+    first = tmp_path / "checkpoints" / step_name(4) / "rank-0"
+    shutil.rmtree(first)
+    shutil.copytree(tmp_path / "checkpoints" / step_name(2) / "rank-0", first)
+    assert ranks.run(newest, tmp_path)[0][0].step == 2
 
 
-@pytest.mark.parametrize(("key", "value"), [("ranks", 4), ("data.batch", 16)])
-def test_another_kind_of_run_may_not_go_on(tmp_path, alone, key, value):
-    _save(tmp_path, [2])
-    other = Checkpoints(tmp_path, rank=0, keep=2, facts=FACTS | {key: value})
-    with pytest.raises(
-        ConfigError, match=f"written with {key} = {FACTS[key]}, this run has {value}"
-    ):
-        other.load(2)
+def _newest_of_two_disks(folder: Path) -> Found | None:
+    return newest(folder / f"disk-{dist.get_rank()}")[0]
 
 
-OLDER = {
-    "pipeline.forward": ["tah-quant"],
-    "pipeline.backward": ["GroupInt(bits=6, group=32, symmetric=True)"],
-}
+def test_disks_of_several_machines_are_one(ranks: Ranks, tmp_path: Path):
+    """Rank 1's share lies where rank 0 is, and rank 0's copy of its own is damaged."""
+    ranks.run(save, tmp_path / "disk-0", [2])
+    shutil.copytree(tmp_path / "disk-0", tmp_path / "disk-1")
+    one, two = (tmp_path / f"disk-{i}" / "checkpoints" / step_name(2) for i in range(2))
+    shutil.rmtree(two / "rank-1")
+    _damage(one / "rank-0", "flip")
+    found, other = ranks.run(_newest_of_two_disks, tmp_path)
+    assert found == other
+    assert found.holders == {0: 1, 1: 0}
+    _damage(two / "rank-0", "cut")
+    for outcome in ranks.outcomes(_newest_of_two_disks, tmp_path):
+        assert outcome.kind == "CheckpointError"
+        assert "step-00000002: rank-0 has" in outcome.text
 
 
-@pytest.mark.parametrize(("forward", "goes_on"), [("tah-quant", True), ("int4", False)])
-def test_formats_are_compared_by_what_they_are(tmp_path, alone, forward, goes_on):
-    Checkpoints(tmp_path, rank=0, keep=2, facts=OLDER).save(2, _tensors(2))
-    config = from_mapping({"pipeline": {"forward": forward}})
-    facts = run_facts(config, ranks=2, stages=2)
-    facts = {key: facts[key] for key in OLDER}
-    found = Checkpoints(tmp_path, rank=0, keep=2, facts=facts)
-    if goes_on:
-        assert found.load(2).keys() == _tensors(2).keys()
-    else:
-        with pytest.raises(ConfigError, match=r"pipeline.forward = \['tah-quant'\]"):
-            found.load(2)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
-    tmp_path, alone, monkeypatch, direction
-):
-    config = from_mapping({"pipeline": {direction: "subspace"}})
-    for bits in (3, 2):
-        monkeypatch.setitem(names.NAMES, "subspace", partial(SubspaceQuant, bits=bits))
-        facts = run_facts(config, ranks=2, stages=2)
-        found = Checkpoints(tmp_path, rank=0, keep=2, facts=facts)
-        if bits == 3:
-            found.save(2, _tensors(2))
-            found.check(2)
-    with pytest.raises(
-        ConfigError, match=rf"pipeline.{direction} = .*bits=3.*, this run has .*bits=2"
-    ):
-        found.check(2)
-
-
-def test_a_format_that_is_no_more_is_told_with_its_checkpoint(tmp_path, alone):
-    first, now = (
-        Checkpoints(tmp_path, rank=0, keep=2, facts={"pipeline.forward": [name]})
-        for name in ("int9", "int4")
+def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
+    layout = manifest().layout | {"pipeline.data_parallel": 2}
+    ranks.run(partial(save, layout=layout, ranks=4), tmp_path, [2])
+    found = ranks.run(newest, tmp_path)[0]
+    assert found[0].step == 2
+    expected = (
+        "rank-2 (the embedding, layers 0 to 1) is on no rank's disk, "
+        "rank-3 (layers 2 to 2, the output matrix) is on no rank's disk; the whole model is"
     )
-    first.save(2, _tensors(2))
-    with pytest.raises(
-        ConfigError, match=r"checkpoint .*/rank-0 was .* \['int9'\], .*: codec is 'int9'"
-    ):
-        now.check(2)
+    assert expected in found[1][0]
+    for share in tmp_path.glob("checkpoints/*/rank-1"):
+        shutil.rmtree(share)
+    for outcome in ranks.outcomes(newest, tmp_path):
+        assert outcome.kind == "CheckpointError"
+        assert "step-00000002: rank-1 (layers 2 to 2, the output matrix) is on no" in outcome.text
 
 
-def _latest(folder) -> int | None:
-    rank = torch.distributed.get_rank()
-    return Checkpoints(folder, rank=rank, keep=2, facts=FACTS).latest()
+def _save_where_one_fails(folder: Path, failing: int) -> None:
+    save(folder, [2, 4])
+    write = disk.write
+
+    def full(path: Path, chunks: Any) -> None:
+        write(path, list(chunks)[:1])
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(disk, "write", full if dist.get_rank() == failing else write):
+        save(folder, [6])
 
 
-def test_ranks_take_the_newest_step_that_all_have(ranks: Ranks, tmp_path):
-    assert ranks.run(_latest, tmp_path) == [None, None]
-    assert ranks.run(_save, tmp_path, [2, 4]) == [[2, 4]] * 2
-    (tmp_path / "step-00000004" / "rank-1").rename(tmp_path / "step-00000004" / ".rank-1")
-    assert ranks.run(_latest, tmp_path) == [2, 2]
-    assert json.loads((tmp_path / "step-00000002" / "rank-1" / "run.json").read_text())["step"] == 2
-
-
-def test_ranks_without_a_step_in_common_say_so(ranks: Ranks, tmp_path):
-    ranks.run(_save, tmp_path, [2])
-    (tmp_path / "step-00000002" / "rank-1").rename(tmp_path / "step-00000002" / ".rank-1")
-    outcomes = ranks.outcomes(_latest, tmp_path)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_full_disk_ends_all_ranks_with_one_line_and_costs_no_older_step(
+    ranks: Ranks, tmp_path: Path, failing: int
+):
+    outcomes = ranks.outcomes(_save_where_one_fails, tmp_path, failing)
+    where = tmp_path / "checkpoints" / step_name(6) / f"rank-{failing}"
     for outcome in outcomes:
-        assert outcome.kind == "ConfigError"
-        assert "that all ranks have; rank 0: [2]; rank 1: none" in outcome.text
+        assert outcome.kind == "CheckpointError"
+        assert outcome.text == (
+            f"rank {failing} can not write its share of step 6, {where}: No space left on device; "
+            "older checkpoints are as they were"
+        )
+    assert shares(tmp_path) == [f"step-0000000{s}/rank-{r}" for s in (2, 4) for r in (0, 1)]
+    assert ranks.run(newest, tmp_path)[0][0].step == 4
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path, alone: None):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        save(small, [2])
+        big = Snapshot(tensors={"model/a": torch.zeros(1 << 16)}, codecs=[], aliases={})
+        with pytest.raises(
+            checkpoint.CheckpointError, match=r"step 4, .*: No space left on device"
+        ):
+            Checkpoints(small, rank=0, keep=2).save(4, big, about(1))
+        assert shares(small) == ["step-00000002/rank-0"]
+        found, _ = newest(small)
+        assert found is not None
+        assert Reader(small / "checkpoints" / step_name(2) / "rank-0")("model/a")[0, 0] == 2
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def _slow_together(seconds: float) -> list[int]:
+    import time
+
+    def work() -> int:
+        time.sleep(seconds * dist.get_rank())
+        return dist.get_rank()
+
+    with mock.patch.object(checkpoint, "_BEAT_SECONDS", 0.1):
+        return checkpoint.together(work)
+
+
+def test_ranks_that_take_long_say_that_they_live(ranks: Ranks):
+    assert ranks.run(_slow_together, 0.5) == [[0, 1]] * 2
+
+
+def test_the_mark_lists_what_is_written(tmp_path: Path, alone: None):
+    save(tmp_path, [2])
+    RunFolder(tmp_path).clear()
+    assert not list(tmp_path.iterdir())

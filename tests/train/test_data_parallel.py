@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lowbit.train import ConfigError, TrainConfig
-from lowbit.train.checkpoint import Checkpoints
+from lowbit.train.manifest import newest_step, read_manifest, step_name
 from lowbit.train.metrics import read_metrics
+from lowbit.train.share import Reader
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
@@ -20,9 +21,9 @@ TWO = {"ranks": 2, "data_parallel": 2, "microbatches": 2}
 def weights(config: TrainConfig, rank: int) -> dict[str, torch.Tensor]:
     """Of a rank's newest checkpoint."""
     folder = Path(config.run.output) / "checkpoints"
-    checkpoints = Checkpoints(folder, rank=rank, keep=2, facts={})
-    tensors = checkpoints.load(checkpoints.steps()[-1])
-    return {name: t for name, t in tensors.items() if name.startswith("model/")}
+    share = folder / step_name(newest_step(folder) or 0) / f"rank-{rank}"
+    names = (name for name in read_manifest(share).tensors if name.startswith("model/"))
+    return {name: Reader(share)(name) for name in names}
 
 
 def run(ranks: Ranks, config: TrainConfig) -> list[float]:
@@ -82,8 +83,8 @@ def test_it_goes_on_exactly_where_it_stopped(ranks: Ranks, tmp_path: Path):
         first, run={"resume": True, "overwrite": False}, gradients={"all_reduce": "int8"}
     )
     outcomes = ranks.outcomes(losses, changed, ranks=4, timeout=60)
-    assert {o.kind for o in outcomes} == {"ConfigError"}
-    assert "gradients.all_reduce = fp8, this run has int8" in outcomes[0].text
+    assert {o.kind for o in outcomes} == {"CheckpointError"}
+    assert "gradients.all_reduce was BlockFloat8(" in outcomes[0].text
 
 
 def stops_after(config: TrainConfig, steps: int) -> None:

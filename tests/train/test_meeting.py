@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives.agreement import default_group
 from lowbit.train.meeting import MeetingError, listen, master_port, meet, new_secret, prove

@@ -69,6 +69,17 @@ def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path
     assert lines[0] == dataclasses.asdict(_metrics(0))
 
 
+def test_bad_lines_are_left_out_with_a_warning(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 0, "loss": 1}\n{"step": 1, "lo\xff\n[]\n{"step": "x"}\n{"step": 2, "loss": 1}\n'
+    )
+    assert [line["step"] for line in read_metrics(path)] == [0, 2]
+    assert caplog.messages == [f"{path}: lines 2, 3, 4 can not be read and are left out"]
+    _recorder(tmp_path, 2).close()
+    assert path.read_text() == '{"step": 0, "loss": 1}\n'
+
+
 def test_tensorboard_has_every_metric(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -9,8 +9,10 @@ from torch import Tensor
 from lowbit.train.config import FAMILIES, ModelConfig
 from lowbit.train.model import (
     StageModule,
+    architecture,
     build_model,
     count_layers,
+    hugging_face_config,
     longest_sequence,
     vocabulary,
 )
@@ -22,6 +24,23 @@ IDS = torch.randint(0, 99, (2, 12), generator=torch.Generator().manual_seed(3))
 def _model(family: str = "llama", **values):
     values = {"dim": 32, "layers": 5, "heads": 4, "ffn": 64} | values
     return build_model(ModelConfig(family=family, **values), vocab=99, sequence=12, seed=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("given", [{}, {"ffn": 48, "tied": True, "heads": 2}], ids=str)
+def test_the_architecture_is_known_without_the_model(tmp_path, family: str, given: dict):
+    """From the configuration alone, and from that of a saved model."""
+    config = ModelConfig(family=family, dim=32, layers=2, **given)
+    made = hugging_face_config(config, vocab=99, sequence=12)
+    found = architecture(config, vocab=99)
+    ffn = made.n_inner if family == "gpt2" else made.intermediate_size
+    assert (found["ffn"], found["tied"]) == (ffn, bool(made.tie_word_embeddings))
+    assert found["kv_heads"] == getattr(made, "num_key_value_heads", found["heads"])
+    made.save_pretrained(tmp_path)
+    saved = architecture(ModelConfig(pretrained=str(tmp_path)), vocab=99)
+    known = {key: value for key, value in saved.items() if value is not None}
+    assert known == {key: found[key] for key in known}
+    assert {"dim", "layers", "heads", "vocab", "family"} <= known.keys()
 
 
 def _stages(model, cuts: list[int], **kwargs) -> list[StageModule]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives.agreement import default_group
 from lowbit.train.peers import ALARM, Cause, Peers, first_line

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from lowbit.train import ConfigError, launch, run
+from lowbit.train.folder import RunFolder
 from lowbit.train.prepare import prepare
 from tests.train.runs import again, tiny
 
@@ -64,43 +64,57 @@ def test_what_can_not_work_is_one_line_before_any_process_starts(
 def test_an_output_folder_with_a_run_is_not_overwritten_by_accident(tmp_path: Path):
     config = tiny(tmp_path, run={"overwrite": False})
     prepare(config, ranks=2)
+    RunFolder(Path(config.run.output)).note("metrics.jsonl")
     (Path(config.run.output) / "metrics.jsonl").touch()
     with pytest.raises(
         ConfigError, match=r"holds a run already \(metrics\.jsonl\); .* run\.resume"
     ):
         prepare(config, ranks=2)
-    for choice in ("resume", "overwrite"):
-        prepare(again(config, run={choice: True}), ranks=2)
+    for choice in ({"resume": "auto"}, {"overwrite": True}):
+        prepare(again(config, run=choice), ranks=2)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes", "message"),
+    "foreign",
     [
-        (4, {}, "written with ranks = 2, this run has 4"),
-        (1, {}, "written with ranks = 2, this run has 1"),
-        (
-            2,
-            {"forward": "int4"},
-            r"pipeline.forward = .*float32.*, this run has .*GroupInt\(bits=4",
-        ),
-        (
-            2,
-            {"backward": "SubspaceQuant(rank=3)"},
-            r"pipeline.backward = .*\(rank=2,.*, this run has .*\(rank=3",
-        ),
+        ("config.json", "model/precious.safetensors"), ("model/model.safetensors",), ("metrics.jsonl",), ("model",),
+        ("checkpoints/step-00000002/rank-0/tensors.safetensors",), ("checkpoints/step-00000001/rank-0/.metadata",),
     ],
-)
-def test_a_resume_that_does_not_fit_is_refused(tmp_path: Path, ranks, changes, message):
-    codecs = {"backward": "SubspaceQuant(rank=2)"}
-    config = tiny(tmp_path, pipeline=codecs, run={"overwrite": False, "resume": True})
-    for rank in range(2):
-        folder = Path(config.run.output) / "checkpoints" / "step-00000003" / f"rank-{rank}"
-        folder.mkdir(parents=True)
-        facts = prepare(again(config, run={"resume": False, "overwrite": True}), ranks=2)
-        (folder / "run.json").write_text(json.dumps(facts.checkpoints(rank).facts))
-    prepare(config, ranks=2)
-    with pytest.raises(ConfigError, match=message):
-        prepare(again(config, pipeline=changes), ranks=ranks, rank=ranks - 1)
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("marked", [False, True])
+def test_what_lowbit_did_not_make_is_never_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: tuple[str, ...], marked: bool
+):
+    config = tiny(tmp_path, run={"output": ".", "save_model": True})
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    if marked:
+        RunFolder(Path()).note("summary.json")
+    for name in foreign:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("precious")
+    monkeypatch.setattr(launch, "start_ranks", lambda config: pytest.fail("started"))
+    for overwrite in (True, False):
+        with pytest.raises(ConfigError, match="which lowbit has no record of making") as caught:
+            run(again(config, run={"overwrite": overwrite}))
+        assert f"run.output '.' holds {foreign[0]}" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert ("lowbit-run.jsonl" in str(caught.value)) == (not marked)
+    assert [Path(name).read_text() for name in foreign] == ["precious"] * len(foreign)
+
+
+def test_a_run_of_an_older_version_is_not_gone_on_with(tmp_path: Path):
+    config = tiny(tmp_path, run={"overwrite": False, "resume": True})
+    share = Path(config.run.output) / "checkpoints" / "step-00000003" / "rank-0"
+    share.mkdir(parents=True)
+    for name in (share / ".metadata", share / "run.json", Path(config.run.output) / "config.json"):
+        name.write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"step-00000003/rank-0 is of an older lowbit and is not"):
+        prepare(config, ranks=2)
+    for values in ({"resume": False}, {"resume": False, "overwrite": True}):
+        with pytest.raises(ConfigError, match="holds config.json, .*or an older one"):
+            prepare(again(config, run=values), ranks=2)
 
 
 @pytest.mark.parametrize(("native", "auto"), [(True, torch.bfloat16), (False, None)])

@@ -23,10 +23,13 @@ from lowbit.bench.race import seconds_until
 from lowbit.bench.report import Column, Report, machine, table
 from lowbit.bench.speeds import link_name
 from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.train import prepare
 from lowbit.train.config import TrainConfig
 from lowbit.train.config_file import from_mapping
+from lowbit.train.folder import RunFolder
 from lowbit.train.generate import generate
 from lowbit.train.metrics import StepMetrics, read_metrics
+from lowbit.train.section import ConfigError
 from lowbit.train.summary import read_summary
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 RATE_MBIT = 100.0
 PROMPT = "def "
 SETTINGS = Settings()
+FILES = ("report.json", "demo.png")
 _SMOOTHED_STEPS = 8
 _POLL_SECONDS = 0.2
 
@@ -73,6 +77,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     from rich.console import Console
 
     console = console or Console()
+    check_output(output)
     rows = []
     with open_link(console) as link:
         rate = link.rate_mbit if link else None
@@ -82,6 +87,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
                 train(link, config, lambda metrics, c=contestant: show(c, metrics))
                 rows.append({"link_mbit": rate, **outcome(contestant, output)})
     _compare(rows)
+    RunFolder(output).note(*FILES)
     report = Report(command="demo", settings={"link_mbit": rate}, machine=machine(), rows=rows)
     report.write_json(output / "report.json")
     draw(report, output / "demo.png")
@@ -90,6 +96,21 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     )
     _say_what_it_wrote(console, output)
     return report
+
+
+def check_output(output: Path) -> None:
+    """Check, before anything starts, that nothing is in the way that lowbit did not make.
+
+    Raises:
+        ConfigError: a file that is to be written is there, and is not lowbit's.
+    """
+    if foreign := RunFolder(output).foreign(FILES):
+        raise ConfigError(
+            f"{output} holds {', '.join(foreign)}, which lowbit has no record of making; nothing was touched; "
+            "allowed: another folder, or to move these away"
+        )
+    for contestant in CONTESTANTS:
+        prepare.check_output(recipe(contestant, output / contestant.name))
 
 
 def recipe(contestant: Contestant, output: Path) -> TrainConfig:
@@ -119,7 +140,7 @@ def train(link: SlowLink | None, config: TrainConfig, on_metrics: OnMetrics) -> 
         ChildProcessError: a rank failed; the message has its last words.
     """
     file, seen = Path(config.run.output) / "metrics.jsonl", 0
-    file.unlink(missing_ok=True)
+    RunFolder(file.parent).clear()  # so that nothing is taken for this run's that is an older one's
     with Ranks(link, config.pipeline.ranks, "lowbit.train.worker") as ranks:
         ranks.tell(json.dumps(json.loads(config.to_json())))
         ended = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from lowbit import __version__
 from lowbit.cli.bench import Benchmarks, Plans
@@ -60,7 +62,14 @@ def _lowbit(
     pass
 
 
-@app.command()
+class _Resumable(TyperCommand):
+    """Takes `--resume` alone and `--resume=auto`; a word after `--resume` is an argument of its own."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--resume=true" if a == "--resume" else a for a in args])
+
+
+@app.command(cls=_Resumable)
 def train(
     config: Annotated[
         Path | None, typer.Argument(help="TOML file; what it leaves out keeps its default.")
@@ -77,8 +86,20 @@ def train(
         int | None, typer.Option(help="Local processes to start: sets pipeline.ranks.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint: sets run.resume.")
-    ] = False,
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[=auto]",
+            help="Go on from the newest checkpoint; =auto: begin where there is none. Sets run.resume.",
+        ),
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SECTION.KEY",
+            help="Go on with another value of this, such as run.steps; may be repeated. Sets run.allow_change.",
+        ),
+    ] = None,
     supervise: Annotated[
         bool,
         typer.Option(
@@ -93,7 +114,9 @@ def train(
     if ranks is not None:
         overrides.append(f"pipeline.ranks={ranks}")
     if resume:
-        overrides.append("run.resume=true")
+        overrides.append(f"run.resume={resume}")
+    if allow_change:
+        overrides.append(f"run.allow_change={json.dumps(allow_change)}")
     if supervise:
         overrides.append("run.supervise=true")
     with one_line_errors(traceback):

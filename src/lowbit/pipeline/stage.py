@@ -223,9 +223,8 @@ class LowBitStage(HookedStage):
                 faults.append(f"{lane.name}: {error}")
         self._fault = "; ".join(faults)  # to be raised where all ranks know of it
         self._prepared_for = self.has_backward
-        self._shapes = Agreement(
-            self._group, f"{self._name}/shapes/{self._shape_rounds}", self._timeout
-        )
+        topic = f"{self._name}/shapes/{self._shape_rounds}"
+        self._shapes = Agreement(self._group, topic, self._timeout)
         self._shape_rounds += 1
         self._shapes.state(self.stage_index, self._step_facts() | facts)
 

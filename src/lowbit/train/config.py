@@ -259,7 +259,9 @@ class RunConfig(Section):
         checksums: 8 bytes behind each message tell if it arrived as it was sent; if not, the run ends with an error
             that names the sender.
         checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
-        resume: go on from the newest checkpoint in `output`; overwrite: throw away what `output` holds.
+        resume: go on from the newest intact checkpoint in `output`; "auto": where there is none, begin.
+        allow_change: keys, such as "run.steps", that may differ from those of the run that is gone on with.
+        overwrite: throw away what lowbit has made in `output`.
         eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
         tensorboard, progress, save_model: write curves, show progress, save the model at the end.
     """
@@ -289,7 +291,8 @@ class RunConfig(Section):
     checksums: bool = True
     checkpoint_every: int = 100
     keep: int = 2
-    resume: bool = False
+    resume: bool | str = False
+    allow_change: tuple[str, ...] = ()
     overwrite: bool = False
     eval_every: int = 0
     eval_batches: int = 32
@@ -299,6 +302,12 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.resume not in (True, False, "auto"):
+            raise ConfigError(f"run.resume is {self.resume!r}; allowed: true, false or auto")
+        if self.allow_change and not self.resume:
+            raise ConfigError(
+                f"run.allow_change is {list(self.allow_change)} and run.resume is false; allowed: with run.resume only"
+            )
         if self.resume and self.overwrite:
             raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
         if self.supervise and self.overwrite:

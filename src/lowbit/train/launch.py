@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from lowbit.train.config import TrainConfig
+from lowbit.train.manifest import newest_step
 from lowbit.train.process import FAILED, Process
 from lowbit.train.summary import Summary, read_summary
 
@@ -139,8 +140,6 @@ def watch(
     what = failed.outcome() if failed.killed_or_stopped else reason() or failed.outcome()
     if passed:
         what = f"interrupted by {passed[0].name}"
-    from lowbit.train.checkpoint import newest_step
-
     many = "; all ranks were ended" if len(processes) > 1 else ""
     step = newest_step(Path(config.run.output) / "checkpoints")
     advice = "" if step is None else f"; --resume goes on from step {step}"

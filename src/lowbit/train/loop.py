@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-import shutil
+import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,16 +26,20 @@ from lowbit.collectives.objects import gather_json
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
+from lowbit.train.checkpoint import About, CheckpointError
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
 from lowbit.train.evaluate import Evaluation
+from lowbit.train.folder import RunFolder
 from lowbit.train.gradients import Gradients
+from lowbit.train.identity import layout_of, versions
 from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
-from lowbit.train.prepare import OUTPUTS, Prepared, prepare
+from lowbit.train.prepare import FILES, Prepared, no_checkpoint, prepare
 from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.replicas import Replicas
+from lowbit.train.resume import take_up
 from lowbit.train.stages import Pipeline
 from lowbit.train.summary import Summary, summarize
 from lowbit.train.tied import TiedWeights
@@ -69,6 +73,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         AgreementError: ranks with different configurations, texts or versions.
         PeerError: another rank ended the run; the message names it.
         DivergedError: NaN or infinity in loss or gradients.
+        CheckpointError: a checkpoint can not be written, or none be gone on from.
     """
     rank, ranks = world()
     prepared = prepare(config, ranks=ranks, rank=rank)
@@ -131,6 +136,7 @@ class Trainer:
         if self.rank == 0:  # not in `prepare`, which a launcher runs beside its ranks
             for line in costly(prepared.codecs, (self.config.rows, data.sequence, width)):
                 log.warning("%s", line)
+        self.about = self._describe_run()
         self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
         self.start = self._begin()
 
@@ -228,7 +234,8 @@ class Trainer:
 
     def save_checkpoint(self, done: int) -> None:
         """Write what is needed to go on after `done` steps."""
-        self.checkpoints.save(done, state.collect(self.pipeline, self.optimizer), self.side)
+        snapshot = state.collect(self.pipeline, self.optimizer)
+        self.checkpoints.save(done, snapshot, self.about, self.side)
 
     def _agree(self) -> None:
         """Stop before the first byte if a rank has another configuration, text or version."""
@@ -267,37 +274,65 @@ class Trainer:
             compress(module, self.prepared.activations[stage], self.prepared.device)
         return modules, bool(model.config.tie_word_embeddings)
 
+    def _describe_run(self) -> About:
+        precision = "fp32" if self.prepared.autocast is None else "bf16"
+        return About(
+            ranks=self.ranks,
+            attempt=gather_json(secrets.token_hex(8), self.side)[0],
+            layout=layout_of(self.config, self.plan),
+            identity=self.prepared.identity | {"run.precision": precision},
+            versions=versions(),
+        )
+
     def _begin(self) -> int:
         """Take up the newest checkpoint, or clear the output folder; returns the step to start with."""
         run = self.config.run
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
-        if run.resume and (done := self.checkpoints.latest(self.side)) is not None:
-            state.restore(self.pipeline, self.optimizer, self.checkpoints.load(done))
-            return done
-        if run.resume and self.rank == 0:
-            log.warning("no checkpoint in %s: starting with step 0", self.checkpoints.folder)
+        folder = RunFolder(self.output)
+        done = self._resume() if run.resume else 0
         if run.overwrite and local_rank() == 0:
-            for name in OUTPUTS:
-                path = self.output / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            folder.clear()
         dist.barrier(group=self.side)
         if self.rank == 0:
+            folder.note(*FILES)
             pipeline = in_full(self.config.pipeline)
             told = dataclasses.replace(self.config, pipeline=pipeline).to_json()
             (self.output / "config.json").write_text(told + "\n", encoding="utf-8")
+        return done
+
+    def _resume(self) -> int:
+        """Take up the newest checkpoint; 0 if there is none, and the run may begin then."""
+        run = self.config.run
+        taken = take_up(
+            self.checkpoints, self.pipeline, self.optimizer, self.about,
+            replica=self.replicas.index, allowed=run.allow_change, group=self.side,
+        )  # fmt: skip
+        if taken is not None:
+            self.about = dataclasses.replace(self.about, changes=taken[1])
+            return taken[0]
+        if run.resume is True:
+            raise CheckpointError(no_checkpoint(self.checkpoints.folder))
+        if self.rank == 0:
+            log.warning("no checkpoint in %s: starting with step 0", self.checkpoints.folder)
         return 0
 
     def _open_recorder(self) -> Recorder | None:
         if self.rank != 0:
             return None
-        run = self.config.run
-        return Recorder(
+        run, board = self.config.run, self.output / "tensorboard"
+        if run.tensorboard and not board.exists():
+            RunFolder(self.output).note("tensorboard/")
+        before = set(board.glob("*"))
+        recorder = Recorder(
             self.output,
             start=self.start,
             steps=run.steps,
             tensorboard=run.tensorboard,
             progress=run.progress,
         )
+        if curves := sorted(f"tensorboard/{path.name}" for path in set(board.glob("*")) - before):
+            RunFolder(self.output).note(*curves)
+        return recorder
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work]:
         """Loss, norm of all gradients, and costs over all ranks, by a single message."""
@@ -323,10 +358,15 @@ class Trainer:
         if folder is not None:
             weights = self._gather_weights() if self.replicas.index == 0 else {}
             if self.rank == 0:
-                export.save_model(folder, weights, self.model_config, self.prepared.data.tokenizer)
+                made = RunFolder(self.output)
+                staging = made.staging("model")
+                tokenizer = self.prepared.data.tokenizer
+                export.save_model(staging, weights, self.model_config, tokenizer)
+                made.adopt(staging, "model")
         summary = summarize(
-            self.config, self.plan, history, losses, chosen=self.chosen(), model=folder
-        )
+            self.config, self.plan, history, losses, chosen=self.chosen(), model=folder,
+            changes=self.about.changes,
+        )  # fmt: skip
         if self.rank == 0:
             text = json.dumps(dataclasses.asdict(summary), indent=2)
             (self.output / "summary.json").write_text(text + "\n", encoding="utf-8")

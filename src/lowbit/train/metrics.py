@@ -157,11 +157,28 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; a last one that a crash cut short is left out."""
+    """The lines of a `metrics.jsonl`.
+
+    A last one that a crash cut short is left out, and so are others that can not be read, with a warning.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    found, bad = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            values = None
+        if isinstance(values, dict) and isinstance(values.get("step"), int):
+            found.append(values)
+        else:
+            bad.append(str(number))
+    if bad:
+        logging.getLogger(__name__).warning(
+            "%s: line%s %s can not be read and %s left out",
+            path, "s" * (len(bad) > 1), ", ".join(bad), "are" if len(bad) > 1 else "is",
+        )  # fmt: skip
+    return found
 
 
 def _keep_steps_before(path: Path, start: int) -> None:

@@ -84,6 +84,27 @@ def hidden_size(model: ModelConfig) -> int | None:
     return values.get("hidden_size", values.get("n_embd"))
 
 
+def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
+    """The sizes that a configuration comes to, by the names of `ModelConfig`, without loading the model."""
+    if not model.pretrained:
+        usual = 4 * model.dim if model.family == "gpt2" else _gated_width(model.dim)
+        return {
+            "family": model.family, "dim": model.dim, "layers": model.layers, "heads": model.heads,
+            "kv_heads": (0 if model.family == "gpt2" else model.kv_heads) or model.heads,
+            "ffn": model.ffn or usual, "vocab": vocab,
+            "tied": model.family == "gpt2" if model.tied is None else model.tied,
+        }  # fmt: skip
+    values = _pretrained_config(model.pretrained)
+    names = {
+        "family": ("model_type",), "dim": ("hidden_size", "n_embd"), "layers": ("num_hidden_layers", "n_layer"),
+        "heads": ("num_attention_heads", "n_head"), "kv_heads": ("num_key_value_heads",),
+        "ffn": ("intermediate_size", "n_inner"), "vocab": ("vocab_size",), "tied": ("tie_word_embeddings",),
+    }  # fmt: skip
+    return {
+        key: next((values[n] for n in each if n in values), None) for key, each in names.items()
+    }
+
+
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
     """The whole model in float32 on the CPU: pretrained weights, or random ones that depend on `seed` alone.
 
@@ -143,6 +164,10 @@ class StageModule(nn.Module):
         first, last: whether the stage has the embedding, and the final norm with the output matrix.
         autocast: dtype of matrix products inside; None: as the weights.
         wire: dtype of the activations that cross boundaries.
+
+    Attributes:
+        names: of this stage's parameters in the whole model.
+        aliases: of those that are copies, the name of what they are a copy of.
     """
 
     def __init__(
@@ -159,6 +184,7 @@ class StageModule(nn.Module):
         self.first, self.last, self.autocast, self.wire = first, last, autocast, wire
         self.width, self.vocab = model.config.hidden_size, model.config.vocab_size
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
+        self.aliases: dict[str, str] = {}
         self.decoder = _cut(model, layers, first=first, last=last)
         self.head = self._output_matrix(model) if last else None
         mine = set(self.parameters())
@@ -187,6 +213,8 @@ class StageModule(nn.Module):
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         assert isinstance(head, nn.Linear)
         if not self.first and head.weight is embedding.weight:
+            tied_to = next(name for weight, name in self.names.items() if weight is head.weight)
+            self.aliases = {"lm_head.weight": tied_to}
             head = copy.deepcopy(head)
             self.names |= dict.fromkeys(head.parameters(), "lm_head.weight")
         return head

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
@@ -72,6 +74,23 @@ def make_plan(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Plan:
         v_shaped=pipeline.schedule in _V_SHAPED,
         layer_counts=tuple(each + (stage < extra) for stage in range(stages)),
     )
+
+
+def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
+    """What a rank of a run of this layout (`lowbit.train.identity.layout_of`) held, in words."""
+    plan = Plan(
+        ranks=layout["pipeline.ranks"],
+        stages_per_rank=layout["pipeline.stages_per_rank"],
+        v_shaped=layout["pipeline.schedule"] in _V_SHAPED,
+        layer_counts=tuple(layout["layers"]),
+    )
+    stages = plan.stages_of(rank % plan.ranks)
+    told = [f"layers {r[0]} to {r[-1]}" for r in map(plan.layers_of, stages)]
+    if 0 in stages:
+        told.insert(0, "the embedding")
+    if plan.stages - 1 in stages:
+        told.append("the output matrix")
+    return ", ".join(told)
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:

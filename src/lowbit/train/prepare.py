@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lowbit.codecs import Codec
 from lowbit.train.activations import Policies, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
-from lowbit.train.checkpoint import Checkpoints, run_facts
+from lowbit.train.checkpoint import FOLDER, Checkpoints
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
+from lowbit.train.export import MODEL_FILES
+from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
+from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
+from lowbit.train.manifest import OLDER, DamagedError, read_manifest, shares_in, steps_in
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.section import ConfigError
 
-OUTPUTS = ("metrics.jsonl", "summary.json", "config.json", "checkpoints", "tensorboard", "model")
+FILES = ("metrics.jsonl", "metrics.part", "summary.json", "config.json")
+_FOLDERS = (FOLDER, "tensorboard", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,7 @@ class Prepared:
     vocab: int
     device: torch.device
     backend: str
+    identity: dict[str, Any]
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -51,13 +60,7 @@ class Prepared:
 
     def checkpoints(self, rank: int) -> Checkpoints:
         """The checkpoints of a rank of this run."""
-        config = self.config
-        return Checkpoints(
-            Path(config.run.output) / "checkpoints",
-            rank=rank,
-            keep=config.run.keep,
-            facts=run_facts(config, ranks=self.plan.ranks, stages=self.plan.stages),
-        )
+        return Checkpoints(Path(self.config.run.output), rank=rank, keep=self.config.run.keep)
 
 
 def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
@@ -73,63 +76,125 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     activations = saved_policies(config.activations, plan.stages)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
-    storage = storage_codec(config.gradients)
+    storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
     output = Path(config.run.output)
-    _check_output(config, output)
+    check_output(config)
     longest = longest_sequence(config.model)
     if longest is not None and config.data.sequence > longest:
         raise ConfigError(
             f"data.sequence is {config.data.sequence}; the model knows {longest} positions; allowed: at most as many"
         )
     data = load_data(config.data, cache=output / "cache")
-    found = Prepared(
+    vocab = vocabulary(config.model, data.tokenizer.size)
+    identity = run_identity(config, data=data, vocab=vocab)
+    check_allowed(config.run.allow_change, identity)
+    if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():
+        _check_resume(config, identity)
+    return Prepared(
         config=config,
         plan=plan,
         codecs=codecs,
         activations=activations,
         storage=storage,
-        all_reduce=all_reduce_codec(config.gradients),
+        all_reduce=all_reduce,
         data=data,
-        vocab=vocabulary(config.model, data.tokenizer.size),
+        vocab=vocab,
         device=device,
         backend=backend,
+        identity=identity,
     )
-    if config.run.resume:
-        _check_resume(found, rank)
-    return found
 
 
-def _check_output(config: TrainConfig, output: Path) -> None:
+def check_output(config: TrainConfig) -> None:
+    """Check that `run.output` can be written to, and that nothing is in the way that lowbit did not make.
+
+    Raises:
+        ConfigError: the folder can not be used.
+    """
+    run, output = config.run, Path(config.run.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"run.output {str(output)!r} can not be written to: {reason}") from error
+    if run.resume:
+        _refuse_older(output / FOLDER)
+    folder = RunFolder(output)
+    if foreign := _in_the_way(config, folder):
+        known = (
+            ""
+            if folder.marked
+            else f" (there is no {MARK}: lowbit has not run here, or an older one)"
+        )
         raise ConfigError(
-            f"run.output {str(output)!r} can not be written to: {error.strerror}"
-        ) from error
-    there = [name for name in OUTPUTS if (output / name).exists()]
-    if there and not (config.run.resume or config.run.overwrite):
+            f"run.output {str(output)!r} holds {', '.join(foreign)}, which lowbit has no record of making{known}; "
+            "nothing was touched; allowed: another folder, or to move these away"
+        )
+    there = [name for name in (*FILES, *_FOLDERS) if (output / name).exists()]
+    if folder.marked and there and not (run.resume or run.overwrite):
         raise ConfigError(
             f"run.output {str(output)!r} holds a run already ({', '.join(there)}); allowed: another folder, "
             "run.resume=true to go on from its newest checkpoint, or run.overwrite=true to throw it away"
         )
 
 
-def _check_resume(found: Prepared, rank: int) -> None:
-    """What a checkpoint on this machine tells without the other ranks."""
-    folder = Path(found.config.run.output) / "checkpoints"
-    written = sorted(folder.glob("step-*/rank-*"))
-    if not written:
-        return
-    checkpoints = found.checkpoints(rank)
-    if steps := checkpoints.steps():
-        checkpoints.check(steps[-1])
-    else:  # of fewer ranks than this run has
-        other = Checkpoints(
-            folder,
-            rank=int(written[-1].name.removeprefix("rank-")),
-            keep=2,
-            facts=checkpoints.facts,
+def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
+    """Files that stand where lowbit wants to write or looks for its own, and that it did not make."""
+    files = [*FILES]
+    if config.run.save_model:
+        found = (folder.path / "model").iterdir() if (folder.path / "model").is_dir() else ()
+        files += [f"model/{path.name}" for path in found if MODEL_FILES.fullmatch(path.name)]
+    files += [name for name in _FOLDERS if (folder.path / name).is_file()]
+    if not config.run.resume:  # a resume may well begin with shares that were brought here
+        files += [
+            str(file.relative_to(folder.path))
+            for step in steps_in(folder.path / FOLDER).values()
+            for share in shares_in(step).values()
+            for file in sorted(share.iterdir())
+        ]
+    return folder.foreign(files)
+
+
+def _refuse_older(folder: Path) -> None:
+    """Raise where all that a resume could begin with is of a format that is not read."""
+    reasons = []
+    for share in _shares(folder):
+        try:
+            read_manifest(share)
+            return
+        except DamagedError as error:
+            reasons.append((share, str(error)))
+    if reasons and all(reason == OLDER for _, reason in reasons):
+        raise ConfigError(
+            f"checkpoint {reasons[0][0]} {OLDER}; allowed: a new run in another folder"
         )
-        other.check(other.steps()[-1])
+
+
+def _shares(folder: Path) -> list[Path]:
+    """Shares in a folder of checkpoints, of the newest step first."""
+    return [s for step in reversed(steps_in(folder).values()) for s in shares_in(step).values()]
+
+
+def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
+    """What manifests here tell, where all ranks are on this machine. Elsewhere they find out together."""
+    folder, run = Path(config.run.output) / FOLDER, config.run
+    known = {key: value for key, value in identity.items() if key != "run.precision"}
+    shares = _shares(folder)
+    if not shares and run.resume is True:
+        raise ConfigError(no_checkpoint(folder))
+    for share in shares:
+        try:
+            found = read_manifest(share)
+        except DamagedError:
+            continue  # the ranks together see what else there is
+        changes = changes_between(found.identity, known, step=found.step)
+        if problem := refuse(f"checkpoint {share.parent}", changes, run.allow_change):
+            raise ConfigError(problem)
+        return
+
+
+def no_checkpoint(folder: Path) -> str:
+    """What to say where there is nothing to go on from."""
+    return f"run.resume is true; {folder} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin there"

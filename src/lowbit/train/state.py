@@ -1,48 +1,157 @@
-"""Everything of a rank that a checkpoint holds, as named tensors, and back."""
+"""Everything of a rank that a checkpoint holds, by names that mean the same in any layout of the pipeline, and back.
+
+model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
+random/cpu, random/cuda               generators of the rank
+codecs/after layer 3 forward out/...  what one end of a boundary remembers
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.pipeline import LowBitStage
-from lowbit.train.checkpoint import pack, unpack
+from lowbit.train.boundaries import Codecs
+from lowbit.train.plan import Plan
 from lowbit.train.stages import Pipeline
 
 
-def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a rank hands to a checkpoint.
+
+    Attributes:
+        tensors: by name; weights and moments themselves, no copies.
+        codecs: for each end of a boundary that remembers something: where it is, its format, and what is no tensor.
+        aliases: of parameters that are copies, what they are a copy of.
+    """
+
+    tensors: dict[str, Tensor]
+    codecs: list[dict[str, Any]]
+    aliases: dict[str, str]
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of one direction of a boundary, by where it is in the model."""
+
+    after_layer: int
+    direction: str
+    outgoing: bool
+
+    @classmethod
+    def of(cls, unit: Mapping[str, Any]) -> End:
+        """That which an entry of a manifest's `codecs` tells of."""
+        return cls(unit["after_layer"], unit["direction"], unit["outgoing"])
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its tensors begin with."""
+        side = "out" if self.outgoing else "in"
+        return f"codecs/after layer {self.after_layer} {self.direction} {side}/"
+
+    @property
+    def other(self) -> End:
+        """The same on the other side of the boundary."""
+        return End(self.after_layer, self.direction, not self.outgoing)
+
+
+def ends_of(plan: Plan, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
+    """For each way in and out of a stage: the name of its lane, its end, and its format in full."""
+    for boundary in (stage - 1, stage):
+        if not 0 <= boundary < plan.stages - 1:
+            continue
+        after = plan.layers_of(boundary)[-1]
+        for direction, each in (("forward", codecs.forward), ("backward", codecs.backward)):
+            outgoing = (direction == "forward") == (boundary == stage)
+            name = f"boundary {boundary} {direction}"
+            yield name, End(after, direction, outgoing), repr(each[boundary])
+
+
+def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Weights, optimizer moments, what codecs remember, and the state of random generators."""
     tensors = {"random/cpu": torch.get_rng_state()}
     if pipeline.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(pipeline.device)
-    for stage in pipeline.stages:
-        if isinstance(stage, LowBitStage):
-            tensors[f"codecs/{stage.stage_index}"] = pack(stage.codec_state_dict())
-    for name, parameter in _parameters(pipeline).items():
+    for name, parameter in parameters_of(pipeline).items():
         tensors[f"model/{name}"] = parameter.detach()
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer/{name}/{key}"] = value
-    return tensors
+    codecs = []
+    for index, stage in pipeline.lowbit_stages.items():
+        lanes = stage.codec_state_dict()["lanes"]
+        for lane, end, codec in ends_of(pipeline.plan, pipeline.codecs, index):
+            if lane in lanes:
+                found, values = flatten(lanes[lane])
+                tensors |= {end.prefix + path: tensor for path, tensor in found.items()}
+                codecs.append(vars(end) | {"codec": codec, "values": values})
+    aliases = {k: v for module in pipeline.modules.values() for k, v in module.aliases.items()}
+    return Snapshot(tensors=tensors, codecs=codecs, aliases=aliases)
 
 
 def restore(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    lanes: Mapping[str, dict[str, Any]],
+    *,
+    steps: int,
 ) -> None:
-    """Take over what `collect` gave, on the same rank of an equal pipeline."""
-    torch.set_rng_state(tensors["random/cpu"])
-    if pipeline.device.type == "cuda":
+    """Take over what checkpoints gave: a `Snapshot`'s tensors, of which generators may be missing.
+
+    Args:
+        lanes: what the ends of this rank's boundaries remember, by the names of `ends_of`. steps: done so far.
+    """
+    if "random/cpu" in tensors:
+        torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors and pipeline.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], pipeline.device)
-    for stage in pipeline.stages:
-        if isinstance(stage, LowBitStage):
-            stage.load_codec_state_dict(unpack(tensors[f"codecs/{stage.stage_index}"]))
-    for name, parameter in _parameters(pipeline).items():
+    for index, stage in pipeline.lowbit_stages.items():
+        names = [name for name, _, _ in ends_of(pipeline.plan, pipeline.codecs, index)]
+        own = {name: lanes[name] for name in names if name in lanes}
+        stage.load_codec_state_dict({"steps": steps, "lanes": own})
+    for name, parameter in parameters_of(pipeline).items():
         parameter.data.copy_(tensors[f"model/{name}"])
         prefix = f"optimizer/{name}/"
         moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
         optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in moments.items()}
 
 
-def _parameters(pipeline: Pipeline) -> dict[str, nn.Parameter]:
+def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
     """This rank's parameters under the names they have in the whole model."""
     modules = pipeline.modules.values()
     return {name: parameter for module in modules for parameter, name in module.names.items()}
+
+
+def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Nested mappings as tensors and other values by their paths; keys hold no "/"."""
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, Any] = {}
+
+    def visit(node: Any, path: str) -> None:
+        if isinstance(node, Mapping):
+            for key, value in node.items():
+                assert "/" not in key, key
+                visit(value, f"{path}/{key}" if path else key)
+        elif isinstance(node, Tensor):
+            tensors[path] = node
+        else:
+            others[path] = node
+
+    visit(values, "")
+    return tensors, others
+
+
+def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `flatten` was given, from both of its results together."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split("/")
+        node = found
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return found

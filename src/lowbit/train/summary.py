@@ -35,6 +35,7 @@ class Summary:
         chosen: the format in full, for each tensor of a boundary and direction where the warm-up settled it, in this
             call or before a resume; by name, such as "boundary 0 forward, tensor 0, width 256".
         model: folder of the trained model; None if it was not saved.
+        changes: what was changed where the run went on from a checkpoint: step, key, before and after, oldest first.
     """
 
     steps: int
@@ -63,6 +64,7 @@ class Summary:
     schedule: str
     model: str | None
     chosen: dict[str, str] = field(default_factory=dict)  # older files have none
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
 
 def summarize(
@@ -73,6 +75,7 @@ def summarize(
     *,
     model: Path | None,
     chosen: dict[str, str],
+    changes: Sequence[dict[str, Any]] = (),
 ) -> Summary:
     """A summary of these steps."""
     # It brings PyTorch, and who only reads summaries, such as the command line, needs none.
@@ -107,6 +110,7 @@ def summarize(
         schedule=config.pipeline.schedule,
         model=None if model is None else str(model),
         chosen=chosen,
+        changes=list(changes),
     )
 
 

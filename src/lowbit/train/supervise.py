@@ -13,9 +13,9 @@ import os
 import time
 from pathlib import Path
 
-from lowbit.train.checkpoint import newest_step
 from lowbit.train.config import TrainConfig
 from lowbit.train.launch import LaunchError, start_rank, start_ranks
+from lowbit.train.manifest import newest_step
 from lowbit.train.process import ALONE, DIVERGED, USAGE
 from lowbit.train.section import ConfigError
 
@@ -108,4 +108,4 @@ def _place(step: int | None) -> str:
 
 def _resuming(config: TrainConfig) -> TrainConfig:
     """The configuration of a supervised run: it resumes from what is there, so that one command serves every start."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))

@@ -37,11 +37,16 @@ def main() -> None:
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
+    from lowbit.train.checkpoint import CheckpointError
     from lowbit.train.loop import DivergedError
     from lowbit.train.meeting import MeetingError
     from lowbit.train.section import ConfigError
 
-    kinds = {DivergedError: DIVERGED, MeetingError: ALONE, ConfigError: USAGE}
+    kinds = {
+        DivergedError: DIVERGED, MeetingError: ALONE,
+        CheckpointError: FAILED,  # a full disk may have room again
+        ConfigError: USAGE,
+    }  # fmt: skip
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
 
 

@@ -1,0 +1,205 @@
+"""What a checkpoint's share says about itself; JSON that notices a change to any of its bits. Needs no PyTorch.
+
+    checkpoints/step-00000100/rank-0/manifest.json         what this module reads and writes
+                                     tensors.safetensors   whose length and SHA-256 stand in the manifest
+
+A manifest is data: what a foreign one holds is checked for its kind, and none of it is ever executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 2
+"""Number of the format; PyTorch's own, of older versions, counts as 1."""
+
+MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
+FILES = (MANIFEST, TENSORS)
+OLDER = "is of an older lowbit and is not read, because reading its format can run code"
+
+_COUNTS = ("pipeline.ranks", "pipeline.data_parallel", "pipeline.stages_per_rank", "rows")
+_STEP, _RANK = re.compile(r"step-(\d{8,})"), re.compile(r"rank-(\d+)")
+
+
+class DamagedError(ValueError):
+    """A share that is not what was written; the text says in what, without its path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What one rank's share of a step is.
+
+    Attributes:
+        step: steps done. rank: whose share; ranks: of the whole run, each of which wrote one.
+        attempt: the same in all shares that belong together: a name of the processes that wrote them.
+        layout: where the parts of the model were (`lowbit.train.identity.layout_of`).
+        identity: what makes the run this run, by configuration key (`lowbit.train.identity`).
+        versions: of lowbit and PyTorch. changes: what was changed between attempts, oldest first.
+        codecs: what boundaries remember, without the tensors (`lowbit.train.state`).
+        aliases: other names in the whole model of a parameter that this share has.
+        files: length and SHA-256 by name. tensors: dtype, shape and CRC-32 of the bytes by name.
+    """
+
+    step: int
+    rank: int
+    ranks: int
+    attempt: str
+    layout: dict[str, Any]
+    identity: dict[str, Any]
+    versions: dict[str, str]
+    changes: list[dict[str, Any]]
+    codecs: list[dict[str, Any]]
+    aliases: dict[str, str]
+    files: dict[str, dict[str, Any]]
+    tensors: dict[str, dict[str, Any]]
+
+    def to_bytes(self) -> bytes:
+        """The content of `manifest.json`."""
+        return seal({"format": FORMAT, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Manifest:
+        """A manifest from what `to_bytes` or a peer stated.
+
+        Raises:
+            DamagedError: it is of another format, or something in it is of the wrong kind.
+        """
+        values = dict(values)
+        written = values.pop("format", FORMAT)
+        if written != FORMAT:
+            raise DamagedError(
+                f"has format {written!r}; this version of lowbit reads format {FORMAT}"
+            )
+        fields = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+        if unlike := fields.keys() ^ values.keys():
+            raise DamagedError(f"has a manifest that lacks or has {', '.join(sorted(unlike))}")
+        for name, kind in fields.items():
+            if type(values[name]).__name__ != kind.partition("[")[0]:
+                raise DamagedError(f"has a manifest whose {name} is no {kind}")
+        found = cls(**values)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raise unless everything that is used has its kind."""
+        try:
+            sound = all(self._conditions())
+        except (KeyError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            raise DamagedError("has a manifest that is not as lowbit writes it")
+        if set(self.files) != {TENSORS}:
+            raise DamagedError(f"lists the files {', '.join(self.files)}; expected {TENSORS}")
+
+    def _conditions(self) -> Iterator[bool]:
+        for entry in self.tensors.values():
+            yield isinstance(entry["dtype"], str) and isinstance(entry["crc32"], int)
+            yield all(type(n) is int and n >= 0 for n in entry["shape"])
+        for entry in self.files.values():
+            yield isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str)
+        for unit in self.codecs:
+            yield isinstance(unit["after_layer"], int) and isinstance(unit["outgoing"], bool)
+            yield isinstance(unit["codec"], str) and isinstance(unit["values"], dict)
+            yield unit["direction"] in ("forward", "backward")
+        for change in self.changes:
+            yield change.keys() == {"step", "key", "before", "after"}
+        yield all(isinstance(name, str) for name in self.aliases.values())
+        places, replicas, stages, rows = (self.layout[key] for key in _COUNTS)
+        yield all(type(n) is int and n > 0 for n in (places, replicas, stages, rows))
+        yield self.ranks == places * replicas and 0 <= self.rank < self.ranks
+        yield isinstance(self.layout["pipeline.schedule"], str)
+        yield all(type(n) is int and n > 0 for n in self.layout["layers"])
+        yield places * stages == len(self.layout["layers"])
+
+
+def seal(values: Mapping[str, Any]) -> bytes:
+    """JSON with a digest of itself in front."""
+    text = json.dumps(values)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps({"sha256": digest, **values}).encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """What `seal` was given.
+
+    Raises:
+        DamagedError: these are not, to the last bit, the bytes that `seal` writes for it.
+    """
+    try:
+        values = json.loads(data)
+        values.pop("sha256")
+        same = seal(values) == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        same, values = False, {}
+    if not same:
+        raise DamagedError(f"has a {MANIFEST} that was changed or cut short")
+    return values
+
+
+def read_manifest(share: Path) -> Manifest:
+    """The manifest of a share, which need not have the tensors that it tells of.
+
+    Raises:
+        DamagedError: there is none, it was changed, or it is of another format.
+    """
+    if (share / ".metadata").exists() and not (share / MANIFEST).exists():
+        raise DamagedError(OLDER)
+    try:
+        data = (share / MANIFEST).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
+    found = Manifest.from_values(unseal(data))
+    if (f"rank-{found.rank}", step_name(found.step)) != (share.name, share.parent.name):
+        raise DamagedError(f"is that of rank {found.rank} at step {found.step}")
+    return found
+
+
+def step_name(step: int) -> str:
+    """Name of the folder of a step."""
+    return f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> dict[int, Path]:
+    """Folders of steps in a folder of checkpoints, in ascending order; anything else there is left alone."""
+    return _numbered(folder, _STEP)
+
+
+def shares_in(step: Path) -> dict[int, Path]:
+    """Folders of the ranks' shares in that of a step, in ascending order."""
+    return _numbered(step, _RANK)
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step that a resume here most likely begins with, from manifests alone; None if there is none.
+
+    That is the newest of which all shares are in this folder; where no step has all of them, because machines have a
+    disk each, the newest with any.
+    """
+    some: list[int] = []
+    for step, path in reversed(steps_in(folder).items()):
+        attempts: dict[str, set[int]] = {}
+        for share in shares_in(path).values():
+            try:
+                found = read_manifest(share)
+            except (DamagedError, OSError):
+                continue
+            some.append(step)
+            attempts.setdefault(found.attempt, set()).add(found.rank)
+            if len(attempts[found.attempt]) == found.ranks:
+                return step
+    return max(some, default=None)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    matches = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
+    found = {int(match[1]): path for match, path in matches if match and path.is_dir()}
+    return dict(sorted(found.items()))

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.train.manifest import (
+    MANIFEST,
+    TENSORS,
+    DamagedError,
+    Manifest,
+    newest_step,
+    read_manifest,
+    seal,
+    step_name,
+    unseal,
+)
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A manifest of a share with one tensor."""
+    layout = {
+        "pipeline.ranks": 2, "pipeline.data_parallel": 1, "pipeline.stages_per_rank": 1, "pipeline.schedule": "1F1B",
+        "layers": [2, 1], "rows": 2,
+    }  # fmt: skip
+    values: dict[str, Any] = {
+        "step": 4, "rank": 0, "ranks": 2, "attempt": "a", "layout": layout,
+        "identity": {"optimizer.lr": 1e-08, "data.text": "ä"}, "versions": {"lowbit": "1"}, "changes": [], "codecs": [],
+        "aliases": {}, "files": {TENSORS: {"bytes": 1, "sha256": "0"}},
+        "tensors": {"model/a": {"dtype": "F32", "shape": [2], "crc32": 7}},
+    }  # fmt: skip
+    return Manifest(**(values | changes))
+
+
+def put(folder: Path, found: Manifest) -> None:
+    share = folder / step_name(found.step) / f"rank-{found.rank}"
+    share.mkdir(parents=True)
+    (share / MANIFEST).write_bytes(found.to_bytes())
+
+
+def test_what_is_sealed_comes_back():
+    assert Manifest.from_values(unseal(manifest().to_bytes())) == manifest()
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed():
+    data = manifest().to_bytes()
+    for position in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        with pytest.raises(DamagedError):
+            unseal(bytes(flipped))
+
+
+def test_another_way_to_write_the_same_is_noticed():
+    values = json.loads(manifest().to_bytes())
+    for data in (
+        json.dumps(values, indent=1).encode(),
+        manifest().to_bytes() + b"\n",
+        b"",
+        b"[]",
+        b"{",
+        b"[" * 99_999,
+    ):
+        with pytest.raises(DamagedError, match="changed or cut short"):
+            unseal(data)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("format", 3, "has format 3; this version of lowbit reads format 2"),
+        ("ranks", "2", "whose ranks is no int"),
+        ("rank", 2, "not as lowbit writes it"),
+        ("layout", {}, "not as lowbit writes it"),
+        ("codecs", [{"after_layer": "x"}], "not as lowbit writes it"),
+        ("tensors", {"a": {"dtype": "F32", "shape": [-1], "crc32": 0}}, "not as lowbit writes it"),
+        ("files", {"../x": {"bytes": 1, "sha256": ""}}, "lists the files ../x"),
+        ("other", 1, "lacks or has other"),
+    ],
+)
+def test_a_foreign_manifest_is_checked(key: str, value: Any, text: str):
+    values = {"format": 2, **dataclasses.asdict(manifest()), key: value}
+    with pytest.raises(DamagedError, match=text):
+        Manifest.from_values(unseal(seal(values)))
+
+
+def test_a_manifest_belongs_to_its_place(tmp_path: Path):
+    put(tmp_path, manifest())
+    share = tmp_path / "step-00000004" / "rank-0"
+    assert read_manifest(share) == manifest()
+    with pytest.raises(DamagedError, match="is that of rank 0 at step 4"):
+        read_manifest(share.rename(share.with_name("rank-1")))
+
+
+def test_the_newest_step_is_the_newest_that_is_whole(tmp_path: Path):
+    assert newest_step(tmp_path / "absent") is None
+    for name in ("step-abc", "step-00000009", ".step-00000010", "step-00000011/rank-x"):
+        (tmp_path / name).mkdir(parents=True)
+    assert newest_step(tmp_path) is None
+    put(tmp_path, manifest())
+    assert newest_step(tmp_path) == 4, "the other machine has the other share"
+    put(tmp_path, manifest(rank=1))
+    put(tmp_path, manifest(step=6))
+    assert newest_step(tmp_path) == 4, "step 6 was not finished"
+    put(tmp_path, manifest(step=6, rank=1, attempt="b"))
+    assert newest_step(tmp_path) == 4, "these do not belong together"
+
+
+def test_it_is_read_without_pytorch():
+    program = "import sys, lowbit.train.manifest; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], text=True, capture_output=True, check=True
+    )
+    assert done.stdout == "False\n"

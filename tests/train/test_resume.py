@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, loop, run, train
+from lowbit.train.manifest import newest_step
+from lowbit.train.summary import read_summary
+from tests.ranks import Ranks
+from tests.train.runs import again, curve, losses, tiny
+
+LIMIT = 110  # seconds, where everything else runs at the same time
+ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "data_parallel": 1}
+RESUME = {"resume": True, "overwrite": False}
+
+
+class _Stop(BaseException):
+    """The run ends here."""
+
+
+def part(config: TrainConfig, until: int) -> list[str]:
+    """Train until a step's end, after the checkpoint before it; what was logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lowbit").addHandler(handler)
+
+    def on_step(metrics: StepMetrics) -> None:
+        if metrics.step == until:
+            raise _Stop
+
+    try:
+        train(config, on_step=on_step)
+    except _Stop:
+        pass
+    finally:
+        logging.getLogger("lowbit").removeHandler(handler)
+    return lines
+
+
+LAYOUTS = [
+    (2, {"ranks": 2, "schedule": "DualPipeV", "stages_per_rank": 2}),
+    (4, {"ranks": 4, "schedule": "1F1B", "stages_per_rank": 1}),
+    (4, {"ranks": 2, "schedule": "GPipe", "data_parallel": 2}),
+    (2, {"ranks": 1, "schedule": "GPipe", "data_parallel": 2}),
+    (1, ONE),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path, family: str):
+    """Alone, on two ranks there and back, on four, in two pipelines, in two replicas, alone: two steps each."""
+    config = tiny(
+        tmp_path,
+        model={"family": family},  # gpt2 ties its embedding
+        pipeline=ONE,
+        gradients={"all_reduce": "fp32"},
+        run={"steps": 12, "checkpoint_every": 2},
+    )
+    train(whole := again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0}))
+    part(config, 2)
+    for number, (count, layout) in enumerate(LAYOUTS, 2):
+        going_on = again(config, pipeline=ONE | layout, run=RESUME)
+        outcomes = ranks.run(part, going_on, 2 * number, ranks=count, timeout=LIMIT)
+        told = [line for line in outcomes[0] if "and is" in line]
+        assert any("pipeline." in line for line in told), outcomes
+        assert not any(outcomes[1:]), "told by one rank"
+    expected = [[loss, norm] for _, loss, norm in curve(whole)]
+    found = curve(config)
+    assert [step for step, *_ in found] == list(range(12))
+    for values, wanted in zip(found, expected, strict=True):
+        assert values[1:] == pytest.approx(wanted, rel=1e-5)
+    summary = read_summary(Path(config.run.output) / "summary.json")
+    assert summary.changes[0] == {"step": 2, "key": "pipeline.ranks", "before": 1, "after": 2}
+    assert [c["step"] for c in summary.changes if c["key"] == "pipeline.schedule"] == [2, 4, 6]
+
+
+def _resume_on_two_disks(config: TrainConfig) -> None:
+    rank = dist.get_rank()
+    train(again(config, run=RESUME | {"output": f"{config.run.output}-{rank}", "steps": 4}))
+
+
+def test_parts_are_sent_from_the_machine_that_has_them(ranks: Ranks, tmp_path: Path):
+    """A run of one rank goes on on two machines, of which the second has nothing."""
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 4, "checkpoint_every": 2})
+    train(whole := again(config, run={"output": str(tmp_path / "whole")}))
+    part(config, 2)
+    shutil.copytree(config.run.output, f"{config.run.output}-0")
+    two = again(config, pipeline={"ranks": 2, "schedule": "1F1B"})
+    ranks.run(_resume_on_two_disks, two, timeout=LIMIT)
+    found = again(config, run={"output": f"{config.run.output}-0"})
+    assert [line[1:] for line in curve(found)] == [pytest.approx(line[1:]) for line in curve(whole)]
+    assert [p.name for p in tmp_path.glob("run-*/checkpoints/step-00000004/*")] == [
+        "rank-0",
+        "rank-1",
+    ]
+
+
+AUTO = "SubspaceQuant(rank='auto', bits=4, group=8)"
+
+
+def test_boundaries_at_the_same_place_go_on_as_they_were(ranks: Ranks, tmp_path: Path):
+    """From four stages to two: what lies after layer 1 stays, with what it has learned and chosen."""
+    config = tiny(
+        tmp_path,
+        pipeline={"ranks": 4, "forward": AUTO, "backward": "aq-sgd", "warmup_steps": 2},
+        run={"steps": 8, "checkpoint_every": 4},
+    )
+    ranks.run(part, config, 4, ranks=4, timeout=LIMIT)
+    chosen = read_summary_of_choices(config, 4)
+    two = again(config, pipeline={"ranks": 2}, run=RESUME)
+    lines = ranks.run(part, two, 100, timeout=LIMIT)[0]
+    assert not any("afresh" in line for line in lines), lines
+    [(place, codec)] = [
+        (name, codec)
+        for name, codec in read_summary_of_choices(config, 8).items()
+        if "forward" in name
+    ]
+    assert (place, codec) == ("after layer 1 forward", chosen["after layer 1 forward"])
+    longer = {"steps": 10, "allow_change": ["run.steps"]}
+    four = again(two, pipeline={"ranks": 4}, run=longer)
+    lines = ranks.run(part, four, 100, ranks=4, timeout=LIMIT)[0]
+    [line] = [line for line in lines if "afresh" in line]
+    assert (
+        "boundary 0 forward, boundary 0 backward, boundary 2 forward, boundary 2 backward" in line
+    )
+    assert len(read_summary_of_choices(config, 10)) == 3, "taken from the nearest boundary"
+
+
+def read_summary_of_choices(config: TrainConfig, step: int) -> dict[str, int]:
+    """What senders have chosen, by place, as manifests of a step tell it."""
+    found = {}
+    for path in Path(config.run.output).glob(f"checkpoints/step-{step:08d}/*/manifest.json"):
+        for unit in json.loads(path.read_text())["codecs"]:
+            for name, value in unit["values"].items():
+                if name.endswith("/choice") and unit["outgoing"]:
+                    found[f"after layer {unit['after_layer']} {unit['direction']}"] = value
+    return found
+
+
+def test_a_choice_that_nobody_made_is_missed_in_one_line(ranks: Ranks, tmp_path: Path):
+    config = tiny(
+        tmp_path,
+        pipeline=ONE | {"forward": AUTO, "warmup_steps": 1},
+        run={"steps": 3, "checkpoint_every": 2},
+    )
+    part(config, 2)
+    two = again(config, pipeline={"ranks": 2}, run=RESUME)
+    for outcome in ranks.outcomes(losses, two, timeout=LIMIT):
+        assert outcome.kind == "CheckpointError"
+        assert (
+            "chose in the warm-up, which boundary 0 forward (after layer 1) needs; allowed:"
+            in outcome.text
+        )
+
+
+CHANGES: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
+    ({"model": {"heads": 1}}, ["model.heads", "model.kv_heads"]),
+    ({"model": {"layers": 3}}, ["model.layers"]),
+    ({"model": {"family": "mistral"}}, ["model.family"]),
+    ({"data": {"held_out_share": 0.2}}, ["data.held_out_share"]),
+    ({"data": {"batch": 4}}, ["data.batch"]),
+    ({"optimizer": {"lr": 1e-4}}, ["optimizer.lr"]),
+    ({"run": {"steps": 9, "seed": 5}}, ["run.seed", "run.steps"]),
+    ({"pipeline": {"forward": "int4"}}, ["pipeline.forward", "pipeline.backward"]),
+    ({"pipeline": {"warmup_steps": 7}}, ["pipeline.warmup_steps"]),
+    ({"pipeline": {"boundary": "stock-fp32"}}, ["pipeline.boundary"]),
+    ({"gradients": {"storage": "fp8"}}, ["gradients.storage"]),
+    ({"activations": {"bits": 4}}, ["activations.bits"]),
+    ({"run": {"precision": "bf16"}}, ["run.precision"]),
+]
+FREE: list[dict[str, dict[str, Any]]] = [
+    {
+        "run": {
+            "eval_batches": 1,
+            "checkpoint_every": 1,
+            "keep": 3,
+            "threads": 2,
+            "timeout_seconds": 50,
+        }
+    },
+    {"pipeline": {"warmup_steps": 2}},  # over by then
+    {"pipeline": {"forward": "Cast(dtype=torch.float32)"}},  # the same in full
+    {"gradients": {"all_reduce": "int4"}},  # of one pipeline
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run with a checkpoint after step 2."""
+    config = tiny(tmp_path_factory.mktemp("written"), pipeline=ONE, run={"checkpoint_every": 2})
+    part(config, 2)
+    return again(config, run=RESUME)
+
+
+@pytest.mark.parametrize(("changes", "keys"), CHANGES, ids=lambda v: str(v)[:40])
+def test_a_resume_with_something_else_is_refused_by_name(
+    written: TrainConfig, changes: dict[str, dict[str, Any]], keys: list[str]
+):
+    config = again(written, **changes)
+    with pytest.raises(ConfigError, match="is of a run that differs from this one") as caught:
+        train(config)
+    lines = str(caught.value).splitlines()
+    assert sorted(line.split()[0] for line in lines[1:-1]) == sorted(keys)
+    if any(key.startswith("model.") for key in keys):
+        assert (
+            "can not change: the weights belong to it; allowed: the same, or a new run" in lines[-1]
+        )
+    else:
+        assert all(f"--allow-change {key}" in lines[-1] for key in keys)
+
+
+@pytest.mark.parametrize("changes", FREE, ids=str)
+def test_what_is_the_same_run_goes_on(
+    written: TrainConfig, tmp_path: Path, changes: dict[str, Any]
+):
+    shutil.copytree(written.run.output, tmp_path / "run")
+    values = changes | {"run": changes.get("run", {}) | {"output": str(tmp_path / "run")}}
+    summary = train(again(written, **values))
+    assert (summary.steps_here, summary.changes) == (1, [])
+
+
+def test_the_text_is_known_by_its_content(written: TrainConfig, tmp_path: Path):
+    shutil.copytree(written.run.output, tmp_path / "run")
+    moved, other = tmp_path / "moved.txt", tmp_path / "other.txt"
+    moved.write_bytes(Path(written.data.text[0]).read_bytes())
+    other.write_bytes(moved.read_bytes().replace(b"a", b"b"))
+    here = again(written, run={"output": str(tmp_path / "run")})
+    with pytest.raises(
+        ConfigError, match=r"data.text was \d+ tokens with digest \w+ and is \d+ tokens"
+    ):
+        train(again(here, data={"text": [str(other)]}))
+    assert train(again(here, data={"text": [str(moved)]})).steps_here == 1
+
+
+def test_what_is_allowed_to_change_is_recorded(written: TrainConfig, tmp_path: Path):
+    shutil.copytree(written.run.output, tmp_path / "run")
+    allowed = ["run.steps", "optimizer.lr"]
+    values = {"output": str(tmp_path / "run"), "steps": 5, "allow_change": allowed}
+    config = again(written, run=values, optimizer={"lr": 1e-3})
+    lines = part(config, 4)
+    assert [line.partition(": ")[2] for line in lines if "and is" in line] == [
+        "run.steps was 3 and is 5 now", "optimizer.lr was 0.003 and is 0.001 now",
+    ]  # fmt: skip
+    summary = train(config)  # nothing differs any more
+    expected = [
+        {"step": 2, "key": "run.steps", "before": 3, "after": 5},
+        {"step": 2, "key": "optimizer.lr", "before": 0.003, "after": 0.001},
+    ]
+    assert (summary.steps_here, summary.changes) == (1, expected)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["changes"] == expected
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000005" / "rank-0" / "manifest.json"
+    assert json.loads(manifest.read_text())["changes"] == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        (
+            "run.step",
+            "run.allow_change has 'run.step', which a resume does not compare; did you mean run.steps",
+        ),
+        ("run.output", "run.allow_change has 'run.output', which a resume does not compare"),
+        ("model.dim", "run.allow_change has model.dim, which can not change: the weights"),
+    ],
+)
+def test_keys_that_can_not_be_allowed(written: TrainConfig, key: str, text: str):
+    with pytest.raises(ConfigError, match=text):
+        train(again(written, run={"allow_change": [key]}))
+
+
+def test_other_versions_are_told_and_recorded(
+    written: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(written.run.output, tmp_path / "run")
+    monkeypatch.setattr(loop, "versions", lambda: {"torch": "9.9"})
+    config = again(written, run={"output": str(tmp_path / "run")})
+    lines = part(config, 100)
+    assert any(line.endswith("and is 9.9 now") for line in lines), lines
+    [change] = read_summary(tmp_path / "run" / "summary.json").changes
+    assert (change["key"], change["after"]) == ("torch", "9.9")
+
+
+def test_all_ranks_refuse_with_the_same_words(ranks: Ranks, tmp_path: Path):
+    """Where the only manifest lies on the first machine."""
+    config = tiny(tmp_path, pipeline=ONE, run={"checkpoint_every": 2})
+    part(config, 2)
+    Path(config.run.output).rename(f"{config.run.output}-0")
+    changed = again(config, pipeline={"ranks": 2, "schedule": "1F1B"}, run={"precision": "bf16"})
+    first, second = ranks.outcomes(_resume_on_two_disks, changed, timeout=LIMIT)
+    assert (first.kind, first.text) == (second.kind, second.text)
+    assert first.kind == "CheckpointError"
+    assert "run.precision was fp32 and is bf16 now" in first.text
+
+
+def test_a_resume_without_a_checkpoint_is_an_error_unless_it_is_auto(
+    ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny(tmp_path, run=RESUME | {"steps": 1})
+    monkeypatch.setattr(launch, "start_ranks", lambda config: pytest.fail("started"))
+    with pytest.raises(ConfigError, match=r"has no checkpoint; allowed: run.resume=auto"):
+        run(config)
+    for outcome in ranks.outcomes(losses, config, timeout=LIMIT):
+        assert outcome.kind == "CheckpointError"
+        assert "run/checkpoints has no checkpoint" in outcome.text
+    beginning = again(config, pipeline=ONE, run={"resume": "auto"})
+    assert train(beginning).steps_here == 1
+    assert f"no checkpoint in {tmp_path}/run/checkpoints: starting with step 0" in caplog.text
+    with pytest.raises(ConfigError, match=r"run.resume is 'yes'; allowed: true, false or auto"):
+        again(config, run={"resume": "yes"})
+
+
+def test_a_broken_newest_step_costs_no_more_than_itself(tmp_path: Path):
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 6, "checkpoint_every": 2})
+    train(whole := again(config, run={"output": str(tmp_path / "whole")}))
+    part(config, 5)
+    folder = Path(config.run.output) / "checkpoints"
+    assert newest_step(folder) == 4
+    file = folder / "step-00000004" / "rank-0" / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 4
+    file.write_bytes(data)
+    lines = part(again(config, run=RESUME), 100)
+    assert any(
+        "step-00000004 is skipped: rank-0 has a tensors.safetensors that was ch" in line
+        for line in lines
+    )
+    assert curve(config) == curve(whole)
