@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import SubspaceQuant, parse
+from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.network import SlowLink
 from lowbit.train import LaunchError, TrainConfig, run
 from lowbit.train.manifest import newest_step
@@ -62,7 +63,8 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     (codec,) = map(parse, resumed.chosen.values())
     assert isinstance(codec, SubspaceQuant)
     assert replace(codec, rank="auto") == parse(AUTO)
-    assert resumed.bits_backward == codec.bits_per_element((2, 16, 32))
+    sealed = 8 * CHECKSUM_BYTES / (2 * 16 * 32)
+    assert resumed.bits_backward == codec.bits_per_element((2, 16, 32)) + sealed
 
 
 def _wait_for_lines(output: str, count: int, running: Future[Any]) -> None:
