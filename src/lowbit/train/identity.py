@@ -135,7 +135,7 @@ def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
     for key in keys:
         if key in FIXED:
             raise ConfigError(
-                f"run.allow_change has {key}, which can not change: the weights of a checkpoint belong to it; "
+                f"run.allow_change has {key}, which cannot change: the weights of a checkpoint belong to it; "
                 "allowed: a new run"
             )
         if key not in known:
@@ -157,7 +157,7 @@ def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str
     lines += [f"  {change};" for change in refused]
     if never := [change.key for change in refused if change.key in FIXED]:
         lines.append(
-            f"  {', '.join(never)} can not change: the weights belong to it; allowed: the same, or a new run"
+            f"  {', '.join(never)} cannot change: the weights belong to it; allowed: the same, or a new run"
         )
     else:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
