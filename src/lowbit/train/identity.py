@@ -21,7 +21,6 @@ from lowbit.train.data import Data
 from lowbit.train.model import architecture
 from lowbit.train.plan import Plan
 from lowbit.train.section import ConfigError
-from lowbit.train.tokenizer import definition
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",
@@ -190,7 +189,10 @@ def _digest(*parts: np.ndarray) -> str:
 def _tokenizer(config: TrainConfig, data: Data) -> str:
     if config.data.tokenizer == "bytes":
         return "bytes"
-    text = definition(data.tokenizer.hugging_face())
+    tokenizer = data.tokenizer.hugging_face()
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    # Not its `repr`, which has the path of the folder.
+    text = fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
