@@ -243,7 +243,7 @@ def test_a_full_disk_ends_all_ranks_with_one_line_and_costs_no_older_step(
     for outcome in outcomes:
         assert outcome.kind == "CheckpointError"
         assert outcome.text == (
-            f"rank {failing} can not write its share of step 6, {where}: No space left on device; "
+            f"rank {failing} cannot write its share of step 6, {where}: No space left on device; "
             "older checkpoints are as they were"
         )
     assert shares(tmp_path) == [f"step-0000000{s}/rank-{r}" for s in (2, 4) for r in (0, 1)]

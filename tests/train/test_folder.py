@@ -68,6 +68,16 @@ def test_a_foreign_mark_leads_nowhere_else(tmp_path: Path):
     assert everything(inside) == {"link"}, "of a link in the folder, the link"
 
 
+def test_a_line_cut_short_takes_no_other_along(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.note("a")
+    with (tmp_path / MARK).open("a") as file:
+        file.write('{"made": ["b"')
+    folder.note("c")
+    folder.note("d")
+    assert folder.made() == {"a", "c", "d"}
+
+
 def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
     folder = RunFolder(tmp_path)
     for names in (("old", "both"), ("both", "new")):

@@ -75,7 +75,7 @@ def test_bad_lines_are_left_out_with_a_warning(tmp_path, caplog):
         b'{"step": 0, "loss": 1}\n{"step": 1, "lo\xff\n[]\n{"step": "x"}\n{"step": 2, "loss": 1}\n'
     )
     assert [line["step"] for line in read_metrics(path)] == [0, 2]
-    assert caplog.messages == [f"{path}: lines 2, 3, 4 can not be read and are left out"]
+    assert caplog.messages == [f"{path}: lines 2, 3, 4 cannot be read and are left out"]
     _recorder(tmp_path, 2).close()
     assert path.read_text() == '{"step": 0, "loss": 1}\n'
 

@@ -37,7 +37,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "run",
         {"output": "{folder}/empty.txt/run"},
-        "run.output '.*' can not be written to: Not a dir",
+        "run.output '.*' cannot be written to: Not a dir",
     ),
     ("run", {"device": "cuda"}, "run.device is cuda; this machine has 0 devices"),
 ]

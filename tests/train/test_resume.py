@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, loop, run, train
+from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, run, train
+from lowbit.train import prepare as preparation
 from lowbit.train.manifest import newest_step
 from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
@@ -210,7 +211,7 @@ def test_a_resume_with_something_else_is_refused_by_name(
     assert sorted(line.split()[0] for line in lines[1:-1]) == sorted(keys)
     if any(key.startswith("model.") for key in keys):
         assert (
-            "can not change: the weights belong to it; allowed: the same, or a new run" in lines[-1]
+            "cannot change: the weights belong to it; allowed: the same, or a new run" in lines[-1]
         )
     else:
         assert all(f"--allow-change {key}" in lines[-1] for key in keys)
@@ -267,7 +268,7 @@ def test_what_is_allowed_to_change_is_recorded(written: TrainConfig, tmp_path: P
             "run.allow_change has 'run.step', which a resume does not compare; did you mean run.steps",
         ),
         ("run.output", "run.allow_change has 'run.output', which a resume does not compare"),
-        ("model.dim", "run.allow_change has model.dim, which can not change: the weights"),
+        ("model.dim", "run.allow_change has model.dim, which cannot change: the weights"),
     ],
 )
 def test_keys_that_can_not_be_allowed(written: TrainConfig, key: str, text: str):
@@ -279,7 +280,7 @@ def test_other_versions_are_told_and_recorded(
     written: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     shutil.copytree(written.run.output, tmp_path / "run")
-    monkeypatch.setattr(loop, "versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(preparation, "versions", lambda: {"torch": "9.9"})
     config = again(written, run={"output": str(tmp_path / "run")})
     lines = part(config, 100)
     assert any(line.endswith("and is 9.9 now") for line in lines), lines

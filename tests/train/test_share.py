@@ -71,7 +71,7 @@ def test_no_flipped_bit_goes_unnoticed(share: Path):
     [
         (lambda share: (share / TENSORS).write_bytes(b""), "has 0 bytes of tensors.safetensors"),
         (lambda share: os.truncate(share / TENSORS, 100), "has 100 bytes of tensors.safetensors"),
-        (lambda share: (share / TENSORS).unlink(), "can not be read: No such file"),
+        (lambda share: (share / TENSORS).unlink(), "cannot be read: No such file"),
         (lambda share: (share / MANIFEST).write_bytes(b""), "changed or cut short"),
         (lambda share: (share / MANIFEST).unlink(), "has no manifest.json"),
         (lambda share: (share / ".metadata").write_bytes(b"x"), "holds .metadata, which"),

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -28,11 +28,15 @@ from lowbit.train.share import drop_share, remove_share, write_share
 from lowbit.train.state import Snapshot
 
 FOLDER = "checkpoints"
+NO_CHECKPOINT = (
+    "run.resume is true; {} has no checkpoint; "
+    "allowed: run.resume=auto (--resume=auto) to begin where there is none"
+)
 _BEAT_SECONDS = 1.0
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint can not be written, or none be gone on from. The same text on every rank."""
+    """A checkpoint cannot be written, or none be gone on from. The same text on every rank."""
 
     on_all_ranks = True
 
@@ -84,9 +88,7 @@ class Checkpoints:
                 write_share(target, manifest, snapshot.tensors)
             except OSError as error:
                 reason = error.strerror or str(error)
-                return (
-                    f"rank {self.rank} can not write its share of step {step}, {target}: {reason}"
-                )
+                return f"rank {self.rank} cannot write its share of step {step}, {target}: {reason}"
             return ""
 
         if failed := [told for told in together(work, group) if told]:
@@ -165,6 +167,15 @@ def same_everywhere(problem: str, group: dist.ProcessGroup | None = None) -> Non
     """
     if problems := [text for text in gather_json(problem, group) if text]:
         raise CheckpointError(problems[0])
+
+
+def fail_together(text: str, group: dist.ProcessGroup | None = None) -> NoReturn:
+    """Raise on every rank, each of which calls this, what the first has to say: paths may differ between machines.
+
+    Raises:
+        CheckpointError: always.
+    """
+    raise CheckpointError(gather_json(text, group)[0])
 
 
 def as_values(manifest: Manifest) -> dict[str, Any]:

@@ -50,8 +50,13 @@ class RunFolder:
         new = sorted(f for f in folders if f != "./" and not (self.path / f).exists())
         line = json.dumps({"made": [*new, *names]}) + "\n"
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / MARK, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
+            size = os.fstat(descriptor).st_size
+            if (
+                size and os.pread(descriptor, 1, size - 1) != b"\n"
+            ):  # a crash cut the last line short
+                line = "\n" + line
             os.write(
                 descriptor, line.encode()
             )  # a single write, so that processes do not mix theirs

@@ -21,7 +21,6 @@ from lowbit.train.data import Data
 from lowbit.train.model import architecture
 from lowbit.train.plan import Plan
 from lowbit.train.section import ConfigError
-from lowbit.train.tokenizer import definition
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",
@@ -135,7 +134,7 @@ def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
     for key in keys:
         if key in FIXED:
             raise ConfigError(
-                f"run.allow_change has {key}, which can not change: the weights of a checkpoint belong to it; "
+                f"run.allow_change has {key}, which cannot change: the weights of a checkpoint belong to it; "
                 "allowed: a new run"
             )
         if key not in known:
@@ -157,7 +156,7 @@ def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str
     lines += [f"  {change};" for change in refused]
     if never := [change.key for change in refused if change.key in FIXED]:
         lines.append(
-            f"  {', '.join(never)} can not change: the weights belong to it; allowed: the same, or a new run"
+            f"  {', '.join(never)} cannot change: the weights belong to it; allowed: the same, or a new run"
         )
     else:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
@@ -190,7 +189,10 @@ def _digest(*parts: np.ndarray) -> str:
 def _tokenizer(config: TrainConfig, data: Data) -> str:
     if config.data.tokenizer == "bytes":
         return "bytes"
-    text = definition(data.tokenizer.hugging_face())
+    tokenizer = data.tokenizer.hugging_face()
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    # Not its `repr`, which has the path of the folder.
+    text = fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

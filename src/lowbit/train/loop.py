@@ -26,17 +26,15 @@ from lowbit.collectives.objects import gather_json
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
-from lowbit.train.checkpoint import About, CheckpointError
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.folder import RunFolder
 from lowbit.train.gradients import Gradients
-from lowbit.train.identity import layout_of, versions
 from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
-from lowbit.train.prepare import FILES, Prepared, no_checkpoint, prepare
+from lowbit.train.prepare import FILES, Prepared, prepare
 from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.replicas import Replicas
 from lowbit.train.resume import take_up
@@ -136,7 +134,9 @@ class Trainer:
         if self.rank == 0:  # not in `prepare`, which a launcher runs beside its ranks
             for line in costly(prepared.codecs, (self.config.rows, data.sequence, width)):
                 log.warning("%s", line)
-        self.about = self._describe_run()
+        self.about = prepared.about(
+            gather_json(secrets.token_hex(8), self.side)[0], ranks=self.ranks
+        )
         self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
         self.start = self._begin()
 
@@ -274,16 +274,6 @@ class Trainer:
             compress(module, self.prepared.activations[stage], self.prepared.device)
         return modules, bool(model.config.tie_word_embeddings)
 
-    def _describe_run(self) -> About:
-        precision = "fp32" if self.prepared.autocast is None else "bf16"
-        return About(
-            ranks=self.ranks,
-            attempt=gather_json(secrets.token_hex(8), self.side)[0],
-            layout=layout_of(self.config, self.plan),
-            identity=self.prepared.identity | {"run.precision": precision},
-            versions=versions(),
-        )
-
     def _begin(self) -> int:
         """Take up the newest checkpoint, or clear the output folder; returns the step to start with."""
         run = self.config.run
@@ -302,19 +292,12 @@ class Trainer:
 
     def _resume(self) -> int:
         """Take up the newest checkpoint; 0 if there is none, and the run may begin then."""
-        run = self.config.run
-        taken = take_up(
+        done, changes = take_up(
             self.checkpoints, self.pipeline, self.optimizer, self.about,
-            replica=self.replicas.index, allowed=run.allow_change, group=self.side,
+            replica=self.replicas.index, run=self.config.run, group=self.side,
         )  # fmt: skip
-        if taken is not None:
-            self.about = dataclasses.replace(self.about, changes=taken[1])
-            return taken[0]
-        if run.resume is True:
-            raise CheckpointError(no_checkpoint(self.checkpoints.folder))
-        if self.rank == 0:
-            log.warning("no checkpoint in %s: starting with step 0", self.checkpoints.folder)
-        return 0
+        self.about = dataclasses.replace(self.about, changes=changes)
+        return done
 
     def _open_recorder(self) -> Recorder | None:
         if self.rank != 0:

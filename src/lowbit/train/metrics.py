@@ -175,7 +175,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             bad.append(str(number))
     if bad:
         logging.getLogger(__name__).warning(
-            "%s: line%s %s can not be read and %s left out",
+            "%s: line%s %s cannot be read and %s left out",
             path, "s" * (len(bad) > 1), ", ".join(bad), "are" if len(bad) > 1 else "is",
         )  # fmt: skip
     return found

@@ -14,14 +14,21 @@ import torch.distributed as dist
 from lowbit.codecs import Codec
 from lowbit.train.activations import Policies, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
-from lowbit.train.checkpoint import FOLDER, Checkpoints
+from lowbit.train.checkpoint import FOLDER, NO_CHECKPOINT, About, Checkpoints
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
-from lowbit.train.identity import changes_between, check_allowed, refuse, run_identity
+from lowbit.train.identity import (
+    changes_between,
+    check_allowed,
+    layout_of,
+    refuse,
+    run_identity,
+    versions,
+)
 from lowbit.train.manifest import OLDER, DamagedError, read_manifest, shares_in, steps_in
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
@@ -57,6 +64,21 @@ class Prepared:
     def wire(self) -> torch.dtype:
         """What stages hand to their boundaries: bfloat16 where a stock stage shall send that."""
         return stock_dtype(self.config.pipeline)
+
+    def about(self, attempt: str, *, ranks: int) -> About:
+        """What the shares of checkpoints say of this run, where a rank computes.
+
+        Args:
+            attempt: the same on all ranks, and never again. ranks: of the whole run.
+        """
+        precision = "fp32" if self.autocast is None else "bf16"
+        return About(
+            ranks=ranks,
+            attempt=attempt,
+            layout=layout_of(self.config, self.plan),
+            identity=self.identity | {"run.precision": precision},
+            versions=versions(),
+        )
 
     def checkpoints(self, rank: int) -> Checkpoints:
         """The checkpoints of a rank of this run."""
@@ -109,7 +131,7 @@ def check_output(config: TrainConfig) -> None:
     """Check that `run.output` can be written to, and that nothing is in the way that lowbit did not make.
 
     Raises:
-        ConfigError: the folder can not be used.
+        ConfigError: the folder cannot be used.
     """
     run, output = config.run, Path(config.run.output)
     try:
@@ -118,7 +140,7 @@ def check_output(config: TrainConfig) -> None:
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"run.output {str(output)!r} can not be written to: {reason}") from error
+        raise ConfigError(f"run.output {str(output)!r} cannot be written to: {reason}") from error
     if run.resume:
         _refuse_older(output / FOLDER)
     folder = RunFolder(output)
@@ -183,7 +205,7 @@ def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
     known = {key: value for key, value in identity.items() if key != "run.precision"}
     shares = _shares(folder)
     if not shares and run.resume is True:
-        raise ConfigError(no_checkpoint(folder))
+        raise ConfigError(NO_CHECKPOINT.format(folder))
     for share in shares:
         try:
             found = read_manifest(share)
@@ -193,8 +215,3 @@ def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
         if problem := refuse(f"checkpoint {share.parent}", changes, run.allow_change):
             raise ConfigError(problem)
         return
-
-
-def no_checkpoint(folder: Path) -> str:
-    """What to say where there is nothing to go on from."""
-    return f"run.resume is true; {folder} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin there"

@@ -20,7 +20,14 @@ from torch import Tensor
 from lowbit.codecs import parse
 from lowbit.collectives.objects import gather_json
 from lowbit.train import state
-from lowbit.train.checkpoint import About, Checkpoints, same_everywhere
+from lowbit.train.checkpoint import (
+    NO_CHECKPOINT,
+    About,
+    Checkpoints,
+    fail_together,
+    same_everywhere,
+)
+from lowbit.train.config import RunConfig
 from lowbit.train.identity import Change, changes_between, refuse
 from lowbit.train.manifest import Manifest, step_name
 from lowbit.train.search import Found, Search
@@ -41,25 +48,30 @@ def take_up(
     about: About,
     *,
     replica: int,
-    allowed: tuple[str, ...],
+    run: RunConfig,
     group: dist.ProcessGroup | None,
-) -> tuple[int, list[dict[str, Any]]] | None:
+) -> tuple[int, list[dict[str, Any]]]:
     """Restore the newest intact step; to be called by all ranks at once.
 
     Args:
-        about: this run. replica: number of this rank's pipeline. allowed: keys that may have changed.
+        about: this run. replica: number of this rank's pipeline. run: whether there must be a checkpoint, and which
+            keys may have changed since.
 
     Returns:
-        Steps done, and what has changed since the run began, oldest first. None: no rank has any checkpoint.
+        Steps done, 0 if no rank has any checkpoint; and what has changed since the run began, oldest first.
 
     Raises:
         CheckpointError: none is intact, or this run differs in what it must not; the same on every rank.
     """
     found = Search(checkpoints.folder, group).newest()
     if found is None:
-        return None
+        if run.resume is True:
+            fail_together(NO_CHECKPOINT.format(checkpoints.folder), group)
+        if checkpoints.rank == 0:
+            log.warning("no checkpoint in %s: starting with step 0", checkpoints.folder)
+        return 0, []
     where = f"checkpoint {checkpoints.folder / step_name(found.step)}"
-    changes = _compare(found, about, where, checkpoints.rank, allowed, group)
+    changes = _compare(found, about, where, checkpoints.rank, run.allow_change, group)
     plan = _Plan(found, pipeline, rank=checkpoints.rank, replica=replica)
     same_everywhere(f"{where}: {plan.problem}" if plan.problem else "", group)
     tensors = _exchange(found, plan.items, checkpoints.folder, checkpoints.rank, group)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.collectives.objects import gather_json
-from lowbit.train.checkpoint import CheckpointError, as_values, together
+from lowbit.train.checkpoint import as_values, fail_together, together
 from lowbit.train.manifest import (
     MANIFEST,
     DamagedError,
@@ -99,9 +99,10 @@ class Search:
                 return self._tell(found)
         steps = sorted({step for step, _ in self._copies} | self._reasons.keys(), reverse=True)
         told = "; ".join(f"{step_name(step)}: {self._why(step)}" for step in steps)
-        raise CheckpointError(
-            f"no checkpoint in {self._folder} is intact: {told}; allowed: one of which every share is on the disk of "
-            "some rank"
+        fail_together(
+            f"no checkpoint in {self._folder} is intact: {told}; "
+            "allowed: one of which every share is on the disk of some rank",
+            self._group,
         )
 
     def _take_note(self, holder: int, step: int, rank: int, share: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def verify_share(share: Path) -> Manifest:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DamagedError(f"can not be read: {error.strerror}") from error
+        raise DamagedError(f"cannot be read: {error.strerror}") from error
     if digest != expected["sha256"]:
         raise DamagedError(f"has a {TENSORS} that was changed")
     _check_entries(path, found)

@@ -52,6 +52,11 @@ def supervise(config: TrainConfig) -> None:
             if error.interrupted:
                 raise
             step = newest_step(checkpoints)
+            if error.code == ALONE and step == config.run.steps:
+                log.warning(
+                    "%s. All %d steps are done: the other ranks must have finished", error, step
+                )
+                return
             if reason := attempts.give_up(error.code, step):
                 raise LaunchError(
                     f"{error}; {reason}. The same command goes on from {_place(step)}", error.code

@@ -53,6 +53,7 @@ def exit_code(error: Exception) -> int:
 def complain(error: Exception) -> None:
     """Say which rank failed, and why; where the cause is not a known kind of error, say where, too."""
     from lowbit.collectives import AgreementError, PeerError
+    from lowbit.train.checkpoint import CheckpointError
     from lowbit.train.loop import DivergedError
 
     if not isinstance(error, AgreementError | PeerError | DivergedError | ValueError | OSError):
@@ -61,7 +62,9 @@ def complain(error: Exception) -> None:
         traceback.print_exception(error)
     text, rank = " ".join(str(error).split()), int(os.environ["RANK"])
     sys.stderr.write(f"rank {rank}: error: {text}\n")
-    names_its_cause = isinstance(error, AgreementError | PeerError | DivergedError)
+    names_its_cause = isinstance(
+        error, AgreementError | CheckpointError | DivergedError | PeerError
+    )
     _raise_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
 
 

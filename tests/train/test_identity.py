@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.codecs import SubspaceQuant, names
+from lowbit.train import TrainConfig, from_mapping
+from lowbit.train.data import load_data
+from lowbit.train.identity import FIXED, Change, changes_between, layout_of, run_identity
+from lowbit.train.plan import make_plan
+from lowbit.train.section import hints
+from lowbit.train.tokenizer import ByteTokenizer
+from tests.train.runs import again, tiny
+
+LOCAL = {
+    "output",
+    "device",
+    "backend",
+    "threads",
+    "timeout_seconds",
+    "checkpoint_every",
+    "keep",
+    "resume",
+}
+LOCAL |= {
+    "allow_change",
+    "overwrite",
+    "eval_every",
+    "eval_batches",
+    "tensorboard",
+    "progress",
+    "save_model",
+}
+TEXT = {
+    "dataset",
+    "dataset_config",
+    "dataset_split",
+    "column",
+    "max_bytes",
+}  # known by their outcome
+LAYOUT = {"ranks", "data_parallel", "stages_per_rank", "schedule"}
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    return run_identity(config, data=load_data(config.data), vocab=256)
+
+
+def test_every_setting_is_compared_or_free_on_purpose(tmp_path: Path):
+    """A new setting fails here until it is decided whether a resume may change it."""
+    config = tiny(tmp_path)
+    every = {
+        f"{section}.{field.name}"
+        for section in hints(TrainConfig)
+        for field in dataclasses.fields(getattr(config, section))
+    }
+    free = {f"run.{key}" for key in LOCAL} | {f"data.{key}" for key in TEXT}
+    free |= {f"pipeline.{key}" for key in LAYOUT}
+    assert identity(config).keys() == every - free
+    assert set(FIXED) <= every
+    layout = layout_of(config, make_plan(config.pipeline, ranks=2, layers=4))
+    assert {key for key in layout if "." in key} == {f"pipeline.{key}" for key in LAYOUT}
+
+
+def test_a_tokenizer_is_known_wherever_it_lies(tmp_path: Path):
+    configs = []
+    for name in ("a", "b"):
+        ByteTokenizer().hugging_face().save_pretrained(tmp_path / name)
+        configs.append(again(tiny(tmp_path), data={"tokenizer": str(tmp_path / name)}))
+    assert identity(configs[0]) == identity(configs[1])
+    assert identity(configs[0])["data.tokenizer"] != "bytes"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
+):
+    config = tiny(tmp_path, pipeline={"backward": "int6"} | {direction: "subspace"})
+    monkeypatch.setitem(names.NAMES, "subspace", partial(SubspaceQuant, bits=3))
+    before = identity(config)
+    assert changes_between(before, identity(config), step=2) == []
+    full = again(config, pipeline={direction: before[f"pipeline.{direction}"]})
+    assert changes_between(before, identity(full), step=2) == []
+    monkeypatch.setitem(names.NAMES, "subspace", partial(SubspaceQuant, bits=2))
+    [change] = changes_between(before, identity(config), step=2)
+    assert change.key == f"pipeline.{direction}"
+    assert "bits=3" in str(change.before)
+    assert "bits=2" in str(change.after)
+
+
+def test_a_format_that_is_no_more_is_another(tmp_path: Path):
+    now = identity(tiny(tmp_path))
+    gone = Change("pipeline.forward", ["Quant9(bits=9)"], now["pipeline.forward"])
+    assert changes_between(now | {gone.key: gone.before}, now, step=2) == [gone]
+    assert str(gone) == (
+        "pipeline.forward was ['Quant9(bits=9)'] and is ['Cast(dtype=torch.float32)'] now"
+    )
+
+
+def test_what_a_checkpoint_does_not_record_is_a_change(tmp_path: Path):
+    now = identity(tiny(tmp_path))
+    before = {key: value for key, value in now.items() if key != "optimizer.lr"}
+    assert changes_between(before, now, step=2) == [Change("optimizer.lr", "not recorded", 0.003)]
+
+
+@pytest.mark.parametrize(("step", "differs"), [(3, True), (4, True), (5, False)])
+def test_a_warm_up_counts_until_it_is_over(step: int, differs: bool):
+    values = [{"pipeline.warmup_steps": warmup} for warmup in (2, 5)]
+    for before, after in (values, values[::-1]):
+        assert bool(changes_between(before, after, step=step)) == differs
+    assert from_mapping({"run": {"steps": 20}}).codec_warmup_steps == 5, "follows from run.steps"
