@@ -92,5 +92,5 @@ class Memory:
 def _told(header: list[int]) -> str:
     number, before, training, own = header
     kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
-    new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the rank"
+    new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the rank or twice in one place"
     return f"{kind} message {number} after directions {before:08x} with {new}"

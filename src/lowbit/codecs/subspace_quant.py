@@ -61,8 +61,8 @@ class SubspaceQuant(Codec):
 
     - header, 4 int32: messages of training before this one, modulo 2^31; digest of what they brought; 1 in training, 0
       in evaluation; digest of what this one brings, of 31 bits each;
-    - slots, M int16: which directions are replaced (-1: none); lengths, M float32, and directions, M x C int8: the new
-      ones are the products;
+    - slots, M int16: which directions are replaced, each once (-1: none); lengths, M float32, and directions, M x C
+      int8: the new ones are the products;
     - units, rank bfloat16: root mean square of the coefficients along each direction;
     - factors, R bfloat16: the token's largest coefficient in these units, rounded up;
     - coefficients, R rank int8: c' = q (factor / 127) unit;
