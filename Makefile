@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+MINUTES ?= 10
+SEED   ?= $(shell date +%s)
 GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test lint format clean
+.PHONY: help demo test gpu-test fuzz lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -20,6 +22,9 @@ test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed t
 
 gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
 	@PYTHONPATH=src $(PYTHON) -m pytest $(GPU_TESTS) $(ARGS)
+
+fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longer than the tests do (MINUTES=10, SEED=...)
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --jobs 2
 
 lint: $(VENV)/.installed-dev ## Check style, format and types
 	@$(BIN)/ruff check

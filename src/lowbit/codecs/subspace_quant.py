@@ -312,7 +312,7 @@ class SubspaceSession(Session):
         header = geo.layout.section(payload, "header", torch.int32)
         if not memory.headers.compare(header, expected):
             # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
-            wrong = (header != expected).any()
+            wrong = ((header != expected) | (expected < 0)).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             unit_K = torch.where(wrong, math.nan, unit_K)
         c_RK = directions_KC.new_empty(geo.rows, rank)
