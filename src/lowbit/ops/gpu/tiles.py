@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit.ops.gpu.choose import bitmap, count_before
+from lowbit.ops.gpu.choose import bitmap, count_before, count_both
 
 
 @triton.jit
@@ -104,14 +104,14 @@ def checked_flags(
     if BY_TOKEN:
         token = first + row
         scope, last = first // length, (tl.minimum(first + ROWS, rows) - 1) // length
-        bitmap = widths + scope * flag_bytes
         ahead = first % length
-        whole = count_before(bitmap, length) == low
-        before = scope * low + tl.where(whole, count_before(bitmap, ahead), tl.minimum(ahead, low))
-        intact = whole | (row < 0)
+        some, given = count_both(widths + scope * flag_bytes, ahead, length)
+        before = scope * low + tl.where(given == low, some, tl.minimum(ahead, low))
+        intact = (given == low) | (row < 0)
         while scope < last:
             scope += 1
-            whole = count_before(widths + scope * flag_bytes, length) == low
+            _, given = count_both(widths + scope * flag_bytes, 0, length)
+            whole = given == low
             intact = tl.where(token // length == scope, whole, intact)
         flags = tl.where(intact, flags, (token % length < low).to(tl.int32))
     else:
