@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import ops
+from lowbit import codecs, ops
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, SubspaceQuant, TAHQuant
 
 from .__main__ import attack
@@ -132,6 +132,18 @@ def test_directions_in_no_place_of_their_own_are_refused(damaged: str) -> None:
     with pytest.raises(ValueError, match="beyond the rank or twice in one place"):
         receiver.decode(payload)
     assert not receiver.state_dict()["directions"].any()
+
+
+def test_every_format_is_attacked() -> None:
+    formats = [getattr(codecs, name) for name in codecs.__all__]
+    names = [
+        f.__name__
+        for f in formats
+        if isinstance(f, type) and issubclass(f, Codec) and f is not Codec
+    ]
+    assert len(names) > 5
+    for name in names:
+        assert targets(name), name
 
 
 def test_note_and_repetition(tmp_path: Path) -> None:

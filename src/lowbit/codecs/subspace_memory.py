@@ -41,7 +41,8 @@ class Headers:
                 return
             self._coming.popleft()
             found, expected = both.tolist()
-            if found != expected or min(expected) < 0:  # a sender may well say that its directions are wrong
+            # Below 0: wrong directions, which a sender may well announce itself.
+            if found != expected or min(expected) < 0:
                 raise ValueError(
                     f"payload is {_told(found)}; this end expects {_told(expected)}: "
                     "a message was lost, repeated or changed, or came in another order"
