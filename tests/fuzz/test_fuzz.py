@@ -18,14 +18,14 @@ from .children import FAULTS, decode_guarded, end_of, touch
 from .damage import damage
 from .targets import as_tensor, hard, layout_of, spans_of
 
-SAME_CASES = 5_000
+CASES = 10_000
 
 
 def test_decoders_and_encoders_survive() -> None:
     """A process of its own, in which payloads, tensors and scratch lie between pages that may not be touched."""
-    outcome = attack(0, range(SAME_CASES))
+    outcome = attack(0, range(CASES))
     assert not outcome.faults, "\n".join(f"{f.text}: {f.why}" for f in outcome.faults)
-    assert sum(outcome.survived.values()) >= SAME_CASES
+    assert sum(outcome.survived.values()) >= CASES
     assert set(outcome.survived) == {target.name for target in targets()}
 
 
