@@ -7,6 +7,7 @@ import importlib
 import itertools
 import math
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -80,17 +81,15 @@ class Rooms:
     """Rooms of every size, `kept` of each in turn."""
 
     def __init__(self, kept: int = 1) -> None:
-        self._made: dict[int, list[Room]] = {}
-        self._kept, self._turns = kept, itertools.count()
+        self._made: dict[int, Iterator[Room]] = {}
+        self._kept = kept
 
     def take(self, nbytes: int) -> Room:
         """The next one that holds so many bytes with less than a page to spare."""
         pages = max(1, -(-nbytes // PAGE))
-        rooms = self._made.setdefault(pages, [])
-        if len(rooms) < self._kept:
-            rooms.append(Room(pages))
-            return rooms[-1]
-        return rooms[next(self._turns) % self._kept]
+        if pages not in self._made:
+            self._made[pages] = itertools.cycle([Room(pages) for _ in range(self._kept)])
+        return next(self._made[pages])
 
 
 class GuardedScratch:
