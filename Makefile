@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+MINUTES ?= 10
+SEED   ?= $(shell date +%s)
 GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
@@ -26,6 +28,9 @@ torture: $(VENV)/.installed-dev ## Hurt real runs at random moments (ARGS="--tri
 
 gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; skips without one
 	@PYTHONPATH=src $(PYTHON) -m pytest $(GPU_TESTS) $(ARGS)
+
+fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longer than the tests do (MINUTES=10, SEED=...)
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --jobs 2
 
 lint: $(VENV)/.installed-dev ## Check style, format and types
 	@$(BIN)/ruff check

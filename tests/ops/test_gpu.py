@@ -9,7 +9,12 @@ from torch import Tensor
 from lowbit import ops
 from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from lowbit.ops.gpu.choose import count_both  # noqa: E402
+from lowbit.ops.gpu.launch import launch  # noqa: E402
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [
@@ -185,7 +190,6 @@ def test_a_scope_longer_than_registers() -> None:
     # In the interpreter 9000 tokens would take minutes: the choice alone, with the reference's keys.
     from lowbit.ops.exact import entropy
     from lowbit.ops.gpu.choose import choose
-    from lowbit.ops.gpu.launch import launch
 
     keys = entropy(x.view(-1, 8)).view(torch.int32)
     keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
@@ -194,6 +198,22 @@ def test_a_scope_longer_than_registers() -> None:
         choose, 2, 4, {}, keys, widths, geometry.low, geometry.flag_bytes, per_scope=geometry.per_scope
     )  # fmt: skip
     assert torch.equal(widths, expected)
+
+
+@triton.jit
+def _count(widths, out, ahead, count):
+    some, total = count_both(widths, ahead, count)
+    tl.store(out, some)
+    tl.store(out + 1, total)
+
+
+def test_flags_are_counted_in_a_bitmap_longer_than_registers() -> None:
+    bitmap = torch.randint(0, 256, (2600,), generator=torch.Generator().manual_seed(0)).byte()
+    flags = (bitmap[:, None] >> torch.arange(8)) & 1
+    for ahead, count in ((0, 20_797), (8192, 8192), (8193, 20_800), (3, 9)):
+        out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        launch(_count, 1, 4, {}, bitmap.to(DEVICE), out, ahead, count)
+        assert out.tolist() == [int(flags.view(-1)[:n].sum()) for n in (ahead, count)]
 
 
 def test_strided_and_unaligned_input() -> None:

@@ -128,7 +128,8 @@ class Codec(ABC):
         """Decode a payload that `encode` made from a tensor of this shape.
 
         Args:
-            payload: uint8, `nbytes(shape)` long. shape: of the tensor; dtype: what to return it in.
+            payload: uint8, `nbytes(shape)` long. Changed bytes give other numbers, NaN or Inf: never access elsewhere.
+            shape: of the tensor; dtype: what to return it in.
             out: tensor of this shape to write to (its dtype then counts, `dtype` is not used).
             accumulate: add into `out` (the sum in float32, rounded once) instead of overwriting it.
 

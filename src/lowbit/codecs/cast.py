@@ -33,7 +33,9 @@ class Cast(Codec):
         return math.prod(shape) * self.dtype.itemsize
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        payload.copy_(saturating_cast(x, self.dtype).reshape(-1).view(torch.uint8))
+        y = saturating_cast(x, self.dtype)
+        # Not by a view: one element counts as contiguous, whatever its stride, but its bytes cannot be looked at then.
+        payload.copy_(y.as_strided((y.numel(),), (1,)).view(torch.uint8))
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         if not torch.compiler.is_compiling() and payload.storage_offset() % self.dtype.itemsize:

@@ -41,7 +41,8 @@ class Headers:
                 return
             self._coming.popleft()
             found, expected = both.tolist()
-            if found != expected:
+            # Below 0: wrong directions, which a sender may well announce itself.
+            if found != expected or min(expected) < 0:
                 raise ValueError(
                     f"payload is {_told(found)}; this end expects {_told(expected)}: "
                     "a message was lost, repeated or changed, or came in another order"
@@ -92,5 +93,5 @@ class Memory:
 def _told(header: list[int]) -> str:
     number, before, training, own = header
     kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
-    new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the rank"
+    new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the rank or twice in one place"
     return f"{kind} message {number} after directions {before:08x} with {new}"

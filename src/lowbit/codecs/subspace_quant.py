@@ -61,8 +61,8 @@ class SubspaceQuant(Codec):
 
     - header, 4 int32: messages of training before this one, modulo 2^31; digest of what they brought; 1 in training, 0
       in evaluation; digest of what this one brings, of 31 bits each;
-    - slots, M int16: which directions are replaced (-1: none); lengths, M float32, and directions, M x C int8: the new
-      ones are the products;
+    - slots, M int16: which directions are replaced, each once (-1: none); lengths, M float32, and directions, M x C
+      int8: the new ones are the products;
     - units, rank bfloat16: root mean square of the coefficients along each direction;
     - factors, R bfloat16: the token's largest coefficient in these units, rounded up;
     - coefficients, R rank int8: c' = q (factor / 127) unit;
@@ -315,7 +315,7 @@ class SubspaceSession(Session):
         header = geo.layout.section(payload, "header", torch.int32)
         if not memory.headers.compare(header, expected):
             # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
-            wrong = (header != expected).any()
+            wrong = ((header != expected) | (expected < 0)).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             unit_K = torch.where(wrong, math.nan, unit_K)
         c_RK = directions_KC.new_empty(geo.rows, rank)

@@ -42,6 +42,11 @@ class TAHQuant(Codec):
     - widths: a bitmap of each scope's candidates, 1 for `low_bits`, in whole bytes;
     - codes: tile after tile in bit planes as in `GroupInt`; a ragged last tile takes a multiple of 8 elements.
 
+    Damage never leads outside the payload or the tensor, and every backend decodes it alike. A scope whose bitmap has
+    another number of ones among its candidates than it was given decodes to NaN; so does a tile whose pivot is neither
+    0 nor 128 + a position in a full tile. Other changed bytes give other numbers, Inf among them; bits behind a
+    bitmap's last candidate mean nothing.
+
     At C = 4096 that is 4.33 bits for `published()` (4.43 with the paper's FP16 metadata) and 4.39 by default.
 
     Deviations from the paper, all measured to cost nothing or to gain: (1) codes are computed from the parameters as

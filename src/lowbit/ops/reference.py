@@ -124,11 +124,7 @@ def tah_quant_decode(
         pivot=pivot,
     )
     layout, width = geo.layout, 2 if pivot else 1
-    if geo.low:
-        packed = layout.section(payload, "widths").view(geo.scopes, geo.flag_bytes)
-        low = unpack_flags(packed, geo.per_scope)
-    else:
-        low = torch.zeros(geo.scopes, geo.per_scope, dtype=torch.bool, device=payload.device)
+    low, intact_R = _checked_flags(payload, geo)
     bits_RT = torch.where(_spread(low, geo, allocation), low_bits, high_bits)
 
     kept = _byte_mask(bits_RT, geo, high_bits)
@@ -143,13 +139,18 @@ def tah_quant_decode(
     below_RT = layout.section(payload, "scales").view(geo.rows, geo.tiles).int()
     mid_RT = layout.section(payload, "mids", _mid_dtype(width)).view(geo.rows, geo.tiles)
     step_RT = tile_steps(exponent_R, below_RT)
-    step_RT = torch.where(mid_RT == NAN_MID[width], math.nan, step_RT)
+    step_RT = torch.where((mid_RT == NAN_MID[width]) | ~intact_R[:, None], math.nan, step_RT)
+    if pivot:
+        pivot_RT = layout.section(payload, "pivots").view(geo.rows, geo.tiles)
+        there_RT = (pivot_RT >= 128) & (pivot_RT.int() < 128 + geo.tile)
+        there_RT[:, geo.full :] = False
+        step_RT = torch.where((pivot_RT > 0) & ~there_RT, math.nan, step_RT)
+        pivot_RT = torch.where(there_RT, pivot_RT, 0)
     levels_RT = torch.exp2(bits_RT.float())
     offset_RT = mid_RT.float() * (levels_RT / MID_UNITS[width])
     centered_RTE = codes_RTE.float() - ((levels_RT - 1) / 2)[..., None]
     y_RTE = (centered_RTE + offset_RT[..., None]) * step_RT[..., None]
     if pivot:
-        pivot_RT = layout.section(payload, "pivots").view(geo.rows, geo.tiles)
         y_RTE = torch.where(pivot_RT[..., None] > 0, swap(rotate(y_RTE), pivot_RT), y_RTE)
     store(y_RTE.reshape(geo.rows, -1)[:, : geo.channels].reshape(out.shape), out, accumulate)
 
@@ -241,6 +242,26 @@ def _quantize(
     v_RTE = (x_RTE * inverse_RT[..., None] + shift_RT[..., None]).round().clamp(min=0)
     v_RTE = torch.minimum(v_RTE, (cells_RT - 1)[..., None]).nan_to_num(0)
     return m_RT, torch.where((step_RT > 0)[..., None], v_RTE, 0.0).to(torch.uint8)
+
+
+def _checked_flags(payload: Tensor, geo: TAHGeometry) -> tuple[Tensor, Tensor]:
+    """Flags of the candidates (scopes, per_scope), and of which tokens (R,) they are those of an encoder.
+
+    A scope with another number of flags than the geometry gives it is damaged: its first candidates take their places,
+    so that its codes and those of the scopes behind it still lie within the payload.
+    """
+    device = payload.device
+    counts = torch.full((geo.scopes, 1), geo.low, device=device)
+    counts[-1] = geo.low_last
+    place = torch.arange(geo.per_scope, device=device).expand(geo.scopes, -1)
+    if not geo.low:
+        return place < counts, torch.ones(geo.rows, dtype=torch.bool, device=device)
+    packed = geo.layout.section(payload, "widths").view(geo.scopes, geo.flag_bytes)
+    low = unpack_flags(packed, geo.per_scope)
+    low[-1, geo.per_last :] = False
+    intact = low.sum(1, keepdim=True) == counts
+    intact_R = intact.view(-1).repeat_interleave(geo.scope_rows)[: geo.rows]
+    return torch.where(intact, low, place < counts), intact_R
 
 
 def _spread(low: Tensor, geo: TAHGeometry, allocation: str) -> Tensor:

@@ -54,6 +54,13 @@ class Renewal(NamedTuple):
         )  # for those of no slot
         return room.index_copy(0, index_M, new_MC)[:rank]
 
+    def fits(self, rank: int) -> Tensor:
+        """Whether each slot is one of a basis of `rank` directions, and none is there twice; a boolean ()."""
+        index_M = torch.where(self.slots_M < 0, rank, self.slots_M.long()).clamp(max=rank)
+        times_K = index_M.new_zeros(rank + 1).index_add_(0, index_M, torch.ones_like(index_M))
+        within = (self.slots_M >= -1) & (self.slots_M < rank)
+        return within.all() & (times_K[:rank] <= 1).all()
+
     def digest(self) -> Tensor:
         """An int64 number of 31 bits, other for every change of one slot, one code or half a length.
 
@@ -145,7 +152,7 @@ def _follow(
     number: int,
     training: bool,
 ) -> None:
-    there = ((renewal.slots_M >= -1) & (renewal.slots_M < len(directions_KC))).all()
+    there = renewal.fits(len(directions_KC))
     own = torch.where(there, renewal.digest(), -1)
     renewal = renewal._replace(slots_M=torch.where(there, renewal.slots_M, -1))
     next_directions_KC.copy_(renewal.applied(directions_KC))

@@ -55,6 +55,20 @@ def read_flags(bitmap, size, flags) -> None:
 
 
 @helper
+def read_checked_flags(bitmap, size, candidates, low, flags):
+    """`read_flags` of a scope, and whether `low` of its candidates are set; if not, the first `low` are instead.
+
+    Where codes lie follows from the flags: with another number of them it would be beyond the payload.
+    """
+    read_flags(bitmap, size, flags)
+    intact = count_flags(flags, candidates) == low
+    if not intact:
+        for i in range(candidates):
+            put_byte(flags, i, i < low)
+    return intact
+
+
+@helper
 def count_flags(flags, stop):
     """How many of the first `stop` flags are set."""
     total = 0

@@ -291,8 +291,13 @@ def _follow(
     directions, digest, header, next_directions, next_digest, number, training,
 ) -> None:  # fmt: skip
     own, there = _digest(slots, lengths, codes, count, channels), True
+    taken = np.zeros(rank, np.uint8)
     for m in range(count):
-        there = there and -1 <= np.int64(np.int16(get_half(slots, m))) < rank
+        slot = np.int64(np.int16(get_half(slots, m)))
+        there = there and -1 <= slot < rank
+        if there and slot >= 0:
+            there = taken[slot] == 0
+            taken[slot] = 1
     own = own if there else -1
     for i in range(rank * channels):
         put_float(next_directions, i, get_float(directions, i))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.ops.cpu.choice import count_flags, read_flags
+from lowbit.ops.cpu.choice import count_flags, read_checked_flags
 from lowbit.ops.cpu.jit import helper, kernel
 from lowbit.ops.cpu.lines import FLOAT32, KINDS, geometry, narrow, sections
 from lowbit.ops.cpu.memory import get_byte, get_float, get_half, put_float
@@ -48,8 +48,8 @@ def tah_quant_decode(
         scratch = torch.empty(room, dtype=torch.uint8)
         _decode(
             at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
-            geo.row_bytes, geo.saved, at["widths"], geo.flag_bytes, geo.scope_rows, geo.low, in_row,
-            out.data_ptr(), KINDS[out.dtype], geo.channels, tile, geo.tiles, geo.full,
+            geo.row_bytes, geo.saved, at["widths"], geo.flag_bytes, geo.scope_rows, geo.low, geo.low_last, in_row,
+            out.data_ptr(), KINDS[out.dtype], geo.rows, geo.channels, tile, geo.tiles, geo.full,
             high_bits, low_bits, allocation == "token", pivot, accumulate, tile**-0.5, scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
@@ -59,23 +59,25 @@ def tah_quant_decode(
 @kernel
 def _decode(
     exponents, scales, mids, pivots, codes_at, row_bytes, saved, widths, flag_bytes, scope_rows,
-    low_count, in_row, target, kind, channels, tile, tiles, full, high_bits, low_bits, by_token,
-    pivot, accumulate, norm, scratch, start, stop,
+    low_count, low_last, in_row, target, kind, rows, channels, tile, tiles, full, high_bits, low_bits,
+    by_token, pivot, accumulate, norm, scratch, start, stop,
 ) -> None:  # fmt: skip
     line, spun = scratch, scratch + 4 * channels
     codes = spun + 4 * tile
     flags = codes + tile
     direct = kind == FLOAT32 and not accumulate
-    scope, begun = start // scope_rows, start % scope_rows
-    read_flags(widths + scope * flag_bytes, flag_bytes, flags)
-    before = scope * low_count + count_flags(flags, begun * in_row)
-    at = codes_at + start * row_bytes - before * saved
-    norm = np.float32(norm)
+    scope, at, intact, norm = -1, codes_at, True, np.float32(norm)
     for row in range(start, stop):
         y = target + 4 * row * channels if direct else line
         if row // scope_rows > scope:
-            scope = row // scope_rows
-            read_flags(widths + scope * flag_bytes, flag_bytes, flags)
+            scope, left = row // scope_rows, rows - row // scope_rows * scope_rows
+            given = low_count if left > scope_rows else low_last
+            candidates = min(left, scope_rows) * in_row
+            intact = read_checked_flags(
+                widths + scope * flag_bytes, flag_bytes, candidates, given, flags
+            )
+            before = scope * low_count + count_flags(flags, row % scope_rows * in_row)
+            at = codes_at + row * row_bytes - before * saved
         chosen = flags + row % scope_rows * in_row
         top = np.int64(get_byte(exponents, row)) * 16 + 15
         for t in range(tiles):
@@ -85,14 +87,20 @@ def _decode(
             bits, i = low_bits if low else high_bits, row * tiles + t
             step, offset = _parameters(scales, mids, i, top, bits, pivot)
             to, count = y + 4 * t * tile, min(tile, channels - t * tile)
-            if pivot and get_byte(pivots, i):
+            turned = get_byte(pivots, i) if pivot else 0
+            if turned and not (128 <= turned < 128 + tile and t < full):
+                turned, step = 0, NAN
+            if turned:
                 at = decode_run(at, tile, bits, offset, step, spun, codes)
                 rotate(spun, tile, norm)
-                swap(spun, get_byte(pivots, i) & 127)
+                swap(spun, turned - 128)
                 for j in range(tile):
                     put_float(to, j, get_float(spun, j))
             else:
                 at = decode_run(at, count, bits, offset, step, to, codes)
+        if not intact:
+            for j in range(channels):
+                put_float(y, j, NAN)
         if not direct:
             narrow(line, target, kind, row * channels, channels, accumulate)
 

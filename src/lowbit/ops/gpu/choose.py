@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(4096)
+SHORT = tl.constexpr(1024)
 
 
 @triton.jit
@@ -98,6 +99,14 @@ def choose(keys, widths, low, flag_bytes, per_scope):
 
 
 @triton.jit
+def _ones(bits):
+    """How many bits of each byte are set."""
+    bits = (bits & 0x55) + ((bits >> 1) & 0x55)
+    bits = (bits & 0x33) + ((bits >> 2) & 0x33)
+    return (bits & 15) + (bits >> 4)
+
+
+@triton.jit
 def count_before(widths, count):
     """How many of a bitmap's first `count` flags are set."""
     total, start = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
@@ -105,9 +114,21 @@ def count_before(widths, count):
     while start < count:
         left = tl.minimum(tl.maximum(count - start - 8 * byte, 0), 8)
         bits = tl.load(widths + start // 8 + byte, mask=left > 0, other=0).to(tl.int32)
-        bits &= (1 << left) - 1
-        bits = (bits & 0x55) + ((bits >> 1) & 0x55)
-        bits = (bits & 0x33) + ((bits >> 2) & 0x33)
-        total += tl.sum((bits & 15) + (bits >> 4))
+        total += tl.sum(_ones(bits & ((1 << left) - 1)))
         start += 8 * CHUNK
     return total
+
+
+@triton.jit
+def count_both(widths, ahead, count):
+    """How many of a bitmap's first `ahead` flags are set, and how many of its first `count`, in one pass."""
+    some, total = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    start, byte = tl.full((), 0, tl.int64), tl.arange(0, SHORT)
+    while start < count:
+        left = tl.minimum(tl.maximum(count - start - 8 * byte, 0), 8)
+        bits = tl.load(widths + start // 8 + byte, mask=left > 0, other=0).to(tl.int32)
+        total += tl.sum(_ones(bits & ((1 << left) - 1)))
+        left = tl.minimum(tl.maximum(ahead - start - 8 * byte, 0), 8)
+        some += tl.sum(_ones(bits & ((1 << left) - 1)))
+        start += 8 * SHORT
+    return some, total

@@ -37,6 +37,7 @@ from lowbit.ops.gpu.numbers import (
 )
 from lowbit.ops.gpu.rotation import find_pivots, restore_pivots, rotate_pivots
 from lowbit.ops.gpu.tiles import (
+    checked_flags,
     code_offsets,
     lanes,
     load_flags,
@@ -319,12 +320,14 @@ def _decode(
     index = first * T + tl.arange(0, NT)
     bits = tl.full((NT,), HIGH, tl.int32)
     before = tl.full((), 0, tl.int64)
+    damaged = row < 0
     if MODE != "none":
-        flags = load_flags(
-            section(payload, widths_16), first, row, t, there, length, flag_bytes, C, TILE, BY_TOKEN
-        )
+        flags, before, intact = checked_flags(
+            section(payload, widths_16), first, row, t, there, length, low, low_last, flag_bytes, rows,
+            C, TILE, ROWS, BY_TOKEN,
+        )  # fmt: skip
         bits = tl.where(flags > 0, LOW, HIGH)
-        before = low_before(section(payload, widths_16), first, length, low, flag_bytes, BY_TOKEN)
+        damaged = intact == 0
     start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, BY_TOKEN)
     codes = eighths.load_codes(
         section(payload, codes_16) + start + j, v, bits[:, None], keep, HIGH | LOW
@@ -337,14 +340,19 @@ def _decode(
     else:
         mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int16))
     m = tl.load(mids + index, mask=there, other=0).to(tl.int32)
-    step = of_bits(tl.where(m == NAN_MID, 0x7FC00000, step_of(below, exponent)))
+    damaged |= m == NAN_MID
+    if MID_WIDTH == 2:
+        pivot = tl.load(section(payload, pivots_16) + index, mask=there, other=0).to(tl.int32)
+        turned = (pivot >= 128) & (pivot < 128 + TILE) & (t < C // TILE)
+        damaged |= (pivot > 0) & (turned == 0)
+        pivot = tl.where(turned, pivot, 0)
+    step = of_bits(tl.where(damaged, 0x7FC00000, step_of(below, exponent)))
     cells = power_of_two(bits)
     offset = m.to(tl.float32) * (cells * (1 / UNITS)) - (cells - 1) * 0.5
     y = ()
     for k in tl.static_range(8):
         y = y + ((number_of(codes[k]) + offset[:, None]) * step[:, None],)
-    if MID_WIDTH == 2:
-        pivot = tl.load(section(payload, pivots_16) + index, mask=there, other=0).to(tl.int32)
+    if MID_WIDTH == 2:  # noqa: SIM102, because the other condition is not known to the compiler
         if tl.max(pivot, axis=0) > 0:
             y = restore_pivots(y, pivot, j, TILE // 8, norm, WIDTH, NT)
     eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit.ops.gpu.choose import bitmap, count_before
+from lowbit.ops.gpu.choose import bitmap, count_before, count_both
 
 
 @triton.jit
@@ -87,6 +87,40 @@ def load_flags(
         there = there & (t < full)
     byte = tl.load(widths + scope * flag_bytes + candidate // 8, mask=there, other=0).to(tl.int32)
     return (byte >> (candidate % 8).to(tl.int32)) & 1
+
+
+@triton.jit
+def checked_flags(
+    widths, first, row, t, there, length, low, low_last, flag_bytes, rows,
+    C: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """`load_flags` of a payload from elsewhere, `low_before`, and whether each tile's scope is intact.
+
+    It is if it has the number of flags that the geometry gives it. If not, its first candidates take their places:
+    where codes lie follows from the flags, and with another number of them would be beyond the payload.
+    """
+    flags = load_flags(widths, first, row, t, there, length, flag_bytes, C, TILE, BY_TOKEN)
+    full: tl.constexpr = C // TILE
+    if BY_TOKEN:
+        token = first + row
+        scope, last = first // length, (tl.minimum(first + ROWS, rows) - 1) // length
+        ahead = first % length
+        some, given = count_both(widths + scope * flag_bytes, ahead, length)
+        before = scope * low + tl.where(given == low, some, tl.minimum(ahead, low))
+        intact = (given == low) | (row < 0)
+        while scope < last:
+            scope += 1
+            _, given = count_both(widths + scope * flag_bytes, 0, length)
+            whole = given == low
+            intact = tl.where(token // length == scope, whole, intact)
+        flags = tl.where(intact, flags, (token % length < low).to(tl.int32))
+    else:
+        before = low_before(widths, first, length, low, flag_bytes, False)
+        given = tl.where(tl.program_id(0) == tl.num_programs(0) - 1, low_last, low)
+        intact = (tl.sum(flags, axis=0) == given) | (row < 0)
+        chosen = there & (t < full) & (row * full + t < given)
+        flags = tl.where(intact, flags, chosen.to(tl.int32))
+    return flags, before, intact
 
 
 @triton.jit

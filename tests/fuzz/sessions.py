@@ -1,0 +1,168 @@
+"""Sessions that remember messages, under hostile ones: also such as know the digests, and several in a row."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit import ops
+from lowbit.codecs import AQSGD, SubspaceQuant
+from lowbit.codecs.subspace_quant import SubspaceSession
+
+from .damage import damage
+from .targets import DTYPES, Bench, Case, Shape, as_bytes, as_tensor, hard, layout_of, spans_of
+
+
+class Subspace:
+    """A receiver that has followed two messages, and gets one or two hostile ones.
+
+    A forged one has the header that belongs to its bytes, so that it is not refused for its numbers and digests.
+    """
+
+    def __init__(self, codec: SubspaceQuant, shape: Shape) -> None:
+        self.codec, self.name, self._shape = codec, f"{codec!r} {shape}", shape
+        self._states: list[dict[str, Any]] = []
+        self._messages: list[bytes] = []
+
+    def _prepare(self) -> None:
+        rng, shape = random.Random(repr(self._shape)), self._shape
+        sender, receiver = (self.codec.open(shape=shape, dtype=torch.float32) for _ in range(2))
+        for _ in range(3):
+            self._states.append(receiver.state_dict())
+            message = sender.encode(hard(rng, shape))
+            self._messages.append(message.numpy().tobytes())
+            receiver.decode(message)
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        if not self._states:
+            self._prepare()
+        at, dtype, training = rng.randrange(3), rng.choice(DTYPES), rng.random() < 0.7
+        spans = spans_of(layout_of(self.codec, self._shape))
+        made = [damage(rng, self._messages[at], spans) for _ in range(rng.randint(1, 2))]
+        forged = [rng.random() < 0.7 for _ in made]
+
+        def run(bench: Bench) -> bytes:
+            session = self.codec.open(shape=self._shape, dtype=dtype)
+            assert isinstance(session, SubspaceSession)
+            session.load_state_dict(self._states[at])
+            found = b""
+            for (_, payload), forge in zip(made, forged, strict=True):
+                message = self._forged(session, payload, training) if forge else payload
+                found += self._decode(bench, session, message, dtype, training)
+            return found
+
+        kinds = [
+            f"{kind}{' forged' if forge else ''}"
+            for (kind, _), forge in zip(made, forged, strict=True)
+        ]
+        return Case(f"{self.name} {dtype} state {at} {kinds}", run)
+
+    def _decode(
+        self,
+        bench: Bench,
+        session: SubspaceSession,
+        message: bytes,
+        dtype: torch.dtype,
+        training: bool,
+    ) -> bytes:
+        """What comes of it, with the state; an error changes neither."""
+        room, out = bench.out(self._shape, dtype)
+        before, state = room.content, _bytes(session.state_dict())
+        try:
+            session.decode(bench.payload(message), out=out, training=training)
+        except ValueError as error:
+            assert room.content == before, "out was written though the message was refused"
+            assert _bytes(session.state_dict()) == state, "the state changed by a message refused"
+            return str(error).encode()
+        return room.content + _bytes(session.state_dict())
+
+    def _forged(self, session: SubspaceSession, payload: bytes, training: bool) -> bytes:
+        """With the header that the receiver expects of these bytes; both backends expect the same."""
+        found = []
+        for backend in ("cpu", "reference"):
+            with ops.backend(backend):
+                found.append(self._follow(session, as_tensor(payload, torch.uint8), training))
+        for a, b in zip(*found, strict=True):
+            assert bool(((a == b) | (a.isnan() & b.isnan())).all()), (
+                "the backends follow differently"
+            )
+        return found[0][0].numpy().tobytes() + payload[16:]
+
+    def _follow(self, session: SubspaceSession, payload: Tensor, training: bool) -> list[Tensor]:
+        memory, geo = session._memory, session._geometry
+        header = torch.empty(4, dtype=torch.int32)
+        then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
+        unit = memory.directions.new_empty(self.codec.directions)
+        ops.subspace_follow(
+            payload, memory.directions, memory.digest, header, *then, unit,
+            geo.rows, memory.messages, training, *session._settings,
+        )  # fmt: skip
+        return [header, *then, unit]
+
+
+def _bytes(state: dict[str, Any]) -> bytes:
+    numbers = repr([(k, v) for k, v in state.items() if not isinstance(v, Tensor)]).encode()
+    return numbers + b"".join(v.numpy().tobytes() for v in state.values() if isinstance(v, Tensor))
+
+
+class SubspaceDecoding:
+    """The operators behind a session, with numbers of its own in the basis: the reference's, exactly."""
+
+    def __init__(self, codec: SubspaceQuant, shape: Shape) -> None:
+        self.codec, self.name, self._shape = codec, f"operators of {codec!r} {shape}", shape
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        (rows, channels), rank, dtype = self._shape, self.codec.directions, rng.choice(DTYPES)
+        settings = self.codec.bits, self.codec.group, self.codec.refresh
+        layout = layout_of(self.codec, self._shape)
+        kind, payload = damage(rng, rng.randbytes(layout.nbytes), spans_of(layout))
+
+        def decode(given: Tensor, c: Tensor, out: Tensor) -> None:
+            unit, nothing = torch.ones(rank), torch.zeros(rank, channels)
+            ops.subspace_coefficients_decode(given, unit, c, channels, *settings)
+            # Sums of directions are exact for a basis of zeros only.
+            ops.subspace_rest_decode(given, torch.zeros(rows, rank), nothing, out, *settings, False)
+
+        def run(bench: Bench) -> bytes:
+            c_room, c = bench.out((rows, rank), torch.float32)
+            room, out = bench.out(self._shape, dtype)
+            decode(bench.payload(payload), c, out)
+            return as_bytes(as_tensor(c_room.content, torch.float32).to(dtype)) + room.content
+
+        def expected() -> Tensor:
+            c, out = torch.empty(rows, rank), torch.empty(self._shape, dtype=dtype)
+            decode(as_tensor(payload, torch.uint8), c, out)
+            return torch.cat([c.to(dtype).view(-1), out.view(-1)])
+
+        return Case(f"{self.name} {dtype} {kind}", run, expected, dtype)
+
+
+class Differences:
+    """An `AQSGD` session: known samples by differences, new ones in full."""
+
+    def __init__(self, codec: AQSGD, shape: Shape) -> None:
+        self.codec, self.name, self._shape = codec, f"{codec!r} {shape}", shape
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        count, dtype = self._shape[0], rng.choice(DTYPES)
+        key = tuple(rng.sample(range(2 * count), count))
+        known = {str(i): hard(random.Random(i), self._shape[1:]) for i in range(count)}
+        probe = self.codec.open(shape=self._shape, dtype=dtype)
+        probe.load_state_dict(known)
+        valid = probe.encode(hard(rng, self._shape), key=key, training=False).numpy().tobytes()
+        kind, payload = damage(rng, valid, [(0, len(valid))])
+
+        def run(bench: Bench) -> bytes:
+            session = self.codec.open(shape=self._shape, dtype=dtype)
+            session.load_state_dict(known)
+            room, out = bench.out(self._shape, dtype)
+            session.decode(bench.payload(payload), key=key, out=out)
+            return room.content + _bytes(session.state_dict())
+
+        return Case(f"{self.name} {dtype} {kind}", run)

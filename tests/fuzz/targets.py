@@ -1,0 +1,334 @@
+"""What is attacked without a session: decoding, adding into, summing, adding to a payload, encoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit import ops
+from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.ops.feature_int4 import feature_int4_layout
+from lowbit.ops.float8 import block_float8_layout
+from lowbit.ops.layout import Layout, group_int_layout
+
+from .damage import SPECIAL, Span, damage
+from .guard import GuardedScratch, Room, Rooms
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BEFORE = {
+    True: b"\xa5",
+    False: b"\x5b",
+}  # what an output holds, by placement: nobody may depend on it
+AT_ONCE = 4  # payloads that are decoded by turns in one case
+Shape = tuple[int, ...]
+
+
+class Bench:
+    """Where payloads, tensors and scratch are placed: all flush against the page behind them, or before them."""
+
+    def __init__(self, scratch: GuardedScratch) -> None:
+        self.scratch, self.at_end = scratch, True
+        self._rooms = Rooms(kept=16)  # more than a case has at a time
+        self._placed: list[tuple[str, Room, bytes | None]] = []
+
+    def begin(self, *, at_end: bool) -> None:
+        """Decode once more, with everything at this end of its pages."""
+        self.at_end = self.scratch.at_end = at_end
+        self._placed.clear()
+
+    def read_only(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """A tensor that must not change."""
+        room, tensor = self._place(name, len(content), shape, dtype)
+        room.content = content
+        self._placed.append((name, room, content))
+        return tensor
+
+    def written(
+        self, name: str, content: bytes, shape: Shape, dtype: torch.dtype
+    ) -> tuple[Room, Tensor]:
+        """A tensor to write, and the room that has its bytes."""
+        room, tensor = self._place(name, len(content), shape, dtype)
+        room.content = content
+        self._placed.append((name, room, None))
+        return room, tensor
+
+    def payload(self, content: bytes) -> Tensor:
+        """A payload to read."""
+        return self.read_only("the payload", content, (len(content),), torch.uint8)
+
+    def out(
+        self, shape: Shape, dtype: torch.dtype, *, base: bytes | None = None
+    ) -> tuple[Room, Tensor]:
+        """A tensor to overwrite, or to add to what its elements hold: one element's bytes."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        content = (base or BEFORE[self.at_end]) * size
+        return self.written("out", content[:size], shape, dtype)
+
+    def end(self) -> None:
+        """Raise `Outside` if anything has changed but what was to be written."""
+        for name, room, content in self._placed:
+            room.check(name)
+            if content is not None and room.content != content:
+                raise AssertionError(f"{name} has changed")
+        self.scratch.check()
+
+    def _place(
+        self, name: str, nbytes: int, shape: Shape, dtype: torch.dtype
+    ) -> tuple[Room, Tensor]:
+        room = self._rooms.take(nbytes)
+        return room, room.place(nbytes, at_end=self.at_end, shape=shape, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attack.
+
+    Attributes:
+        text: what is attacked, and how.
+        run: carry it out at a bench; bytes that must not depend on the placement.
+        expected: the same as the reference has it: a tensor to compare; None if that is not exact.
+        dtype: of what `run` returns. finite: whether Inf must not come out of it.
+        payloads: how many hostile ones these are.
+    """
+
+    text: str
+    run: Callable[[Bench], bytes]
+    expected: Callable[[], Tensor] | None = None
+    dtype: torch.dtype = torch.uint8
+    finite: bool = False
+    payloads: int = 1
+
+
+def base_of(dtype: torch.dtype) -> bytes:
+    """An element's bytes that is added to."""
+    return as_bytes(torch.full((1,), 1.5, dtype=dtype))
+
+
+def as_tensor(content: bytes, dtype: torch.dtype) -> Tensor:
+    """A copy of bytes as numbers."""
+    if not content:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.frombuffer(content, np.uint8).copy()).view(dtype)
+
+
+def as_bytes(x: Tensor) -> bytes:
+    """A tensor's content."""
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def hard(rng: random.Random, shape: Shape) -> Tensor:
+    """Gaussian float32 numbers of rows that differ, with outliers."""
+    g = torch.Generator().manual_seed(rng.getrandbits(60))
+    x = torch.randn(shape, generator=g) * torch.exp(2 * torch.randn((*shape[:-1], 1), generator=g))
+    if x.numel() > 9:
+        x.view(-1)[:: x.numel() // 9] *= 50
+    return x
+
+
+def layout_of(codec: Codec, shape: Shape) -> Layout:
+    """Sections of a payload; one of all bytes where a format has none."""
+    numel = torch.Size(shape).numel()
+    if isinstance(codec, TAHQuant):
+        return codec._geometry(shape).layout
+    if isinstance(codec, SubspaceQuant):
+        return codec.geometry(shape).layout
+    if isinstance(codec, GroupInt):
+        return group_int_layout(numel, codec.bits, codec.group, codec.symmetric)
+    if isinstance(codec, BlockFloat8):
+        return block_float8_layout(numel, codec.block)
+    if isinstance(codec, FeatureInt4):
+        return feature_int4_layout(numel // codec.grain, codec.grain, len(codec.features))
+    return Layout.of(all=codec.nbytes(shape))
+
+
+def spans_of(layout: Layout) -> list[Span]:
+    """Where a layout's sections lie that have bytes; those before the codes."""
+    found = [
+        (layout.offsets[n], layout.offsets[n] + size) for n, size in layout.sizes.items() if size
+    ]
+    return found[:-1] or found
+
+
+class Decoding:
+    """`Codec.decode`, written or added."""
+
+    def __init__(self, codec: Codec, shapes: Sequence[Shape], name: str = "") -> None:
+        self.codec, self.name, self._shapes = codec, name or repr(codec), shapes
+        self._valid: dict[Shape, tuple[list[bytes], list[Span]]] = {}
+
+    def payload(self, rng: random.Random, shape: Shape) -> tuple[str, bytes]:
+        """A hostile one."""
+        if shape not in self._valid:
+            fixed = random.Random(repr(shape))
+            made = [self.codec.encode(hard(fixed, shape)).numpy().tobytes() for _ in range(3)]
+            empty = not torch.Size(shape).numel()
+            self._valid[shape] = made, [] if empty else spans_of(layout_of(self.codec, shape))
+        valid, spans = self._valid[shape]
+        return damage(rng, rng.choice(valid), spans)
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        shape, dtype, adds = rng.choice(self._shapes), rng.choice(DTYPES), rng.random() < 0.3
+        kinds, payloads = zip(*(self.payload(rng, shape) for _ in range(AT_ONCE)), strict=True)
+        base = base_of(dtype) if adds else None
+
+        def run(bench: Bench) -> bytes:
+            found = b""
+            for payload in payloads:
+                room, out = bench.out(shape, dtype, base=base)
+                self.codec.decode(bench.payload(payload), shape=shape, out=out, accumulate=adds)
+                found += room.content
+            return found
+
+        def expected() -> Tensor:
+            found = []
+            for payload in payloads:
+                out = torch.full(shape, 1.5, dtype=dtype)
+                given = as_tensor(payload, torch.uint8)
+                found.append(self.codec.decode(given, shape=shape, out=out, accumulate=adds))
+            return torch.stack(found)
+
+        text = f"{self.name} {shape} {dtype} {kinds}{' added' if adds else ''}"
+        finite = isinstance(self.codec, FeatureInt4) and not self.codec.features
+        return Case(text, run, expected, dtype, finite, AT_ONCE)
+
+
+class Summing(Decoding):
+    """`Codec.sum` over ranks, each of which is hostile."""
+
+    def case(self, rng: random.Random) -> Case:
+        shape, dtype, divisor = rng.choice(self._shapes), rng.choice(DTYPES), rng.choice((1, 3))
+        kinds, payloads = zip(
+            *(self.payload(rng, shape) for _ in range(self.codec.ranks or 3)), strict=True
+        )
+
+        def run(bench: Bench) -> bytes:
+            room, out = bench.out(shape, dtype)
+            self.codec.sum([bench.payload(p) for p in payloads], out=out, divisor=divisor)
+            return room.content
+
+        def expected() -> Tensor:
+            parts = [as_tensor(p, torch.uint8) for p in payloads]
+            return self.codec.sum(parts, out=torch.empty(shape, dtype=dtype), divisor=divisor)
+
+        return Case(f"{self.name} {shape} {dtype} {kinds}", run, expected, dtype)
+
+
+class AddingTo(Decoding):
+    """`Codec.add`: the payload is written, too."""
+
+    def case(self, rng: random.Random) -> Case:
+        shape, dtype = rng.choice(self._shapes), rng.choice(DTYPES)
+        (kind, payload), x = self.payload(rng, shape), hard(rng, shape).to(dtype)
+
+        def run(bench: Bench) -> bytes:
+            room, target = bench.written("the payload", payload, (len(payload),), torch.uint8)
+            torch.default_generator.manual_seed(0)
+            self.codec.add(target, bench.read_only("x", as_bytes(x), shape, dtype))
+            return room.content
+
+        def expected() -> Tensor:
+            torch.default_generator.manual_seed(0)
+            return self.codec.add(as_tensor(payload, torch.uint8), x)
+
+        return Case(f"{self.name} {shape} {dtype} {kind}", run, expected)
+
+
+class Encoding:
+    """`Codec.encode` of hostile numbers: the payload lies between guards, and so does the tensor."""
+
+    def __init__(self, codec: Codec, shapes: Sequence[Shape], name: str = "") -> None:
+        self.codec, self.name, self._shapes = codec, name or f"encode {codec!r}", shapes
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        shape, dtype, strided = rng.choice(self._shapes), rng.choice(DTYPES), rng.random() < 0.2
+        wide = (*shape, 2) if strided else shape
+        kind, content = hostile_numbers(rng, torch.Size(wide).numel(), dtype)
+        size = self.codec.nbytes(shape)
+
+        def encode(x: Tensor, payload: Tensor) -> Tensor:
+            torch.default_generator.manual_seed(0)
+            return self.codec.encode(x[..., 1] if strided else x, out=payload)
+
+        def run(bench: Bench) -> bytes:
+            room, payload = bench.written(
+                "the payload", BEFORE[bench.at_end] * size, (size,), torch.uint8
+            )
+            encode(bench.read_only("x", content, wide, dtype), payload)
+            return room.content
+
+        def expected() -> Tensor:
+            return encode(
+                as_tensor(content, dtype).view(wide), torch.empty(size, dtype=torch.uint8)
+            )
+
+        return Case(
+            f"{self.name} {shape} {dtype} {kind}{' strided' if strided else ''}", run, expected
+        )
+
+
+def hostile_numbers(rng: random.Random, count: int, dtype: torch.dtype) -> tuple[str, bytes]:
+    """NaN, Inf, denormal and huge numbers, and what they are called."""
+    kind, size = rng.choice(("bits", "special", "one", "some")), count * dtype.itemsize
+    patterns = [p for p in SPECIAL if len(p) == dtype.itemsize]
+    if kind == "bits" or not count:
+        return kind, rng.randbytes(size)
+    if kind == "one":
+        return kind, rng.choice(patterns) * count
+    if kind == "special":
+        return kind, b"".join(rng.choices(patterns, k=count))
+    x = bytearray(as_bytes(hard(rng, (count,)).to(dtype)))
+    at = rng.randrange(count) * dtype.itemsize
+    x[at : at + dtype.itemsize] = rng.choice(patterns)
+    return kind, bytes(x)
+
+
+class Fused:
+    """Operators that decode saved activations as they compute; sums in any order, so not compared."""
+
+    def __init__(self, name: str, bits: int, group: int) -> None:
+        self.name, self._operator, self._settings = (
+            f"{name} {bits} bits, {group}",
+            name,
+            (bits, group),
+        )
+        self._codec = Decoding(GroupInt(bits=bits, group=group), ())
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        shape, dtype = rng.choice(((1, 8), (3, 100), (5, 64), (2, 7))), rng.choice(DTYPES)
+        made = [self._codec.payload(rng, shape) for _ in range(2)]
+        gated, backward = self._operator.startswith("gated"), self._operator.endswith("backward")
+        activation, centred = rng.choice(("silu", "gelu", "relu")), rng.random() < 0.5
+
+        def run(bench: Bench) -> bytes:
+            rooms: list[Room] = []
+
+            def out(shape: Shape = shape) -> Tensor:
+                room, tensor = bench.out(shape, dtype)
+                rooms.append(room)
+                return tensor
+
+            payloads = [bench.payload(p) for _, p in made[: 1 + gated]]
+            ones = base_of(dtype)
+            rows = bench.read_only("grad_out", ones * (shape[0] * shape[1]), shape, dtype)
+            weight, bias = (
+                bench.read_only(n, ones * shape[1], shape[1:], dtype) for n in ("weight", "bias")
+            )
+            arguments: list[Any] = [*payloads] if gated else [*payloads, weight, bias]
+            arguments += [rows] if backward else []
+            arguments += [out() for _ in range(1 + 2 * backward * gated)]
+            if backward and not gated:
+                arguments += [out(shape[1:]), out(shape[1:]), out()]
+            arguments += [activation] if gated else [1e-6, centred, 0.0]
+            getattr(ops, self._operator)(*arguments, *self._settings)
+            return b"".join(room.content for room in rooms)
+
+        return Case(f"{self.name} {shape} {dtype} {made[0][0]}", run)

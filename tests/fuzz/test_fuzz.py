@@ -1,0 +1,167 @@
+"""Decoders survive hostile bytes; and the harness would tell if they did not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import codecs, ops
+from lowbit.codecs import BlockFloat8, Codec, GroupInt, SubspaceQuant, TAHQuant
+
+from .__main__ import attack
+from .catalogue import PUBLISHED, feature_codec, targets
+from .children import FAULTS, decode_guarded, end_of, touch
+from .damage import damage
+from .targets import as_tensor, hard, layout_of, spans_of
+
+CASES = 10_000
+
+
+def test_decoders_and_encoders_survive() -> None:
+    """A process of its own, in which payloads, tensors and scratch lie between pages that may not be touched."""
+    outcome = attack(0, range(CASES))
+    assert not outcome.faults, "\n".join(f"{f.text}: {f.why}" for f in outcome.faults)
+    assert sum(outcome.survived.values()) >= CASES
+    assert set(outcome.survived) == {target.name for target in targets()}
+
+
+@pytest.mark.parametrize(("at_end", "byte"), [(True, 100), (False, -1)])
+@pytest.mark.parametrize("write", [False, True])
+def test_guards_catch_what_leads_outside(at_end: bool, byte: int, write: bool) -> None:
+    """One byte behind or before ends the process."""
+    assert end_of(touch, at_end, byte, write) == "signal 11"
+
+
+@pytest.mark.parametrize(("at_end", "byte"), [(True, -1), (False, 100)])
+def test_poison_shows_what_is_written_on_the_other_side(at_end: bool, byte: int) -> None:
+    assert end_of(touch, at_end, byte, False) == ""
+    assert "bytes beside x have been written" in end_of(touch, at_end, byte, True)
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_once_led_outside(name: str, at_end: bool) -> None:
+    """One section of a valid payload overwritten: all that it stands for is NaN."""
+    assert end_of(decode_guarded, name, at_end) == ""
+
+
+GPU = [
+    TAHQuant(),
+    TAHQuant.published(),
+    TAHQuant(allocation="token", **PUBLISHED),
+    TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
+    TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
+    GroupInt(bits=3, group=24),
+    BlockFloat8(block=96),
+    feature_codec(70, (3, 69)),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("index", range(len(GPU)), ids=map(repr, GPU))
+def test_triton_kernels_do_the_same_and_touch_nothing_else(index: int) -> None:
+    pytest.importorskip("triton")
+    codec, rng = GPU[index], random.Random(index)
+    shapes = [(2, 70), (1, 70)] if codec.grain == 70 else [(2, 8, 100), (3, 5, 64), (2, 7)]
+    for shape in shapes:
+        valid = codec.encode(hard(rng, shape)).numpy().tobytes()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for adds in (False, True):
+                kind, payload = damage(rng, valid, spans_of(layout_of(codec, shape)))
+                check_amid_poison(codec, payload, shape, dtype, adds, kind)
+
+
+def check_amid_poison(
+    codec: Codec, payload: bytes, shape: tuple[int, ...], dtype: torch.dtype, adds: bool, kind: str
+) -> None:
+    """Decode what lies in a larger buffer to what lies in a larger buffer; and the same with other poison."""
+    numel, found = torch.Size(shape).numel(), []
+    for backend, poison in (("reference", 0), ("gpu", 77), ("gpu", 255)):
+        buffer = torch.full((len(payload) + 512,), poison, dtype=torch.uint8, device=DEVICE)
+        inside = buffer[256:-256]
+        inside.copy_(as_tensor(payload, torch.uint8))
+        around = torch.full((numel + 256,), poison, dtype=dtype, device=DEVICE)
+        out = around[128:-128].fill_(1.5).view(shape)
+        with ops.backend(backend):
+            codec.decode(inside, shape=shape, out=out, accumulate=adds)
+        assert (around[:128] == poison).all()
+        assert (around[-128:] == poison).all()
+        assert (buffer[:256] == poison).all()
+        assert (buffer[-256:] == poison).all()
+        found.append(out)
+    assert same(found[0], found[1]), kind
+    assert same(found[1], found[2]), kind
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Any NaN is like any other."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def test_damage_that_is_found_stays_within_its_scope() -> None:
+    """NaN for the tokens whose flags are wrong, unchanged numbers for all others, behind them too."""
+    codec, shape = TAHQuant.published(), (4, 640)
+    payload = codec.encode(hard(random.Random(0), shape))
+    expected = codec.decode(payload, shape=shape)
+    layout_of(codec, shape).section(payload, "widths")[2] ^= 1  # of the second token's two bytes
+    for backend in ("reference", "cpu"):
+        with ops.backend(backend):
+            found = codec.decode(payload, shape=shape)
+        assert found[1].isnan().all()
+        assert torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("damaged", ["twice", "beyond", "below"])
+def test_directions_in_no_place_of_their_own_are_refused(damaged: str) -> None:
+    """Even from a sender that says so itself, with the header that belongs to such a message."""
+    codec, shape = SubspaceQuant(rank=4, bits=3, group=8, refresh=2), (6, 16)
+    sender, receiver = (codec.open(shape=shape, dtype=torch.float32) for _ in range(2))
+    payload = sender.encode(hard(random.Random(0), shape))
+    layout = codec.geometry(shape).layout
+    slots = layout.section(payload, "slots", torch.int16)
+    slots.copy_(torch.tensor({"twice": [1, 1], "beyond": [0, 4], "below": [0, -2]}[damaged]))
+    header = layout.section(payload, "header", torch.int32)
+    with pytest.raises(ValueError, match="payload is training message 0"):
+        receiver.decode(payload)
+    header[3] = -1
+    with pytest.raises(ValueError, match="beyond the rank or twice in one place"):
+        receiver.decode(payload)
+    assert not receiver.state_dict()["directions"].any()
+
+
+def test_every_format_is_attacked() -> None:
+    formats = [getattr(codecs, name) for name in codecs.__all__]
+    names = [
+        f.__name__
+        for f in formats
+        if isinstance(f, type) and issubclass(f, Codec) and f is not Codec
+    ]
+    assert len(names) > 5
+    for name in names:
+        assert targets(name), name
+
+
+def test_note_and_repetition(tmp_path: Path) -> None:
+    """A case is made of its seed and number alone: what crashed once can be repeated."""
+    from .catalogue import case_of
+    from .guard import GuardedScratch
+    from .notes import Note
+    from .targets import Bench
+
+    note = Note(tmp_path / "note")
+    assert note.read() == (-1, "")
+    note.write(7, "a case")
+    assert Note(tmp_path / "note").read() == (7, "a case")
+    for number in range(20):
+        found = []
+        for _ in range(2):
+            name, case, rng = case_of(3, number, "GroupInt(bits=4")
+            bench = Bench(GuardedScratch())
+            bench.begin(at_end=True)
+            found.append((name, case.text, rng.random(), case.run(bench)))
+        assert found[0] == found[1]
