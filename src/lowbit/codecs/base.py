@@ -128,15 +128,14 @@ class Codec(ABC):
         """Decode a payload that `encode` made from a tensor of this shape.
 
         Args:
-            payload: uint8, `nbytes(shape)` long. Changed bytes give other numbers, NaN or Inf: never access elsewhere.
+            payload: uint8, `nbytes(shape)` long. Changed bytes give other numbers, NaN or Inf; nothing else is touched.
             shape: of the tensor; dtype: what to return it in.
             out: tensor of this shape to write to (its dtype then counts, `dtype` is not used).
             accumulate: add into `out` (the sum in float32, rounded once) instead of overwriting it.
 
         Raises:
             TypeError: a dtype other than float32, bfloat16 or float16.
-            ValueError: a payload of another length or dtype, an `out` of another shape or device, or `accumulate`
-                without `out`.
+            ValueError: a payload of another length or dtype, `out` of another shape or device, `accumulate` without `out`.
         """
         shape = torch.Size(shape)
         check_payload("payload", payload, self.nbytes(shape), payload.device)
