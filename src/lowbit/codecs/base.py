@@ -135,7 +135,7 @@ class Codec(ABC):
 
         Raises:
             TypeError: a dtype other than float32, bfloat16 or float16.
-            ValueError: a payload of another length or dtype, `out` of another shape or device, `accumulate` without `out`.
+            ValueError: a payload of another length or dtype, `out` of another shape or device, or `accumulate` alone.
         """
         shape = torch.Size(shape)
         check_payload("payload", payload, self.nbytes(shape), payload.device)
