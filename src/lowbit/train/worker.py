@@ -33,6 +33,7 @@ def main() -> None:
     except Exception as error:
         complain(error)
         end(exit_code(error))
+    end(0)  # the others are done, too: who dies in its destructors would look as if it had failed, and wait for them
 
 
 def exit_code(error: Exception) -> int:
