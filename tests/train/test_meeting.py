@@ -4,14 +4,26 @@ import logging
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from lowbit.collectives.agreement import default_group
-from lowbit.train.meeting import MeetingError, listen, master_port, meet, new_secret, prove
+from lowbit.train.meeting import (
+    AloneError,
+    MeetingError,
+    listen,
+    master_port,
+    meet,
+    new_secret,
+    prove,
+)  # fmt: skip
+from lowbit.train.peers import board
+from lowbit.train.process import ALONE, FAILED
 from lowbit.train.section import ConfigError
+from lowbit.train.worker import exit_code
 from tests.ranks import Failure, Ranks
 
 
@@ -45,9 +57,28 @@ def test_nobody_there_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     begin = time.monotonic()
-    with pytest.raises(MeetingError, match="rank 1 did not meet all 2 ranks .* nobody answers"):
+    with pytest.raises(AloneError, match="rank 1 did not meet all 2 ranks .* nobody answers"):
         meet(1, 2, timeout=5, patience=1)
     assert time.monotonic() - begin < 4
+
+
+def test_a_store_that_does_not_answer_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    """Its keeper was stopped, then killed, and started again."""
+    with ThreadPoolExecutor(1) as pool:
+        with socket.create_server(("127.0.0.1", 0)) as stopped:
+            port = stopped.getsockname()[1]
+            monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+            monkeypatch.setenv("MASTER_PORT", str(port))
+            met = pool.submit(meet, 1, 2, timeout=1, patience=20)
+            time.sleep(1.5)
+        kept = listen("127.0.0.1", port, timeout=5)
+        met.result(timeout=20).set("key", "value")
+        assert board(kept).get("key") == b"value"
+
+
+def test_only_who_waited_for_others_in_vain_was_alone():
+    assert exit_code(AloneError("rank 1 did not come")) == ALONE
+    assert exit_code(MeetingError("rank 1 did not prove")) == FAILED, "an older start of rank 1?"
 
 
 @pytest.mark.parametrize("port", ["", "x", "-1", "65536", "29400.0"])
@@ -97,7 +128,7 @@ def test_the_proof_of_another_rank_is_none(ranks: Ranks):
 
 def test_who_does_not_come_is_named(ranks: Ranks):
     first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
-    assert first.kind == third.kind == "MeetingError"
+    assert first.kind == third.kind == "AloneError"
     assert first.text.endswith("within 1 s: rank 1 did not come")
     assert second is None
 

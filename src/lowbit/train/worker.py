@@ -33,16 +33,18 @@ def main() -> None:
     except Exception as error:
         complain(error)
         end(exit_code(error))
-    end(0)  # the others are done, too: who dies in its destructors would look as if it had failed, and wait for them
+    end(
+        0
+    )  # the others are done, too: who dies in its destructors would look as if it had failed, and wait for them
 
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
     from lowbit.train.loop import DivergedError
-    from lowbit.train.meeting import MeetingError
+    from lowbit.train.meeting import AloneError
     from lowbit.train.section import ConfigError
 
-    kinds = {DivergedError: DIVERGED, MeetingError: ALONE, ConfigError: USAGE}
+    kinds = {DivergedError: DIVERGED, AloneError: ALONE, ConfigError: USAGE}
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
 
 
