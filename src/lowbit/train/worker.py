@@ -35,7 +35,7 @@ def main() -> None:
         end(exit_code(error))
     end(
         0
-    )  # the others are done, too: who dies in its destructors would look as if it had failed, and wait for them
+    )  # the others are done: killed in its destructors, it would be started again and wait for them
 
 
 def exit_code(error: Exception) -> int:
