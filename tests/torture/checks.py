@@ -125,13 +125,10 @@ def complaints(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]
 
 
 def gave_up(found: list[Ending]) -> list[str]:
-    """What is wrong with the ends of supervised ranks whose peers do not come back.
-
-    Ranks of one machine wait once more where the first of them that gives up kept the store.
-    """
+    """What is wrong with the ends of supervised ranks whose peers do not come back."""
     said = []
     for end in found:
-        last, limit = (end.errors or ["nothing"])[-1], LIMIT + 2 * REJOIN_GONE + GRACE
+        last, limit = (end.errors or ["nothing"])[-1], LIMIT + REJOIN_GONE + GRACE
         if end.seconds is None:
             said.append(f"hang: rank {end.rank} did not give up by itself")
         elif end.seconds > limit:

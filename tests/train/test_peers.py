@@ -6,7 +6,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from lowbit.collectives.agreement import default_group
-from lowbit.train.peers import ALARM, Cause, Peers, first_line
+from lowbit.train.meeting import AloneError
+from lowbit.train.peers import ALARM, AbsentError, Cause, Peers, first_line
+from lowbit.train.process import ALONE
+from lowbit.train.worker import exit_code
 from tests.ranks import Failure, Ranks
 
 SECRET = b"known to the ranks"
@@ -86,10 +89,30 @@ def test_an_alarm_of_a_stranger_ends_nothing(ranks: Ranks):
     assert ranks.run(_strangers_alarm) == [False, False]
 
 
+def _waited_in_vain() -> str:
+    """What becomes of this rank's own trouble while rank 0 gives up on a rank that does not come."""
+    peers = _peers(10)
+    dist.barrier()
+    first = dist.get_rank() == 0
+    error = AloneError("rank 2 did not come") if first else RuntimeError("the store is gone")
+    found = peers.explain(error)
+    dist.barrier()
+    peers.close()
+    return type(found).__name__
+
+
+def test_who_gives_up_on_a_rank_says_so_to_all(ranks: Ranks):
+    assert ranks.run(_waited_in_vain) == ["NoneType", "AbsentError"]
+    assert exit_code(AbsentError("rank 2 did not come", 0)) == ALONE
+
+
 def test_causes_are_signed():
     cause = Cause(3, "rank 3 is gone")
     written = cause.signed(SECRET).encode()
     assert Cause.read(written, SECRET) == cause
+    given_up = cause._replace(alone=True)
+    assert Cause.read(given_up.signed(SECRET).encode(), SECRET) == given_up
+    assert Cause.read(written.replace(b"false", b"true"), SECRET) is None
     assert Cause.read(written, b"") is None
     assert Cause.read(written.replace(b"3", b"2"), SECRET) is None
     for damaged in (b"", b"{}", b"[1, 2]", b"\xff", b'["x", 1, 2]'):

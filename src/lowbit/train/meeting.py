@@ -39,6 +39,8 @@ class MeetingError(ConnectionError):
 class AloneError(MeetingError):
     """Ranks did not come within the time that this one waits for them."""
 
+    alone = True
+
 
 def run_secret() -> bytes:
     """The run's secret as this process was given it; empty without one."""

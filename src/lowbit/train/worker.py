@@ -33,18 +33,20 @@ def main() -> None:
     except Exception as error:
         complain(error)
         end(exit_code(error))
-    end(
-        0
-    )  # the others are done: killed in its destructors, it would be started again and wait for them
+    # The others are done, too: killed in its destructors, it would be started again and wait for them.
+    end(0)
 
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
     from lowbit.train.loop import DivergedError
     from lowbit.train.meeting import AloneError
+    from lowbit.train.peers import AbsentError
     from lowbit.train.section import ConfigError
 
-    kinds = {DivergedError: DIVERGED, AloneError: ALONE, ConfigError: USAGE}
+    kinds = {
+        DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE, ConfigError: USAGE,
+    }  # fmt: skip
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
 
 
