@@ -151,7 +151,7 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
     host = attempt.shape.host
     sides = [[e for e in found if host(e.rank) == h] for h in range(2)] if cut else [found]
     for side in filter(None, sides):
-        causes = {end.errors[-1] for end in side}
+        causes = _causes(side)
         if len(causes) > 1:
             said.append(f"causes: {len(causes)} different ones: {' | '.join(sorted(causes))[:300]}")
         if fault.trial.fault == "nan":
@@ -165,6 +165,13 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
         if blind := [c for c in causes if not any(re.search(rf"\b{g}\b", c) for g in guilty)]:
             said.append(f"blame: {blind[0][:200]} (names none of {', '.join(guilty)})")
     return said
+
+
+def _causes(side: list[Ending]) -> set[str]:
+    """What ranks said; one that failed itself does not say of which rank it speaks, nor others with which type."""
+    others = {re.sub(r"^(rank \d+ failed: )\w+: ", r"\1", end.errors[-1]) for end in side}
+    own = {end.errors[-1]: f"rank {end.rank} failed: {end.errors[-1]}" for end in side}
+    return others - {text for text, full in own.items() if full in others}
 
 
 def lost(steps_before: int, resumed: Summary | None) -> list[str]:

@@ -107,6 +107,9 @@ def test_ranks_that_hear_each_other_say_the_same(tmp_path: Path):
         "disk", tmp_path, {0: GOOD, 1: "rank 1: error: rank 1: full\n"}, {0: 2.0, 1: 1.0}
     )
     assert _complaints(fault) == ["causes"]
+    ends = _ends(fault)
+    ends[0].errors, ends[1].errors = ["rank 1 failed: OSError: full"], ["full"]
+    assert not complaints(fault.attempt, fault, ends)
 
 
 def test_who_waits_for_a_machine_says_how_to_go_on(tmp_path: Path):

@@ -164,6 +164,8 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
 
     def watch(now: float) -> bool:
         fault.tick(now)
+        if trial.fault == "nan" and not attempt.nan_at.exists():
+            outcome.steps, outcome.began = attempt.steps(), round(now - attempt.began, 2)
         if outcome.to_recovery is None and outcome.steps and attempt.steps() > outcome.steps + 1:
             outcome.to_recovery = round(now - attempt.began - outcome.began, 2)
         return False

@@ -126,6 +126,32 @@ def test_the_proof_of_another_rank_is_none(ranks: Ranks):
     assert second is True
 
 
+def _writes_garbage() -> bool:
+    rank = dist.get_rank()
+    store = PrefixStore("garbage", default_group().get_group_store())
+    if rank == 0:
+        prove(store, 0, 2, secret=b"a", patience=20)
+    for key in ("hello/1", "proof/1"):
+        store.set(key, b"\xff\0[" * 1000)
+    return True
+
+
+def test_garbage_proves_nothing(ranks: Ranks):
+    first, second = ranks.outcomes(_writes_garbage)
+    assert isinstance(first, Failure)
+    assert first.text.startswith("rank 1 did not prove to rank 0")
+    assert second is True
+
+
+def test_a_store_survives_what_is_no_message():
+    store = listen("127.0.0.1", 0, timeout=5)
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(4096), b""):
+        with socket.create_connection(("127.0.0.1", store.port), timeout=5) as stranger:
+            stranger.sendall(said)
+        store.set("key", said)
+        assert store.get("key") == said
+
+
 def test_who_does_not_come_is_named(ranks: Ranks):
     first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
     assert first.kind == third.kind == "AloneError"
