@@ -5,6 +5,7 @@ import time
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from lowbit.collectives import PeerError
 from lowbit.collectives.agreement import default_group
 from lowbit.train.meeting import AloneError
 from lowbit.train.peers import ALARM, AbsentError, Cause, Peers, first_line
@@ -89,20 +90,24 @@ def test_an_alarm_of_a_stranger_ends_nothing(ranks: Ranks):
     assert ranks.run(_strangers_alarm) == [False, False]
 
 
-def _waited_in_vain() -> str:
-    """What becomes of this rank's own trouble while rank 0 gives up on a rank that does not come."""
+def _explained(kind: type[Exception], *arguments: object) -> str:
+    """What becomes of a rank's own trouble while rank 0 knows a cause."""
     peers = _peers(10)
     dist.barrier()
-    first = dist.get_rank() == 0
-    error = AloneError("rank 2 did not come") if first else RuntimeError("the store is gone")
-    found = peers.explain(error)
+    found = peers.explain(RuntimeError("gone") if dist.get_rank() else kind(*arguments))
     dist.barrier()
     peers.close()
     return type(found).__name__
 
 
+def test_a_rank_within_a_group_is_nobody_else(ranks: Ranks):
+    """Rank 2 of all can be rank 1 of a group; rank 1 of all has not failed then."""
+    found = ranks.run(_explained, PeerError, "rank 2 closed its connection", 1)
+    assert found == ["PeerError", "PeerError"]
+
+
 def test_who_gives_up_on_a_rank_says_so_to_all(ranks: Ranks):
-    assert ranks.run(_waited_in_vain) == ["NoneType", "AbsentError"]
+    assert ranks.run(_explained, AloneError, "rank 2 did not come") == ["NoneType", "AbsentError"]
     assert exit_code(AbsentError("rank 2 did not come", 0)) == ALONE
 
 

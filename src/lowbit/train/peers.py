@@ -151,7 +151,8 @@ class Peers:
         elif cause is mine and isinstance(error, RuntimeError):
             cause = self._store_gone()
         kind = AbsentError if cause.alone else PeerError
-        return None if cause.rank == self.rank else kind(cause.text, cause.rank)
+        # Not by rank: a `PeerError` counts within its group, and the others may be wrong about this rank.
+        return None if cause == mine else kind(cause.text, cause.rank)
 
     def _linger(self) -> None:
         """Give the others time to read the alarm, where this process may be the one that keeps the store."""
