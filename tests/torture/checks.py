@@ -149,7 +149,11 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
     ):  # which wakes up when the others are gone, with what they knew
         found = [end for end in found if end.rank != fault.trial.victim]
     host = attempt.shape.host
-    sides = [[e for e in found if host(e.rank) == h] for h in range(2)] if cut else [found]
+    # Ranks hear each other through rank 0, which keeps the store: those without it find the cause each for itself.
+    hit = {r for r in range(attempt.shape.ranks) if host(r) == 1} if cut else set()
+    if fault.trial.victim == 0 and fault.trial.fault in ("kill", "stop", "stop20"):
+        hit = {end.rank for end in found}
+    sides = [[e for e in found if e.rank not in hit], *([e] for e in found if e.rank in hit)]
     for side in filter(None, sides):
         causes = _causes(side)
         if len(causes) > 1:
