@@ -4,6 +4,7 @@
     python -m tests.torture --trials 100 --supervise --json FILE    # runs that look after themselves
     python -m tests.torture --faults kill,cut --ranks 2 --trials 4
     python -m tests.torture --trials 100 --only 17                  # the same trial again
+    python -m tests.torture.report FILE ...                         # what `--json` wrote, as a table in Markdown
 
 Each trial has two hosts with a real network of their own between them, and a real `lowbit train` for each rank.
 Trials of one `--seed` are the same each time but for what the machine makes of their moments. What failed trials left
@@ -18,24 +19,30 @@ os.environ["OMP_NUM_THREADS"] = (
     "1"  # before PyTorch is imported: no threads, so that processes can fork
 )
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line sets it
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the command line sets it
 
 import argparse
 import ctypes
+import gc
 import json
 import multiprocessing
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
+
 from lowbit.network import SlowLink
+from lowbit.pipeline.boundary import warm_up
+from lowbit.train.prepare import prepare
 from tests.torture import report
 from tests.torture.checks import Reference
 from tests.torture.plan import FAULTS, SHAPES, SHAPES_OF, plan
-from tests.torture.trial import Outcome, as_json, reference, run
+from tests.torture.trial import Outcome, reference, run
 
 _CLONE_NEWNS = 0x20000
 _PR_SET_PDEATHSIG = 1
@@ -56,7 +63,9 @@ def main() -> int:
     trials = [trial for trial in trials if not asked.only or trial.number in asked.only]
     _own_view_of_disks()
     _import_all()
-    outcomes = []
+    _warm_up(asked.folder / "warm-up")
+    outcomes, rows = [], []
+    began = time.monotonic()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(asked.jobs, mp_context=context, initializer=_end_with_parent) as pool:
         expected = _references(pool, {trial.shape for trial in trials}, asked.folder)
@@ -68,10 +77,10 @@ def main() -> int:
             print(f"{count}/{len(trials)} {report.line(outcomes[-1])}", flush=True)
             if outcomes[-1].passed:
                 shutil.rmtree(asked.folder / outcomes[-1].trial.name)
+            rows = report.rows(outcomes)
             if asked.json:
-                _write(outcomes, asked.json)
-    outcomes.sort(key=lambda outcome: outcome.trial.number)
-    report.show(outcomes)
+                _write(asked, rows, time.monotonic() - began)
+    report.show(rows)
     failed = sum(not outcome.passed for outcome in outcomes)
     if failed:
         print(f"{failed} of {len(outcomes)} failed; what they left: {asked.folder}")
@@ -133,11 +142,26 @@ def _import_all() -> None:
     import numba  # noqa: F401
     import torch.distributed.pipelining  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
+    import typer._adapters  # noqa: F401
 
     import lowbit.cli.app
     import lowbit.ops.cpu
     import lowbit.train.loop  # noqa: F401
 
+
+def _warm_up(folder: Path) -> None:
+    """What takes each process a second when it does it for the first time: kernels, and names of a model's weights."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")
+    config = SHAPES["2"].config(folder)
+    codecs = prepare(config, ranks=2).codecs
+    shape = torch.Size((config.rows, config.data.sequence, config.model.dim))
+    for codec in (*codecs.forward, *codecs.backward):
+        warm_up(codec, shape, torch.float32, torch.device("cpu"))
+    shutil.rmtree(folder)
+    gc.collect()
+    gc.freeze()  # else each fork looks at all of it again when it ends, for a second
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: forks would lack all but one"
 
@@ -150,11 +174,9 @@ def _references(pool: ProcessPoolExecutor, shapes: set[str], folder: Path) -> di
     return {name: future.result() for name, future in futures.items()}
 
 
-def _write(outcomes: list[Outcome], path: Path) -> None:
-    rows = [
-        as_json(outcome) for outcome in sorted(outcomes, key=lambda outcome: outcome.trial.number)
-    ]
-    path.write_text(json.dumps({"command": "torture", "rows": rows}, indent=2) + "\n")
+def _write(asked: argparse.Namespace, rows: list[report.Row], seconds: float) -> None:
+    told = {"command": "torture", "seed": asked.seed, "jobs": asked.jobs, "seconds": round(seconds)}
+    asked.json.write_text(json.dumps(told | {"rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

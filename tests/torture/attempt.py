@@ -71,10 +71,9 @@ class Attempt:
                     self.ends[rank] = End(os.waitstatus_to_exitcode(status), time.monotonic())
         return [rank for rank in self.pids if rank not in self.ends]
 
-    def wait(self, until: float, tick: Callable[[float], None] = lambda now: None) -> None:
-        """Until all have ended, or a time of the monotonic clock; `tick` is called all the while."""
-        while self.running() and (now := time.monotonic()) < until:
-            tick(now)
+    def wait(self, until: float, tick: Callable[[float], bool] = lambda now: False) -> None:
+        """Until all have ended, or a time of the monotonic clock, or `tick`, called all the while, says so."""
+        while self.running() and (now := time.monotonic()) < until and not tick(now):
             time.sleep(POLL)
 
     def started(self, rank: int) -> list[tuple[int, float]]:
@@ -119,6 +118,11 @@ class Attempt:
         """Step, loss and norm of the gradients, as rank 0 wrote them down."""
         lines = read_metrics(self.output(0) / "metrics.jsonl")
         return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+    def steps(self) -> int:
+        """Lines that rank 0 has written down by now: one for each step."""
+        path = self.output(0) / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def summary(self) -> Summary | None:
         """What rank 0 ended with."""

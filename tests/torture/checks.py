@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lowbit.train.summary import Summary
 from tests.torture.attempt import Attempt, Curve
 from tests.torture.faults import Fault
-from tests.torture.plan import EVERY, GRACE, STEPS, TIMEOUT
+from tests.torture.plan import EVERY, GRACE, REJOIN_GONE, STEPS, TIMEOUT
 
 LIMIT = TIMEOUT + GRACE
 _ERROR = re.compile(r"^(?:rank \d+: )?error: (.*)$")
@@ -19,12 +19,20 @@ _HARMLESS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The run without a fault."""
+    """The run without a fault.
+
+    Attributes:
+        seconds: of the whole; start: of these until the first step was written down, end: after the last one,
+            step: of each between.
+    """
 
     curve: Curve
     held_out_loss: float
     held_out_loss_codecs: float
     seconds: float
+    start: float
+    step: float
+    end: float
 
     def differences(self, curve: Curve, summary: Summary | None) -> list[str]:
         """Where another run is not the same, bit for bit."""
@@ -116,14 +124,38 @@ def complaints(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]
     return said
 
 
+def gave_up(found: list[Ending]) -> list[str]:
+    """What is wrong with the ends of supervised ranks whose peers do not come back."""
+    said = []
+    for end in found:
+        last, limit = (end.errors or ["nothing"])[-1], LIMIT + REJOIN_GONE + GRACE
+        if end.seconds is None:
+            said.append(f"hang: rank {end.rank} did not give up by itself")
+        elif end.seconds > limit:
+            said.append(f"late: rank {end.rank} gave up after {end.seconds:.1f} s")
+        if end.code is not None and end.code < 1:
+            said.append(f"crash: rank {end.rank} ended with {end.code}")
+        if "not all machines came back in time. The same command goes on from" not in last:
+            said.append(f"words: the last of rank {end.rank}: {last[:300]}")
+    return said
+
+
 def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]:
     """Those that can hear each other must say the same, and it must name whom the fault has hit."""
     said = []
     cut = fault.trial.fault in ("cut", "cut5")
+    if (
+        fault.trial.fault == "stop20"
+    ):  # which wakes up when the others are gone, with what they knew
+        found = [end for end in found if end.rank != fault.trial.victim]
     host = attempt.shape.host
-    sides = [[e for e in found if host(e.rank) == h] for h in range(2)] if cut else [found]
+    # Ranks hear each other through rank 0, which keeps the store: those without it find the cause each for itself.
+    hit = {r for r in range(attempt.shape.ranks) if host(r) == 1} if cut else set()
+    if fault.trial.victim == 0 and fault.trial.fault in ("kill", "stop", "stop20"):
+        hit = {end.rank for end in found}
+    sides = [[e for e in found if e.rank not in hit], *([e] for e in found if e.rank in hit)]
     for side in filter(None, sides):
-        causes = {end.errors[-1] for end in side}
+        causes = _causes(side)
         if len(causes) > 1:
             said.append(f"causes: {len(causes)} different ones: {' | '.join(sorted(causes))[:300]}")
         if fault.trial.fault == "nan":
@@ -137,6 +169,13 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
         if blind := [c for c in causes if not any(re.search(rf"\b{g}\b", c) for g in guilty)]:
             said.append(f"blame: {blind[0][:200]} (names none of {', '.join(guilty)})")
     return said
+
+
+def _causes(side: list[Ending]) -> set[str]:
+    """What ranks said; one that failed itself does not say of which rank it speaks, nor others with which type."""
+    others = {re.sub(r"^(rank \d+ failed: )\w+: ", r"\1", end.errors[-1]) for end in side}
+    own = {end.errors[-1]: f"rank {end.rank} failed: {end.errors[-1]}" for end in side}
+    return others - {text for text, full in own.items() if full in others}
 
 
 def lost(steps_before: int, resumed: Summary | None) -> list[str]:

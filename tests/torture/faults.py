@@ -41,6 +41,13 @@ class Fault:
         elif trial.fault in ("stop", "stop20"):
             attempt.signal(trial.victim, signal.SIGSTOP)
             self.silenced = {trial.victim} if trial.fault == "stop" else set()
+        elif trial.fault == "gone":
+            attempt.link.cut(self.host)
+            self.silenced = {
+                r for r in range(attempt.shape.ranks) if attempt.shape.host(r) == self.host
+            }
+            for rank in self.silenced:
+                attempt.signal(rank, signal.SIGKILL, whole=True)
         elif trial.fault in CUT_SECONDS:
             attempt.link.cut(self.host)
         elif trial.fault == "disk":
@@ -66,7 +73,7 @@ class Fault:
             attempt.signal(trial.victim, signal.SIGCONT)
         elif trial.fault == "stop":
             attempt.signal(trial.victim, signal.SIGKILL)
-        elif trial.fault in CUT_SECONDS:
+        elif trial.fault in (*CUT_SECONDS, "gone"):
             attempt.link.restore(self.host)
         elif trial.fault == "disk":
             (self.disk / "filler").unlink(missing_ok=True)

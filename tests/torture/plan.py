@@ -21,13 +21,16 @@ FAULTS = {
     "disk": "the disk of a machine full; supervised, for 8 s",
     "nan": "NaN in one forward pass of a rank",
     "machine": "supervised only: SIGKILL of all processes of a rank, whose machine starts the command again",
+    "gone": "supervised only: a machine dead and its cable cut, both for good",
 }
-PLAIN = tuple(name for name in FAULTS if name != "machine")
+PLAIN = tuple(name for name in FAULTS if name not in ("machine", "gone"))
 
 TIMEOUT = 12.0  # run.timeout_seconds
 GRACE = 5.0  # what an end may take beyond that
-STEPS, EVERY, MICROBATCHES = 40, 5, 4
+REJOIN, REJOIN_GONE = 60.0, 15.0  # run.rejoin_seconds
+STEPS, EVERY, MICROBATCHES = 24, 4, 4
 HOSTS = 2
+_AT_START = 0.15  # of all faults: those that come before the first step
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Shape:
         """Where a rank lives."""
         return rank // self.on_host
 
-    def config(self, folder: Path) -> TrainConfig:
+    def config(self, folder: Path, *, rejoin: float = REJOIN) -> TrainConfig:
         """A run of about ten seconds whose codecs remember, with checkpoints and evaluations on the way."""
         remembers = f"SubspaceQuant(rank=4, group=8, bits={'{}'})"
         return tiny(
@@ -65,7 +68,7 @@ class Shape:
             data={"batch": 2 * MICROBATCHES * self.pipelines},
             run={
                 "steps": STEPS, "checkpoint_every": EVERY, "eval_every": 2 * EVERY, "timeout_seconds": TIMEOUT,
-                "overwrite": False, "save_model": True,
+                "rejoin_seconds": rejoin, "overwrite": False, "save_model": True,
             },
         )  # fmt: skip
 
@@ -81,7 +84,8 @@ class Trial:
     Attributes:
         number: within the plan; seed: of the plan.
         shape: name of a `Shape`; fault: of a fault; supervised: whether the run looks after itself.
-        moment: when the fault comes, as a share of the time that the whole run takes undisturbed.
+        step: the fault comes after so many steps; None: before the first. share: of the time that the next step takes
+            undisturbed, or all before the first, or all after the last, which passes until then, too.
         victim: the rank that it hits, or whose host it hits.
         pause: seconds until a machine that died is back.
     """
@@ -91,7 +95,8 @@ class Trial:
     fault: str
     shape: str
     supervised: bool
-    moment: float
+    step: int | None
+    share: float
     victim: int
     pause: float
 
@@ -115,13 +120,15 @@ def plan(
 def _trial(number: int, seed: int, fault: str, ranks: int, turn: int, supervised: bool) -> Trial:
     draw = random.Random(f"{seed}/{number}/{supervised}")
     names = SHAPES_OF[ranks]
+    at_start = draw.random() < _AT_START
     return Trial(
         number=number,
         seed=seed,
         fault=fault,
         shape=names[turn % len(names)],
         supervised=supervised,
-        moment=draw.random(),
+        step=None if at_start else draw.randint(0, STEPS),
+        share=draw.random(),
         victim=draw.randrange(ranks),
         pause=draw.uniform(2, 8),
     )

@@ -10,19 +10,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lowbit.network import SlowLink
+from lowbit.train import TrainConfig
 from tests.torture import faults
-from tests.torture.attempt import POLL, Attempt
-from tests.torture.checks import LIMIT, Ending, Reference, complaints, endings, lost
+from tests.torture.attempt import Attempt
+from tests.torture.checks import LIMIT, Ending, Reference, complaints, endings, gave_up, lost
 from tests.torture.faults import Fault
-from tests.torture.plan import MICROBATCHES, SHAPES, STEPS, Shape, Trial, write_config
+from tests.torture.plan import (
+    MICROBATCHES,
+    REJOIN,
+    REJOIN_GONE,
+    SHAPES,
+    STEPS,
+    Shape,
+    Trial,
+    write_config,
+)
 
 RATE = 100  # Mbit/s
-RESUME = ("--resume",)
+RESUME = ("--resume=auto",)
 SUPERVISE = ("--supervise",)
-_PATIENCE = 30.0  # seconds after which something that should have ended counts as a hang
+PATIENCE = 30.0  # seconds after which something that should have ended counts as a hang
 
 
 @dataclass(kw_only=True)
@@ -35,7 +44,7 @@ class Outcome:
         finished: the run reached its end in spite of the fault.
         to_error: seconds until the last survivor ended. to_recovery: seconds until the next new step, where the run is
             supervised or went on. lost_seconds: more than undisturbed. restarts: of supervised ranks together.
-        resumed_from: step.
+        resumed_from: step. seconds: of the whole trial.
     """
 
     trial: Trial
@@ -49,6 +58,7 @@ class Outcome:
     lost_seconds: float | None = None
     restarts: int = 0
     resumed_from: int | None = None
+    seconds: float = 0.0
     ends: list[Ending] = field(default_factory=list)
 
     @property
@@ -59,57 +69,69 @@ class Outcome:
 
 def reference(shape: Shape, folder: Path) -> Reference:
     """The run of a shape that nothing disturbs."""
-    with _stage(shape, folder, disk=None) as link:
+    with _stage(shape.config(_fresh(folder)), folder, disk=None) as link:
         attempt = Attempt(shape, link, folder, name="whole")
         attempt.start()
-        attempt.wait(time.monotonic() + 120)
+        attempt.wait(attempt.began + 120, lambda now: attempt.steps() > 0)
+        first = time.monotonic()
+        attempt.wait(attempt.began + 120, lambda now: attempt.steps() >= STEPS)
+        last = time.monotonic()
+        attempt.wait(attempt.began + 120)
         if attempt.stop() or any(end.code for end in attempt.ends.values()):
             raise RuntimeError(f"the run of shape {shape.name} fails without a fault: see {folder}")
         summary = attempt.summary()
     assert summary is not None
     assert summary.held_out_loss is not None
     assert summary.held_out_loss_codecs is not None
+    seconds = max(end.at for end in attempt.ends.values()) - attempt.began
     return Reference(
         curve=attempt.curve(),
         held_out_loss=summary.held_out_loss,
         held_out_loss_codecs=summary.held_out_loss_codecs,
-        seconds=max(end.at for end in attempt.ends.values()) - attempt.began,
+        seconds=seconds,
+        start=first - attempt.began,
+        step=(last - first) / (STEPS - 1),
+        end=attempt.began + seconds - last,
     )
 
 
 def run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
     """Carry out a trial. What it leaves in `folder` explains a failure."""
+    began = time.monotonic()
     while True:
         with contextlib.suppress(_TooLate):
-            return _run(trial, expected, folder)
-        trial = dataclasses.replace(trial, moment=0.8 * trial.moment)
+            outcome = _run(trial, expected, folder)
+            outcome.seconds = round(time.monotonic() - began, 1)
+            return outcome
+        trial = dataclasses.replace(trial, share=0.5 * trial.share)
 
 
 def _run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
     shape, outcome = SHAPES[trial.shape], Outcome(trial=trial)
     disk = shape.host(trial.victim) if trial.fault == "disk" else None
-    with _stage(shape, folder, disk=disk) as link:
+    config = shape.config(_fresh(folder), rejoin=REJOIN_GONE if trial.fault == "gone" else REJOIN)
+    with _stage(config, folder, disk=disk) as link:
         words = SUPERVISE if trial.supervised else ()
         attempt = Attempt(shape, link, folder, name="first", words=words)
         if trial.fault == "nan":
-            attempt.nan[trial.victim] = int(trial.moment * STEPS * MICROBATCHES)
+            attempt.nan[trial.victim] = int(
+                ((trial.step or 0) % STEPS + trial.share) * MICROBATCHES
+            )
         fault = Fault(trial, attempt)
         _disturb(attempt, fault, expected, outcome)
-        judge = _judge_supervised if trial.supervised else _judge_plain
-        judge(attempt, fault, expected, outcome)
+        _judge(attempt, fault, expected, outcome)
     return outcome
 
 
 class _TooLate(Exception):
-    """The run had ended before its fault came."""
+    """The run was over before its fault came: nobody would wait for a machine that comes back."""
 
 
 @contextmanager
-def _stage(shape: Shape, folder: Path, *, disk: int | None) -> Iterator[SlowLink]:
+def _stage(config: TrainConfig, folder: Path, *, disk: int | None) -> Iterator[SlowLink]:
     """Two hosts with a configuration and a folder each; `disk`: the host whose folder is a small disk of its own."""
-    shutil.rmtree(folder, ignore_errors=True)
-    write_config(shape.config(folder), _made(folder) / "config.toml")
-    hosts = [_made(folder / f"host-{host}") for host in range(2)]
+    write_config(config, folder / "config.toml")
+    hosts = [_fresh(folder / f"host-{host}") for host in range(2)]
     if disk is not None:
         faults.mount(hosts[disk])
     try:
@@ -120,7 +142,8 @@ def _stage(shape: Shape, folder: Path, *, disk: int | None) -> Iterator[SlowLink
             faults.unmount(hosts[disk])
 
 
-def _made(folder: Path) -> Path:
+def _fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -130,11 +153,7 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
     trial = fault.trial
     attempt.start()
     if trial.fault != "nan":  # which comes with a step
-        attempt.wait(attempt.began + trial.moment * expected.seconds)
-        while trial.supervised and attempt.trainer(trial.victim) is None and attempt.running():
-            time.sleep(POLL)
-        if not attempt.running():
-            raise _TooLate
+        _await_moment(attempt, trial, expected)
     outcome.steps = len(attempt.curve())
     fault.begin()
     assert fault.began is not None
@@ -143,16 +162,15 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
         faults.CUT_SECONDS["cut"] + 3 * LIMIT if trial.supervised else LIMIT
     )
 
-    def watch(now: float) -> None:
+    def watch(now: float) -> bool:
         fault.tick(now)
-        if (
-            outcome.to_recovery is None
-            and outcome.steps
-            and len(attempt.curve()) > outcome.steps + 1
-        ):
+        if trial.fault == "nan" and not attempt.nan_at.exists():
+            outcome.steps, outcome.began = attempt.steps(), round(now - attempt.began, 2)
+        if outcome.to_recovery is None and outcome.steps and attempt.steps() > outcome.steps + 1:
             outcome.to_recovery = round(now - attempt.began - outcome.began, 2)
+        return False
 
-    attempt.wait(fault.began + rest + _PATIENCE, watch)
+    attempt.wait(fault.began + rest + PATIENCE, watch)
     fault.end()
     attempt.stop()
     outcome.steps_after = len(attempt.curve())
@@ -162,19 +180,56 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
     outcome.finished = all(end.code == 0 for end in outcome.ends)
 
 
+def _await_moment(attempt: Attempt, trial: Trial, expected: Reference) -> None:
+    """Return when it is time for the fault, with a process there that it can hit."""
+    limit = attempt.began + 10 * expected.seconds
+    rest = expected.start
+    if (step := trial.step) is not None:
+        rest = expected.end if step == STEPS else expected.step
+        attempt.wait(limit, lambda now: bool(attempt.ends) or attempt.steps() >= step)
+    moment = time.monotonic() + trial.share * rest
+    attempt.wait(moment, lambda now: bool(attempt.ends))
+    attempt.wait(limit, lambda now: bool(attempt.ends) or attempt.trainer(trial.victim) is not None)
+    over = trial.fault in ("machine", "gone") and attempt.summary() is not None
+    if over or any(end.code == 0 for end in attempt.ends.values()):
+        raise _TooLate
+
+
+def _judge(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
+    if outcome.trial.fault == "gone":
+        _judge_gone(attempt, fault, expected, outcome)
+    elif outcome.trial.supervised:
+        _judge_supervised(attempt, fault, expected, outcome)
+    else:
+        _judge_plain(attempt, fault, expected, outcome)
+
+
 def _judge_plain(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
     """The run went on, or ended as it should and goes on when it is told to."""
     if outcome.finished and not fault.silenced:
         outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
         return
+    outcome.wrong += complaints(attempt, fault, outcome.ends)
+    _go_on(attempt, RESUME, expected, outcome)
+
+
+def _judge_gone(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
+    """The machines that are left gave up, and the same command went on with all of them."""
+    if outcome.finished:  # the machine was no longer needed
+        return
+    outcome.wrong += gave_up(outcome.ends)
+    _go_on(attempt, SUPERVISE, expected, outcome)
+
+
+def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcome: Outcome) -> None:
+    """Start all ranks once more, and see whether they take the run to the same end."""
     outcome.to_recovery = None
     outcome.to_error = max(
         (end.seconds for end in outcome.ends if end.seconds is not None), default=None
     )
-    outcome.wrong += complaints(attempt, fault, outcome.ends)
-    again = Attempt(attempt.shape, attempt.link, attempt.folder, name="resumed", words=RESUME)
+    again = Attempt(attempt.shape, attempt.link, attempt.folder, name="resumed", words=words)
     again.start()
-    again.wait(again.began + 2 * expected.seconds + _PATIENCE)
+    again.wait(again.began + 2 * expected.seconds + PATIENCE)
     if left := again.stop():
         outcome.wrong.append(f"resume: ranks {left} did not end")
     for rank, end in again.ends.items():
@@ -203,8 +258,3 @@ def _judge_supervised(
     if attempt.ends:
         whole = max(end.at for end in attempt.ends.values()) - attempt.began
         outcome.lost_seconds = round(whole - expected.seconds, 2)
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """All of it, for a file."""
-    return dataclasses.asdict(outcome) | {"passed": outcome.passed}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -172,8 +173,7 @@ def test_ranks_gone_leave_no_shares(tmp_path: Path, ranks: Ranks):
 def test_only_shares_that_belong_together_count(ranks: Ranks, tmp_path: Path):
     assert ranks.run(newest, tmp_path) == [(None, [])] * 2
     ranks.run(save, tmp_path, [2, 4])
-    second = tmp_path / "checkpoints" / step_name(4) / "rank-1"
-    second.rename(second.with_name(".rank-1"))
+    shutil.rmtree(tmp_path / "checkpoints" / step_name(4) / "rank-1")
     (found, warned), (other, silent) = ranks.run(newest, tmp_path)
     assert found == other
     assert (found.step, found.holders, silent) == (2, {0: 0, 1: 1}, [])
@@ -183,6 +183,35 @@ def test_only_shares_that_belong_together_count(ranks: Ranks, tmp_path: Path):
     shutil.rmtree(first)
     shutil.copytree(tmp_path / "checkpoints" / step_name(2) / "rank-0", first)
     assert ranks.run(newest, tmp_path)[0][0].step == 2
+
+
+def _save_up_to(folder: Path, last: str) -> None:
+    """Save a first step, in which this rank dies when its share is written ("staged") or in its place."""
+    commit = checkpoint.commit_share
+
+    def dies(target: Path) -> None:
+        if dist.get_rank() == 0 and last == "committed":
+            commit(target)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(checkpoint, "commit_share", dies),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        save(folder, [2])
+
+
+@pytest.mark.parametrize(("last", "step"), [("staged", None), ("committed", 2)])
+def test_a_step_counts_from_the_first_share_that_is_in_its_place(
+    ranks: Ranks, tmp_path: Path, last: str, step: int | None
+):
+    """By then all are on the disks: a crash in between loses nothing, and one before that leaves no half of a step."""
+    ranks.run(_save_up_to, tmp_path, last)
+    for found, warned in ranks.run(newest, tmp_path):
+        assert (found and found.step, warned) == (step, [])
+    ranks.run(save, tmp_path, [2])
+    assert ranks.run(newest, tmp_path)[0][0].step == 2
+    assert shares(tmp_path) == ["step-00000002/rank-0", "step-00000002/rank-1"]
 
 
 def _newest_of_two_disks(folder: Path) -> Found | None:

@@ -4,14 +4,26 @@ import logging
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives.agreement import default_group
-from lowbit.train.meeting import MeetingError, listen, master_port, meet, new_secret, prove
+from lowbit.train.meeting import (
+    AloneError,
+    MeetingError,
+    listen,
+    master_port,
+    meet,
+    new_secret,
+    prove,
+)  # fmt: skip
+from lowbit.train.peers import board
+from lowbit.train.process import ALONE, FAILED
 from lowbit.train.section import ConfigError
+from lowbit.train.worker import exit_code
 from tests.ranks import Failure, Ranks
 
 
@@ -45,9 +57,28 @@ def test_nobody_there_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     begin = time.monotonic()
-    with pytest.raises(MeetingError, match="rank 1 did not meet all 2 ranks .* nobody answers"):
+    with pytest.raises(AloneError, match="rank 1 did not meet all 2 ranks .* nobody answers"):
         meet(1, 2, timeout=5, patience=1)
     assert time.monotonic() - begin < 4
+
+
+def test_a_store_that_does_not_answer_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    """Its keeper was stopped, then killed, and started again."""
+    with ThreadPoolExecutor(1) as pool:
+        with socket.create_server(("127.0.0.1", 0)) as stopped:
+            port = stopped.getsockname()[1]
+            monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+            monkeypatch.setenv("MASTER_PORT", str(port))
+            met = pool.submit(meet, 1, 2, timeout=1, patience=20)
+            time.sleep(1.5)
+        kept = listen("127.0.0.1", port, timeout=5)
+        met.result(timeout=20).set("key", "value")
+        assert board(kept).get("key") == b"value"
+
+
+def test_only_who_waited_for_others_in_vain_was_alone():
+    assert exit_code(AloneError("rank 1 did not come")) == ALONE
+    assert exit_code(MeetingError("rank 1 did not prove")) == FAILED, "an older start of rank 1?"
 
 
 @pytest.mark.parametrize("port", ["", "x", "-1", "65536", "29400.0"])
@@ -95,9 +126,35 @@ def test_the_proof_of_another_rank_is_none(ranks: Ranks):
     assert second is True
 
 
+def _writes_garbage() -> bool:
+    rank = dist.get_rank()
+    store = PrefixStore("garbage", default_group().get_group_store())
+    if rank == 0:
+        prove(store, 0, 2, secret=b"a", patience=20)
+    for key in ("hello/1", "proof/1"):
+        store.set(key, b"\xff\0[" * 1000)
+    return True
+
+
+def test_garbage_proves_nothing(ranks: Ranks):
+    first, second = ranks.outcomes(_writes_garbage)
+    assert isinstance(first, Failure)
+    assert first.text.startswith("rank 1 did not prove to rank 0")
+    assert second is True
+
+
+def test_a_store_survives_what_is_no_message():
+    store = listen("127.0.0.1", 0, timeout=5)
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(4096), b""):
+        with socket.create_connection(("127.0.0.1", store.port), timeout=5) as stranger:
+            stranger.sendall(said)
+        store.set("key", said)
+        assert store.get("key") == said
+
+
 def test_who_does_not_come_is_named(ranks: Ranks):
     first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
-    assert first.kind == third.kind == "MeetingError"
+    assert first.kind == third.kind == "AloneError"
     assert first.text.endswith("within 1 s: rank 1 did not come")
     assert second is None
 

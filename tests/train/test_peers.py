@@ -5,8 +5,12 @@ import time
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from lowbit.collectives import PeerError
 from lowbit.collectives.agreement import default_group
-from lowbit.train.peers import ALARM, Cause, Peers, first_line
+from lowbit.train.meeting import AloneError
+from lowbit.train.peers import ALARM, AbsentError, Cause, Peers, first_line
+from lowbit.train.process import ALONE
+from lowbit.train.worker import exit_code
 from tests.ranks import Failure, Ranks
 
 SECRET = b"known to the ranks"
@@ -86,10 +90,34 @@ def test_an_alarm_of_a_stranger_ends_nothing(ranks: Ranks):
     assert ranks.run(_strangers_alarm) == [False, False]
 
 
+def _explained(kind: type[Exception], *arguments: object) -> str:
+    """What becomes of a rank's own trouble while rank 0 knows a cause."""
+    peers = _peers(10)
+    dist.barrier()
+    found = peers.explain(RuntimeError("gone") if dist.get_rank() else kind(*arguments))
+    dist.barrier()
+    peers.close()
+    return type(found).__name__
+
+
+def test_a_rank_within_a_group_is_nobody_else(ranks: Ranks):
+    """Rank 2 of all can be rank 1 of a group; rank 1 of all has not failed then."""
+    found = ranks.run(_explained, PeerError, "rank 2 closed its connection", 1)
+    assert found == ["NoneType", "PeerError"], "rank 0 has the words of all already"
+
+
+def test_who_gives_up_on_a_rank_says_so_to_all(ranks: Ranks):
+    assert ranks.run(_explained, AloneError, "rank 2 did not come") == ["NoneType", "AbsentError"]
+    assert exit_code(AbsentError("rank 2 did not come", 0)) == ALONE
+
+
 def test_causes_are_signed():
     cause = Cause(3, "rank 3 is gone")
     written = cause.signed(SECRET).encode()
     assert Cause.read(written, SECRET) == cause
+    given_up = cause._replace(alone=True)
+    assert Cause.read(given_up.signed(SECRET).encode(), SECRET) == given_up
+    assert Cause.read(written.replace(b"false", b"true"), SECRET) is None
     assert Cause.read(written, b"") is None
     assert Cause.read(written.replace(b"3", b"2"), SECRET) is None
     for damaged in (b"", b"{}", b"[1, 2]", b"\xff", b'["x", 1, 2]'):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowbit.train.manifest import MANIFEST, TENSORS, DamagedError
-from lowbit.train.share import DTYPES, Reader, crc32, verify_share, write_share
+from lowbit.train.share import DTYPES, Reader, commit_share, crc32, stage_share, verify_share
 from tests.train.test_manifest import manifest
 
 FLIPS = 1000
@@ -95,6 +95,11 @@ def test_a_manifest_that_lies_about_tensors_is_noticed(share: Path):
     (share / MANIFEST).write_bytes(found.to_bytes())
     with pytest.raises(DamagedError, match="other tensors"):
         verify_share(share)
+
+
+def write_share(target: Path, *contents: Any) -> None:
+    stage_share(target, *contents)
+    commit_share(target)
 
 
 class _Interrupted(BaseException):

@@ -17,6 +17,6 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """The `lowbit` command."""
-    # PyTorch writes pages of stack traces when a store ends with its rank; errors name the cause in one line.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # PyTorch writes pages of stack traces when a store ends or does not answer; errors name the cause in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     app(prog_name="lowbit")

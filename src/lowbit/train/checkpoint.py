@@ -15,6 +15,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from lowbit.collectives.objects import gather_json
 from lowbit.train.folder import RunFolder
 from lowbit.train.manifest import FILES, Manifest, shares_in, step_name, steps_in
 from lowbit.train.section import ConfigError
-from lowbit.train.share import drop_share, remove_share, write_share
+from lowbit.train.share import commit_share, drop_share, remove_share, stage_share, staged
 from lowbit.train.state import Snapshot
 
 FOLDER = "checkpoints"
@@ -67,7 +68,10 @@ class Checkpoints:
     def save(
         self, step: int, snapshot: Snapshot, about: About, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Write this rank's share of a step, wait for the others, and drop what is older than the last `keep`.
+        """Write this rank's share of a step, and drop what is older than the last `keep`.
+
+        A share takes its place only when those of all ranks are on their disks. So if any of them is seen in its place
+        after a crash, the step is complete, and `Search` puts the others there.
 
         Args:
             step: steps done so far. snapshot: everything to be found again.
@@ -81,20 +85,26 @@ class Checkpoints:
             **vars(about),
         )  # fmt: skip
 
-        def work() -> str:
+        def stage() -> None:
+            self._clear_the_way(target)
+            self._note(target)
+            stage_share(target, manifest, snapshot.tensors)
+
+        def attempt(work: Callable[[], None]) -> str:
             try:
-                self._clear_the_way(target)
-                self._note(target)
-                write_share(target, manifest, snapshot.tensors)
+                work()
             except OSError as error:
                 reason = error.strerror or str(error)
                 return f"rank {self.rank} cannot write its share of step {step}, {target}: {reason}"
             return ""
 
-        if failed := [told for told in together(work, group) if told]:
-            with contextlib.suppress(OSError):
-                drop_share(target)
-            raise CheckpointError(f"{'; '.join(failed)}; older checkpoints are as they were")
+        for work in (stage, partial(commit_share, target)):
+            if failed := [text for text in together(partial(attempt, work), group) if text]:
+                if work is stage:
+                    with contextlib.suppress(OSError):
+                        remove_share(staged(target))
+                        target.parent.rmdir()
+                raise CheckpointError(f"{'; '.join(failed)}; older checkpoints are as they were")
         self._drop_all_but(step)
 
     def _clear_the_way(self, target: Path) -> None:

@@ -142,7 +142,8 @@ def watch(
         what = f"interrupted by {passed[0].name}"
     many = "; all ranks were ended" if len(processes) > 1 else ""
     step = newest_step(Path(config.run.output) / "checkpoints")
-    advice = "" if step is None else f"; --resume goes on from step {step}"
+    told = step is None or config.run.supervise  # a supervisor says it once, when it gives up
+    advice = "" if told else f"; --resume goes on from step {step}"
     raise LaunchError(f"{what}{many}{advice}", failed.code or FAILED, interrupted=bool(passed))
 
 

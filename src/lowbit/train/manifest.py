@@ -26,6 +26,7 @@ OLDER = "is of an older lowbit and is not read, because reading its format can r
 
 _COUNTS = ("pipeline.ranks", "pipeline.data_parallel", "pipeline.stages_per_rank", "rows")
 _STEP, _RANK = re.compile(r"step-(\d{8,})"), re.compile(r"rank-(\d+)")
+_STAGED = re.compile(r"\.rank-(\d+)")
 
 
 class DamagedError(ValueError):
@@ -156,7 +157,10 @@ def read_manifest(share: Path) -> Manifest:
     except OSError as error:
         raise DamagedError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
     found = Manifest.from_values(unseal(data))
-    if (f"rank-{found.rank}", step_name(found.step)) != (share.name, share.parent.name):
+    if (f"rank-{found.rank}", step_name(found.step)) != (
+        share.name.removeprefix("."),  # of one that waits for the others
+        share.parent.name,
+    ):
         raise DamagedError(f"is that of rank {found.rank} at step {found.step}")
     return found
 
@@ -174,6 +178,11 @@ def steps_in(folder: Path) -> dict[int, Path]:
 def shares_in(step: Path) -> dict[int, Path]:
     """Folders of the ranks' shares in that of a step, in ascending order."""
     return _numbered(step, _RANK)
+
+
+def staged_in(step: Path) -> dict[int, Path]:
+    """Folders of shares that were written, but not all of whose step, as far as this disk tells."""
+    return _numbered(step, _STAGED)
 
 
 def newest_step(folder: Path) -> int | None:

@@ -31,7 +31,13 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 
 class MeetingError(ConnectionError):
-    """Not all ranks came, or one of them is not of this run."""
+    """The ranks did not meet, or one of them is not of this run."""
+
+
+class AloneError(MeetingError):
+    """Ranks did not come within the time that this one waits for them."""
+
+    alone = True
 
 
 def run_secret() -> bytes:
@@ -88,7 +94,8 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float) -> Store:
 
     Raises:
         ConfigError: a port that is none.
-        MeetingError: nobody keeps a store there in time, or this process cannot.
+        AloneError: nobody keeps a store there in time.
+        MeetingError: this process cannot keep it there.
     """
     host, port = os.environ["MASTER_ADDR"], master_port()
     where = f"{host}:{port}"
@@ -98,14 +105,10 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float) -> Store:
             _warn_without_secret(where)
             store = listen(host, port, timeout)
         else:
-            _await_listener(host, port, patience)
-            store = TCPStore(
-                host, port, is_master=False, wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )  # fmt: skip
+            store = _reach(host, port, timeout, patience)
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise MeetingError(
+        raise (MeetingError if isinstance(error, OSError) and error.errno else AloneError)(
             f"rank {rank} did not meet all {ranks} ranks at {where} within {patience:g} s: {reason}"
         ) from error
     return board(store, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0))
@@ -118,7 +121,8 @@ def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float
     that was written for another run or by another rank proves anything. Two waits, whatever the number of ranks.
 
     Raises:
-        MeetingError: a rank did not come in time, or does not know the secret.
+        AloneError: a rank did not come in time.
+        MeetingError: a rank does not know the secret, or has met others before, on the same store.
     """
     store.set(f"hello/{rank}", secrets.token_hex(16))
     numbers = _everybody(store, "hello", rank, ranks, patience)
@@ -149,11 +153,30 @@ def _everybody(store: Store, what: str, rank: int, ranks: int, patience: float) 
         if time.monotonic() > deadline:
             missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise MeetingError(
+            raise AloneError(
                 f"rank {rank} did not meet all {ranks} ranks at {where} within {patience:g} s: {missing} did not come"
             )
         time.sleep(_POLL)
     return [bytes(value) for value in store.multi_get(keys)]
+
+
+def _reach(host: str, port: int, timeout: float, patience: float) -> TCPStore:
+    """Connect to a store that answers; one that does not is tried again, for its keeper may be about to be replaced."""
+    deadline = time.monotonic() + patience
+    while True:
+        _await_listener(host, port, deadline - time.monotonic())
+        left = max(0.1, min(timeout, deadline - time.monotonic()))
+        try:
+            store = TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left)
+            )  # fmt: skip
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL)
+            continue
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
 
 
 def _await_listener(host: str, port: int, patience: float) -> None:

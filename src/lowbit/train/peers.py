@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lowbit.collectives import AgreementError, PeerError
+from lowbit.train.process import ALONE, FAILED
 
 ALARM = "alarm"
 """Key of the cause, in the store that `meeting.board` gives."""
@@ -42,11 +43,19 @@ _SHARE = (
 _LAST_WORDS_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
 
 
+class AbsentError(PeerError):
+    """Another rank has waited for ranks that did not come, for as long as it may."""
+
+
 class Cause(NamedTuple):
-    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence."""
+    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence.
+
+    `alone`: it waited for others in vain, so that another attempt would, too.
+    """
 
     rank: int
     text: str
+    alone: bool = False
 
     def signed(self, secret: bytes) -> str:
         """As it stands in the store."""
@@ -56,8 +65,8 @@ class Cause(NamedTuple):
     def read(cls, written: bytes, secret: bytes) -> Cause | None:
         """The cause in a value of the store; None if nobody who knows the secret wrote it."""
         with contextlib.suppress(ValueError, TypeError):
-            rank, text, signature = json.loads(written)
-            cause = cls(int(rank), str(text))
+            rank, text, alone, signature = json.loads(written)
+            cause = cls(int(rank), str(text), bool(alone))
             if hmac.compare_digest(cause._signature(secret), str(signature)):
                 return cause
         return None
@@ -131,17 +140,21 @@ class Peers:
         """
         met = not isinstance(error, ConnectionError)  # whose text names the ranks
         said = f"rank {self.rank} failed: {first_line(error)}" if met else str(error)
-        mine = Cause(self.rank, said)
+        mine = Cause(self.rank, said, getattr(error, "alone", False))
         if isinstance(error, PeerError):  # found out already, by whoever talked to that peer
             cause = Cause(error.rank, str(error))
         else:
-            cause = self._silent_peer() or mine
+            cause = (None if mine.alone else self._silent_peer()) or mine
         self._proposed = cause
         if self._known.wait(self._patience) and self._alarm is not None:
             cause = self._alarm
         elif cause is mine and isinstance(error, RuntimeError):
             cause = self._store_gone()
-        return None if cause.text in (said, str(error)) else PeerError(cause.text, cause.rank)
+        if cause.text in (said, str(error)):
+            return None
+        # Not by rank: a `PeerError` counts within its group, and the others may be wrong about this rank.
+        kind = AbsentError if cause.alone else PeerError
+        return kind(cause.text, cause.rank)
 
     def _linger(self) -> None:
         """Give the others time to read the alarm, where this process may be the one that keeps the store."""
@@ -241,7 +254,7 @@ class Peers:
             return
         sys.stderr.write(f"rank {self.rank}: error: {' '.join(cause.text.split())}\n")
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(ALONE if cause.alone else FAILED)
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -20,11 +21,12 @@ from lowbit.train.manifest import (
     Manifest,
     read_manifest,
     shares_in,
+    staged_in,
     step_name,
     steps_in,
 )
 from lowbit.train.plan import parameters_at
-from lowbit.train.share import verify_share
+from lowbit.train.share import commit_share, verify_share
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Search:
         self._ranks: dict[tuple[int, str], int] = {}  # that wrote a step, by step and attempt
         self._copies: dict[tuple[int, str], dict[int, list[_Copy]]] = {}
         self._verified: dict[tuple[int, str], Found] = {}
+        _finish(folder, group)
         for holder, told in enumerate(gather_json(_inventory(folder), group)):
             for step, rank, share in told:
                 self._take_note(holder, step, rank, share)
@@ -199,6 +202,20 @@ class Search:
         if found is None or not found.shares:
             return ""
         return f" ({parameters_at(found.first.layout, rank)})"
+
+
+def _finish(folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Put the remaining shares of a step in their places, where a crash came when some were there already."""
+    there = [
+        (step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share
+    ]
+    begun = {tuple(key) for told in gather_json(there, group) for key in told}
+    for step, path in steps_in(folder).items():
+        for rank, share in staged_in(path).items():
+            with contextlib.suppress(DamagedError, OSError):  # or another rank was faster
+                if (step, read_manifest(share).attempt) in begun:
+                    commit_share(path / f"rank-{rank}")
+    gather_json(None, group)  # on a common disk all wait for all
 
 
 def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:

@@ -25,22 +25,20 @@ DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 """Dtypes by the names that safetensors has for them."""
 
 
-def write_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Write a share beside its place, flush it to the disk, and move it there.
+def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Write a share beside its place and flush it to the disk; `commit_share` moves it there.
 
     A tensor at a time is taken to the CPU, and none is copied that lies there already in one piece.
 
     Args:
-        target: the share's folder; what lowbit wrote there before is replaced.
+        target: the share's folder, which stays as it is.
         manifest: of these tensors; what it says of files and tensors is filled in.
 
     Raises:
         OSError: the disk is full, for example. What was written is removed again.
     """
-    part = target.with_name(f".{target.name}")
-    old = target.with_name(f".{target.name}.old")
-    for leftover in (part, old):
-        remove_share(leftover)
+    part = staged(target)
+    remove_share(part)
     made = [path for path in (target.parent.parent, target.parent) if not path.exists()]
     part.mkdir(parents=True)
     try:
@@ -48,16 +46,32 @@ def write_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
         manifest = replace(manifest, files=files, tensors=entries)
         disk.write(part / MANIFEST, [manifest.to_bytes()])
         disk.sync_folder(part)
-        if target.exists():
-            disk.move(target, old)
-        disk.move(part, target)
+        disk.sync_folder(part.parent)
         for folder in made:
             disk.sync_folder(folder.parent)
-        remove_share(old)
     except OSError:
         with contextlib.suppress(OSError):
             remove_share(part)
         raise
+
+
+def commit_share(target: Path) -> None:
+    """Move a staged share to its place; what lowbit wrote there before goes.
+
+    Raises:
+        OSError: there is none, for example.
+    """
+    old = target.with_name(f".{target.name}.old")
+    remove_share(old)
+    if target.exists() and staged(target).exists():
+        disk.move(target, old)
+    disk.move(staged(target), target)
+    remove_share(old)
+
+
+def staged(target: Path) -> Path:
+    """Where a share waits until all ranks have written theirs."""
+    return target.with_name(f".{target.name}")
 
 
 def remove_share(share: Path) -> None:

@@ -33,17 +33,20 @@ def main() -> None:
     except Exception as error:
         complain(error)
         end(exit_code(error))
+    # The others are done, too: killed in its destructors, it would be started again and wait for them.
+    end(0)
 
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
     from lowbit.train.checkpoint import CheckpointError
     from lowbit.train.loop import DivergedError
-    from lowbit.train.meeting import MeetingError
+    from lowbit.train.meeting import AloneError
+    from lowbit.train.peers import AbsentError
     from lowbit.train.section import ConfigError
 
     kinds = {
-        DivergedError: DIVERGED, MeetingError: ALONE,
+        DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,
         CheckpointError: FAILED,  # a full disk may have room again
         ConfigError: USAGE,
     }  # fmt: skip

@@ -1,0 +1,139 @@
+"""What the trials are judged by, without a trial."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from lowbit.train import TrainConfig
+from lowbit.train.config_file import load
+from tests.torture import report
+from tests.torture.attempt import Attempt, End
+from tests.torture.checks import LIMIT, complaints, endings, gave_up
+from tests.torture.faults import Fault
+from tests.torture.plan import FAULTS, PLAIN, SHAPES, STEPS, Trial, plan, write_config
+from tests.torture.trial import Outcome
+
+
+def _plan(trials: int, *, supervised: bool, seed: int = 0) -> list[Trial]:
+    return plan(seed=seed, trials=trials, faults=tuple(FAULTS), ranks=(2, 4), supervised=supervised)
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_plan_spreads_faults_and_moments(supervised: bool):
+    trials = _plan(108, supervised=supervised)
+    assert {trial.fault for trial in trials} == set(FAULTS if supervised else PLAIN)
+    assert {trial.shape for trial in trials} == set(SHAPES)
+    assert all(trial.victim < SHAPES[trial.shape].ranks for trial in trials)
+    assert 0.05 < sum(trial.step is None for trial in trials) / len(trials) < 0.3
+    assert {trial.step for trial in trials} >= {0, STEPS}
+    assert len({trial.name for trial in trials}) == len(trials)
+
+
+def test_a_trial_depends_on_its_number_and_the_seed():
+    assert _plan(9, supervised=True) == _plan(40, supervised=True)[:9]
+    assert _plan(9, supervised=True) != _plan(9, supervised=True, seed=1)
+
+
+def test_the_configuration_survives_its_file(tmp_path: Path):
+    config = SHAPES["2x2"].config(tmp_path, rejoin=15.0)
+    write_config(config, tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml") == config
+    assert isinstance(config, TrainConfig)
+
+
+def _broken(fault: str, tmp_path: Path, said: dict[int, str], after: dict[int, float]) -> Fault:
+    """A run of two ranks whose victim is rank 1, ended with these lines after so many seconds."""
+    trial = Trial(
+        number=0, seed=0, fault=fault, shape="2", supervised=False, step=3, share=0.5, victim=1, pause=1.0
+    )  # fmt: skip
+    attempt = Attempt(SHAPES["2"], cast(Any, SimpleNamespace()), tmp_path, name="first")
+    (tmp_path / "host-0" / "run").mkdir(parents=True)
+    for rank, text in said.items():
+        (tmp_path / f"first-rank-{rank}.err").write_text(text)
+        attempt.ends[rank] = End(1, 100.0 + after[rank])
+    line = json.dumps({"step": 0, "loss": 1.0, "grad_norm": 1.0})
+    (tmp_path / "host-0" / "run" / "metrics.jsonl").write_text(f"{line}\n")
+    found = Fault(trial, attempt)
+    found.began, found.ended = 100.0, 120.0
+    found.silenced = {1} if fault in ("kill", "gone") else set()
+    return found
+
+
+def _complaints(fault: Fault) -> list[str]:
+    return [each.partition(":")[0] for each in complaints(fault.attempt, fault, _ends(fault))]
+
+
+def _ends(fault: Fault) -> list[Any]:
+    return endings(fault.attempt, fault)
+
+
+GOOD = "step 3 loss 5\nrank 0: error: rank 1 stopped answering\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "after", "wrong"),
+    [
+        (GOOD, 9.0, []),
+        (GOOD, LIMIT + 1, ["late"]),
+        (GOOD + "rank 0: error: and more\n", 9.0, ["words", "blame"]),
+        ("Traceback (most recent call last):\n" + GOOD, 9.0, ["noise"]),
+        ("rank 0: error: something failed\n", 9.0, ["blame"]),
+        ("", 9.0, ["words"]),
+    ],
+)
+def test_a_survivor_ends_in_time_with_one_clear_error(
+    tmp_path: Path, said: str, after: float, wrong: list[str]
+):
+    assert _complaints(_broken("kill", tmp_path, {0: said}, {0: after})) == wrong
+
+
+def test_who_never_ends_hangs(tmp_path: Path):
+    assert _complaints(_broken("kill", tmp_path, {}, {})) == ["hang"]
+
+
+def test_who_was_stopped_has_its_own_clock_and_cause(tmp_path: Path):
+    mine = "rank 1: error: rank 0 stopped answering\n"
+    assert not _complaints(_broken("stop20", tmp_path, {0: GOOD, 1: mine}, {0: 9.0, 1: 30.0}))
+
+
+def test_ranks_that_hear_each_other_say_the_same(tmp_path: Path):
+    fault = _broken(
+        "disk", tmp_path, {0: GOOD, 1: "rank 1: error: rank 1: full\n"}, {0: 2.0, 1: 1.0}
+    )
+    assert _complaints(fault) == ["causes"]
+    ends = _ends(fault)
+    ends[0].errors, ends[1].errors = ["rank 1 failed: OSError: full"], ["full"]
+    assert not complaints(fault.attempt, fault, ends)
+
+
+def test_who_waits_for_a_machine_says_how_to_go_on(tmp_path: Path):
+    way = "not all machines came back in time. The same command goes on from step 4"
+    said = f"{GOOD}error: rank 0 ended with exit code 4; {way}\n"
+    assert not gave_up(_ends(_broken("gone", tmp_path / "well", {0: said}, {0: 30.0})))
+    (wrong,) = gave_up(_ends(_broken("gone", tmp_path / "badly", {0: GOOD}, {0: 30.0})))
+    assert wrong.startswith("words: the last of rank 0: rank 1 stopped")
+
+
+def test_files_of_several_runs_make_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, supervised in (("plain", False), ("supervised", True)):
+        trials = _plan(2, supervised=supervised)
+        outcomes = [Outcome(trial=trial, to_error=4.0 + trial.number) for trial in trials]
+        outcomes[1].wrong = ["hang: rank 0 did not end by itself"]
+        told = {"seconds": 60, "rows": report.rows(outcomes)}
+        (tmp_path / name).write_text(json.dumps(told))
+    monkeypatch.setattr(
+        sys, "argv", ["report", str(tmp_path / "plain"), str(tmp_path / "supervised")]
+    )
+    report.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| kill | 2 | plain | 1 | 1 | 1 ended | 4.0 | 4.0 |  |  |"
+    assert lines[5].startswith("| stop20 | 2 | supervised | 1 | 0 | 1 ended, FAILED hang 1 |")
+    assert lines[-1] == "2 of 4 trials passed, in 2.0 minutes."
