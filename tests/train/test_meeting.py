@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from lowbit.train.peers import board
 from lowbit.train.process import ALONE, FAILED
 from lowbit.train.section import ConfigError
 from lowbit.train.worker import exit_code
+from tests.forked import CONTEXT
 from tests.ranks import Failure, Ranks
 
 
@@ -74,6 +77,27 @@ def test_a_store_that_does_not_answer_is_tried_again(monkeypatch: pytest.MonkeyP
         kept = listen("127.0.0.1", port, timeout=5)
         met.result(timeout=20).set("key", "value")
         assert board(kept).get("key") == b"value"
+
+
+def _keep(port: Connection) -> None:
+    store = listen("127.0.0.1", 0, timeout=5)
+    port.send(store.port)
+    time.sleep(60)
+
+
+def test_a_keeper_that_was_stopped_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch):
+    """Its kernel accepts connections, and PyTorch waits for an answer for ever."""
+    ours, theirs = CONTEXT.Pipe()
+    keeper = CONTEXT.Process(target=_keep, args=(theirs,), daemon=True)
+    keeper.start()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(ours.recv()))
+    os.kill(keeper.pid or 0, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(AloneError, match="within 2 s: no answer"):
+        meet(1, 2, timeout=5, patience=2)
+    assert time.monotonic() - begin < 6
+    keeper.kill()
 
 
 def test_only_who_waited_for_others_in_vain_was_alone():

@@ -55,26 +55,38 @@ class BoundedStore:
             PeerError: the store did not answer in time.
             RuntimeError: its connection has ended.
         """
-        outcome: list[T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                outcome.append(call())
-            except BaseException as error:
-                errors.append(error)
-
         if not self._silent:
-            thread = threading.Thread(target=run, name="lowbit-store", daemon=True)
-            thread.start()
-            thread.join(self._seconds)
-        if errors:
-            raise errors[0]
-        if not outcome:
-            self._silent = True
-            raise PeerError(
-                f"the store of the process group did not answer within {self._seconds:g} s: the rank or launcher that "
-                "keeps it, or the network to its machine, is gone",
-                -1,
-            )
-        return outcome[0]
+            try:
+                return bounded(call, self._seconds)
+            except TimeoutError:
+                self._silent = True
+        raise PeerError(
+            f"the store of the process group did not answer within {self._seconds:g} s: the rank or launcher that "
+            "keeps it, or the network to its machine, is gone",
+            -1,
+        )
+
+
+def bounded(call: Callable[[], T], seconds: float) -> T:
+    """What a call returns or raises, on a thread of its own.
+
+    Raises:
+        TimeoutError: it took longer, and goes on.
+    """
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="lowbit-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return outcome[0]

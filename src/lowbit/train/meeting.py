@@ -17,10 +17,12 @@ import secrets
 import socket
 import time
 from datetime import timedelta
+from functools import partial
 
 from torch._C._distributed_c10d import Store, TCPStore
 
 from lowbit.collectives.checksum import SECRET
+from lowbit.collectives.store import bounded
 from lowbit.train.peers import board
 from lowbit.train.section import ConfigError
 
@@ -167,16 +169,21 @@ def _reach(host: str, port: int, timeout: float, patience: float) -> TCPStore:
         _await_listener(host, port, deadline - time.monotonic())
         left = max(0.1, min(timeout, deadline - time.monotonic()))
         try:
-            store = TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left)
-            )  # fmt: skip
-        except RuntimeError:
+            # Of a keeper that was stopped, its kernel accepts: PyTorch then waits for ever for the first answer.
+            store = bounded(partial(_connect, host, port, left), left)
+        except (RuntimeError, TimeoutError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(_POLL)
             continue
         store.set_timeout(timedelta(seconds=timeout))
         return store
+
+
+def _connect(host: str, port: int, timeout: float) -> TCPStore:
+    return TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+    )
 
 
 def _await_listener(host: str, port: int, patience: float) -> None:

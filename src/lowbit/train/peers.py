@@ -93,7 +93,7 @@ class Peers:
         self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
         self._grace = min(_LAST_WORDS_SECONDS, 1.0 + 0.1 * timeout)
         self._secret = secret
-        self._store: Any = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._store: Any = store
         self._beats: dict[int, bytes] = {}
         self._silence: dict[int, float] = {}  # seconds, of each peer that has been heard
         self._store_silence = 0.0
@@ -103,7 +103,7 @@ class Peers:
         self._known = threading.Event()  # the alarm
         self._read_by_all = threading.Event()
         self._closed = threading.Event()
-        for name, work in (("beat", self._beat), ("guard", self._guard)):
+        for name, work in (("guard", self._guard), ("beat", self._beat)):
             threading.Thread(target=work, name=f"lowbit-{name}", daemon=True).start()
 
     def close(self) -> None:
@@ -195,6 +195,8 @@ class Peers:
         while True:
             count += 1
             try:
+                if count == 1:
+                    self._store = self._store.clone()
                 self._exchange(count)
             except RuntimeError:  # the connection has ended
                 self._store_lost = True
