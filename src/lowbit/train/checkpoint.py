@@ -152,9 +152,10 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
     thread.start()
     while True:
         thread.join(_BEAT_SECONDS)
+        done = not thread.is_alive()  # asked once, or an error in between would be sent
         if "error" in outcome:
             raise outcome["error"]
-        told = gather_json(outcome if not thread.is_alive() else {}, group)
+        told = gather_json(outcome if done else {}, group)
         if all("value" in each for each in told):
             return [each["value"] for each in told]
 
