@@ -113,7 +113,7 @@ class Messages:
         """Send what JSON can hold, and wait until it is taken; two messages, of 8 bytes and of the text.
 
         Raises:
-            TypeError: JSON can not hold `value`.
+            TypeError: JSON cannot hold `value`.
             ValueError: a text of more than 64 MiB.
             PeerError: the peer ended, or did not take it in time.
         """

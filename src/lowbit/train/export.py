@@ -41,7 +41,7 @@ def gather_weights(
     Raises:
         DamagedError: a piece did not arrive as it was sent.
         PeerError: a rank ended or does not answer.
-        ValueError: a rank tells of weights that can not be.
+        ValueError: a rank tells of weights that cannot be.
     """
     mine = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items()}
     if messages is None:
