@@ -120,10 +120,10 @@ class Messages:
         text = json.dumps(value).encode()
         if len(text) > MOST_BYTES:
             raise ValueError(f"value has {len(text)} bytes of JSON; allowed: at most {MOST_BYTES}")
-        sizes = self.send(torch.tensor([len(text)]), to)
-        told = self.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to)
-        sizes.wait()
-        told.wait()
+        size = self.send(torch.tensor([len(text)]), to)
+        body = self.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to)
+        size.wait()
+        body.wait()
 
     def receive_json(self, source: int, about: str = "") -> Any:
         """What a rank sent with `send_json`.

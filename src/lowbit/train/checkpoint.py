@@ -36,7 +36,7 @@ _BEAT_SECONDS = 1.0
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be written, or none be gone on from. The same text on every rank."""
+    """A checkpoint cannot be written, or there is none to resume from. The same text on every rank."""
 
     on_all_ranks = True
 

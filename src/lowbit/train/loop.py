@@ -72,7 +72,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         AgreementError: ranks with different configurations, texts or versions.
         PeerError: another rank ended the run; the message names it.
         DivergedError: NaN or infinity in loss or gradients.
-        CheckpointError: a checkpoint cannot be written, or none be gone on from.
+        CheckpointError: a checkpoint cannot be written, or there is none to resume from.
     """
     rank, ranks = world()
     prepared = prepare(config, ranks=ranks, rank=rank)

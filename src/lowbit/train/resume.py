@@ -1,4 +1,4 @@
-"""Going on from a checkpoint of any layout: who reads what, who sends it to whom, and what begins afresh.
+"""Resuming from a checkpoint in any layout: who reads what, who sends it to whom, and what starts empty.
 
 Parameters and AdamW's moments are found by their name in the whole model. A rank takes the generators of the rank that
 had its number. What a boundary remembers goes to the boundary after the same layer, if the format is the same and both
