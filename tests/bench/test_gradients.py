@@ -117,6 +117,6 @@ def test_bad_settings_are_refused(change: dict[str, Any], message: str):
 
 
 def test_a_codec_that_can_not_be_summed_is_refused():
-    with pytest.raises(TypeError, match="can not be summed"):
+    with pytest.raises(TypeError, match="cannot be summed"):
         dataclasses.replace(TINY, formats=("tah-quant",))
     assert set(ENGINE) < set(Settings().formats)

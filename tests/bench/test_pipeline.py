@@ -206,7 +206,7 @@ def test_bad_links_are_refused(text: str):
         ({"layers": 3}, "4 stages"),
         ({"dim": 63}, "model.dim is 63"),
         ({"device": "gpu"}, "device is 'gpu'; allowed: 'cpu', 'cuda'"),
-        ({"device": "cuda"}, "boundaries has 'stock-fp32'; PyTorch's own stage can not use Gloo"),
+        ({"device": "cuda"}, "boundaries has 'stock-fp32'; PyTorch's own stage cannot use Gloo"),
     ],
 )
 def test_bad_settings_are_refused(change: dict[str, Any], message: str):

@@ -27,14 +27,14 @@ LINES = [
         "bench codecs --data real --activations text.txt",
         "activations are 'text.txt'; allowed: a .pt",
     ),
-    ("bench codecs --data real --activations text.pt", "activations are 'text.pt', which can not"),
+    ("bench codecs --data real --activations text.pt", "activations are 'text.pt', which cannot"),
     ("bench codecs --data real --activations missing.pt", "missing.pt: No such file"),
     ("bench spectrum list text.txt", "list/config.json holds no JSON object"),
     ("plan memory --pretrained list", "list/config.json holds no JSON object"),
-    ("bench codecs --json folder", "folder can not be written: it is a folder or a device"),
-    ("calibrate odd", "model is 'odd'; odd/config.json can not be read: Validation error"),
-    ("evaluate odd", "model is 'odd'; odd/config.json can not be read: Validation error"),
-    ("evaluate list", "model is 'list'; list/config.json can not be read: Unrecognized model"),
+    ("bench codecs --json folder", "folder cannot be written: it is a folder or a device"),
+    ("calibrate odd", "model is 'odd'; odd/config.json cannot be read: Validation error"),
+    ("evaluate odd", "model is 'odd'; odd/config.json cannot be read: Validation error"),
+    ("evaluate list", "model is 'list'; list/config.json cannot be read: Unrecognized model"),
 ]
 
 

@@ -86,10 +86,10 @@ def test_bad_settings_are_one_line(arguments: tuple[str, ...], line: str):
 def test_an_outcome_that_can_not_be_written_is_said_before_the_run(tmp_path: Path):
     result = invoke("codecs", "--json", str(tmp_path))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert f"{tmp_path} can not be written" in result.stderr
+    assert f"{tmp_path} cannot be written" in result.stderr
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "rows.json", Path("/dev/null"), Path("/proc/rows.json")):
-        with pytest.raises(ValueError, match=f"^{path} can not be written: "):
+        with pytest.raises(ValueError, match=f"^{path} cannot be written: "):
             check_output(path)
     check_output(tmp_path / "new" / "rows.json")
     assert not list((tmp_path / "new").iterdir())

@@ -172,7 +172,7 @@ def test_a_calibration_goes_on_where_it_was_ended(
 
     def ended(model: Any, sequences: Any, **options: Any) -> Any:
         drawn = list(sequences)
-        drawn[5:] = [None]  # what the model can not take
+        drawn[5:] = [None]  # what the model cannot take
         return real(model, iter(drawn), **options | {"save_every": 2})
 
     monkeypatch.setattr(calibrate, "calibrate", ended)

@@ -315,6 +315,34 @@ def test_ranks_that_take_long_say_that_they_live(ranks: Ranks):
     assert ranks.run(_slow_together, 0.5) == [[0, 1]] * 2
 
 
+class _LateThread:
+    """A thread that ends as soon as somebody asks whether it is alive."""
+
+    def __init__(self, target: Any, **_: Any) -> None:
+        self._target = target
+
+    def start(self) -> None:
+        pass
+
+    def join(self, timeout: float) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        self._target()
+        return False
+
+
+def test_an_error_that_comes_at_any_moment_is_raised_as_it_is(alone: None):
+    def work() -> None:
+        raise LookupError("of work")
+
+    with (
+        mock.patch.object(checkpoint.threading, "Thread", _LateThread),
+        pytest.raises(LookupError, match="of work"),
+    ):
+        checkpoint.together(work)
+
+
 def test_the_mark_lists_what_is_written(tmp_path: Path, alone: None):
     save(tmp_path, [2])
     RunFolder(tmp_path).clear()

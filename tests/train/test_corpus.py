@@ -74,5 +74,5 @@ def test_a_dataset_on_disk(tmp_path):
         list(documents(DataConfig(dataset=one, column="body")))
     with pytest.raises(ConfigError, match=r"data.dataset_split is 'test'; .* has: train, rest"):
         list(documents(DataConfig(dataset=both, dataset_split="test")))
-    with pytest.raises(ConfigError, match=r"data.dataset '.*' can not be opened"):
+    with pytest.raises(ConfigError, match=r"data.dataset '.*' cannot be opened"):
         list(documents(DataConfig(dataset=str(tmp_path))))

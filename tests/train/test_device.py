@@ -99,7 +99,7 @@ def test_slow_networks_get_gloo(machine, backend, boundary, here, devices, nccl,
         ("nccl", "lowbit", CPU, 0, False, "run.backend is nccl; allowed on the CPU: auto or gloo"),
         ("nccl", "lowbit", CUDA, 4, False, "run.backend is nccl; this PyTorch has no NCCL"),
         ("nccl", "lowbit", CUDA, 1, True, "a device for each rank, and 4 ranks share 1; allowed"),
-        ("gloo", "stock-fp32", CUDA, 4, True, "'stock-fp32'; PyTorch's own stage can not use Gloo"),
+        ("gloo", "stock-fp32", CUDA, 4, True, "'stock-fp32'; PyTorch's own stage cannot use Gloo"),
         ("auto", "stock-bf16", CUDA, 1, True, r"or NCCL \(NCCL needs a device for each rank"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,9 +13,10 @@ from torch import Tensor
 
 from lowbit.collectives import DamagedError
 from lowbit.collectives.messages import Messages
-from lowbit.train import export
+from lowbit.train import TrainConfig, export, train
 from tests.damage import Flip, on_the_way
 from tests.ranks import Ranks
+from tests.train.runs import tiny
 
 
 class Module:
@@ -64,3 +68,19 @@ def test_weights_of_another_rank_are_not_written_over(ranks: Ranks):
     failure = ranks.outcomes(gathered, None, "0.vector", ranks=3)[0]
     assert failure.kind == "ValueError"
     assert failure.text.startswith("rank 1 of the pipeline has 0.vector in float32; allowed: new ")
+
+
+def _train_with_a_slow_disk(config: TrainConfig, seconds: float) -> int:
+    def save(folder: Path, *_: Any) -> None:
+        time.sleep(seconds)
+        (folder / "config.json").write_text("{}")
+
+    with mock.patch.object(export, "save_model", save):
+        return train(config).steps
+
+
+def test_a_model_may_take_longer_to_save_than_the_time_limit(ranks: Ranks, tmp_path: Path):
+    run = {"steps": 1, "save_model": True, "timeout_seconds": 4, "eval_batches": 1}
+    config = tiny(tmp_path, model={"layers": 2}, run=run)
+    assert ranks.run(_train_with_a_slow_disk, config, 5.0) == [1, 1]
+    assert (tmp_path / "run/model/config.json").exists()

@@ -27,6 +27,10 @@ LOCAL = {
     "resume",
 }
 LOCAL |= {
+    "supervise",
+    "restarts",
+    "rejoin_seconds",
+    "checksums",
     "allow_change",
     "overwrite",
     "eval_every",

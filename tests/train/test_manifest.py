@@ -17,6 +17,7 @@ from lowbit.train.manifest import (
     newest_step,
     read_manifest,
     seal,
+    shares_in,
     step_name,
     unseal,
 )
@@ -117,3 +118,11 @@ def test_it_is_read_without_pytorch():
         [sys.executable, "-c", program], text=True, capture_output=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_a_step_that_another_rank_drops_meanwhile_has_no_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    step = tmp_path / step_name(4)
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # it still was when somebody looked
+    assert shares_in(step) == {}

@@ -105,6 +105,25 @@ def test_only_who_waited_for_others_in_vain_was_alone():
     assert exit_code(MeetingError("rank 1 did not prove")) == FAILED, "an older start of rank 1?"
 
 
+@pytest.mark.parametrize("kept_elsewhere", ["", "True"])  # by torchrun
+def test_an_open_run_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept_elsewhere: str
+):
+    monkeypatch.delenv("LOWBIT_SECRET", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept_elsewhere)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr("lowbit.train.meeting._LOOPBACK", ("localhost",))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+        if not kept_elsewhere:
+            free.close()
+            meet(0, 2, timeout=5, patience=5)
+    if kept_elsewhere:
+        with pytest.raises(MeetingError):
+            meet(0, 2, timeout=0.2, patience=0.2)
+    assert "LOWBIT_SECRET is not set: whoever reaches 127.0.0.1:" in caplog.text
+
+
 @pytest.mark.parametrize("port", ["", "x", "-1", "65536", "29400.0"])
 def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str):
     monkeypatch.setenv("MASTER_PORT", port)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import threading
 import time
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -127,3 +129,23 @@ def test_causes_are_signed():
 def test_errors_are_told_in_one_line():
     assert first_line(ValueError("a\nb")) == "ValueError: a"
     assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    "written", ['[Infinity, "a", "b"]', "[" * 100_000, '[0, "a", "\u00e4"]', "", "7"]
+)
+def test_what_a_stranger_writes_is_no_cause(written: str):
+    assert Cause.read(written.encode(), SECRET) is None
+
+
+def test_a_watch_that_is_closed_leaves_no_thread(ranks: Ranks):
+    assert ranks.run(_threads_after_closing) == [[], []]
+
+
+def _threads_after_closing() -> list[str]:
+    _peers(10).close()
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name in ("lowbit-beat", "lowbit-guard")
+    ]

@@ -3,18 +3,23 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, run, train
+from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, resume, run, train
 from lowbit.train import prepare as preparation
 from lowbit.train.manifest import newest_step
+from lowbit.train.search import Search
 from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
+from tests.train.test_checkpoint import save
 
 LIMIT = 110  # seconds, where everything else runs at the same time
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "data_parallel": 1}
@@ -84,7 +89,8 @@ def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path, family: str):
 
 def _resume_on_two_disks(config: TrainConfig) -> None:
     rank = dist.get_rank()
-    train(again(config, run=RESUME | {"output": f"{config.run.output}-{rank}", "steps": 4}))
+    with mock.patch.object(resume, "_PIECE_BYTES", 100):
+        train(again(config, run=RESUME | {"output": f"{config.run.output}-{rank}", "steps": 4}))
 
 
 def test_parts_are_sent_from_the_machine_that_has_them(ranks: Ranks, tmp_path: Path):
@@ -104,6 +110,33 @@ def test_parts_are_sent_from_the_machine_that_has_them(ranks: Ranks, tmp_path: P
 
 
 AUTO = "SubspaceQuant(rank='auto', bits=4, group=8)"
+
+
+def _exchange_slowly(folder: Path, limit: float) -> list[str]:
+    """Rank 1 wants what rank 0 has, in pieces that take a while; rank 2 wants nothing."""
+    rank = dist.get_rank()
+    save(folder / str(rank), [2])
+    group = dist.new_group(timeout=timedelta(seconds=limit))
+    found = Search(folder / str(rank) / "checkpoints", group).newest()
+    assert found is not None
+    pass_on = resume._Exchange._pass_on
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.3 * (rank == 0))
+        pass_on(*args)
+
+    names = [(0, name) for name in found.shares[0].tensors] if rank == 1 else []
+    with (
+        mock.patch.object(resume, "_PIECE_BYTES", 100),
+        mock.patch.object(resume._Exchange, "_pass_on", slowly),
+    ):
+        got = resume._Exchange(found, folder / str(rank) / "checkpoints", rank, group).run(names)
+    return [name for _, name in got]
+
+
+def test_what_is_sent_may_take_longer_than_the_time_limit(ranks: Ranks, tmp_path: Path):
+    outcomes = ranks.run(_exchange_slowly, tmp_path, 3.0, ranks=3)
+    assert [bool(names) for names in outcomes] == [False, True, False]
 
 
 def test_boundaries_at_the_same_place_go_on_as_they_were(ranks: Ranks, tmp_path: Path):

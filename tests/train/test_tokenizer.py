@@ -44,5 +44,5 @@ def test_a_folder_without_tokenizer_is_named(tmp_path):
         ConfigError, match=r"data.tokenizer is 'nowhere'; allowed: bytes, or a folder"
     ):
         load_tokenizer("nowhere")
-    with pytest.raises(ConfigError, match="can not be loaded"):
+    with pytest.raises(ConfigError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))

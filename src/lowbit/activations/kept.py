@@ -201,7 +201,7 @@ class Recipe:
 
 
 def release(node: Any) -> None:
-    """For a node's backward: what it made can not be had from its recipe any more."""
+    """For a node's backward: what it made cannot be had from its recipe any more."""
     recipe = getattr(node, "recipe", lambda: None)()
     if recipe is not None:
         recipe.release()

@@ -122,7 +122,7 @@ def run(settings: Settings, *, on_rows: Callable[[Sequence[Row]], None] | None =
         linear layers by its name, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
 
     Raises:
-        ValueError: text, model or device that can not be used.
+        ValueError: text, model or device that cannot be used.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")

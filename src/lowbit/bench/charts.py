@@ -213,7 +213,7 @@ def save(figure: Figure, path: Path | str) -> None:
     """Write the picture, whose kind its suffix tells.
 
     Raises:
-        OSError: the file can not be written.
+        OSError: the file cannot be written.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

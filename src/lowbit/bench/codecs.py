@@ -121,7 +121,7 @@ def run(settings: Settings) -> Report:
         error over that of the tensor).
 
     Raises:
-        ValueError, OSError: activations that can not be had.
+        ValueError, OSError: activations that cannot be had.
     """
     from rich.console import Console
     from rich.progress import track

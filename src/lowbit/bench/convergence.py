@@ -182,7 +182,7 @@ def run(settings: Settings, *, file: Path | None = None) -> Report:
 
     Raises:
         ValueError: `file` holds rows of other settings, or of a boundary with other formats; or text, folder,
-            checkpoint or device can not be used.
+            checkpoint or device cannot be used.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
@@ -190,7 +190,7 @@ def run(settings: Settings, *, file: Path | None = None) -> Report:
     known = {(row["regime"], row["boundary"], row["seed"]) for row in rows}
     jobs = [job for job in planned(settings) if (job.regime, job.boundary, job.seed) not in known]
     recipes = {regime: recipe(settings, regime) for regime in {job.regime for job in jobs}}
-    for needed in recipes.values():  # what can not work is an error here, not in a worker
+    for needed in recipes.values():  # what cannot work is an error here, not in a worker
         vocabulary(needed.model, load_data(needed.data).tokenizer.size)
     report = _report(settings, rows)
     for row in _train_all(settings, jobs, recipes):
@@ -251,7 +251,7 @@ def _check_codecs(settings: Settings, boundary: str) -> None:
     """Check a boundary's formats against every regime that it is to run in.
 
     Raises:
-        ValueError: one needs a warm-up that is not there, or can not code the model's activations.
+        ValueError: one needs a warm-up that is not there, or cannot code the model's activations.
     """
     codecs = codec_pair(boundary, settings.backward)
     for codec in codecs:

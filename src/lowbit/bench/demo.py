@@ -71,7 +71,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
         steps), `held_out_loss`, `seconds_to_loss` (until the training loss that both reached) and `curve`.
 
     Raises:
-        ConfigError, OSError: the folder can not be written to.
+        ConfigError, OSError: the folder cannot be written to.
         ChildProcessError: a rank failed.
     """
     from rich.console import Console

@@ -87,7 +87,7 @@ def codec_of(name: str) -> Codec:
     """The codec of a format of ours.
 
     Raises:
-        TypeError, ValueError: an unknown name, or a codec that can not be summed.
+        TypeError, ValueError: an unknown name, or a codec that cannot be summed.
     """
     return check_summable(parse(SHORT.get(name, name)))
 

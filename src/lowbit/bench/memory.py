@@ -133,7 +133,7 @@ def run(
         `time_vs_bf16` (this over bf16's at the same sequence, None without one).
 
     Raises:
-        ValueError: text, model or device that can not be used, or `file` holds rows of other settings.
+        ValueError: text, model or device that cannot be used, or `file` holds rows of other settings.
         ModuleNotFoundError: a method needs torchao, which is not installed.
         ChildProcessError: a measurement failed.
     """
@@ -143,7 +143,7 @@ def run(
     known = {(row["method"], row["sequence"]) for row in rows}
     if EIGHT_BIT in settings.methods and importlib.util.find_spec("torchao") is None:
         raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
-    load_data(settings.data)  # what can not be read is an error here
+    load_data(settings.data)  # what cannot be read is an error here
     for sequence, method in itertools.product(settings.sequences, settings.methods):
         if (method, sequence) in known:
             continue

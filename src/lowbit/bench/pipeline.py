@@ -62,7 +62,7 @@ class Settings:
         rounds: how often each format has its turn on each link; steps: timed steps of a turn, after one that is not.
         samples: distinct samples, a multiple of `batch`. All are visited once before anything is timed, so that
             formats which remember samples are timed at their best.
-        device: "cpu", or "cuda": ranks take the machine's devices in turn; PyTorch's own stage can not.
+        device: "cpu", or "cuda": ranks take the machine's devices in turn; PyTorch's own stage cannot.
         precision: of the computation: "auto", "fp32" or "bf16".
         seed: of weights and data order.
     """
@@ -268,7 +268,7 @@ def check_recipes(settings: Any) -> None:
     for boundary in settings.boundaries:
         if boundary in STOCK and settings.device == "cuda":
             raise ValueError(
-                f"boundaries has {boundary!r}; PyTorch's own stage can not use Gloo from a GPU; "
+                f"boundaries has {boundary!r}; PyTorch's own stage cannot use Gloo from a GPU; "
                 "allowed with device cuda: all other formats"
             )
         config = from_mapping(recipe(settings, boundary))
@@ -282,7 +282,7 @@ def check_formats(boundary: str, codecs: Iterable[Codec], width: int) -> None:
     """Check that a boundary's formats can code tokens of so many elements, without a warm-up that settles them.
 
     Raises:
-        ValueError: one can not, or leaves something open.
+        ValueError: one cannot, or leaves something open.
     """
     for codec in codecs:
         try:

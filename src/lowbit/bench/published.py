@@ -51,7 +51,7 @@ class PublishedProcedure:
         """Codes, scales and zeros, width flags, and pivot flags with their positions, for each element.
 
         Raises:
-            ValueError: channels that `tile` does not divide, which the research code can not code.
+            ValueError: channels that `tile` does not divide, which the research code cannot code.
         """
         length, channels = shape[-2:]
         self._check(channels)

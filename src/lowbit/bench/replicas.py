@@ -38,7 +38,7 @@ class Replicas:
             The batch's mean loss.
 
         Raises:
-            ValueError: a number of samples that the ranks can not share.
+            ValueError: a number of samples that the ranks cannot share.
         """
         if len(inputs) % RANKS:
             raise ValueError(f"batch is {len(inputs)}; allowed: multiples of {RANKS}")

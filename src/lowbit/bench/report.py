@@ -42,7 +42,7 @@ class Report:
         Numbers that JSON does not have (NaN, infinities) become null.
 
         Raises:
-            OSError: the file can not be written.
+            OSError: the file cannot be written.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class Report:
         """A report that `write_json` wrote: of any command, or of this one, with at least these fields in each row.
 
         Raises:
-            OSError: the file can not be read.
+            OSError: the file cannot be read.
             ValueError: it holds something else.
         """
         try:

@@ -61,8 +61,8 @@ def real(source: str, *, steps: int) -> list[Tensor]:
         steps: of that training.
 
     Raises:
-        ValueError: a file without floating tensors of two or more dimensions, or a folder that can not be used.
-        OSError: a file that can not be read.
+        ValueError: a file without floating tensors of two or more dimensions, or a folder that cannot be used.
+        OSError: a file that cannot be read.
     """
     if source.endswith((".pt", ".safetensors")):
         return _from_file(Path(source))
@@ -123,7 +123,7 @@ def _from_file(path: Path) -> list[Tensor]:
     except Exception as error:  # of several libraries, and of kinds of their own
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"activations are {str(path)!r}, which can not be read: {reason}"
+            f"activations are {str(path)!r}, which cannot be read: {reason}"
         ) from error
     found = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
     if not found:

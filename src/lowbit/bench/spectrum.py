@@ -162,7 +162,7 @@ def run(settings: Settings, on_rows: Callable[[list[Row]], None] | None = None) 
         directions, so many, leave out; `fitted`: whether this rank is `SubspaceQuant.fitted`'s.
 
     Raises:
-        ValueError: a model or text that can not be used, or more stages than layers.
+        ValueError: a model or text that cannot be used, or more stages than layers.
     """
     data = DataConfig(
         text=(settings.text,), tokenizer=settings.tokenizer or settings.model, sequence=settings.sequence,

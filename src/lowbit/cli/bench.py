@@ -181,7 +181,7 @@ def check_output(path: Path | None, *, picture: bool = False) -> None:
     """See before a long run that its outcome can be written.
 
     Raises:
-        ValueError: it can not, or it is to be a picture of a kind that matplotlib does not draw.
+        ValueError: it cannot, or it is to be a picture of a kind that matplotlib does not draw.
         ModuleNotFoundError: a picture is asked for without matplotlib.
     """
     if path is None:
@@ -198,12 +198,12 @@ def check_output(path: Path | None, *, picture: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a device would be replaced by a file
             raise ValueError(
-                f"{path} can not be written: it is a folder or a device; allowed: a file"
+                f"{path} cannot be written: it is a folder or a device; allowed: a file"
             )
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
             pass
     except OSError as error:
-        raise ValueError(f"{path} can not be written: {error.strerror}") from error
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def summary_line(text: str) -> str:

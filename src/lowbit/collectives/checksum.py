@@ -75,15 +75,15 @@ class Checksums:
     def seal_there(self, message: Tensor, *place: int) -> None:
         """As `seal`, by operations on the message's device, for `damage_there` at the other end."""
         if self.enabled:
-            found = _sum_words(message[: -self.room], self._seed(place))
-            message[-self.room :].copy_(found.view(torch.uint8))
+            checksum = _sum_words(message[: -self.room], self._seed(place))
+            message[-self.room :].copy_(checksum.view(torch.uint8))
 
     def damage_there(self, message: Tensor, *place: int) -> Tensor:
         """Whether a message is not the one that was sent: bool (1,), on its device, with no wait for the answer."""
         if not self.enabled:
             return torch.zeros(1, dtype=torch.bool, device=message.device)
-        found = _sum_words(message[: -self.room], self._seed(place))
-        return found != message[-self.room :].clone().view(torch.int64)
+        checksum = _sum_words(message[: -self.room], self._seed(place))
+        return checksum != message[-self.room :].clone().view(torch.int64)
 
     def _seed(self, place: tuple[int, ...]) -> int:
         return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(place)}q", *place), seed=self._base)
@@ -109,8 +109,8 @@ class Verdicts:
         if not noted:
             return
         outcomes = torch.cat([damage for damage, _, _ in noted]).tolist()
-        for (_, about, rank), found in zip(noted, outcomes, strict=True):
-            if found:
+        for (_, about, rank), changed in zip(noted, outcomes, strict=True):
+            if changed:
                 raise damaged(about, rank)
 
 

@@ -113,17 +113,17 @@ class Messages:
         """Send what JSON can hold, and wait until it is taken; two messages, of 8 bytes and of the text.
 
         Raises:
-            TypeError: JSON can not hold `value`.
+            TypeError: JSON cannot hold `value`.
             ValueError: a text of more than 64 MiB.
             PeerError: the peer ended, or did not take it in time.
         """
         text = json.dumps(value).encode()
         if len(text) > MOST_BYTES:
             raise ValueError(f"value has {len(text)} bytes of JSON; allowed: at most {MOST_BYTES}")
-        sizes = self.send(torch.tensor([len(text)]), to)
-        told = self.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to)
-        sizes.wait()
-        told.wait()
+        size = self.send(torch.tensor([len(text)]), to)
+        body = self.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), to)
+        size.wait()
+        body.wait()
 
     def receive_json(self, source: int, about: str = "") -> Any:
         """What a rank sent with `send_json`.

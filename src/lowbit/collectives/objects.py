@@ -33,18 +33,18 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     """
     group = group or default_group()
     ranks, device = dist.get_world_size(group), _device(group)
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    engine.gather(sizes, torch.tensor([mine.numel()], device=device), group)
+    engine.gather(sizes, torch.tensor([text.numel()], device=device), group)
     lengths: list[int] = sizes.tolist()
     if not all(0 < length <= MOST_BYTES for length in lengths):
         raise ValueError(f"ranks state {lengths} bytes; allowed: 1 to {MOST_BYTES} each")
     room = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    room[: mine.numel()] = mine
+    room[: text.numel()] = text
     rows = torch.empty(ranks * max(lengths), dtype=torch.uint8, device=device)
     engine.gather(rows, room, group)
-    told = rows.view(ranks, -1).cpu()
-    return [_parsed(rank, told[rank, :length]) for rank, length in enumerate(lengths)]
+    texts = rows.view(ranks, -1).cpu()
+    return [_parsed(rank, texts[rank, :length]) for rank, length in enumerate(lengths)]
 
 
 def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -90,7 +90,7 @@ def all_reduce(
         A `Pending` with `wait()`; None without `async_op`.
 
     Raises:
-        TypeError: a codec that can not be summed, a tensor of another dtype.
+        TypeError: a codec that cannot be summed, a tensor of another dtype.
         ValueError: an argument that cannot be.
         AgreementError: the ranks do not make the same call; the same text on all of them.
         DamagedError: what a rank sent did not arrive as it was.
@@ -290,7 +290,7 @@ def check_summable(codec: object) -> Codec:
         reason = "is made for the tokens of activations"
     if reason:
         raise TypeError(
-            f"codec is {codec}, which {reason}: it can not be summed; allowed: a codec without state whose format "
+            f"codec is {codec}, which {reason}: it cannot be summed; allowed: a codec without state whose format "
             "does not depend on the tensor's shape, such as GroupInt or Cast"
         )
     return codec

@@ -42,7 +42,7 @@ def run(settings: CalibrateSettings) -> Report:
         `range_largest` (of the ranks' root mean square by feature) and `aggregated` (those of all features).
 
     Raises:
-        ConfigError: a model, text or output that can not be used.
+        ConfigError: a model, text or output that cannot be used.
         CalibrationError: with `continue_`, an output that is missing or made for something else.
     """
     rank, ranks = world()
@@ -95,7 +95,7 @@ def load(path: Path) -> Calibration:
     """A calibration; on the ranks of a job the same on all of them, or the same error.
 
     Raises:
-        CalibrationError: it can not be read. AgreementError: or not on all ranks, or not the same.
+        CalibrationError: it cannot be read. AgreementError: or not on all ranks, or not the same.
     """
     if world()[1] == 1:
         return Calibration.load(path)
@@ -211,7 +211,7 @@ def _check_output(path: Path) -> None:
     """Raise, on all ranks of a job alike, unless the first one can write there.
 
     Raises:
-        ConfigError: it can not; on a job's ranks AgreementError.
+        ConfigError: it cannot; on a job's ranks AgreementError.
     """
     rank, ranks = world()
     reason = "can be written"

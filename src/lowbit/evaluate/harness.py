@@ -39,7 +39,7 @@ def zero_shot(
 
     Raises:
         ModuleNotFoundError: lm-eval is not installed.
-        ConfigError: a task that it does not know, or can not load.
+        ConfigError: a task that it does not know, or cannot load.
     """
     for needed in ("lm_eval", "accelerate"):
         importlib.import_module(needed)
@@ -64,7 +64,7 @@ def zero_shot(
         loaded = manager.load(list(tasks))
     except (FileNotFoundError, ConnectionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"a task of {', '.join(tasks)} can not be loaded: {reason}") from error
+        raise ConfigError(f"a task of {', '.join(tasks)} cannot be loaded: {reason}") from error
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=_SEED)

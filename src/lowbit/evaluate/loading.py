@@ -44,7 +44,7 @@ def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreT
         folder: with `config.json` and weights; dtype: to load them in; device: to compute on.
 
     Raises:
-        ConfigError: no checkpoint there, or one that Hugging Face can not load.
+        ConfigError: no checkpoint there, or one that Hugging Face cannot load.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hugging_face
@@ -55,7 +55,7 @@ def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreT
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"model {folder!r} can not be loaded: {reason}") from error
+        raise ConfigError(f"model {folder!r} cannot be loaded: {reason}") from error
     attention = model.config._attn_implementation
     if attention != "sdpa":
         log.warning("%s computes attention by %s: it has no other", type(model).__name__, attention)
@@ -79,7 +79,7 @@ def model_config(folder: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Hugging Face checks fields with errors of its own
         reason = " ".join(str(error).split())
-        raise ConfigError(f"model is {folder!r}; {path} can not be read: {reason}") from error
+        raise ConfigError(f"model is {folder!r}; {path} cannot be read: {reason}") from error
     return config.get_text_config()
 
 

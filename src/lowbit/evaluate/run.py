@@ -67,7 +67,7 @@ def run(
         over the tasks, of each the mean of its metrics, over bf16's).
 
     Raises:
-        ConfigError, ValueError: settings, model or text that can not be used.
+        ConfigError, ValueError: settings, model or text that cannot be used.
         CalibrationError: a calibration for something else.
         AgreementError: ranks that do not hold the same.
     """
@@ -339,7 +339,7 @@ def _load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
     """Calibrations by their number of ranks.
 
     Raises:
-        CalibrationError: one can not be read.
+        CalibrationError: one cannot be read.
         ConfigError: two for the same number.
     """
     found: dict[int, Calibration] = {}

@@ -151,8 +151,8 @@ def find_tokenizer(name: str, model: str) -> tuple[Tokenizer, int | None]:
         tokenizer = load_tokenizer(name or model)
     except ConfigError as error:
         wanted = f"tokenizer {name!r}" if name else f"the tokenizer of {model}"
-        reason = str(error).partition("can not be loaded: ")[2] or str(error)
-        raise ConfigError(f"{wanted} can not be loaded: {reason}") from error
+        reason = str(error).partition("cannot be loaded: ")[2] or str(error)
+        raise ConfigError(f"{wanted} cannot be loaded: {reason}") from error
     if not isinstance(tokenizer, FolderTokenizer):
         return tokenizer, None
     inside = tokenizer.hugging_face()

@@ -28,7 +28,7 @@ class LowBitReduceScatter(ReduceScatter):
             behind each payload tell if it arrived as it was sent.
 
     Raises:
-        TypeError, ValueError: a codec that can not be summed, or a time limit that makes no sense.
+        TypeError, ValueError: a codec that cannot be summed, or a time limit that makes no sense.
     """
 
     def __init__(self, codec: Codec, *, timeout: float = TIMEOUT, checksums: bool = True) -> None:

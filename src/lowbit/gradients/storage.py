@@ -305,7 +305,7 @@ class GradientStorage:
         stored = self._stored[parameter]  # pyright: ignore[reportArgumentType]
         if gradient.requires_grad:
             raise RuntimeError(
-                f"the gradient of {stored.name!r} has a graph (create_graph=True): it can not be stored in few bits; "
+                f"the gradient of {stored.name!r} has a graph (create_graph=True): it cannot be stored in few bits; "
                 "use torch.autograd.grad for gradients of gradients"
             )
         if gradient.is_sparse:

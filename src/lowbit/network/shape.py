@@ -175,7 +175,7 @@ class SlowLink:
             with open(f"/proc/{self._namespace(host).pid}/ns/{kind}") as file:
                 if libc.setns(file.fileno(), 0):
                     raise OSError(
-                        ctypes.get_errno(), f"can not enter the {kind} namespace of host {host}"
+                        ctypes.get_errno(), f"cannot enter the {kind} namespace of host {host}"
                     )
 
     def _connect(self, host: int, connected: bool) -> None:

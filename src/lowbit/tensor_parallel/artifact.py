@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class CalibrationError(ValueError):
-    """A calibration can not be used: it is missing, cut short, or made for something else. Names both values."""
+    """A calibration cannot be used: it is missing, cut short, or made for something else. Names both values."""
 
 
 def write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

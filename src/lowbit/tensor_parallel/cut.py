@@ -25,7 +25,7 @@ def tensor_parallel_(
 ) -> nn.Module:
     """Cut a whole model over the ranks of a group, in place, for inference.
 
-    For models that are in memory already, and where `from_pretrained(folder, tp_plan="auto")` can not be had: it needs
+    For models that are in memory already, and where `from_pretrained(folder, tp_plan="auto")` cannot be had: it needs
     the package accelerate. Each rank keeps its part of every weight that the plan names, as a `DTensor`;
     embeddings stay whole. Partial sums are gathered in the model's dtype and added up in float32 in the order of the
     ranks, until `low_bit_` has them coded; results are those of `emulate_tensor_parallel_`, on CPU bit for bit.
@@ -38,7 +38,7 @@ def tensor_parallel_(
         The model.
 
     Raises:
-        ValueError: no plan, heads that can not be shared out evenly, a model that is cut already.
+        ValueError: no plan, heads that cannot be shared out evenly, a model that is cut already.
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)

@@ -110,7 +110,7 @@ def check_heads(model: nn.Module, ranks: int) -> None:
     """Raise unless every rank gets whole heads, of queries as of keys.
 
     Raises:
-        ValueError: the model's heads can not be shared out evenly.
+        ValueError: the model's heads cannot be shared out evenly.
     """
     config: Any = getattr(model, "config", None)
     if config is None:

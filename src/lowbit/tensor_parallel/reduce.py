@@ -138,7 +138,7 @@ def check_codec(
     """Raise unless a codec can sum a boundary of so many features and ranks.
 
     Raises:
-        TypeError: no codec, or one that can not be summed.
+        TypeError: no codec, or one that cannot be summed.
         ValueError: a `FeatureInt4` for another number of features or ranks.
     """
     check_summable(codec)

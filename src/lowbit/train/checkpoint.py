@@ -37,7 +37,7 @@ _BEAT_SECONDS = 1.0
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be written, or none be gone on from. The same text on every rank."""
+    """A checkpoint cannot be written, or there is none to resume from. The same text on every rank."""
 
     on_all_ranks = True
 
@@ -162,9 +162,10 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
     thread.start()
     while True:
         thread.join(_BEAT_SECONDS)
+        done = not thread.is_alive()  # asked once, or an error in between would be sent
         if "error" in outcome:
             raise outcome["error"]
-        told = gather_json(outcome if not thread.is_alive() else {}, group)
+        told = gather_json(outcome if done else {}, group)
         if all("value" in each for each in told):
             return [each["value"] for each in told]
 

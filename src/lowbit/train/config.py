@@ -260,7 +260,7 @@ class RunConfig(Section):
             that names the sender.
         checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
         resume: go on from the newest intact checkpoint in `output`; "auto": where there is none, begin.
-        allow_change: keys, such as "run.steps", that may differ from those of the run that is gone on with.
+        allow_change: keys, such as "run.steps", that may differ from the run that is resumed.
         overwrite: throw away what lowbit has made in `output`.
         eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
         tensorboard, progress, save_model: write curves, show progress, save the model at the end.

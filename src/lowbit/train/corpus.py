@@ -20,7 +20,7 @@ def documents(data: DataConfig) -> Iterator[bytes]:
     """The training documents, always in the same order.
 
     Raises:
-        ConfigError: a path or dataset that is not there, or can not be read.
+        ConfigError: a path or dataset that is not there, or cannot be read.
     """
     if data.dataset:
         return _dataset_documents(data)
@@ -106,7 +106,7 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
         found = datasets.load_from_disk(data.dataset)
     except Exception as error:  # the package raises many kinds, its own and those of its storage
         raise ConfigError(
-            f"data.dataset {data.dataset!r} can not be opened: {str(error).splitlines()[0]}"
+            f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}"
         ) from error
     if isinstance(found, datasets.Dataset):
         return found

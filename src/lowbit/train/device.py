@@ -85,7 +85,7 @@ def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str
         raise ConfigError(f"run.backend is nccl; {problem}; allowed: auto or gloo")
     if name == "gloo" and stock:
         raise ConfigError(
-            f"pipeline.boundary is {boundary!r}; PyTorch's own stage can not use Gloo from a GPU; "
+            f"pipeline.boundary is {boundary!r}; PyTorch's own stage cannot use Gloo from a GPU; "
             "allowed: lowbit, or run.device=cpu, or NCCL" + (f" ({problem})" if problem else "")
         )
     return name

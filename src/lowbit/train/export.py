@@ -41,22 +41,24 @@ def gather_weights(
     Raises:
         DamagedError: a piece did not arrive as it was sent.
         PeerError: a rank ended or does not answer.
-        ValueError: a rank tells of weights that can not be.
+        ValueError: a rank describes weights that it cannot have.
     """
-    mine = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items()}
+    weights = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items()}
     if messages is None:
-        return mine
+        return weights
     if messages.rank != 0:
-        told = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in mine.items()]
-        messages.send_json(told, 0)
-        for tensor in mine.values():
+        described = [
+            (n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()
+        ]
+        messages.send_json(described, 0)
+        for tensor in weights.values():
             for piece in tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
                 messages.send(piece, 0).wait()
         return {}
-    arriving = [_receive_all(mine, messages, rank) for rank in range(1, messages.ranks)]
+    arriving = [_receive_all(weights, messages, rank) for rank in range(1, messages.ranks)]
     while arriving:
         arriving = [pieces for pieces in arriving if next(pieces, _OVER) is not _OVER]
-    return mine
+    return weights
 
 
 def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> Iterator[None]:

@@ -58,8 +58,8 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     lowbit_stages = pipeline.boundary == "lowbit"
     formats = in_full(pipeline)
     storage, several = config.gradients.storage, pipeline.data_parallel > 1
-    told = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
-    told |= {
+    identity = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
+    identity |= {
         "model.dropout": model.dropout,
         "model.pretrained": pretrained_digest(model.pretrained),
         "data.text": _digest(
@@ -83,8 +83,8 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     }
     for section in ("activations", "optimizer"):
         values = dataclasses.asdict(getattr(config, section))
-        told |= {f"{section}.{key}": value for key, value in values.items()}
-    return json.loads(json.dumps(told))
+        identity |= {f"{section}.{key}": value for key, value in values.items()}
+    return json.loads(json.dumps(identity))
 
 
 def layout_of(config: TrainConfig, plan: Plan) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def changes_between(
 
     What means nothing in either is the same, and so is a warm-up that is over by then.
     """
-    found = []
+    changes = []
     for key, value in after.items():
         was = before.get(key, "not recorded")
         if was is None or value is None:
@@ -120,8 +120,8 @@ def changes_between(
         if key == _WARM_UP and isinstance(was, int) and max(was, value) <= step:
             continue
         if not _same_value(key, was, value):
-            found.append(Change(key, was, value))
-    return found
+            changes.append(Change(key, was, value))
+    return changes
 
 
 def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:

@@ -47,7 +47,7 @@ def run(config: TrainConfig) -> Summary | None:
         The summary; None from a supervisor of a rank other than 0, whose machine has none.
 
     Raises:
-        ConfigError: what can not work, before any process starts.
+        ConfigError: what cannot work, before any process starts.
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
     """

@@ -26,6 +26,7 @@ from lowbit.collectives.objects import gather_json
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
+from lowbit.train.checkpoint import together
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
@@ -67,11 +68,11 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         on_step: called after every step, on every rank, with metrics over all ranks.
 
     Raises:
-        ConfigError: (before anything starts) what can not work, in one line.
+        ConfigError: (before anything starts) what cannot work, in one line.
         AgreementError: ranks with different configurations, texts or versions.
         PeerError: another rank ended the run; the message names it.
         DivergedError: NaN or infinity in loss or gradients.
-        CheckpointError: a checkpoint can not be written, or none be gone on from.
+        CheckpointError: a checkpoint cannot be written, or there is none to resume from.
     """
     rank, ranks = world()
     prepared = prepare(config, ranks=ranks, rank=rank)
@@ -334,18 +335,22 @@ class Trainer:
         )
         return export.gather_weights(self.modules, messages)
 
+    def _save_model(self, weights: dict[str, Tensor]) -> None:
+        """Write the trained model, on rank 0; the others may have to wait for longer than the time limit."""
+        if self.rank == 0:
+            folder = RunFolder(self.output)
+            staging = folder.staging("model")
+            tokenizer = self.prepared.data.tokenizer
+            export.save_model(staging, weights, self.model_config, tokenizer)
+            folder.adopt(staging, "model")
+
     def _finish(self, history: list[StepMetrics], recorder: Recorder | None) -> Summary:
         run = self.config.run
         losses = self.evaluate(run.steps, recorder)
         folder = self.output / "model" if run.save_model else None
         if folder is not None:
             weights = self._gather_weights() if self.replicas.index == 0 else {}
-            if self.rank == 0:
-                made = RunFolder(self.output)
-                staging = made.staging("model")
-                tokenizer = self.prepared.data.tokenizer
-                export.save_model(staging, weights, self.model_config, tokenizer)
-                made.adopt(staging, "model")
+            together(partial(self._save_model, weights), self.side)
         summary = summarize(
             self.config, self.plan, history, losses, chosen=self.chosen(), model=folder,
             changes=self.about.changes,

@@ -207,8 +207,10 @@ def newest_step(folder: Path) -> int | None:
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    if not folder.is_dir():
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # another rank may have dropped it just now
         return {}
-    matches = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
+    matches = [(pattern.fullmatch(path.name), path) for path in paths]
     found = {int(match[1]): path for match, path in matches if match and path.is_dir()}
     return dict(sorted(found.items()))

@@ -101,10 +101,11 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float) -> Store:
     """
     host, port = os.environ["MASTER_ADDR"], master_port()
     where = f"{host}:{port}"
+    if rank == 0:
+        _warn_without_secret(where)
     kept_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         if rank == 0 and not kept_elsewhere:
-            _warn_without_secret(where)
             store = listen(host, port, timeout)
         else:
             store = _reach(host, port, timeout, patience)

@@ -159,7 +159,7 @@ class Recorder:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`.
 
-    A last one that a crash cut short is left out, and so are others that can not be read, with a warning.
+    A last one that a crash cut short is left out, and so are others that cannot be read, with a warning.
     """
     if not path.exists():
         return []

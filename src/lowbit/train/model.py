@@ -109,7 +109,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
     """The whole model in float32 on the CPU: pretrained weights, or random ones that depend on `seed` alone.
 
     Raises:
-        ConfigError: a folder that Hugging Face can not load.
+        ConfigError: a folder that Hugging Face cannot load.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -126,7 +126,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"model.pretrained {model.pretrained!r} can not be loaded: {reason}"
+            f"model.pretrained {model.pretrained!r} cannot be loaded: {reason}"
         ) from error
 
 

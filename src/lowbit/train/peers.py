@@ -40,6 +40,7 @@ _LONGEST_TURN = 1.0  # of a turn that took longer, this process slept through th
 _SHARE = (
     0.9  # of the time limit: silence that ends the run, so that it has ended when the limit is over
 )
+_CLOSE_SECONDS = 0.5  # for each thread to end, unless the store holds it up
 _LAST_WORDS_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
 
 
@@ -64,7 +65,7 @@ class Cause(NamedTuple):
     @classmethod
     def read(cls, written: bytes, secret: bytes) -> Cause | None:
         """The cause in a value of the store; None if nobody who knows the secret wrote it."""
-        with contextlib.suppress(ValueError, TypeError):
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
             rank, text, alone, signature = json.loads(written)
             cause = cls(int(rank), str(text), bool(alone))
             if hmac.compare_digest(cause._signature(secret), str(signature)):
@@ -103,12 +104,22 @@ class Peers:
         self._known = threading.Event()  # the alarm
         self._read_by_all = threading.Event()
         self._closed = threading.Event()
-        for name, work in (("guard", self._guard), ("beat", self._beat)):
-            threading.Thread(target=work, name=f"lowbit-{name}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=work, name=f"lowbit-{name}", daemon=True)
+            for name, work in (("guard", self._guard), ("beat", self._beat))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Stop watching; the run is over."""
+        """Stop watching; the run is over.
+
+        A thread that is inside PyTorch when the interpreter ends can abort the process, so this waits for both; only
+        for a moment, since the store may never answer.
+        """
         self._closed.set()
+        for thread in self._threads:
+            thread.join(_CLOSE_SECONDS)
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -172,7 +183,8 @@ class Peers:
         return None
 
     def _silent_for(self, seconds: float) -> Cause | None:
-        silent = sorted(rank for rank, quiet in self._silence.items() if quiet > seconds)
+        silences = list(self._silence.items())  # at once: the beat adds peers meanwhile
+        silent = sorted(rank for rank, quiet in silences if quiet > seconds)
         if not silent or self._store_silence > seconds / 2:  # nobody could be heard
             return None
         names = " and ".join(f"rank {rank}" for rank in silent)

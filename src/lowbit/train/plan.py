@@ -85,12 +85,12 @@ def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
         layer_counts=tuple(layout["layers"]),
     )
     stages = plan.stages_of(rank % plan.ranks)
-    told = [f"layers {r[0]} to {r[-1]}" for r in map(plan.layers_of, stages)]
+    parts = [f"layers {r[0]} to {r[-1]}" for r in map(plan.layers_of, stages)]
     if 0 in stages:
-        told.insert(0, "the embedding")
+        parts.insert(0, "the embedding")
     if plan.stages - 1 in stages:
-        told.append("the output matrix")
-    return ", ".join(told)
+        parts.append("the output matrix")
+    return ", ".join(parts)
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:

@@ -159,15 +159,15 @@ def interface_towards(host: str) -> str | None:
     """Name of the interface that packets to an IPv4 host leave by; None if that cannot be told."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # no packet is sent
-        mine = probe.getsockname()[0]
+        address = probe.getsockname()[0]
         target = socket.gethostbyname(host)
-        if target.startswith("127.") or target == mine:
+        if target.startswith("127.") or target == address:
             # The first rank's machine reaches itself by loopback, where no other machine reaches it.
-            mine = target
+            address = target
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode())
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(reply[20:24]) == mine:
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None

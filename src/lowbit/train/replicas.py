@@ -24,7 +24,7 @@ def all_reduce_codec(config: GradientsConfig) -> Codec:
     """What gradients travel in between replicas.
 
     Raises:
-        ConfigError: a name or argument that no codec has, or one that can not be summed.
+        ConfigError: a name or argument that no codec has, or one that cannot be summed.
     """
     try:
         return check_summable(parse(config.all_reduce))
@@ -36,7 +36,7 @@ def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:
     """Ranks of each pipeline, of so many in the job.
 
     Raises:
-        ConfigError: the ranks can not be divided among the pipelines.
+        ConfigError: the ranks cannot be divided among the pipelines.
     """
     if ranks % data_parallel:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint of any layout: who reads what, who sends it to whom, and what begins afresh.
+"""Resuming from a checkpoint in any layout: who reads what, who sends it to whom, and what starts empty.
 
 Parameters and AdamW's moments are found by their name in the whole model. A rank takes the generators of the rank that
 had its number. What a boundary remembers goes to the boundary after the same layer, if the format is the same and both
@@ -8,8 +8,10 @@ its ends can have it from the same pipeline.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,11 @@ from lowbit.train.checkpoint import (
     Checkpoints,
     fail_together,
     same_everywhere,
+    together,
 )
 from lowbit.train.config import RunConfig
 from lowbit.train.identity import Change, changes_between, refuse
-from lowbit.train.manifest import Manifest, step_name
+from lowbit.train.manifest import step_name
 from lowbit.train.search import Found, Search
 from lowbit.train.share import DTYPES, Reader, crc32
 from lowbit.train.stages import Pipeline
@@ -39,6 +42,9 @@ log = logging.getLogger(__name__)
 
 Item = tuple[int, str]
 """A tensor in a checkpoint: the rank that wrote the share, and the name there."""
+
+_PIECE_BYTES = 8 << 20  # of a tensor that travels
+_OVER = object()
 
 
 def take_up(
@@ -74,7 +80,7 @@ def take_up(
     changes = _compare(found, about, where, checkpoints.rank, run.allow_change, group)
     plan = _Plan(found, pipeline, rank=checkpoints.rank, replica=replica)
     same_everywhere(f"{where}: {plan.problem}" if plan.problem else "", group)
-    tensors = _exchange(found, plan.items, checkpoints.folder, checkpoints.rank, group)
+    tensors = _Exchange(found, checkpoints.folder, checkpoints.rank, group).run(plan.items)
     restored = {name: tensors[item] for name, item in plan.tensors.items()}
     for name in restored.keys() & plan.copies:  # which the optimizer changes in place
         restored[name] = restored[name].clone()
@@ -274,41 +280,61 @@ def _same(one: str, other: str) -> bool:
         return False
 
 
-def _exchange(
-    found: Found, mine: list[Item], folder: Path, rank: int, group: dist.ProcessGroup | None
-) -> dict[Item, Tensor]:
-    """Tensors on the CPU, from this disk or from the rank that has the share; to be called by all ranks at once.
+class _Exchange:
+    """Tensors on the CPU, from this disk or from the rank that has the share.
 
-    All ranks go through all transfers in the same order, so that none waits for one that waits for it.
-
-    Raises:
-        CheckpointError: what arrived is not what was written.
+    All ranks go through all transfers in the same order, a piece to each receiver in turn: so none waits for one that
+    waits for it, nor for longer than a piece of everybody takes. All together may take longer than the time limit.
     """
-    step = folder / step_name(found.step)
-    readers = {
-        r: Reader(step / f"rank-{r}") for r, holder in found.holders.items() if holder == rank
-    }
-    got: dict[Item, Tensor] = {}
-    problem = ""
-    for receiver, wanted in enumerate(gather_json(mine, group)):
-        for share, name in wanted:
-            holder = found.holders[share]
-            if rank == receiver == holder:
-                got[share, name] = readers[share](name)
-            elif rank == holder:
-                dist.send(readers[share](name), group=group, group_dst=receiver)
-            elif rank == receiver:
-                got[share, name] = _received(found.shares[share], name, holder, group)
-                if crc32(got[share, name]) != found.shares[share].tensors[name]["crc32"]:
-                    problem = f"{name} of {step.name}/rank-{share} arrived from rank {holder} with other bytes"
-    same_everywhere(problem, group)
-    return got
 
+    def __init__(
+        self, found: Found, folder: Path, rank: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._found, self._rank, self._group = found, rank, group
+        self._step = folder / step_name(found.step)
+        own = [share for share, holder in found.holders.items() if holder == rank]
+        self._readers = {share: Reader(self._step / f"rank-{share}") for share in own}
+        self._got: dict[Item, Tensor] = {}
+        self._problem = ""
 
-def _received(
-    manifest: Manifest, name: str, holder: int, group: dist.ProcessGroup | None
-) -> Tensor:
-    entry = manifest.tensors[name]
-    tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-    dist.recv(tensor, group=group, group_src=holder)
-    return tensor
+    def run(self, wanted: list[Item]) -> dict[Item, Tensor]:
+        """What this rank wants; to be called by all ranks at once.
+
+        Raises:
+            CheckpointError: what arrived is not what was written; the same on every rank.
+        """
+        everybody = gather_json(wanted, self._group)
+        together(partial(self._transfer, everybody), self._group)
+        same_everywhere(self._problem, self._group)
+        return self._got
+
+    def _transfer(self, everybody: list[list[Item]]) -> None:
+        under_way = [self._pieces(receiver, items) for receiver, items in enumerate(everybody)]
+        while under_way:
+            under_way = [pieces for pieces in under_way if next(pieces, _OVER) is not _OVER]
+
+    def _pieces(self, receiver: int, items: list[Item]) -> Iterator[None]:
+        """Hand a rank its tensors, as far as this rank has a part in that; stops after each piece."""
+        for share, name in items:
+            holder, entry = self._found.holders[share], self._found.shares[share].tensors[name]
+            dtype, here = DTYPES[entry["dtype"]], self._rank in (receiver, holder)
+            tensor = torch.empty(entry["shape"] if here else 0, dtype=dtype)
+            if self._rank == holder:
+                tensor = self._readers[share](name)
+            if holder != receiver:
+                size = math.prod(entry["shape"]) * dtype.itemsize
+                for start in range(0, size, _PIECE_BYTES):
+                    self._pass_on(tensor, start, holder, receiver)
+                    yield
+            if self._rank == receiver:
+                self._got[share, name] = tensor
+                if holder != receiver and crc32(tensor) != entry["crc32"]:
+                    where = f"{name} of {self._step.name}/rank-{share}"
+                    self._problem = f"{where} arrived from rank {holder} with other bytes"
+
+    def _pass_on(self, tensor: Tensor, start: int, holder: int, receiver: int) -> None:
+        piece = tensor.view(-1).view(torch.uint8)[start : start + _PIECE_BYTES]
+        if self._rank == holder:
+            dist.send(piece, group=self._group, group_dst=receiver)
+        elif self._rank == receiver:
+            dist.recv(piece, group=self._group, group_src=holder)

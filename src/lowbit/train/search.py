@@ -101,9 +101,9 @@ class Search:
             if found.shares and not self._uncovered(key, found):
                 return self._tell(found)
         steps = sorted({step for step, _ in self._copies} | self._reasons.keys(), reverse=True)
-        told = "; ".join(f"{step_name(step)}: {self._why(step)}" for step in steps)
+        reasons = "; ".join(f"{step_name(step)}: {self._why(step)}" for step in steps)
         fail_together(
-            f"no checkpoint in {self._folder} is intact: {told}; "
+            f"no checkpoint in {self._folder} is intact: {reasons}; "
             "allowed: one of which every share is on the disk of some rank",
             self._group,
         )
@@ -187,15 +187,15 @@ class Search:
 
     def _why(self, step: int) -> str:
         """What keeps a step from being intact."""
-        told = [
+        reasons = [
             f"{share} {reason}" for share, reason in sorted(self._reasons.get(step, {}).items())
         ]
         for key, found in ((k, v) for k, v in self._copies.items() if k[0] == step):
             absent = sorted(set(range(self._ranks[key])) - found.keys())
             for rank in absent:
                 if f"rank-{rank}" not in self._reasons.get(step, {}):
-                    told.append(f"rank-{rank}{self._layers_of(key, rank)} is on no rank's disk")
-        return ", ".join(told)
+                    reasons.append(f"rank-{rank}{self._layers_of(key, rank)} is on no rank's disk")
+        return ", ".join(reasons)
 
     def _layers_of(self, key: tuple[int, str], rank: int) -> str:
         found = self._verified.get(key)

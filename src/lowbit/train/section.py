@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 
 class ConfigError(ValueError):
-    """What the user asked for can not be done; one line that says what and what is allowed instead."""
+    """What the user asked for cannot be done; one line that says what and what is allowed instead."""
 
 
 class Section:

@@ -153,9 +153,9 @@ def _write_tensors(
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()
-        told = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = told | {"data_offsets": [start, end]}
-        entries[name] = told
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = entry | {"data_offsets": [start, end]}
+        entries[name] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -183,18 +183,18 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _check_entries(path: Path, manifest: Manifest) -> None:
-    """Raise unless the file has the tensors that the manifest tells of."""
+    """Raise unless the file has the tensors that the manifest lists."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            there = {}
+            entries = {}
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
-                there[name] = (part.get_dtype(), list(part.get_shape()))
+                entries[name] = (part.get_dtype(), list(part.get_shape()))
     except SafetensorError as error:
         raise DamagedError(f"has a {TENSORS} that is none: {error}") from error
-    if there != {n: (e["dtype"], e["shape"]) for n, e in manifest.tensors.items()}:
+    if entries != {n: (e["dtype"], e["shape"]) for n, e in manifest.tensors.items()}:
         raise DamagedError(f"has other tensors in {TENSORS} than its manifest lists")
-    if unknown := {dtype for dtype, _ in there.values()} - DTYPES.keys():
+    if unknown := {dtype for dtype, _ in entries.values()} - DTYPES.keys():
         raise DamagedError(f"has tensors of {', '.join(sorted(unknown))}")

@@ -44,7 +44,7 @@ class End:
 
     @classmethod
     def of(cls, unit: Mapping[str, Any]) -> End:
-        """That which an entry of a manifest's `codecs` tells of."""
+        """The end that an entry of a manifest's `codecs` describes."""
         return cls(unit["after_layer"], unit["direction"], unit["outgoing"])
 
     @property

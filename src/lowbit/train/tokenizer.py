@@ -62,7 +62,7 @@ class FolderTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"data.tokenizer {folder!r} can not be loaded: {reason}") from error
+            raise ConfigError(f"data.tokenizer {folder!r} cannot be loaded: {reason}") from error
         self.size = len(self._tokenizer)
 
     def encode(self, document: bytes) -> np.ndarray:
