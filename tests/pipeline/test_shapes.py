@@ -32,8 +32,8 @@ def facts(x: Any) -> Any:
 def told(layouts: list[Any]) -> Any:
     """Rank 0 tells rank 1."""
     if dist.get_rank() == 0:
-        return shapes.send(layouts, None, 1, toy.CPU)
-    return [facts(x) for x in shapes.receive(None, 0, toy.CPU)]
+        return shapes.send(layouts, None, 1, toy.CPU, 20)
+    return [facts(x) for x in shapes.receive(None, 0, toy.CPU, 20)]
 
 
 def test_every_layout_arrives_as_it_is(ranks: Ranks):
@@ -43,9 +43,9 @@ def test_every_layout_arrives_as_it_is(ranks: Ranks):
 
 def test_what_has_no_room_or_no_meaning_elsewhere_is_refused():
     with pytest.raises(ValueError, match="the layouts of 1000 tensors .* allowed: 16384"):
-        shapes.send([torch.empty(2)] * 1000, None, 0, toy.CPU)
+        shapes.send([torch.empty(2)] * 1000, None, 0, toy.CPU, 20)
     with pytest.raises(TypeError, match="a DTensor is to cross"):
-        shapes.send([type("DTensorMeta", (), {"placements": ()})()], None, 0, toy.CPU)
+        shapes.send([type("DTensorMeta", (), {"placements": ()})()], None, 0, toy.CPU, 20)
 
 
 GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}  # fmt: skip
@@ -93,7 +93,7 @@ def hostile(text: bytes) -> str:
     """Rank 0 sends a text of its own when the upper stage, of rank 1, wants shapes."""
     if dist.get_rank() == 0:
         message = torch.frombuffer(bytearray(text.ljust(shapes.MESSAGE_BYTES)), dtype=torch.uint8)
-        shapes._run(dist.isend, message, None, 1)
+        shapes._run(dist.isend, message, None, 1, 20)
         return ""
     stage = LowBitStage(toy.Block(), 1, 2, toy.CPU, forward=FP32, backward=FP32)
     with pytest.raises(PeerError) as caught:

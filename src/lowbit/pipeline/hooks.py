@@ -56,6 +56,9 @@ def check_torch() -> None:
 class HookedStage(PipelineStage):
     """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`."""
 
+    limit: float
+    """Seconds to wait for a neighbour."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_torch()
         super().__init__(*args, **kwargs)
@@ -175,7 +178,7 @@ class HookedStage(PipelineStage):
         self._layouts_to(dst_stage, meta.forward_metas if upward else meta.backward_metas)
 
     def _layouts_to(self, stage: int, layouts: Sequence[Any]) -> None:
-        shapes.send(layouts, self.group, self.rank_of(stage), self.wire)
+        shapes.send(layouts, self.group, self.rank_of(stage), self.wire, self.limit)
 
     def _layouts_from(self, stage: int) -> list[Tensor | None]:
         """What a neighbour sends: every activation, but no gradient of what needs none.
@@ -183,7 +186,7 @@ class HookedStage(PipelineStage):
         Raises:
             PeerError: something else came.
         """
-        layouts = shapes.receive(self.group, self.rank_of(stage), self.wire)
+        layouts = shapes.receive(self.group, self.rank_of(stage), self.wire, self.limit)
         if stage < self.stage_index and any(layout is None for layout in layouts):
             peer = self.rank_of(stage)
             raise PeerError(f"rank {peer} sent no layout of an output of stage {stage}", peer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,14 +26,22 @@ MOST_ELEMENTS = 1 << 40
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
-def send(layouts: Sequence[Any], group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:  # fmt: skip
+def send(
+    layouts: Sequence[Any],
+    group: dist.ProcessGroup | None,
+    peer: int,
+    device: torch.device,
+    timeout: float,
+) -> None:
     """Tell a peer, which must call `receive`, what tensors look like; returns once that has left.
 
     Args:
         layouts: tensors, or what else has shape, stride, dtype and requires_grad; None for a tensor that is missing.
         group: the process group; peer: rank in it; device: where tensors must be for the group to carry them.
+        timeout: seconds to wait for the peer, where the backend knows of a limit (Gloo).
 
     Raises:
+        PeerError: the peer ended, or did not take it in time.
         TypeError: a DTensor, whose mesh does not travel.
         ValueError: more tensors than the message has room for.
     """
@@ -43,19 +52,19 @@ def send(layouts: Sequence[Any], group: dist.ProcessGroup | None, peer: int, dev
             f"allowed: {MESSAGE_BYTES}"
         )
     message = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-    _run(dist.isend, message.to(device), group, peer)
+    _run(dist.isend, message.to(device), group, peer, timeout)
 
 
 def receive(
-    group: dist.ProcessGroup | None, peer: int, device: torch.device
+    group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> list[Tensor | None]:
     """What a peer told by `send`: tensors without memory (on the meta device), or None for one that is missing.
 
     Raises:
-        PeerError: the peer sent something else.
+        PeerError: the peer sent something else, ended, or sent nothing in time.
     """
     message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=device)
-    _run(dist.irecv, message, group, peer)
+    _run(dist.irecv, message, group, peer, timeout)
     try:
         return parse(message.cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:
@@ -108,9 +117,18 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) < MOST_ELEMENTS
 
 
-def _run(operation: Callable[..., Any], message: Tensor, group: Any, peer: int) -> None:
+def _run(
+    operation: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float
+) -> None:
     """In a batch, as PyTorch does it: with NCCL, messages outside of batches open a connection of their own."""
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(operation, message, group=group, group_peer=peer)]
-    ):
-        work.wait()
+    limit = (timedelta(seconds=timeout),) if message.device.type == "cpu" else ()
+    try:
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(operation, message, group=group, group_peer=peer)]
+        ):
+            work.wait(*limit)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerError(
+            f"rank {peer} exchanged no layouts of tensors within {timeout:g} s: {reason}", peer
+        ) from error

@@ -89,7 +89,7 @@ class LowBitStage(HookedStage):
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
         self.traffic = Traffic()
         self.warmup_steps = warmup_steps
-        self._timeout = float(timeout)
+        self.limit = float(timeout)
         self._group = self.group or default_group()
         self._name = f"pipeline {pipeline_number(self._group, num_stages, self.group_size)}"
         self._checksums = Checksums(self._name, enabled=checksums)
@@ -109,7 +109,7 @@ class LowBitStage(HookedStage):
         self._settled: Agreement | None = None  # the last one that was checked
         self._shape_rounds = 0
         self._fault = ""
-        self._identity = Agreement(self._group, f"{self._name}/identity", self._timeout)
+        self._identity = Agreement(self._group, f"{self._name}/identity", self.limit)
         self._identity.state(stage_index, self._identity_facts())
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
@@ -194,7 +194,7 @@ class LowBitStage(HookedStage):
     def step_begins(self) -> None:
         if self._board is None:
             self._identity.check(self._stage_names())
-            self._board = FailureBoard(self._group, self._name, self._ranks, self._timeout)
+            self._board = FailureBoard(self._group, self._name, self._ranks, self.limit)
         if self._last_pass != self.has_backward:
             self._last_pass = self.has_backward
             self._compare("kind of pass", "training" if self.has_backward else "evaluation")
@@ -224,7 +224,7 @@ class LowBitStage(HookedStage):
         self._fault = "; ".join(faults)  # to be raised where all ranks know of it
         self._prepared_for = self.has_backward
         topic = f"{self._name}/shapes/{self._shape_rounds}"
-        self._shapes = Agreement(self._group, topic, self._timeout)
+        self._shapes = Agreement(self._group, topic, self.limit)
         self._shape_rounds += 1
         self._shapes.state(self.stage_index, self._step_facts() | facts)
 
@@ -265,7 +265,7 @@ class LowBitStage(HookedStage):
         if self.stage_index != self.stages_of(self.group_rank)[0]:
             return
         last, number = self._compared.get(what, (None, -1))
-        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}", self._timeout)
+        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}", self.limit)
         now.state(self.group_rank, {what: value})
         now.check(self._ranks)
         if last is not None:

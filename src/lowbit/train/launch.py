@@ -14,7 +14,7 @@ from types import FrameType
 
 from lowbit.train.config import TrainConfig
 from lowbit.train.manifest import newest_step
-from lowbit.train.process import FAILED, Process
+from lowbit.train.process import FAILED, USAGE, Process
 from lowbit.train.summary import Summary, read_summary
 
 _LAST_WORDS_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
@@ -73,7 +73,7 @@ def start_ranks(config: TrainConfig) -> None:
 
     This process keeps the store that they meet in, on the loopback interface and on a port that the system chooses, and
     gives them a secret: the store outlives them all, and nobody else can take part. Signals that would end this process
-    are passed on to them.
+    end them.
 
     Raises:
         LaunchError: one of them failed; none is left.
@@ -131,25 +131,32 @@ def watch(
         LaunchError: one failed; none is left.
     """
     try:
-        with _signals_passed_to(processes) as passed:
-            failed = _wait(processes, first_failed)
+        with _signals_noted(processes) as passed:
+            failed = _wait(processes, first_failed, passed)
     finally:
         _stop(processes)
-    if failed is None:
-        return
-    what = failed.outcome() if failed.killed_or_stopped else reason() or failed.outcome()
     if passed:
         what = f"interrupted by {passed[0].name}"
+    elif failed is None:
+        return
+    else:
+        what = failed.outcome() if failed.killed_or_stopped else reason() or failed.outcome()
+    code = failed.code or FAILED if failed else FAILED
     many = "; all ranks were ended" if len(processes) > 1 else ""
     step = newest_step(Path(config.run.output) / "checkpoints")
-    told = step is None or config.run.supervise  # a supervisor says it once, when it gives up
-    advice = "" if told else f"; --resume goes on from step {step}"
-    raise LaunchError(f"{what}{many}{advice}", failed.code or FAILED, interrupted=bool(passed))
+    # A supervisor says it once, when it gives up; and what cannot work is not mended by going on.
+    advised = step is not None and not config.run.supervise and code != USAGE
+    advice = f"; --resume goes on from step {step}" if advised else ""
+    raise LaunchError(f"{what}{many}{advice}", code, interrupted=bool(passed))
 
 
-def _wait(processes: list[Process], first_failed: Callable[[Process], None]) -> Process | None:
+def _wait(
+    processes: list[Process],
+    first_failed: Callable[[Process], None],
+    passed: list[signal.Signals],
+) -> Process | None:
     failed, deadline, last = None, float("inf"), time.monotonic()
-    while any(p.code is None for p in processes) and time.monotonic() < deadline:
+    while any(p.code is None for p in processes) and time.monotonic() < deadline and not passed:
         now = time.monotonic()
         turn, last = min(now - last, _LONGEST_TURN), now
         for process in processes:
@@ -182,8 +189,8 @@ def _stop(processes: list[Process]) -> None:
 
 
 @contextmanager
-def _signals_passed_to(processes: list[Process]) -> Iterator[list[signal.Signals]]:
-    """Pass SIGINT and SIGTERM on; the ranks end, and this process sees them end. Gives a list of those that came."""
+def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
+    """End the ranks, by SIGTERM, when SIGINT or SIGTERM comes. Gives a list of those that came."""
     passed: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield passed
@@ -193,7 +200,7 @@ def _signals_passed_to(processes: list[Process]) -> Iterator[list[signal.Signals
         passed.append(signal.Signals(number))
         for process in processes:
             if process.code is None:
-                process.process.send_signal(number)
+                process.process.terminate()  # not by SIGINT, which is lost or a traceback while it imports
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -29,6 +29,7 @@ from lowbit.train.section import ConfigError
 log = logging.getLogger(__name__)
 
 _POLL = 0.05
+_kept: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives
 _LOOPBACK = ("127.", "localhost", "::1")
 
 
@@ -63,6 +64,8 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
         OSError: the port is taken, or the address cannot be listened on.
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if str(address[0]).startswith("127.") and not host.startswith(_LOOPBACK):
+        log.warning("%s is %s here: no other machine can reach this store", host, address[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,46 +91,74 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
     )  # fmt: skip
 
 
-def meet(rank: int, ranks: int, *, timeout: float, patience: float) -> Store:
-    """The store of this run, as the environment tells (MASTER_ADDR, MASTER_PORT), for this attempt alone.
+def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int = 0) -> Store:
+    """The store of this run, as `reach` finds it, where no other process has been this rank before.
+
+    A store that knows this rank belongs to an attempt that is about to end, or somebody started the rank twice; it is
+    left, and the next one waited for.
 
     Args:
         timeout: seconds for each later call that waits. patience: seconds to wait for who keeps the store.
+        number: of the calls that this process has made before; the same on all ranks.
 
     Raises:
         ConfigError: a port that is none.
         AloneError: nobody keeps a store there in time.
-        MeetingError: this process cannot keep it there.
+        MeetingError: this process cannot keep it there, or a store there knows this rank.
+    """
+    if rank == 0:
+        _warn_without_secret()
+    deadline = time.monotonic() + patience
+    hello, left = secrets.token_hex(16).encode(), patience
+    while True:
+        try:
+            store = reach(rank, timeout=timeout, patience=left, number=number)
+            claim = partial(store.compare_set, f"hello/{rank}", "", hello.decode())
+            if bounded(claim, max(1.0, left)) == hello:
+                return store
+            reason = f"a process that was rank {rank} has been there; did somebody start it twice?"
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error).splitlines()[0]
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _alone(rank, ranks, patience, reason)
+        time.sleep(min(0.5, left))
+
+
+def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
+    """The store of this run, as the environment tells (MASTER_ADDR, MASTER_PORT), for this attempt alone.
+
+    Raises:
+        TimeoutError: nobody keeps a store there in time.
+        ConfigError, MeetingError: as `meet`.
     """
     host, port = os.environ["MASTER_ADDR"], master_port()
-    where = f"{host}:{port}"
-    if rank == 0:
-        _warn_without_secret(where)
     kept_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        if rank == 0 and not kept_elsewhere:
+    if rank or kept_elsewhere:
+        store = _connected(host, port, timeout, patience)
+    elif (host, port) in _kept:
+        store = _kept[host, port]
+    else:
+        try:
             store = listen(host, port, timeout)
-        else:
-            store = _reach(host, port, timeout, patience)
-    except (OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise (MeetingError if isinstance(error, OSError) and error.errno else AloneError)(
-            f"rank {rank} did not meet all {ranks} ranks at {where} within {patience:g} s: {reason}"
-        ) from error
-    return board(store, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0))
+        except OSError as error:
+            reason = error.strerror or error
+            raise MeetingError(f"rank 0 cannot keep the store at {_where()}: {reason}") from error
+        if port:
+            _kept[host, port] = store
+    return board(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
 
 
 def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float) -> None:
     """Show all other ranks that this one knows the secret, and have them show it; to be called by every rank.
 
-    Each rank writes a random number, and then a keyed hash (HMAC-SHA256) of all of them and its own rank. So nothing
-    that was written for another run or by another rank proves anything. Two waits, whatever the number of ranks.
+    Each rank has written a random number (`meet`). It now writes a keyed hash (HMAC-SHA256) of all of them and its own
+    rank. So nothing that was written for another run or by another rank proves anything.
 
     Raises:
         AloneError: a rank did not come in time.
         MeetingError: a rank does not know the secret, or has met others before, on the same store.
     """
-    store.set(f"hello/{rank}", secrets.token_hex(16))
     numbers = _everybody(store, "hello", rank, ranks, patience)
     run = hashlib.sha256(b"|".join(numbers)).digest()
     store.set(f"proof/{rank}", _proof(secret, run, rank))
@@ -155,15 +186,12 @@ def _everybody(store: Store, what: str, rank: int, ranks: int, patience: float) 
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise AloneError(
-                f"rank {rank} did not meet all {ranks} ranks at {where} within {patience:g} s: {missing} did not come"
-            )
+            raise _alone(rank, ranks, patience, f"{missing} did not come")
         time.sleep(_POLL)
     return [bytes(value) for value in store.multi_get(keys)]
 
 
-def _reach(host: str, port: int, timeout: float, patience: float) -> TCPStore:
+def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStore:
     """Connect to a store that answers; one that does not is tried again, for its keeper may be about to be replaced."""
     deadline = time.monotonic() + patience
     while True:
@@ -197,17 +225,27 @@ def _await_listener(host: str, port: int, patience: float) -> None:
             return
         except OSError as error:
             if left <= 0:
-                raise OSError(f"nobody answers there ({error.strerror or error})") from None
+                raise TimeoutError(f"nobody answers there ({error.strerror or error})") from None
         time.sleep(min(0.5, max(0.0, left)))
 
 
-def _warn_without_secret(where: str) -> None:
-    if not run_secret() and not where.startswith(_LOOPBACK):
+def _warn_without_secret() -> None:
+    if not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
         log.warning(
             "%s is not set: whoever reaches %s can take part in this run (docs/security.md)",
             SECRET,
-            where,
+            _where(),
         )
+
+
+def _alone(rank: int, ranks: int, patience: float, reason: str) -> AloneError:
+    return AloneError(
+        f"rank {rank} did not meet all {ranks} ranks at {_where()} within {patience:g} s: {reason}"
+    )
+
+
+def _where() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def master_port() -> int:

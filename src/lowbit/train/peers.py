@@ -277,6 +277,6 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
-def board(store: Store, attempt: int = 0) -> PrefixStore:
-    """The part of a store that belongs to one attempt at a run: torchrun starts ranks again on the same store."""
+def board(store: Store, attempt: str = "0/0") -> PrefixStore:
+    """The part of a store for one attempt at a run: torchrun's count of restarts, and of meetings of this process."""
     return PrefixStore(f"lowbit/run/{attempt}", store)

@@ -19,6 +19,9 @@ FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
 """Exit codes: what may be tried again at once, what may not, a loss that is no number, ranks that did not come."""
 
 
+_STARTUP_SECONDS = 60.0  # until the first sign of life: Python has to start
+
+
 class Process:
     """A local rank: its process, and for how long it has given no sign of life.
 
@@ -30,7 +33,7 @@ class Process:
         from lowbit.train.loop import threads_per_rank
 
         self.rank, self.silence, self._limit = rank, 0.0, config.run.timeout_seconds
-        self.hung = False
+        self.hung, self._heard = False, False
         self._pulse, theirs = os.pipe()
         os.set_blocking(self._pulse, False)
         together = os.environ | dict(environment) | {PULSE: str(theirs)}
@@ -65,10 +68,11 @@ class Process:
         """Look for signs of life after so many more seconds; a process that gives none for too long is killed."""
         with suppress(BlockingIOError):
             if os.read(self._pulse, 1 << 16):
-                self.silence = 0.0
+                self.silence, self._heard = 0.0, True
                 return
         self.silence += seconds
-        if self.silence > self._limit and self.code is None:
+        limit = self._limit if self._heard else max(self._limit, _STARTUP_SECONDS)
+        if self.silence > limit and self.code is None:
             self.hung = True
             self.process.kill()
 
@@ -78,7 +82,8 @@ class Process:
             return f"rank {self.rank} gave no sign of life for {self._limit:g} s and was killed"
         code = self.code or 0
         if code < 0:
-            return f"rank {self.rank} was ended by {signal.Signals(-code).name}"
+            known = -code in signal.Signals.__members__.values()
+            return f"rank {self.rank} was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
         return f"rank {self.rank} ended with exit code {code}"
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import socket
 import struct
@@ -19,6 +20,7 @@ from lowbit.train.meeting import MeetingError, meet, prove, run_secret
 from lowbit.train.peers import Peers
 from lowbit.train.section import ConfigError
 
+_meetings = itertools.count()  # of this process: each has a part of the store to itself
 _LEAVE_SECONDS = 5.0  # that an end with an error takes at most for the group
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -88,7 +90,7 @@ def joined(
             dist.destroy_process_group()
         return
     patience = patience or timeout
-    store = meet(rank, ranks, timeout=timeout, patience=patience)
+    store = meet(rank, ranks, timeout=timeout, patience=patience, number=next(_meetings))
     _choose_interface()
     try:
         with _watched(store, rank, ranks, timeout):

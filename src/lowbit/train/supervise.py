@@ -35,13 +35,15 @@ def supervise(config: TrainConfig) -> None:
         ConfigError: what cannot work, before any process starts.
         LaunchError: the last attempt's, and how to go on.
     """
-    _check()
-    config = _resuming(config)
     from lowbit.train.prepare import prepare
+    from lowbit.train.process_group import world
 
+    _check()
+    if not config.run.resume:
+        config = _resuming(config)
     given = "RANK" in os.environ or config.ranks == 1
-    ranks = int(os.environ.get("WORLD_SIZE", config.ranks))
-    prepare(config, ranks=ranks, rank=int(os.environ.get("RANK", "0")))
+    rank, ranks = world() if given else (0, config.ranks)
+    prepare(config, ranks=ranks, rank=rank)
     checkpoints = Path(config.run.output) / "checkpoints"
     attempts = Attempts(config.run.restarts, newest_step(checkpoints))
     while True:
@@ -58,14 +60,16 @@ def supervise(config: TrainConfig) -> None:
                 )
                 return
             if reason := attempts.give_up(error.code, step):
-                raise LaunchError(
-                    f"{error}; {reason}. The same command goes on from {_place(step)}", error.code
-                ) from error
+                how = (
+                    "" if error.code == USAGE else f". The same command goes on from {_place(step)}"
+                )
+                raise LaunchError(f"{error}; {reason}{how}", error.code) from error
             log.warning(
                 "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",
                 error, _place(step), attempts.in_vain, config.run.restarts,
             )  # fmt: skip
             time.sleep(attempts.pause)
+            config = _resuming(config)
 
 
 class Attempts:
@@ -112,5 +116,5 @@ def _place(step: int | None) -> str:
 
 
 def _resuming(config: TrainConfig) -> TrainConfig:
-    """The configuration of a supervised run: it resumes from what is there, so that one command serves every start."""
+    """Resume from what is there, or begin, so that one command serves every start."""
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))

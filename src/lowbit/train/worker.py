@@ -28,8 +28,6 @@ def main() -> None:
 
     try:
         train(config)
-    except KeyboardInterrupt:
-        end(130)
     except Exception as error:
         complain(error)
         end(exit_code(error))
@@ -63,7 +61,7 @@ def complain(error: Exception) -> None:
         import traceback
 
         traceback.print_exception(error)
-    text, rank = " ".join(str(error).split()), int(os.environ["RANK"])
+    text, rank = " ".join(str(error).split()), int(os.environ.get("RANK", "0"))
     sys.stderr.write(f"rank {rank}: error: {text}\n")
     names_its_cause = isinstance(
         error, AgreementError | CheckpointError | DivergedError | PeerError
@@ -75,11 +73,11 @@ def _raise_alarm(rank: int, text: str) -> None:
     """Tell the launcher and the other ranks, where this rank failed before it watched them; the first cause counts."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return  # whoever started this keeps no store
-    from lowbit.train.meeting import meet, run_secret
+    from lowbit.train.meeting import reach, run_secret
     from lowbit.train.peers import ALARM, Cause
 
     with contextlib.suppress(RuntimeError, OSError):  # it is gone, too
-        store = meet(rank, int(os.environ["WORLD_SIZE"]), timeout=5, patience=5)
+        store = reach(rank, timeout=5, patience=5)
         secret = run_secret()
         store.compare_set(ALARM, "", Cause(rank, text).signed(secret))
 
