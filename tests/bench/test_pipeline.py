@@ -122,7 +122,13 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
 def test_rows_of_what_is_there_so_far():
     measured = Measurements(TINY)
     measured.goodput[None] = None
-    step = {"bits_forward": 4.0, "bits_backward": 6.0, "compute_seconds": 1.0, "codec_seconds": 0.5}
+    step = {
+        "bits_forward": 4.0,
+        "bits_backward": 6.0,
+        "compute_seconds": 1.0,
+        "codec_seconds": 0.5,
+        "checksum_seconds": 0.1,
+    }
     step |= {"wait_seconds": 0.5, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
     speeds = (10.0, 30.0, 20.0)
     measured.steps[None, "tah-quant"] = [step | {"tokens_per_second": s} for s in speeds]

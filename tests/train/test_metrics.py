@@ -8,7 +8,7 @@ from lowbit.train.metrics import Recorder, Work, bits, describe, read_metrics, s
 
 
 def _metrics(step: int, loss: float = 2.5):
-    work = Work(1000, 2000, 700, 800, 3.0, 1.0, 0.5)
+    work = Work(1000, 2000, 700, 800, 3.0, 1.0, 0.2, 0.5)
     return step_metrics(
         step=step, loss=loss, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=work
     )
@@ -24,6 +24,7 @@ def test_metrics_follow_from_the_sums_over_ranks():
         0.5,
         0.25,
     )
+    assert metrics.checksum_seconds == 0.1
     assert metrics.bits_gradients is None
     assert bits(0, 0) is None
 

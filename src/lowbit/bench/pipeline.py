@@ -115,8 +115,9 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`, `speedup_fp32` (the same
         stage with full precision), `share_of_unlimited` (of the fastest boundary on the unlimited link),
         `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
-        `compute_seconds`, `codec_seconds`, `wait_seconds` (of a step, mean over the ranks), `loss` (of the last step;
-        all boundaries of a link have done the same steps), `state_bytes` (kept between steps, all ranks), `steps`.
+        `compute_seconds`, `codec_seconds` (`checksum_seconds` of them), `wait_seconds` (of a step, mean over the ranks),
+        `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
+        all ranks), `steps`.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -309,7 +310,9 @@ def parse_link(text: str) -> float | None:
 
 def _summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     speeds = [step["tokens_per_second"] for step in steps]
-    medians = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "wait_seconds")
+    medians = (
+        "bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds",
+    )  # fmt: skip
     return {
         "tokens_per_second": statistics.median(speeds),
         "tokens_per_second_low": min(speeds),

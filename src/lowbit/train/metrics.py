@@ -29,6 +29,7 @@ class Work:
     backward_elements: int = 0
     compute_seconds: float = 0.0
     codec_seconds: float = 0.0
+    checksum_seconds: float = 0.0
     wait_seconds: float = 0.0
     gradient_bytes: float = 0.0
     gradient_elements: float = 0.0
@@ -47,6 +48,7 @@ class StepMetrics:
             of a run with `[activations]`, and the same in all others; None without.
         bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: against float32.
         seconds: the whole step; compute_seconds, codec_seconds, wait_seconds: shares of it, mean over the ranks.
+        checksum_seconds: of making and checking checksums, a part of codec_seconds.
     """
 
     step: int
@@ -63,6 +65,7 @@ class StepMetrics:
     seconds: float
     compute_seconds: float
     codec_seconds: float
+    checksum_seconds: float = 0.0
     wait_seconds: float
 
 
@@ -101,6 +104,7 @@ def step_metrics(
         seconds=seconds,
         compute_seconds=work.compute_seconds / ranks,
         codec_seconds=work.codec_seconds / ranks,
+        checksum_seconds=work.checksum_seconds / ranks,
         wait_seconds=work.wait_seconds / ranks,
     )
 

@@ -172,6 +172,7 @@ class Pipeline:
                 work.backward_bytes += stage.traffic.backward_bytes
                 work.backward_elements += stage.traffic.backward_elements
                 work.codec_seconds += stage.traffic.codec_seconds + stage.traffic.checksum_seconds
+                work.checksum_seconds += stage.traffic.checksum_seconds
                 work.wait_seconds += stage.traffic.wait_seconds
             elif isinstance(stage, StockStage):
                 work.compute_seconds += stage.compute_seconds
