@@ -115,7 +115,7 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`, `speedup_fp32` (the same
         stage with full precision), `share_of_unlimited` (of the fastest boundary on the unlimited link),
         `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
-        `compute_seconds`, `codec_seconds` (`checksum_seconds` of them), `wait_seconds` (of a step, mean over the ranks),
+        `compute_seconds`, `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks),
         `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
         all ranks), `steps`.
 
