@@ -8,6 +8,7 @@ import torch
 
 from lowbit.train.config import DataConfig
 from lowbit.train.data import Order, Windows, load_data
+from lowbit.train.folder import RunFolder
 from lowbit.train.section import ConfigError
 from tests.train.test_tokenizer import folder
 
@@ -79,6 +80,24 @@ def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypat
     again = load_data(config, cache=tmp_path / "cache")
     assert again.fingerprint() == first.fingerprint()
     assert again.train.batch(torch.tensor([0]))[0].tolist() == [[2, 3, 2, 3]]
+
+
+def test_token_ids_that_cannot_be_read_are_made_anew(tmp_path, folder, caplog):
+    (tmp_path / "text.txt").write_text("few bits " * 100)
+    config = DataConfig(
+        text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0
+    )
+    first = load_data(config, cache=tmp_path / "cache").fingerprint()
+    [kept] = (tmp_path / "cache").iterdir()
+    assert f"cache/{kept.name}" in RunFolder(tmp_path).made()
+    for damage in (lambda data: data[:-9], lambda data: data[:4], lambda _: b""):
+        kept.write_bytes(damage(kept.read_bytes()))
+        caplog.clear()
+        assert load_data(config, cache=tmp_path / "cache").fingerprint() == first
+        assert [r.message.count("cannot be used and is made anew") for r in caplog.records] == [1]
+    RunFolder(tmp_path).clear()
+    assert f"cache/{kept.name}" in RunFolder(tmp_path).made()
+    assert load_data(config, cache=tmp_path / "cache").fingerprint() == first
 
 
 def test_ids_of_a_tokenizer_that_was_replaced_are_not_taken(tmp_path, folder):

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from lowbit.train import train
+from lowbit.train import ConfigError, train
+from lowbit.train import folder as module
+from lowbit.train.checkpoint import CheckpointError
 from lowbit.train.folder import MARK, RunFolder
+from lowbit.train.prepare import left_behind, prepare
 from tests.train.runs import again, tiny
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
@@ -38,9 +47,10 @@ def test_clearing_removes_what_is_noted_and_nothing_else(tmp_path: Path):
         "model/precious",
     ]
     folder.clear()
-    assert everything(tmp_path) == {"mine", "model", "model/precious", "tensorboard"}
+    assert everything(tmp_path) == {MARK, "mine", "model", "model/precious", "tensorboard"}
+    assert folder.made() == set()
     folder.clear()
-    assert everything(tmp_path) == {"mine", "model", "model/precious", "tensorboard"}
+    assert everything(tmp_path) == {MARK, "mine", "model", "model/precious", "tensorboard"}
 
 
 def test_a_foreign_mark_leads_nowhere_else(tmp_path: Path):
@@ -65,7 +75,7 @@ def test_a_foreign_mark_leads_nowhere_else(tmp_path: Path):
     (inside / MARK).write_text(json.dumps({"made": made}) + '\nnonsense\n[]\n{"made": 3}\n\xff')
     RunFolder(inside).clear()
     assert (outside / "precious").exists()
-    assert everything(inside) == {"link"}, "of a link in the folder, the link"
+    assert everything(inside) == {MARK, "link"}, "of a link in the folder, the link"
 
 
 def test_a_line_cut_short_takes_no_other_along(tmp_path: Path):
@@ -98,7 +108,7 @@ def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
     assert (tmp_path / "model" / "precious").read_text() == "mine"
     assert (tmp_path / "model" / "new").read_text() == "new"
     folder.clear()
-    assert everything(tmp_path) == {"model", "model/precious"}
+    assert everything(tmp_path) == {MARK, "model", "model/precious"}
     os.mkdir(tmp_path / staging.name)
     with pytest.raises(FileExistsError, match="is not lowbit's; it needs the name"):
         folder.staging("model")
@@ -126,5 +136,101 @@ def test_a_run_overwrites_itself_and_leaves_the_rest(
         name for name in first if name.startswith("model/")
     } | {"model/precious.safetensors"}
     RunFolder(output).clear()
-    kept = {"model", "checkpoints", "tensorboard", *foreign}
+    kept = {MARK, "model", "checkpoints", "tensorboard", *foreign}
     assert everything(output) - {"cache"} == kept
+
+
+@pytest.fixture
+def other(tmp_path: Path):
+    """Another process that trains into `tmp_path / "run"`, as far as the folder tells."""
+    program = (
+        "import sys; from pathlib import Path; from lowbit.train.folder import RunFolder; "
+        "print(RunFolder(Path(sys.argv[1])).lock(), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        yield process
+        process.kill()
+
+
+def test_a_run_keeps_others_out_of_its_folder_for_as_long_as_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[bytes]
+):
+    monkeypatch.setattr(RunFolder.lock, "__defaults__", (0,))
+    monkeypatch.setattr(RunFolder.in_use, "__defaults__", (0,))
+    config = tiny(tmp_path, pipeline=ONE)
+    RunFolder(tmp_path / "run").note("summary.json")
+    (tmp_path / "run" / "summary.json").write_text("theirs")
+    text = rf"run.output '.*/run' is in use by process {other.pid} on \S+; allowed: another folder"
+    with pytest.raises(ConfigError, match=text):
+        prepare(config, ranks=1)
+    monkeypatch.setattr("lowbit.train.prepare._launched", lambda: True)  # as a rank does
+    with pytest.raises(CheckpointError, match=text):
+        train(config)
+    assert (tmp_path / "run" / "summary.json").read_text() == "theirs"
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait(10)
+    assert train(config).held_out_loss is not None
+    train(config)
+    assert module._LOCKED == {}
+
+
+def test_a_run_that_fails_or_ends_lets_others_in(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    assert folder.lock() == folder.lock() == folder.in_use() == ""
+    descriptor = os.open(tmp_path / MARK, os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder.clear()
+    folder.unlock()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert folder.lock(0) == folder.in_use(0) != ""
+    os.close(descriptor)
+
+
+def test_a_disk_without_locks_is_told_of_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level(logging.WARNING):
+        assert RunFolder(tmp_path).lock() == ""
+    assert "cannot be locked (No locks available)" in caplog.text
+    RunFolder(tmp_path).unlock()
+
+
+def test_names_that_no_disk_could_have_are_passed_over(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.note("a")
+    names = ["b\0", "\ud800", "x" * 300, "loop/x"]
+    with (tmp_path / MARK).open("a") as file:
+        file.write("[" * 100_000 + "\n" + json.dumps({"made": names}) + "\n")
+    (tmp_path / "loop").symlink_to("loop")
+    assert folder.made() == {"a", "loop/x"}
+    assert folder.out_of_reach() == []
+    folder.clear()
+
+
+def test_a_record_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
+    config = tiny(tmp_path)
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / MARK)
+    with pytest.raises(ConfigError, match="lowbit-run.jsonl that is no regular file"):
+        prepare(config, ranks=2)
+
+
+def test_what_lies_behind_a_link_is_not_left_for_a_later_resume(tmp_path: Path):
+    config = tiny(tmp_path, pipeline=ONE, run={"checkpoint_every": 3})
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    train(config)
+    with pytest.raises(ConfigError, match=r"has checkpoints/step-0.* behind a symbolic link") as e:
+        prepare(config, ranks=1)
+    assert "\n" not in str(e.value)
+    assert "step-00000003/rank-0 is still there" in left_behind(tmp_path / "run")
+    prepare(again(config, run={"overwrite": False, "resume": True}), ranks=1)

@@ -116,3 +116,10 @@ def test_a_warm_up_counts_until_it_is_over(step: int, differs: bool):
     for before, after in (values, values[::-1]):
         assert bool(changes_between(before, after, step=step)) == differs
     assert from_mapping({"run": {"steps": 20}}).codec_warmup_steps == 5, "follows from run.steps"
+
+
+def test_a_foreign_value_is_shown_without_acting_on_the_terminal():
+    change = Change("pipeline.schedule", "1F1B\x1b[2J\n" + "x" * 9999, "GPipe")
+    assert str(change).startswith(r"pipeline.schedule was 1F1B\x1b[2J\nxxx")
+    assert str(change).endswith("... and is GPipe now")
+    assert len(str(change)) < 600

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,9 @@ def test_another_way_to_write_the_same_is_noticed():
     [
         ("format", 3, "has format 3; this version of lowbit reads format 2"),
         ("ranks", "2", "whose ranks is no int"),
+        ("ranks", 2_000_000_000, "not as lowbit writes it"),
+        ("layout", manifest().layout | {"layers": [1 << 40, 1]}, "not as lowbit writes it"),
+        ("\x1b[2J", 1, r"lacks or has \\x1b\[2J"),
         ("rank", 2, "not as lowbit writes it"),
         ("layout", {}, "not as lowbit writes it"),
         ("codecs", [{"after_layer": "x"}], "not as lowbit writes it"),
@@ -96,6 +100,22 @@ def test_a_manifest_belongs_to_its_place(tmp_path: Path):
     assert read_manifest(share) == manifest()
     with pytest.raises(DamagedError, match="is that of rank 0 at step 4"):
         read_manifest(share.rename(share.with_name("rank-1")))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "long"])
+def test_a_manifest_that_is_no_file_or_endless_is_not_read(tmp_path: Path, kind: str):
+    share = tmp_path / "step-00000004" / "rank-0"
+    share.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(share / MANIFEST)
+    elif kind == "device":
+        (share / MANIFEST).symlink_to("/dev/zero")
+    else:
+        with (share / MANIFEST).open("wb") as file:
+            file.truncate(1 << 40)
+    expected = "more than 67108864 bytes" if kind == "long" else "is no regular file"
+    with pytest.raises(DamagedError, match=expected):
+        read_manifest(share)
 
 
 def test_the_newest_step_is_the_newest_that_is_whole(tmp_path: Path):

@@ -83,6 +83,13 @@ def test_damage_is_told(share: Path, damage: Any, text: str):
         verify_share(share)
 
 
+def test_tensors_that_are_a_pipe_are_not_waited_for(share: Path):
+    (share / TENSORS).unlink()
+    os.mkfifo(share / TENSORS)
+    with pytest.raises(DamagedError, match="has a tensors.safetensors that is no regular file"):
+        verify_share(share)
+
+
 def test_an_older_format_is_not_read(share: Path):
     (share / MANIFEST).rename(share / ".metadata")
     with pytest.raises(DamagedError, match="is of an older lowbit and is not read"):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lowbit.collectives.objects import gather_json
 from lowbit.train.folder import RunFolder
-from lowbit.train.manifest import FILES, Manifest, shares_in, step_name, steps_in
+from lowbit.train.manifest import FILES, Manifest, printable, shares_in, step_name, steps_in
 from lowbit.train.section import ConfigError
 from lowbit.train.share import commit_share, drop_share, remove_share, stage_share, staged
 from lowbit.train.state import Snapshot
@@ -37,9 +37,13 @@ _BEAT_SECONDS = 1.0
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be written, or there is none to resume from. The same text on every rank."""
+    """A run cannot begin with what is in its folder; another attempt would end alike. The same text on every rank."""
 
     on_all_ranks = True
+
+
+class TransientError(CheckpointError):
+    """A checkpoint could not be written or sent, as with a full disk; another attempt may. The same on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,7 @@ class Checkpoints:
             step: steps done so far. snapshot: everything to be found again.
 
         Raises:
-            CheckpointError: a rank could not write its share. Nobody's share of this step stays, older steps do.
+            TransientError: a rank could not write its share. Nobody's share of this step stays, older steps do.
         """
         target = self.folder / step_name(step) / f"rank-{self.rank}"
         manifest = Manifest(
@@ -104,7 +108,7 @@ class Checkpoints:
                     with contextlib.suppress(OSError):
                         remove_share(staged(target))
                         target.parent.rmdir()
-                raise CheckpointError(f"{'; '.join(failed)}; older checkpoints are as they were")
+                raise TransientError(f"{'; '.join(failed)}; older checkpoints are as they were")
         self._drop_all_but(step)
 
     def _clear_the_way(self, target: Path) -> None:
@@ -170,14 +174,18 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
             return [each["value"] for each in told]
 
 
-def same_everywhere(problem: str, group: dist.ProcessGroup | None = None) -> None:
+def same_everywhere(
+    problem: str,
+    group: dist.ProcessGroup | None = None,
+    kind: type[CheckpointError] = CheckpointError,
+) -> None:
     """Raise the first problem that any rank has, on each of them; to be called by each of them.
 
     Raises:
-        CheckpointError: with that text.
+        CheckpointError: with that text, as far as it can be printed; or another `kind`.
     """
     if problems := [text for text in gather_json(problem, group) if text]:
-        raise CheckpointError(problems[0])
+        raise kind("\n".join(map(printable, problems[0].split("\n"))))
 
 
 def fail_together(text: str, group: dist.ProcessGroup | None = None) -> NoReturn:

@@ -7,6 +7,7 @@ about the data has to be sent, and a run that resumes at step N sees exactly wha
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +20,12 @@ from torch import Tensor
 
 from lowbit.train import corpus
 from lowbit.train.config import DataConfig
+from lowbit.train.folder import RunFolder
+from lowbit.train.manifest import printable
 from lowbit.train.section import ConfigError
 from lowbit.train.tokenizer import Tokenizer, definition, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class Windows:
@@ -154,9 +159,11 @@ def _tokens(found: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None) ->
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text)
     path = cache / f"tokens-{digest.hexdigest()[:16]}.npy"
-    if not path.exists():
-        _write(path, _encode(iter(texts), tokenizer))
-    return np.load(path, mmap_mode="r")
+    if (kept := _read(path)) is not None:
+        return kept
+    tokens = _encode(iter(texts), tokenizer)
+    _write(path, tokens)
+    return tokens
 
 
 def _encode(found: Iterator[bytes], tokenizer: Tokenizer) -> np.ndarray:
@@ -164,9 +171,30 @@ def _encode(found: Iterator[bytes], tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
+def _read(path: Path) -> np.ndarray | None:
+    """Token ids that were kept; None where there are none that can be read."""
+    if not path.is_file():
+        return None
+    try:
+        tokens = np.load(path, mmap_mode="r")
+        if tokens.ndim == 1 and tokens.dtype.kind == "u":
+            return tokens
+        problem = f"it holds {tokens.dtype} {tokens.shape}"
+    except (OSError, ValueError, EOFError) as error:
+        problem = str(error)
+    log.warning("%s cannot be used and is made anew: %s", path, printable(problem))
+    return None
+
+
 def _write(path: Path, tokens: np.ndarray) -> None:
-    """Write so that another rank never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write so that another rank never sees half a file, and nothing that lowbit did not make is replaced."""
+    folder = RunFolder(path.parent.parent)
     part = path.with_suffix(f".{os.getpid()}.npy")
+    names = [f"{path.parent.name}/{file.name}" for file in (part, path)]
+    if others := folder.foreign(names):
+        log.warning("%s is not lowbit's and stays; token ids are not kept", folder.path / others[0])
+        return
+    folder.note(*names)
+    path.parent.mkdir(parents=True, exist_ok=True)
     np.save(part, tokens)
     part.replace(path)

@@ -1,19 +1,38 @@
 """The folder of a run: which files in it lowbit made, so that it never removes or replaces any other.
 
 Names are written down in `lowbit-run.jsonl` before the files are made, a line at a time, by all processes that write
-into the folder. Nothing else is ever taken for lowbit's own, whatever its name.
+into the folder. Nothing else is ever taken for lowbit's own, whatever its name. The same file is locked while a run
+writes into the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
+import logging
 import os
 import shutil
+import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lowbit.train.manifest import printable
+
+log = logging.getLogger(__name__)
 
 MARK = "lowbit-run.jsonl"
+KEPT = "cache/"
+"""What stays when a folder is cleared: it depends on nothing but text and tokenizer, which its names tell."""
+
+PATIENCE_SECONDS = 5.0
+"""How long a run waits for the one before to end: a process that was killed may take a moment."""
+
+_TURN_SECONDS = 0.1
+_LONGEST_NAME = 255  # bytes of a part of a path; no disk takes more
 _STAGING = ".lowbit-part/"  # ends the names of folders that are lowbit's with all that they hold
 
 
@@ -35,11 +54,90 @@ class RunFolder:
     def made(self) -> set[str]:
         """Files and folders ("model/") that lowbit made, relative to the folder. They need not exist any more."""
         found: set[str] = set()
-        with contextlib.suppress(OSError):
-            for line in (self.path / MARK).read_text("utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    found.update(filter(_is_inside, json.loads(line)["made"]))
+        for line in self._lines():
+            with contextlib.suppress(KeyError, TypeError):
+                if line.get("cleared") is True:
+                    found = {name for name in found if name.startswith(KEPT)}
+                found.update(filter(_is_inside, line["made"]))
         return found
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """What the record holds; whatever is not as lowbit writes it is passed over."""
+        found: list[dict[str, Any]] = []
+        if self.marked:  # a pipe, for example, would be waited for
+            with contextlib.suppress(OSError):
+                for text in (self.path / MARK).read_text("utf-8", errors="replace").splitlines():
+                    with contextlib.suppress(ValueError, RecursionError):
+                        if isinstance(line := json.loads(text), dict):
+                            found.append(line)
+        return found
+
+    def lock(self, patience: float = PATIENCE_SECONDS) -> str:
+        """Keep other runs out of the folder until `unlock`, or until this process ends in whatever way.
+
+        A process may lock a folder that it has locked. Where the disk knows no locks, that is said in the log.
+
+        Args:
+            patience: seconds to wait for another run to end.
+
+        Returns:
+            Who has it locked ("process 7 on host"); empty if this process has now.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        file = _file(descriptor)
+        if file in _LOCKED:
+            os.close(descriptor)
+            return ""
+        if not self._try_lock(descriptor, patience):
+            os.close(descriptor)
+            return self._holder()
+        _LOCKED[file] = descriptor
+        self._append({"made": [], "process": os.getpid(), "host": socket.gethostname()})
+        return ""
+
+    def in_use(self, patience: float = PATIENCE_SECONDS) -> str:
+        """Who else has the folder locked; empty if nobody has. Nothing is made or changed."""
+        if not self.marked:
+            return ""
+        try:
+            descriptor = os.open(self.path / MARK, os.O_RDWR)
+        except OSError:
+            return ""  # whoever writes here will find out
+        try:
+            free = _file(descriptor) in _LOCKED or self._try_lock(descriptor, patience)
+        finally:
+            os.close(descriptor)
+        return "" if free else self._holder()
+
+    def unlock(self) -> None:
+        """Let other runs in again, if this process has the folder locked."""
+        with contextlib.suppress(OSError):
+            status = (self.path / MARK).stat()
+            if (held := _LOCKED.pop((status.st_dev, status.st_ino), None)) is not None:
+                os.close(held)
+
+    def _try_lock(self, descriptor: int, patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    log.warning(
+                        "%s cannot be locked (%s): take care that no other run writes there", self.path, error.strerror
+                    )  # fmt: skip
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_TURN_SECONDS)
+
+    def _holder(self) -> str:
+        known = [line for line in self._lines() if "process" in line and "host" in line]
+        if not known:
+            return "another process"
+        return printable(f"process {known[-1]['process']} on {known[-1]['host']}")
 
     def note(self, *names: str) -> None:
         """Write down that these files, and folders ("model/"), are about to be made.
@@ -48,7 +146,10 @@ class RunFolder:
         """
         folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents}
         new = sorted(f for f in folders if f != "./" and not (self.path / f).exists())
-        line = json.dumps({"made": [*new, *names]}) + "\n"
+        self._append({"made": [*new, *names]})
+
+    def _append(self, values: dict[str, Any]) -> None:
+        line = json.dumps(values) + "\n"
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -70,8 +171,11 @@ class RunFolder:
         return [name for name in names if name not in made and os.path.lexists(self.path / name)]
 
     def clear(self) -> None:
-        """Remove what lowbit made, and folders of its own that are empty then. Several processes may do so at once."""
-        made = self.made()
+        """Remove what lowbit made, and folders of its own that are empty then. Several processes may do so at once.
+
+        Token ids that were kept (`KEPT`) stay, and so does the record, which is locked.
+        """
+        made = {name for name in self.made() if not name.startswith(KEPT)}
         for name in made:
             path = self.path / name
             if not name.endswith("/") and self._leads_inside(path):
@@ -86,7 +190,18 @@ class RunFolder:
                     OSError
                 ):  # it holds something that is not ours, or is gone
                     path.rmdir()
-        (self.path / MARK).unlink(missing_ok=True)
+        if self.marked:
+            self._append({"made": [], "cleared": True})
+
+    def out_of_reach(self) -> list[str]:
+        """Files that lowbit made and that `clear` cannot remove, because a symbolic link leads out of the folder."""
+        return sorted(
+            name
+            for name in self.made()
+            if not name.endswith("/")
+            and os.path.lexists(self.path / name)
+            and not self._leads_inside(self.path / name)
+        )
 
     def adopt(self, staging: Path, name: str) -> None:
         """Move all files of a folder that lowbit has just filled into the folder `name`, and drop what it had there.
@@ -133,13 +248,34 @@ class RunFolder:
 
     def _leads_inside(self, path: Path) -> bool:
         """Whether no symbolic link on the way leads out of the folder."""
-        return path.parent.resolve().is_relative_to(self.path.resolve())
+        try:
+            return path.parent.resolve().is_relative_to(self.path.resolve())
+        except (OSError, RuntimeError):  # links that lead in a circle
+            return False
+
+
+_LOCKED: dict[tuple[int, int], int] = {}  # descriptors that hold this process's locks, by file
+
+
+def _file(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _is_inside(name: object) -> bool:
     return (
         isinstance(name, str)
+        and _is_name(name)
         and name not in ("", ".", "/")
         and not PurePosixPath(name).is_absolute()
         and (".." not in PurePosixPath(name).parts)
     )
+
+
+def _is_name(name: str) -> bool:
+    """Whether a disk could have a file of this name."""
+    try:
+        parts = [os.fsencode(part) for part in name.split("/")]
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in name and all(len(part) <= _LONGEST_NAME for part in parts)

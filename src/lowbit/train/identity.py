@@ -18,6 +18,7 @@ from lowbit.codecs import parse
 from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data
+from lowbit.train.manifest import printable
 from lowbit.train.model import architecture
 from lowbit.train.plan import Plan
 from lowbit.train.section import ConfigError
@@ -29,6 +30,10 @@ FIXED = (
 """Keys that no resume may change: the weights of a checkpoint belong to these."""
 
 _FORMATS = ("pipeline.forward", "pipeline.backward", "gradients.storage", "gradients.all_reduce")
+NOT_RECORDED = "not recorded"
+"""Stands for a value that a checkpoint tells nothing of."""
+
+_LONGEST = 500  # characters of a value in a message
 _WARM_UP = "pipeline.warmup_steps"
 _BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of a file of pretrained weights, to tell it from another
 
@@ -45,7 +50,8 @@ class Change(NamedTuple):
         return {"step": step, **self._asdict()}
 
     def __str__(self) -> str:
-        return f"{self.key} was {self.before} and is {self.after} now"
+        before, after = (_short(str(value)) for value in (self.before, self.after))
+        return f"{printable(self.key)} was {before} and is {after} now"
 
 
 def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def changes_between(
     """
     changes = []
     for key, value in after.items():
-        was = before.get(key, "not recorded")
+        was = before.get(key, NOT_RECORDED)
         if was is None or value is None:
             continue
         if key == _WARM_UP and isinstance(was, int) and max(was, value) <= step:
@@ -177,6 +183,12 @@ def pretrained_digest(folder: str) -> str:
                 file.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
                 digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _short(text: str) -> str:
+    """What fits into a message, of a value that may be a foreign file's."""
+    text = printable(text)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _digest(*parts: np.ndarray) -> str:

@@ -26,7 +26,7 @@ from lowbit.collectives.objects import gather_json
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
-from lowbit.train.checkpoint import together
+from lowbit.train.checkpoint import same_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
@@ -35,7 +35,7 @@ from lowbit.train.folder import RunFolder
 from lowbit.train.gradients import Gradients
 from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
-from lowbit.train.prepare import FILES, Prepared, prepare
+from lowbit.train.prepare import FILES, IN_USE, Prepared, left_behind, prepare
 from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.replicas import Replicas
 from lowbit.train.resume import take_up
@@ -72,7 +72,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         AgreementError: ranks with different configurations, texts or versions.
         PeerError: another rank ended the run; the message names it.
         DivergedError: NaN or infinity in loss or gradients.
-        CheckpointError: a checkpoint cannot be written, or there is none to resume from.
+        CheckpointError: there is none to resume from, or another run uses the folder; TransientError: none can be
+            written.
     """
     rank, ranks = world()
     prepared = prepare(config, ranks=ranks, rank=rank)
@@ -139,14 +140,19 @@ class Trainer:
             gather_json(secrets.token_hex(8), self.side)[0], ranks=self.ranks
         )
         self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
-        self.start = self._begin()
+        try:
+            self.start = self._begin()
+        except BaseException:
+            RunFolder(self.output).unlock()
+            raise
 
     def run(self, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
         """All steps that are left, the final evaluation, and the saved model."""
         run = self.config.run
-        recorder = self._open_recorder()
         history: list[StepMetrics] = []
+        recorder = None
         try:
+            recorder = self._open_recorder()
             for step in range(self.start, run.steps):
                 history.append(self.step(step))
                 if recorder is not None:
@@ -164,6 +170,7 @@ class Trainer:
         finally:
             if recorder is not None:
                 recorder.close()
+            RunFolder(self.output).unlock()
 
     def step(self, step: int) -> StepMetrics:
         """One optimizer step; metrics over all ranks, by this rank's clock."""
@@ -280,10 +287,15 @@ class Trainer:
         run = self.config.run
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
         folder = RunFolder(self.output)
+        # Rank 0 alone: machines may have the folder in common.
+        holder = folder.lock() if self.rank == 0 else ""
+        same_everywhere(IN_USE.format(str(self.output), holder) if holder else "", self.side)
         done = self._resume() if run.resume else 0
         if run.overwrite and local_rank() == 0:
             folder.clear()
         dist.barrier(group=self.side)
+        if not run.resume:
+            same_everywhere(left_behind(self.output), self.side)
         if self.rank == 0:
             folder.note(*FILES)
             pipeline = in_full(self.config.pipeline)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +31,22 @@ _STEP, _RANK = re.compile(r"step-(\d{8,})"), re.compile(r"rank-(\d+)")
 _STAGED = re.compile(r"\.rank-(\d+)")
 
 
+MOST = 1 << 16
+"""The highest count of ranks, stages, layers of a stage and the like that a manifest may tell of."""
+
+_MOST_BYTES = 64 << 20  # of a manifest
+
+
 class DamagedError(ValueError):
-    """A share that is not what was written; the text says in what, without its path."""
+    """A share that is not what was written; the text says in what, without its path, and is safe to print."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
+
+
+def printable(text: str) -> str:
+    r"""A text from a foreign file with what a terminal would act upon written out ("\x1b")."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +129,11 @@ class Manifest:
             yield change.keys() == {"step", "key", "before", "after"}
         yield all(isinstance(name, str) for name in self.aliases.values())
         places, replicas, stages, rows = (self.layout[key] for key in _COUNTS)
-        yield all(type(n) is int and n > 0 for n in (places, replicas, stages, rows))
+        yield all(type(n) is int and 0 < n <= MOST for n in (places, replicas, stages, self.ranks))
+        yield type(rows) is int and rows > 0
         yield self.ranks == places * replicas and 0 <= self.rank < self.ranks
         yield isinstance(self.layout["pipeline.schedule"], str)
-        yield all(type(n) is int and n > 0 for n in self.layout["layers"])
+        yield all(type(n) is int and 0 < n <= MOST for n in self.layout["layers"])
         yield places * stages == len(self.layout["layers"])
 
 
@@ -153,7 +170,7 @@ def read_manifest(share: Path) -> Manifest:
     if (share / ".metadata").exists() and not (share / MANIFEST).exists():
         raise DamagedError(OLDER)
     try:
-        data = (share / MANIFEST).read_bytes()
+        data = read_manifest_bytes(share)
     except OSError as error:
         raise DamagedError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
     found = Manifest.from_values(unseal(data))
@@ -163,6 +180,30 @@ def read_manifest(share: Path) -> Manifest:
     ):
         raise DamagedError(f"is that of rank {found.rank} at step {found.step}")
     return found
+
+
+def read_manifest_bytes(share: Path) -> bytes:
+    """The content of the manifest of a share.
+
+    Raises:
+        DamagedError: it is a pipe or device, or too long. OSError: it cannot be read.
+    """
+    check_regular(share / MANIFEST)
+    with (share / MANIFEST).open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise DamagedError(f"has a {MANIFEST} of more than {_MOST_BYTES} bytes")
+    return data
+
+
+def check_regular(path: Path) -> None:
+    """Raise where reading could take for ever or do something.
+
+    Raises:
+        DamagedError: it is a pipe or device. OSError: there is none.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise DamagedError(f"has a {path.name} that is no regular file")
 
 
 def step_name(step: int) -> str:

@@ -29,13 +29,14 @@ from lowbit.train.identity import (
     run_identity,
     versions,
 )
-from lowbit.train.manifest import OLDER, DamagedError, read_manifest, shares_in, steps_in
+from lowbit.train.manifest import MANIFEST, OLDER, DamagedError, read_manifest, shares_in, steps_in
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.section import ConfigError
 
 FILES = ("metrics.jsonl", "metrics.part", "summary.json", "config.json")
+IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"
 _FOLDERS = (FOLDER, "tensorboard", "model")
 
 
@@ -110,7 +111,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     vocab = vocabulary(config.model, data.tokenizer.size)
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
-    if config.run.resume and "RANK" not in os.environ and not dist.is_initialized():
+    if config.run.resume and not _launched():
         _check_resume(config, identity)
     return Prepared(
         config=config,
@@ -141,9 +142,15 @@ def check_output(config: TrainConfig) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"run.output {str(output)!r} cannot be written to: {reason}") from error
+    folder = RunFolder(output)
+    if os.path.lexists(output / MARK) and not folder.marked:
+        raise ConfigError(
+            f"run.output {str(output)!r} has a {MARK} that is no regular file; allowed: another folder"
+        )
+    if not _launched() and (holder := folder.in_use()):
+        raise ConfigError(IN_USE.format(str(output), holder))
     if run.resume:
         _refuse_older(output / FOLDER)
-    folder = RunFolder(output)
     if foreign := _in_the_way(config, folder):
         known = (
             ""
@@ -160,6 +167,16 @@ def check_output(config: TrainConfig) -> None:
             f"run.output {str(output)!r} holds a run already ({', '.join(there)}); allowed: another folder, "
             "run.resume=true to go on from its newest checkpoint, or run.overwrite=true to throw it away"
         )
+    if run.overwrite and (beyond := folder.out_of_reach()):
+        raise ConfigError(
+            f"run.output {str(output)!r} has {beyond[0]} of an older run behind a symbolic link, where run.overwrite "
+            f"removes nothing ({len(beyond)} files); allowed: another folder, or to remove them by hand"
+        )
+
+
+def _launched() -> bool:
+    """Whether this is a rank among others, which find out together what has to do with all of them."""
+    return "RANK" in os.environ or dist.is_initialized()
 
 
 def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
@@ -177,6 +194,16 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
             for file in sorted(share.iterdir())
         ]
     return folder.foreign(files)
+
+
+def left_behind(output: Path) -> str:
+    """What to say where a run that begins with step 0 finds shares that a later resume would take for its own."""
+    if not (shares := [s for s in _shares(output / FOLDER) if (s / MANIFEST).exists()]):
+        return ""
+    return (
+        f"{shares[0]} is still there, and a later run.resume would go on from it; "
+        "allowed: another folder, or to remove it"
+    )
 
 
 def _refuse_older(folder: Path) -> None:

@@ -26,12 +26,13 @@ from lowbit.train.checkpoint import (
     NO_CHECKPOINT,
     About,
     Checkpoints,
+    TransientError,
     fail_together,
     same_everywhere,
     together,
 )
 from lowbit.train.config import RunConfig
-from lowbit.train.identity import Change, changes_between, refuse
+from lowbit.train.identity import NOT_RECORDED, Change, changes_between, refuse
 from lowbit.train.manifest import step_name
 from lowbit.train.search import Found, Search
 from lowbit.train.share import DTYPES, Reader, crc32
@@ -109,7 +110,7 @@ def _compare(
     same_everywhere(refuse(where, changes, allowed), group)
     layout = {k: v for k, v in about.layout.items() if k.startswith("pipeline.")}
     moved = [Change(k, written.layout[k], v) for k, v in layout.items() if written.layout[k] != v]
-    newer = [Change(k, written.versions.get(k), v) for k, v in about.versions.items()]
+    newer = [Change(k, written.versions.get(k, NOT_RECORDED), v) for k, v in about.versions.items()]
     everything = [*changes, *moved, *(change for change in newer if change.before != change.after)]
     if rank == 0:
         for change in everything:
@@ -301,11 +302,11 @@ class _Exchange:
         """What this rank wants; to be called by all ranks at once.
 
         Raises:
-            CheckpointError: what arrived is not what was written; the same on every rank.
+            TransientError: what arrived is not what was written; the same on every rank.
         """
         everybody = gather_json(wanted, self._group)
         together(partial(self._transfer, everybody), self._group)
-        same_everywhere(self._problem, self._group)
+        same_everywhere(self._problem, self._group, TransientError)
         return self._got
 
     def _transfer(self, everybody: list[list[Item]]) -> None:

@@ -20,6 +20,7 @@ from lowbit.train.manifest import (
     DamagedError,
     Manifest,
     read_manifest,
+    read_manifest_bytes,
     shares_in,
     staged_in,
     step_name,
@@ -29,6 +30,8 @@ from lowbit.train.plan import parameters_at
 from lowbit.train.share import commit_share, verify_share
 
 log = logging.getLogger(__name__)
+
+_NAMED = 4  # shares that are missing; of more, the number is told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +195,12 @@ class Search:
         ]
         for key, found in ((k, v) for k, v in self._copies.items() if k[0] == step):
             absent = sorted(set(range(self._ranks[key])) - found.keys())
-            for rank in absent:
-                if f"rank-{rank}" not in self._reasons.get(step, {}):
-                    reasons.append(f"rank-{rank}{self._layers_of(key, rank)} is on no rank's disk")
+            told = self._reasons.get(step, {})
+            absent = [rank for rank in absent if f"rank-{rank}" not in told]
+            for rank in absent[:_NAMED]:
+                reasons.append(f"rank-{rank}{self._layers_of(key, rank)} is on no rank's disk")
+            if more := absent[_NAMED:]:
+                reasons.append(f"{len(more)} more up to rank-{more[-1]} are on no rank's disk")
         return ", ".join(reasons)
 
     def _layers_of(self, key: tuple[int, str], rank: int) -> str:
@@ -241,5 +247,5 @@ def _where(share: Path) -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else f"{os.uname().nodename} {os.getpid()}"
     status = (share / MANIFEST).stat()
-    digest = hashlib.sha256((share / MANIFEST).read_bytes()).hexdigest()
+    digest = hashlib.sha256(read_manifest_bytes(share)).hexdigest()
     return f"{machine} {status.st_dev} {status.st_ino} {digest}"

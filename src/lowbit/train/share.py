@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from lowbit.train import disk
-from lowbit.train.manifest import FILES, MANIFEST, TENSORS, DamagedError, Manifest, read_manifest
+from lowbit.train.manifest import (
+    FILES,
+    MANIFEST,
+    TENSORS,
+    DamagedError,
+    Manifest,
+    check_regular,
+    read_manifest,
+)
 
 _NAMES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.float16: "F16",
@@ -108,6 +116,7 @@ def verify_share(share: Path) -> Manifest:
         if foreign := sorted({path.name for path in share.iterdir()} - set(FILES)):
             raise DamagedError(f"holds {foreign[0]}, which its manifest does not list")
         path, expected = share / TENSORS, found.files[TENSORS]
+        check_regular(path)
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise DamagedError(f"has {size} bytes of {TENSORS}; {expected['bytes']} were written")
