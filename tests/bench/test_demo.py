@@ -61,7 +61,7 @@ def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
 def test_a_rank_that_fails_is_named(tmp_path: Path):
     config = demo.recipe(demo.CONTESTANTS[1], tmp_path)
     config = replace(config, model=replace(config.model, layers=7), pipeline=ONE_RANK)
-    with pytest.raises(ChildProcessError, match="rank 0 failed: exit status 1, .*8 stages"):
+    with pytest.raises(ChildProcessError, match="rank 0 failed: exit status 2, .*8 stages"):
         demo.train(None, config, print)
 
 

@@ -19,7 +19,7 @@ FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
 """Exit codes: what may be tried again at once, what may not, a loss that is no number, ranks that did not come."""
 
 
-_STARTUP_SECONDS = 60.0  # until the first sign of life: Python has to start
+_STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
 
 class Process:

@@ -37,7 +37,7 @@ def main() -> None:
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
-    from lowbit.train.checkpoint import CheckpointError
+    from lowbit.train.checkpoint import TransientError
     from lowbit.train.loop import DivergedError
     from lowbit.train.meeting import AloneError
     from lowbit.train.peers import AbsentError
@@ -45,7 +45,7 @@ def exit_code(error: Exception) -> int:
 
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,
-        CheckpointError: FAILED,  # a full disk may have room again
+        TransientError: FAILED,  # a full disk may have room again
         ConfigError: USAGE,
     }  # fmt: skip
     return next((code for kind, code in kinds.items() if isinstance(error, kind)), FAILED)
