@@ -164,6 +164,12 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
             guilty = [
                 f"rank {r}" for r in range(attempt.shape.ranks) if host(r) != host(side[0].rank)
             ]
+        elif fault.trial.fault == "disk":  # which the ranks of a machine share
+            guilty = [
+                f"rank {r}"
+                for r in range(attempt.shape.ranks)
+                if host(r) == host(fault.trial.victim)
+            ]
         else:
             guilty = [f"rank {fault.trial.victim}"]
         if blind := [c for c in causes if not any(re.search(rf"\b{g}\b", c) for g in guilty)]:
