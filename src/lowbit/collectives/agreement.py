@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
+from lowbit.collectives.failure import AgreementError
 from lowbit.collectives.store import BoundedStore
 
 Facts = Mapping[str, str]
@@ -28,12 +29,6 @@ _AGREED = "agreed"
 _POLL = 0.02  # seconds between two looks at who is still missing
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-
-
-class AgreementError(RuntimeError):
-    """The members contradict each other, or some of them never came. The same text on every rank."""
-
-    on_all_ranks = True
 
 
 def agree(
@@ -84,6 +79,12 @@ class Agreement:
         """Make a member's facts known."""
         self._store.set(f"{self._prefix}/{member}", json.dumps(dict(facts)))
         self._store.set(f"{self._prefix}/came/{self._rank}", "")
+
+    def exchange(self, facts, names):
+        for m, f in facts.items():
+            self.state(m, f)
+        self.check(names)
+        return {i: json.loads(self._store.get(f"{self._prefix}/{i}")) for i in range(len(names))}
 
     def check(self, names: Sequence[str]) -> None:
         """Wait for the facts of all members, numbered from 0, and compare them.

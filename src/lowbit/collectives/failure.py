@@ -2,7 +2,8 @@
 
 When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
 therefore leaves a note in the store of the process group, "I gave up on rank s", and follows the notes of others from
-its own suspect on. The rank at the end of that chain left none: it is the one that died or hangs.
+its own suspect on. The rank at the end of that chain left none: it is the one that died or hangs. Or it left word of
+why it could not go on itself, and the others say the same.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import json
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 _CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
 _POLL = 0.05
+_MOST_CHARACTERS = 2000  # of a reason
 _LINGER = 5.0  # seconds at most that the rank with the store stays for the others to read it
 
 
@@ -32,6 +35,12 @@ class PeerError(RuntimeError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class AgreementError(RuntimeError):
+    """The members contradict each other, or some of them never came. The same text on every rank."""
+
+    on_all_ranks = True
 
 
 class FailureBoard:
@@ -48,6 +57,7 @@ class FailureBoard:
         self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float
     ) -> None:
         self._store = group.get_group_store()
+        self.topic = topic
         self._prefix = f"lowbit/failure/{topic}"
         self._names = list(names)
         self._rank = dist.get_rank(group)
@@ -61,15 +71,52 @@ class FailureBoard:
         """How long a wait may last; the rest of the timeout is for finding out who is to blame."""
         return timedelta(seconds=0.8 * self._timeout)
 
-    def blame(self, suspect: int, cause: Exception) -> PeerError:
-        """Find out who failed, after communication with rank `suspect` failed with `cause`."""
+    @contextlib.contextmanager
+    def blaming(self, peer: int) -> Iterator[None]:
+        """Turn a failure of communication with a rank into an error that names whoever failed first.
+
+        Raises:
+            PeerError, AgreementError: as `blame` gives it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.blame(peer, error) from error
+
+    def give_up(self, error: Exception, sever: Callable[[], None]) -> None:
+        """Leave word of why this rank cannot go on, then end its connections, at which the others look for the reason.
+
+        Args:
+            error: the reason; sever: ends the connections.
+        """
+        agreement = isinstance(error, AgreementError)
+        text = str(error) if agreement else f"{type(error).__name__}: {error}"
+        note = {"reason": text[:_MOST_CHARACTERS], "agreement": agreement}
+        told = threading.Event()
+        telling = threading.Thread(target=self._tell, args=(note, told), daemon=True)
+        telling.start()
+        told.wait(0.2 * self._timeout)
+        sever()
+        telling.join(0.2 * self._timeout)
+
+    def blame(self, suspect: int, cause: Exception) -> RuntimeError:
+        """Find out who failed, after communication with rank `suspect` failed with `cause`.
+
+        Returns:
+            `PeerError`; `AgreementError` where that is why the first rank gave up.
+        """
         silent = "timed out" in str(cause).lower()
-        chain, finished = [suspect], threading.Event()
+        chain, finished, reason = [suspect], threading.Event(), dict[str, Any]()
         # In a thread, because the store may be on a machine that no longer answers.
-        tracing = threading.Thread(target=self._trace, args=(chain, silent, finished), daemon=True)
+        args = (chain, silent, finished, reason)
+        tracing = threading.Thread(target=self._trace, args=args, daemon=True)
         tracing.start()
         tracing.join(0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout)
         culprit = chain[-1]
+        if reason.get("agreement"):
+            return AgreementError(str(reason["reason"]))
+        if reason:
+            return PeerError(f"{self._names[culprit]} gave up: {reason['reason']}", culprit)
         how = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
         text = f"{self._names[suspect]} {how}"
         if culprit != suspect:
@@ -81,19 +128,31 @@ class FailureBoard:
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause))
         return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
 
-    def _trace(self, chain: list[int], silent: bool, finished: threading.Event) -> None:
-        """Extend `chain` by following notes, for as long as new ones may come."""
+    def _tell(self, note: dict[str, Any], told: threading.Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the store ended with its rank
+            self._note(f"{self._rank}", note)
+            told.set()
+            if self._rank == self._host:
+                self._linger(self._rank, min(_LINGER, 0.1 * self._timeout))
+
+    def _trace(
+        self, chain: list[int], silent: bool, finished: threading.Event, reason: dict[str, Any]
+    ) -> None:
+        """Extend `chain` by following notes, for as long as new ones may come, and take the last one's reason."""
         with contextlib.suppress(RuntimeError):  # the store ended with its rank
             self._note(f"{self._rank}", {"suspect": chain[0], "silent": silent})
             start = time.monotonic()
             while True:
                 while note := self._read(f"{chain[-1]}"):
+                    if "reason" in note:
+                        reason |= note
+                        break
                     silent = silent or bool(note["silent"])
                     if note["suspect"] in (self._rank, *chain):
                         break  # they wait for each other
                     chain.append(note["suspect"])
                 grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
-                if time.monotonic() > start + grace:
+                if reason or time.monotonic() > start + grace:
                     break
                 time.sleep(_POLL)
             self._note(f"seen/{self._rank}", {})
@@ -107,9 +166,9 @@ class FailureBoard:
         while time.monotonic() < deadline and any(self._read(f"seen/{r}") is None for r in others):
             time.sleep(_POLL)
 
-    def _note(self, key: str, note: dict[str, int]) -> None:
+    def _note(self, key: str, note: dict[str, Any]) -> None:
         self._store.set(f"{self._prefix}/{key}", json.dumps(note))
 
-    def _read(self, key: str) -> dict[str, int] | None:
+    def _read(self, key: str) -> dict[str, Any] | None:
         key = f"{self._prefix}/{key}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import xxhash
 from torch import Tensor
 
 from lowbit.codecs.base import FLOATS, Codec, Key, Session
@@ -52,6 +53,11 @@ class Step:
         settling = training and step == warmup_steps - 1
         return cls(training, step < warmup_steps, settling=settling)
 
+    @property
+    def phase(self) -> int:
+        """What the sizes of messages go by: 0 at full precision, 1 where choices travel as well, 2 coded."""
+        return 1 if self.settling else 0 if self.full_precision else 2
+
 
 _CODED = Step()
 
@@ -88,7 +94,7 @@ class Lane:
     ) -> None:
         self.name = f"boundary {boundary} {direction}"
         self.codec = codec
-        self.slots: list[Slot] = []
+        self._slots: Sequence[Sequence[Slot]] = ()  # by micro-batch
         self._direction: Direction = direction
         self._device = torch.device(device)
         self._traffic, self._overhead = traffic, overhead
@@ -98,33 +104,41 @@ class Lane:
         self._choices: dict[str, int] = {}  # for each state, where the codec leaves something open
 
     def prepare(self, slots: Sequence[Slot], step: Step = _CODED) -> None:
-        """Take note of the tensors that cross from this step on. Sessions survive for shapes that come back.
+        """Get ready for tensors that will cross together, from this step on. Sessions survive for shapes that come back.
 
         Raises:
             TypeError: a floating dtype that the codec does not take.
             ValueError: a shape that it does not take, a restored state of another format, or something that it leaves
                 open and the warm-up, which is over, has not settled.
         """
-        self.slots = list(slots)
-        for index, (shape, dtype) in enumerate(self.slots):
+        for index, (shape, dtype) in enumerate(slots):
             if not dtype.is_floating_point:
                 continue
             if dtype not in FLOATS:
                 raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
-            if not step.full_precision or self._is_settled(index):
+            if not step.full_precision or self._is_settled(index, (shape, dtype)):
                 self.session(index, shape, dtype)
 
-    def warm_up(self) -> None:
-        """Have the codec's kernels compiled for the tensors that cross; what sessions remember stays as it is."""
-        for index, (shape, dtype) in enumerate(self.slots):
-            if dtype.is_floating_point and self._is_settled(index):
-                warm_up(self._session(index).codec, shape, dtype, self._device)
+    def use(self, slots: Sequence[Sequence[Slot]]) -> None:
+        """From now on, these tensors cross with each micro-batch; all have been prepared."""
+        self._slots = slots
+
+    def warm_up(self, slots: Sequence[Slot]) -> None:
+        """Have the codec's kernels compiled for tensors that cross; what sessions remember stays as it is."""
+        for index, slot in enumerate(slots):
+            if slot[1].is_floating_point and self._is_settled(index, slot):
+                warm_up(self.session(index, *slot).codec, *slot, self._device)
+
+    def messages(self, micro_batch: int) -> int:
+        """How many tensors cross with a micro-batch."""
+        return len(self._slots[micro_batch]) if self._slots else 0
 
     def nbytes(self, index: int, step: Step, micro_batch: int) -> int:
         """Bytes of the next message of a tensor."""
-        if not self._coded(index, step):
-            return self._plain_bytes(index) + _CHOICE_BYTES * self._tells_choice(index, step)
-        return self._session(index).nbytes(self._key(step, micro_batch))
+        slot = self._slots[micro_batch][index]
+        if not self._coded(slot, step):
+            return _plain_bytes(slot) + _CHOICE_BYTES * self._tells_choice(slot, step)
+        return self.session(index, *slot).nbytes(self._key(step, micro_batch))
 
     def encode(
         self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0
@@ -138,24 +152,25 @@ class Lane:
         Raises:
             ValueError: shape or dtype differ from what the boundary was prepared for.
         """
-        if (x.shape, x.dtype) != self.slots[index]:
+        slot = self._slots[micro_batch][index]
+        if (x.shape, x.dtype) != slot:
             raise ValueError(
-                f"{self.name}: tensor {index} is {_described((x.shape, x.dtype))}; "
-                f"both ends expect {_described(self.slots[index])}"
+                f"{self.name}: tensor {index} is {_described((x.shape, x.dtype))}; both ends expect {_described(slot)}"
             )
         with self._aside():
             size = self.nbytes(index, step, micro_batch)
             message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
             payload = message[:size]
-            if self._coded(index, step):
+            if self._coded(slot, step):
+                session = self.session(index, *slot)
                 key = self._key(step, micro_batch)
-                self._session(index).encode(x, key=key, training=step.training, out=payload)
+                session.encode(x, key=key, training=step.training, out=payload)
             else:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
-                plain, told = payload.tensor_split([self._plain_bytes(index)])
+                plain, told = payload.tensor_split([_plain_bytes(slot)])
                 plain.view(x.dtype).view(x.shape).copy_(x.detach())
-                if self._tells_choice(index, step):
-                    choice = torch.tensor([self._choose(index, x), 0], dtype=torch.int64)
+                if self._tells_choice(slot, step):
+                    choice = torch.tensor([self._choose(index, slot, x), 0], dtype=torch.int64)
                     told.copy_(choice.view(torch.uint8))
         self._traffic.count(self._direction, size + self._overhead * bool(size), x.numel())
         return message
@@ -165,26 +180,31 @@ class Lane:
     ) -> None:
         """Write the tensor in `payload` to `out`, which has the shape and dtype of this slot."""
         with self._aside():
-            out = out.detach()
-            if self._coded(index, step):
+            out, slot = out.detach(), self._slots[micro_batch][index]
+            if self._coded(slot, step):
+                session = self.session(index, *slot)
                 key = self._key(step, micro_batch)
-                self._session(index).decode(payload, key=key, out=out, training=step.training)
+                session.decode(payload, key=key, out=out, training=step.training)
             else:
-                plain, told = payload.tensor_split([self._plain_bytes(index)])
-                if self._tells_choice(index, step):
-                    self._adopt(index, int(told.clone().view(torch.int64)[0]))
+                plain, told = payload.tensor_split([_plain_bytes(slot)])
+                if self._tells_choice(slot, step):
+                    self._adopt(index, slot, int(told.clone().view(torch.int64)[0]))
                 out.copy_(plain.view(out.dtype).view(out.shape))
 
-    def facts(self) -> dict[str, str]:
-        """What both ends of the boundary must agree on before the first message."""
-        coded = [i for i, (_, dtype) in enumerate(self.slots) if dtype.is_floating_point]
-        sessions = [self._session(i) if self._is_settled(i) else None for i in coded]
+    def facts(self, slots: Sequence[Slot]) -> dict[str, str]:
+        """What both ends of the boundary must agree on before the first message with these tensors."""
+        sessions = [
+            self.session(index, *slot) if self._is_settled(index, slot) else None
+            for index, slot in enumerate(slots)
+            if slot[1].is_floating_point
+        ]
         return {
-            f"{self.name} tensors": _listed(map(_described, self.slots)),
+            f"{self.name} tensors": _listed(map(_described, slots)),
             f"{self.name} payload bytes": _listed(
                 s.max_nbytes() if s else "open" for s in sessions
             ),
             f"{self.name} state bytes": _listed(s.state_bytes() if s else "open" for s in sessions),
+            f"{self.name} state": self._digest(),
         }
 
     def chosen(self) -> dict[str, Codec]:
@@ -215,41 +235,35 @@ class Lane:
         for name, session in self._states.items():
             session.load_state_dict(self._restored.pop(name, {}))
 
-    def _coded(self, index: int, step: Step) -> bool:
-        if step.full_precision or not self.slots[index][1].is_floating_point:
+    def _coded(self, slot: Slot, step: Step) -> bool:
+        if step.full_precision or not slot[1].is_floating_point:
             return False
         return step.training or not self.codec.needs_key
 
     def _key(self, step: Step, micro_batch: int) -> Key | None:
         return step.keys[micro_batch] if self.codec.needs_key and step.keys else None
 
-    def _plain_bytes(self, index: int) -> int:
-        shape, dtype = self.slots[index]
-        return shape.numel() * dtype.itemsize
-
-    def _tells_choice(self, index: int, step: Step) -> bool:
+    def _tells_choice(self, slot: Slot, step: Step) -> bool:
         """Whether a message at full precision has the sender's choice behind it."""
-        open_yet = step.settling and not self.codec.settled
-        return open_yet and self.slots[index][1].is_floating_point
+        return step.settling and not self.codec.settled and slot[1].is_floating_point
 
-    def _choose(self, index: int, x: Tensor) -> int:
-        state = self._state_of(index, self.slots[index])
+    def _choose(self, index: int, slot: Slot, x: Tensor) -> int:
+        state = self._state_of(index, slot)
         if state not in self._choices:
-            self._adopt(index, self.codec.choose(x))
-            log.info("%s: %s: %s", self.name, state, self._session(index).codec)
+            self._adopt(index, slot, self.codec.choose(x))
+            log.info("%s: %s: %s", self.name, state, self.session(index, *slot).codec)
         return self._choices[state]
 
-    def _adopt(self, index: int, choice: int) -> None:
+    def _adopt(self, index: int, slot: Slot, choice: int) -> None:
         """Code a tensor with what its sender chose, from the next step on."""
-        shape, dtype = self.slots[index]
-        state = self._state_of(index, self.slots[index])
+        state = self._state_of(index, slot)
         known = self._choices.setdefault(state, choice)
         if known != choice:
             raise ValueError(f"{self.name}: {state} was settled as {known}, and now as {choice}")
-        warm_up(self._session(index).codec, shape, dtype, self._device)
+        warm_up(self.session(index, *slot).codec, *slot, self._device)
 
-    def _is_settled(self, index: int) -> bool:
-        return self.codec.settled or self._state_of(index, self.slots[index]) in self._choices
+    def _is_settled(self, index: int, slot: Slot) -> bool:
+        return self.codec.settled or self._state_of(index, slot) in self._choices
 
     def _settled(self, state: str) -> Codec:
         if not self.codec.settled and state not in self._choices:
@@ -258,9 +272,6 @@ class Lane:
                 "chosen here; allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
             )
         return self.codec.settle(self._choices.get(state, 0))
-
-    def _session(self, index: int) -> Session:
-        return self.session(index, *self.slots[index])
 
     def _state_of(self, index: int, slot: Slot) -> str:
         """Name of what the codec keeps for messages of a tensor, which several shapes may share."""
@@ -280,6 +291,23 @@ class Lane:
                 self._states[state] = session
             self._sessions[name] = session
         return self._sessions[name]
+
+    def _digest(self) -> str:
+        """Of what the lane keeps: the same at both ends, or their states do not belong together."""
+        digest = xxhash.xxh3_64()
+        for name, state in sorted(self.state_dict().items()):
+            # A state that keeps count of its messages is known by them; computed numbers may differ in the last bits.
+            counted = {"messages", "digest", _CHOICE} if "digest" in state else state
+            for key in sorted(state):
+                if key in counted:
+                    value = state[key]
+                    digest.update(f"{name}/{key}".encode())
+                    digest.update(
+                        value.cpu().contiguous().view(torch.uint8).numpy()
+                        if isinstance(value, Tensor)
+                        else str(value).encode()
+                    )
+        return digest.hexdigest()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -368,6 +396,11 @@ def keys_of(samples: Tensor, micro_batches: int) -> tuple[Key, ...]:
     if samples.unique().numel() != samples.numel():
         raise ValueError("ids has a sample twice; the ids of a batch must differ")
     return tuple(tuple(part.tolist()) for part in samples.tensor_split(micro_batches))
+
+
+def _plain_bytes(slot: Slot) -> int:
+    shape, dtype = slot
+    return shape.numel() * dtype.itemsize
 
 
 def _described(slot: Slot) -> str:

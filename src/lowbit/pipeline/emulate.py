@@ -166,8 +166,10 @@ class _Wire:
     def carry(self, x: Tensor, step: Step) -> Tensor:
         """`x` as it arrives."""
         sender, receiver = self._ends_on(x.device)
+        slots = [(x.shape, x.dtype)]
         for lane in (sender, receiver):
-            lane.prepare([(x.shape, x.dtype)], step)
+            lane.prepare(slots, step)
+            lane.use([slots])
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
         return out

@@ -1,89 +1,106 @@
-"""All use of what is only half public in `torch.distributed.pipelining`, translated to an interface without it.
+"""All use of what is not public in `torch.distributed.pipelining`, translated to an interface without it.
 
-The schedules call methods of their stages to learn what to send and where to receive. `HookedStage` overrides those and
-calls methods of its own that a subclass implements; it works alike with PyTorch 2.11 to 2.13. What else differs
-between these versions is the exchange of shapes before the first step. PyTorch pickles what it exchanges there; here it
-travels as JSON (`lowbit.pipeline.shapes`), so that no rank runs what a peer sends.
+A schedule splits the batch, has its stages prepared, and then calls methods of theirs to learn what to send and where
+to receive. PyTorch's preparation differs from version to version (a vote, trial runs whose outcome it pickles, an
+all-reduce) and is done once for each schedule, whatever other schedules do with the same stages. `HookedStage` lets
+none of that happen: it calls `run_pass` of its subclass in its place, each time, and overrides all methods that would
+need what is prepared there. What is left is alike in PyTorch 2.11 to 2.15:
+
+- `clear_runtime_states` is the first method of a stage that `schedule.step` calls, and `_step_microbatches` of the
+  schedule does everything after the batch is split;
+- a schedule prepares its stages unless `_stage(s)_forward_initialized` and `_stage(s)_backward_initialized` are set.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, _utils
-from torch.utils._pytree import tree_map_only
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from lowbit.collectives.failure import PeerError
-from lowbit.pipeline import shapes
-from lowbit.pipeline.boundary import Direction, Slot
+from lowbit.pipeline.boundary import Direction
 
-_REQUIRED = (
-    "clear_runtime_states",
-    "get_fwd_recv_ops",
-    "get_fwd_send_ops",
-    "get_bwd_recv_ops",
-    "get_bwd_send_ops",
-    "forward_one_chunk",
-    "perform_reduce_grad",
-    "_get_init_p2p_neighbors_ops",
-    "_prepare_forward_infra",
-    "_prepare_backward_infra",
-    "_retrieve_recv_activations",
-    "_retrieve_recv_grads",
-)
+FIRST, LAST = (2, 11), (2, 15)
+"""The PyTorch versions that the tests have passed with; pyproject.toml allows the same."""
+
+KNOWN = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
 
 
 def check_torch() -> None:
-    """Check that this PyTorch has what `HookedStage` builds on.
+    """Check that this is a PyTorch that `HookedStage` is known to work with.
 
     Raises:
-        RuntimeError: it has not; the text names what is missing.
+        RuntimeError: it is not.
     """
-    missing = [name for name in _REQUIRED if not hasattr(PipelineStage, name)]
-    if missing:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not FIRST <= version <= LAST:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} has no PipelineStage.{', PipelineStage.'.join(missing)}, "
-            "on which lowbit.pipeline builds; known to work: 2.11 to 2.13"
+            f"PyTorch is {torch.__version__}, and pipelines of lowbit work with {KNOWN}; "
+            f"install one with: pip install 'torch>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}'"
         )
 
 
-class HookedStage(PipelineStage):
-    """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`."""
+@dataclass(frozen=True)
+class Batch:
+    """What a call of `schedule.step` or `schedule.eval` was given on this rank.
 
-    limit: float
-    """Seconds to wait for a neighbour."""
+    Attributes:
+        training: whether gradients are computed.
+        micro_batches: how many the schedule runs.
+        args: positional inputs by micro-batch; empty tuples on a rank without the first stage.
+        kwargs: keyword inputs by micro-batch, of any stage.
+    """
+
+    training: bool
+    micro_batches: int
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What crosses the two sides of a stage with a micro-batch: tensors without memory, on the meta device."""
+
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+
+
+class HookedStage(PipelineStage):
+    """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`.
+
+    Attributes:
+        declared: layouts of `input_args` and `output_args`; None where one of them was not given.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_torch()
         super().__init__(*args, **kwargs)
-        self._micro_batches = 0
-
-    @property
-    @abstractmethod
-    def wire(self) -> torch.device:
-        """Where tensors must be for the process group to carry them: the CPU for Gloo."""
+        self.declared = self._declared(*args, **kwargs)
+        self._runtime_validate = False  # by what PyTorch has prepared
+        self._layouts: Sequence[Layouts] = ()  # by micro-batch
+        self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
 
     @abstractmethod
-    def step_begins(self) -> None:
-        """A step (training or evaluation, see `has_backward`) starts; shapes may not be known yet."""
+    def run_pass(
+        self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]
+    ) -> None:
+        """Run a pass, training or not: `body` is the schedule's part.
 
-    @abstractmethod
-    def shapes_wanted(self) -> None:
-        """PyTorch is about to exchange shapes; the micro-batches of a step are known."""
+        To be called before it, on all stages: `use`, with the layouts of what crosses.
 
-    @abstractmethod
-    def shapes_known(self) -> None:
-        """Shapes have been exchanged, before the first step and again whenever PyTorch does so."""
-
-    @abstractmethod
-    def step_ends(self) -> None:
-        """All stages of this rank have handed over what they send in this step."""
+        Args:
+            stages: all of this rank, ascending; the method is called on the first.
+        """
 
     @abstractmethod
     def send(
@@ -96,13 +113,8 @@ class HookedStage(PipelineStage):
         """Prepare to receive; returns operations that the schedule shall run and wait for."""
 
     @abstractmethod
-    def take(self, direction: Direction, micro_batch: int, buffers: list[Tensor]) -> None:
-        """Fill the buffers, in place, with what the neighbour sent."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step; 0 before shapes are wanted."""
-        return self._micro_batches
+    def take(self, direction: Direction, micro_batch: int, layouts: list[Tensor]) -> list[Tensor]:
+        """The tensors that the neighbour sent, with these layouts."""
 
     def rank_of(self, stage: int) -> int:
         """Rank, within the group, that holds a stage."""
@@ -112,187 +124,198 @@ class HookedStage(PipelineStage):
         """Stages that a rank of the group holds, ascending."""
         return sorted(s for s, r in self.stage_index_to_group_rank.items() if r == rank)
 
-    def slots(self, direction: Direction, outgoing: bool) -> list[Slot]:
-        """Shapes and dtypes of the tensors that cross on one side of this stage; none for a neighbour on this rank."""
-        upward = (direction == "forward") == outgoing  # between this stage and the next one
-        neighbour = self.stage_index + 1 if upward else self.stage_index - 1
-        if not 0 <= neighbour < self.num_stages or not self._is_remote(neighbour):
-            return []
-        if outgoing:
-            found = self._outputs() if upward else self._input_grads()
-        else:
-            found = self._buffers((self.grad_recv_info if upward else self.args_recv_info)[0])
-        return [(torch.Size(meta.shape), meta.dtype) for meta in found]
+    def is_remote(self, stage: int) -> bool:
+        """Whether there is such a stage, and on another rank."""
+        return 0 <= stage < self.num_stages and self.rank_of(stage) != self.group_rank
 
-    # What follows overrides PyTorch's hooks, in the order of a step.
+    def trial(
+        self, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool
+    ) -> tuple[Tensor, ...]:
+        """Layouts of the outputs for such inputs, found by running the module once; it is left as it was.
+
+        Args:
+            inputs: tensors, or layouts of such; kwargs: keyword inputs of the module.
+        """
+        with self._restored(), torch.set_grad_enabled(training):
+            real = [self._real(x) for x in inputs]
+            named = {name: self._real(x) for name, x in kwargs.items()}
+            return tuple(map(layout_of, _as_tuple(self.submod(*real, **named))))
+
+    def use(self, layouts: Sequence[Layouts]) -> None:
+        """From now on, these cross with each micro-batch."""
+        self._layouts = layouts
+        self.chunks = len(layouts)
+        self.act_send_info = {i: [self.stage_index + 1] for i in range(len(layouts[0].outputs))}
+        if hasattr(self, "_stage_meta"):  # since 2.12, `backward_one_chunk` asks how many inputs there are
+            self._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
+
+    # What follows overrides PyTorch's methods, in the order of a step.
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
-        self.step_begins()
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # PyTorch 2.11 opens connections with this, in V schedules even to the rank itself, which Gloo cannot.
-        with self._on_wire():
-            ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.group_peer != self.group_rank]
-
-    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        # PyTorch 2.11: a trial run, and exchanges before and after it, which it pickles.
-        if not self.is_first and self._is_remote(self.stage_index - 1):
-            args = tuple(self._layouts_from(self.stage_index - 1))
-        self.inputs_meta = tree_map_only(Tensor, lambda x: x.to("meta"), tuple(args))
-        inputs = tree_map_only(
-            Tensor, lambda x: torch.zeros_like(x, device=self.device), self.inputs_meta
-        )
-        with torch.no_grad():
-            outputs = self.submod(*inputs, **(kwargs or {}))
-        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-        metas = tree_map_only(Tensor, lambda x: x.to("meta"), outputs)
-        getattr(self, "_configure_outputs_meta")(metas)  # noqa: B009 (pyright)
-        if self.is_last or not self._is_remote(self.stage_index + 1):
-            return metas
-        self._layouts_to(self.stage_index + 1, metas)
-        return ()
-
-    # PyTorch 2.13 exchanges shapes with these.
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_wire():
-            return super()._warmup_forward_vote(*args, **kwargs)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_wire():
-            return super()._warmup_backward_result(*args, **kwargs)
-
-    def _recv_meta(self, src_stage: int) -> Any:
-        metas = tuple(
-            None if layout is None else _utils._TensorMeta.from_tensor(layout)
-            for layout in self._layouts_from(src_stage)
-        )
-        if src_stage < self.stage_index:
-            return _utils._StageForwardMeta(metas)  # pyright: ignore[reportArgumentType]
-        return _utils._StageBackwardMeta(metas)
-
-    def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        upward = dst_stage > self.stage_index
-        self._layouts_to(dst_stage, meta.forward_metas if upward else meta.backward_metas)
-
-    def _layouts_to(self, stage: int, layouts: Sequence[Any]) -> None:
-        shapes.send(layouts, self.group, self.rank_of(stage), self.wire, self.limit)
-
-    def _layouts_from(self, stage: int) -> list[Tensor | None]:
-        """What a neighbour sends: every activation, but no gradient of what needs none.
-
-        Raises:
-            PeerError: something else came.
-        """
-        layouts = shapes.receive(self.group, self.rank_of(stage), self.wire, self.limit)
-        if stage < self.stage_index and any(layout is None for layout in layouts):
-            peer = self.rank_of(stage)
-            raise PeerError(f"rank {peer} sent no layout of an output of stage {stage}", peer)
-        return layouts
-
-    @contextlib.contextmanager
-    def _on_wire(self) -> Iterator[None]:
-        """PyTorch puts what it exchanges before the first step on the stage's device, from where Gloo cannot send."""
-        before, self.device = self.device, self.wire
-        try:
-            yield
-        finally:
-            self.device = before
-
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self._micro_batches = num_microbatches
-        self.shapes_wanted()
-        result = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
-        if not self.has_backward:
-            self.shapes_known()
-        return result
-
-    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_backward_infra(num_microbatches, *args, **kwargs)
-        self.shapes_known()
-        return result
+        self._handed_over.clear()
+        _take_over(_calling_schedule())
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.is_first or not self._is_remote(self.stage_index - 1):
+        if not self.is_remote(self.stage_index - 1):
             return []
         return self.receive("forward", fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_last or not self._is_remote(self.stage_index + 1):
+        if not self.has_backward or not self.is_remote(self.stage_index + 1):
             return []
         return self.receive("backward", bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        if self._is_remote(self.stage_index - 1):
-            buffers = self._buffers(self.args_recv_info[fwd_chunk_id])
-            self.take("forward", fwd_chunk_id, buffers)
-        return super()._retrieve_recv_activations(fwd_chunk_id)
+        layouts = self._layouts[fwd_chunk_id].inputs
+        if self.is_remote(self.stage_index - 1):
+            inputs = self.take("forward", fwd_chunk_id, list(layouts))
+        else:
+            inputs = self._handed_over.pop(("forward", fwd_chunk_id))
+        learn = self.has_backward and torch.is_grad_enabled()
+        return tuple(
+            x.requires_grad_(learn and layout.requires_grad)
+            for x, layout in zip(inputs, layouts, strict=True)
+            if x is not None
+        )
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        if self._is_remote(self.stage_index + 1):
-            buffers = self._buffers(self.grad_recv_info[bwd_chunk_id])
-            self.take("backward", bwd_chunk_id, buffers)
-        return super()._retrieve_recv_grads(bwd_chunk_id)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if self.is_last:
-            self._end_of_evaluation(fwd_chunk_id)
-        return output
+        layouts = self._layouts[bwd_chunk_id].outputs
+        if not self.is_remote(self.stage_index + 1):
+            grads = self._handed_over.pop(("backward", bwd_chunk_id))
+            return tuple(self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True))
+        learned = [layout for layout in layouts if layout.requires_grad]
+        grads = iter(self.take("backward", bwd_chunk_id, learned))
+        return tuple(next(grads) if layout.requires_grad else None for layout in layouts)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_remote(self.stage_index + 1):
+            return []
         tensors = [op.tensor for op in super().get_fwd_send_ops(fwd_chunk_id)]
-        ops = self.send("forward", fwd_chunk_id, tensors) if tensors else []
-        self._end_of_evaluation(fwd_chunk_id)
-        return ops
+        return self.send("forward", fwd_chunk_id, tensors)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        tensors = [op.tensor for op in super().get_bwd_send_ops(bwd_chunk_id)]
-        return self.send("backward", bwd_chunk_id, tensors) if tensors else []
+        if not self.has_backward or self.is_first:
+            return []
+        layouts = self._layouts[bwd_chunk_id].inputs
+        grads = self.bwd_cache.pop(bwd_chunk_id)[: len(layouts)]
+        tensors = [self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True)]
+        return self.send("backward", bwd_chunk_id, [x for x in tensors if x is not None])
+
+    # V schedules: between stages of one rank.
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        outputs = tuple(x.detach() for x in _as_tuple(prev_stage_outputs))
+        self._handed_over["forward", mb_index] = outputs
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        # V schedules pass gradients between stages of a rank in evaluation too, where stock stages raise.
+        # They pass gradients on in evaluation too, where PyTorch's own stages raise.
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+            self._handed_over["backward", mb_index] = next_stage_bwd_outputs
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        super().perform_reduce_grad(grad_scale_factor)
-        # Gradients flow down, so the lowest stage of a rank is the last to send any.
-        if self.stage_index == self.stages_of(self.group_rank)[0]:
-            self.step_ends()
+    # PyTorch 2.11 compares what goes through a stage with what it has prepared.
 
-    def _end_of_evaluation(self, micro_batch: int) -> None:
-        """Activations flow up: without backward, the highest stage of a rank is the last to send."""
-        last = micro_batch == self._micro_batches - 1
-        if (
-            not self.has_backward
-            and last
-            and self.stage_index == self.stages_of(self.group_rank)[-1]
-        ):
-            self.step_ends()
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        pass
 
-    def _is_remote(self, stage: int) -> bool:
-        return self.rank_of(stage) != self.group_rank
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        pass
 
-    @staticmethod
-    def _buffers(infos: Any) -> list[Tensor]:
-        """Receive buffers, in the order in which the neighbour sends; inputs without gradient have none."""
-        return [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+    def _declared(self, *args: Any, **kwargs: Any) -> Layouts | None:
+        given = inspect.signature(PipelineStage.__init__).bind(self, *args, **kwargs).arguments
+        inputs, outputs = given.get("input_args"), given.get("output_args")
+        if inputs is None or outputs is None:
+            return None
+        layouts = [tuple(map(layout_of, _as_tuple(part))) for part in (inputs, outputs)]
+        if not hasattr(self, "_stage_meta"):  # PyTorch 2.11 takes all of them to need gradients
+            for layout in (*(() if self.is_first else layouts[0]), *layouts[1]):
+                layout.requires_grad_(layout.is_floating_point())
+        return Layouts(*layouts)
 
-    def _outputs(self) -> list[Any]:
-        meta = getattr(self, "_stage_meta", None)
-        if meta is not None:
-            return list(meta.outputs or ())
-        return list(getattr(self, "get_outputs_meta")())  # noqa: B009 (pyright) PyTorch 2.11
+    def _real(self, x: Any) -> Any:
+        """What a trial run computes with: tensors of a graph of their own, zeros where there are none."""
+        if not isinstance(x, Tensor):
+            return x
+        real = torch.zeros_like(x, device=self.device) if x.is_meta else x.detach()
+        return real.requires_grad_(x.requires_grad)
 
-    def _input_grads(self) -> list[Any]:
-        meta_of = getattr(self, "_get_grad_send_meta", None)
-        if meta_of is not None:
-            metas = [meta_of(i) for i in range(len(self.args_recv_info[0]))]
-            return [meta for meta in metas if meta is not None]
-        return self._buffers(self.args_recv_info[0])  # PyTorch 2.11: of every input
+    def _or_zeros(self, grad: Tensor | None, layout: Tensor) -> Tensor | None:
+        """A gradient; zeros where autograd gave none for a tensor that wants one."""
+        if grad is not None or not layout.requires_grad:
+            return grad
+        return torch.zeros(layout.shape, dtype=layout.dtype, device=self.device)
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Afterwards, random numbers, buffers, and what FSDP has gathered are as before."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.submod.buffers()]
+        device = torch.device(self.device)
+        devices = [] if device.type in ("cpu", "meta") else [device]
+        try:
+            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+                yield
+        finally:
+            getattr(self, "_post_metadata_inference_cleanup", lambda: None)()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def layout_of(x: Any) -> Tensor:
+    """A tensor's layout: its shape, strides, dtype, and whether it wants gradients.
+
+    Raises:
+        TypeError: not a tensor, or a DTensor, whose mesh does not travel.
+    """
+    if not isinstance(x, Tensor) or hasattr(x, "placements"):
+        raise TypeError(f"a {type(x).__name__} is to cross between two stages; allowed: tensors")
+    layout = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return layout.requires_grad_(x.requires_grad)
+
+
+def _calling_schedule() -> _PipelineSchedule:
+    """The schedule in whose `step` this is called."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(schedule := frame.f_locals.get("self"), _PipelineSchedule):
+            return schedule
+        frame = frame.f_back
+    raise RuntimeError(
+        "a stage of lowbit is run by `step` or `eval` of a schedule of torch.distributed.pipelining"
+    )
+
+
+def _take_over(schedule: _PipelineSchedule) -> None:
+    """Have the schedule run its micro-batches within `HookedStage.run_pass`, and prepare nothing."""
+    if getattr(schedule, "_runs_hooked", False):
+        return
+    run, this = type(schedule)._step_microbatches, weakref.ref(schedule)
+
+    def run_hooked(arg_mbs: Any = None, kwarg_mbs: Any = None, *rest: Any, **named: Any) -> None:
+        schedule = this()
+        assert schedule is not None  # one of its methods is running
+        held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+        if not all(isinstance(stage, HookedStage) for stage in held):
+            kinds = ", ".join(sorted({type(stage).__name__ for stage in held}))
+            raise TypeError(
+                f"stages of this rank are {kinds}; allowed: all of lowbit, or all of PyTorch"
+            )
+        stages = sorted(held, key=lambda stage: stage.stage_index)
+        count, training = schedule._n_microbatches, schedule._has_backward
+        for prefix in ("_stage", "_stages"):
+            setattr(schedule, f"{prefix}_forward_initialized", True)
+            setattr(schedule, f"{prefix}_backward_initialized", training)
+        batch = Batch(training, count, arg_mbs or [()] * count, kwarg_mbs or [{}] * count)
+        stages[0].run_pass(
+            stages, batch, lambda: run(schedule, arg_mbs, kwarg_mbs, *rest, **named)
+        )
+
+    setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
+    setattr(schedule, "_runs_hooked", True)  # noqa: B010
+
+
+def _as_tuple(values: Any) -> tuple[Any, ...]:
+    return tuple(values) if isinstance(values, tuple | list) else (values,)

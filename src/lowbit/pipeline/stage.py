@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,26 +13,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit import __version__
-from lowbit.codecs.base import Codec, Session, check_int
-from lowbit.collectives.agreement import Agreement, default_group
+from lowbit.codecs.base import Codec, Key, Session, check_int
+from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
-from lowbit.collectives.failure import FailureBoard
+from lowbit.collectives.failure import FailureBoard, PeerError
+from lowbit.pipeline import shapes
 from lowbit.pipeline.boundary import (
     Direction,
     Lane,
+    Slot,
     Step,
     check_warm_up,
     checked_samples,
     codec_at,
     keys_of,
 )
-from lowbit.pipeline.hooks import HookedStage
-from lowbit.pipeline.numbering import pipeline_number, rank_names
+from lowbit.pipeline.hooks import Batch, HookedStage, Layouts
+from lowbit.pipeline.numbering import pipeline_number
+from lowbit.pipeline.passes import Configuration, Passes
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Route, choose
 
-_TAG_BASE = 1 << 29  # away from the small tags that a program may use itself
-_MOST_TENSORS, _MOST_MICRO_BATCHES = 1 << 6, 1 << 12  # what fits into a tag, with 1024 boundaries
+_TAG_BASE = (1 << 29) + 1  # away from the small tags that a program may use itself, behind the announcements
 
 
 class LowBitStage(HookedStage):
@@ -95,22 +97,14 @@ class LowBitStage(HookedStage):
         self._checksums = Checksums(self._name, enabled=checksums)
         self._transport = choose(self._group, self.device, self.traffic, self._checksums)
         self._lanes = self._open_lanes(forward, backward)
-        self._steps = self._passes = 0
-        self._told = ""
+        self._steps = 0
         self._step = Step()
         self._samples: Tensor | None = None
-        self._prepared_for: bool | None = None  # has_backward when shapes became known
-        self._posted = False
-        self._ranks = rank_names(self._group, self.stages_of)
-        self._board: FailureBoard | None = None
-        self._last_pass: bool | None = None  # the value of has_backward in the last step
-        self._compared: dict[str, tuple[Agreement, int]] = {}  # the last one about each thing
-        self._shapes: Agreement | None = None  # stated, but not yet checked
-        self._settled: Agreement | None = None  # the last one that was checked
-        self._shape_rounds = 0
-        self._fault = ""
-        self._identity = Agreement(self._group, f"{self._name}/identity", self.limit)
-        self._identity.state(stage_index, self._identity_facts())
+        self._passes: Passes | None = None  # shared by the stages of this rank
+        self._configuration: Configuration | None = None  # of this pass
+        self._ranks: Sequence[str] = ()
+        self._told = ""
+        self._expected: set[tuple[Direction, int, int]] = set()  # and not used yet
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
         """Tell which samples the next training step's batch holds; for codecs that keep something per sample.
@@ -184,54 +178,132 @@ class LowBitStage(HookedStage):
         self._steps = int(state["steps"])
         for name, lane in lanes.items():
             lane.load_state_dict(state["lanes"].get(name, {}))
+        if self._passes is not None:
+            self._passes.forget()
 
-    # What `HookedStage` asks for, in the order of a step.
+    # What `Passes` asks for, in the order of a pass.
+
+    def identity(self) -> dict[str, str]:
+        """What all stages must hold alike, whatever they carry."""
+        formats = {
+            f"{lane.name} codec": f"{lane.codec} [{lane.codec.fingerprint()}]"
+            for lane in self._lanes.values()
+        }
+        return {
+            "lowbit version": __version__,
+            # Its schedules may order messages otherwise, which matters where they have no tags.
+            "torch version": ".".join(torch.__version__.split(".")[:2]),
+            "number of stages": str(self.num_stages),
+            "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
+            "transport": self._transport.name,
+            "warm-up steps": str(self.warmup_steps),
+            **agreed_facts(self._checksums.enabled),
+            **formats,
+        }
 
     @property
-    def wire(self) -> torch.device:
-        return self._transport.device
+    def steps_before(self) -> int:
+        """Training steps before this pass."""
+        return self._steps
 
-    def step_begins(self) -> None:
-        if self._board is None:
-            self._identity.check(self._stage_names())
-            self._board = FailureBoard(self._group, self._name, self._ranks, self.limit)
-        if self._last_pass != self.has_backward:
-            self._last_pass = self.has_backward
-            self._compare("kind of pass", "training" if self.has_backward else "evaluation")
-        self._transport.begin(self._board, self._passes)
-        self._passes += 1
-        self._told = ("" if self.has_backward else "evaluation before ") + f"step {self._steps}"
-        self._step = Step.numbered(self._steps, self.warmup_steps, training=self.has_backward)
-        self._steps += self.has_backward
-        self._posted = False
-        # PyTorch exchanges shapes again, later in this step, when training and evaluation alternate.
-        if self._prepared_for == self.has_backward:
-            self._ready()
+    def begin(self, board: FailureBoard, number: int, batch: Batch, ranks: Sequence[str]) -> None:
+        """A pass begins; its configuration is not known yet. number: as all ranks count; ranks: what they are called.
 
-    def shapes_wanted(self) -> None:
-        self._compare("micro-batches", str(self.micro_batches))
+        Raises:
+            ValueError: a codec needs sample ids, which are missing or not all different.
+        """
+        self._transport.begin(board, number)
+        self._ranks = ranks
+        self._told = ("" if batch.training else "evaluation before ") + f"step {self._steps}"
+        self._step = Step.numbered(self._steps, self.warmup_steps, training=batch.training)
+        self._step = replace(self._step, keys=self._keys(batch.micro_batches))
 
-    def shapes_known(self) -> None:
+    def prepare(
+        self, variants: Sequence[Layouts], micro_batches: Sequence[int], training: bool
+    ) -> tuple[dict[str, str], str]:
+        """Get ready for what will cross; returns facts that both ends of a boundary must hold alike, and faults.
+
+        Args:
+            variants: different layouts; micro_batches: the first that has each; training: whether gradients cross.
+        """
         faults, facts = [], {}
         for (direction, outgoing), lane in self._lanes.items():
-            used = direction == "forward" or self.has_backward
-            try:
-                lane.prepare(self.slots(direction, outgoing) if used else [], self._step)
-                lane.warm_up()  # before anybody waits for a message
-                facts |= lane.facts()
-            except (TypeError, ValueError) as error:
-                faults.append(f"{lane.name}: {error}")
-        self._fault = "; ".join(faults)  # to be raised where all ranks know of it
-        self._prepared_for = self.has_backward
-        topic = f"{self._name}/shapes/{self._shape_rounds}"
-        self._shapes = Agreement(self._group, topic, self.limit)
-        self._shape_rounds += 1
-        self._shapes.state(self.stage_index, self._step_facts() | facts)
+            for layouts, first in zip(variants, micro_batches, strict=True):
+                slots = self._slots(direction, outgoing, layouts, training)
+                try:
+                    lane.prepare(slots, self._step)
+                    lane.warm_up(slots)  # before anybody waits for a message
+                    which = f" of micro-batch {first}" if len(variants) > 1 else ""
+                    facts |= {f"{name}{which}": fact for name, fact in lane.facts(slots).items()}
+                except (TypeError, ValueError) as error:
+                    faults.append(f"{lane.name}: {error}")
+        fault = "; ".join(dict.fromkeys(faults))
+        return facts | {"codecs": fault or "fit what crosses"}, fault
+
+    def await_likely(self, configuration: Configuration) -> None:
+        """Be ready for the first messages of a configuration that this pass will have, if it is as the last one.
+
+        A message whose receiver is not ready takes a round trip more. Where the pass turns out to be another one, what
+        was got ready waits for the next of this one: each configuration has tags of its own.
+        """
+        self._adopt(configuration)
+        self._expect(lambda codec: not codec.needs_key)
+
+    def use_configuration(self, configuration: Configuration) -> None:
+        """This pass has that configuration."""
+        self._adopt(configuration)
+        self._expect(lambda codec: True)
+        now = configuration.number, self._step.phase
+        self._expected = {key for key in self._expected if key[1:] != now}
+        self._steps += configuration.training
+
+    def layouts_from_below(self) -> list[Tensor]:
+        """What the stage before sends: the layouts of its outputs.
+
+        Raises:
+            PeerError: something else came.
+        """
+        peer = self.rank_of(self.stage_index - 1)
+        layouts = shapes.receive(self._group, peer, self._transport.device, self.limit)
+        if any(layout is None for layout in layouts):
+            raise PeerError(f"rank {peer} sent no layout of an output of its stage", peer)
+        return [layout for layout in layouts if layout is not None]
+
+    def layouts_to_above(self, layouts: Sequence[Tensor]) -> None:
+        """Tell the next stage the layouts of this one's outputs."""
+        peer = self.rank_of(self.stage_index + 1)
+        shapes.send(layouts, self._group, peer, self._transport.device, self.limit)
+
+    def drain(self) -> None:
+        """The pass ends: wait until what this rank sent has left."""
+        self._transport.drain()
+
+    def sever(self) -> None:
+        """End this rank's connections, so that no peer waits for it any longer."""
+        self._transport.sever()
+
+    def stage_names(self) -> list[str]:
+        """What errors call the stages, by the job's ranks."""
+        ranks = dist.get_process_group_ranks(self._group)
+        return [
+            f"rank {ranks[self.rank_of(stage)]} (stage {stage})" for stage in range(self.num_stages)
+        ]
+
+    # What `HookedStage` asks for.
+
+    def run_pass(
+        self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]
+    ) -> None:
+        held = [stage for stage in stages if isinstance(stage, LowBitStage)]
+        if self._passes is None:
+            passes = Passes(held, self._group, self._name, self.limit, self._checksums)
+            for stage in held:
+                stage._passes = passes
+        self._passes.run(batch, body)
 
     def send(
         self, direction: Direction, micro_batch: int, tensors: list[Tensor]
     ) -> list[dist.P2POp]:
-        self._ready()
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
             with self._transport.leaving(tensor):
@@ -243,70 +315,67 @@ class LowBitStage(HookedStage):
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
-        self._ready()
         messages = self._messages(direction, micro_batch)
         return [op for route, nbytes in messages for op in self._transport.receive(route, nbytes)]
 
-    def take(self, direction: Direction, micro_batch: int, buffers: list[Tensor]) -> None:
-        self._ready()
-        lane = self._lanes[direction, False]
-        for index, buffer in enumerate(buffers):
-            if nbytes := lane.nbytes(index, self._step, micro_batch):
-                route = self._route(direction, False, micro_batch, index)
-                with self._transport.arriving():
+    def take(self, direction: Direction, micro_batch: int, layouts: list[Tensor]) -> list[Tensor]:
+        lane, tensors = self._lanes[direction, False], []
+        for index, layout in enumerate(layouts):
+            with self._transport.arriving():
+                tensors.append(self._transport.landing(layout))
+                if nbytes := lane.nbytes(index, self._step, micro_batch):
+                    route = self._route(direction, False, micro_batch, index)
                     payload = self._transport.take(route, nbytes)
-                    lane.decode(index, self._step, micro_batch, payload, buffer)
+                    lane.decode(index, self._step, micro_batch, payload, tensors[-1])
+        return tensors
 
-    def step_ends(self) -> None:
-        self._transport.drain()
+    def _slots(
+        self, direction: Direction, outgoing: bool, layouts: Layouts, training: bool
+    ) -> list[Slot]:
+        """Shapes and dtypes of the tensors that cross on one side of this stage; none for a neighbour on this rank."""
+        if not self._leads_away(direction, outgoing):
+            return []
+        crossing = layouts.outputs if (direction == "forward") == outgoing else layouts.inputs
+        if direction == "backward":
+            crossing = [x for x in crossing if training and x.requires_grad]
+        return [(x.shape, x.dtype) for x in crossing]
 
-    def _compare(self, what: str, value: str) -> None:
-        """All ranks compare what PyTorch's exchange of shapes would stumble over; one stage of each speaks for it."""
-        if self.stage_index != self.stages_of(self.group_rank)[0]:
-            return
-        last, number = self._compared.get(what, (None, -1))
-        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}", self.limit)
-        now.state(self.group_rank, {what: value})
-        now.check(self._ranks)
-        if last is not None:
-            last.forget(self.group_rank)
-        self._compared[what] = now, number + 1
+    def _adopt(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        layouts, training = configuration.layouts[self.stage_index], configuration.training
+        self.use(layouts)
+        for (direction, outgoing), lane in self._lanes.items():
+            lane.use([self._slots(direction, outgoing, each, training) for each in layouts])
 
-    def _ready(self) -> None:
-        """Once in a step, as soon as shapes are known: agree on them if they are new, and post all receives."""
-        if self._posted:
-            return
-        self._posted = True
-        if self._shapes is not None:
-            self._shapes.check(self._stage_names())
-            if self._settled is not None:
-                self._settled.forget(self.stage_index)
-            self._settled, self._shapes = self._shapes, None
-            if self._fault:  # word for word the same on all ranks
-                raise ValueError(self._fault)
-        self._take_samples()
-        for direction, outgoing in self._lanes:
-            if not outgoing and (direction == "forward" or self.has_backward):
-                for micro_batch in range(self.micro_batches):
-                    for route, nbytes in self._messages(direction, micro_batch):
-                        self._transport.post(route, nbytes)
+    def _expect(self, of: Callable[[Codec], bool]) -> None:
+        """Have the transport get ready for what the lanes of these codecs bring, unless it is."""
+        assert self._configuration is not None
+        for (direction, outgoing), lane in self._lanes.items():
+            key = direction, self._configuration.number, self._step.phase
+            if outgoing or key in self._expected or not of(lane.codec):
+                continue
+            self._expected.add(key)
+            micro_batches = range(self._configuration.micro_batches)
+            self._transport.expect(
+                key, [message for i in micro_batches for message in self._messages(direction, i)]
+            )
 
-    def _take_samples(self) -> None:
-        """Attach this step's sample ids, if a codec needs them now."""
-        samples, self._samples = (
-            (self._samples, None) if self.has_backward else (None, self._samples)
-        )
-        keyed = [lane for lane in self._lanes.values() if lane.codec.needs_key and lane.slots]
-        if not keyed or not self._step.training or self._step.full_precision:
-            return
+    def _keys(self, micro_batches: int) -> tuple[Key, ...] | None:
+        """This step's sample ids by micro-batch, if a codec needs them now."""
+        if not self._step.training:
+            return None
+        samples, self._samples = self._samples, None
+        keyed = [lane for way, lane in self._lanes.items() if lane.codec.needs_key and self._leads_away(*way)]
+        if not keyed or self._step.full_precision:
+            return None
         if samples is None:
             raise ValueError(f"{keyed[0].codec} needs set_samples(ids) before every training step")
-        self._step = replace(self._step, keys=keys_of(samples, self.micro_batches))
+        return keys_of(samples, micro_batches)
 
     def _messages(self, direction: Direction, micro_batch: int) -> list[tuple[Route, int]]:
         """Where the messages of a micro-batch come from, and their sizes."""
         lane = self._lanes[direction, False]
-        sizes = [lane.nbytes(index, self._step, micro_batch) for index in range(len(lane.slots))]
+        sizes = [lane.nbytes(i, self._step, micro_batch) for i in range(lane.messages(micro_batch))]
         return [
             (self._route(direction, False, micro_batch, index), nbytes)
             for index, nbytes in enumerate(sizes)
@@ -314,20 +383,23 @@ class LowBitStage(HookedStage):
         ]
 
     def _route(self, direction: Direction, outgoing: bool, micro_batch: int, index: int) -> Route:
+        assert self._configuration is not None  # within a pass
         upward = (direction == "forward") == outgoing
         boundary = self.stage_index if upward else self.stage_index - 1
-        if index >= _MOST_TENSORS or micro_batch >= _MOST_MICRO_BATCHES:
-            raise ValueError(
-                f"tensor {index} of micro-batch {micro_batch} at boundary {boundary}; allowed: "
-                f"{_MOST_TENSORS} tensors, {_MOST_MICRO_BATCHES} micro-batches"
-            )
-        number = (boundary * 2 + (direction == "backward")) * _MOST_MICRO_BATCHES + micro_batch
+        tag = self._configuration.tag(
+            boundary, direction == "backward", self._step.phase, micro_batch, index
+        )
         peer = self.rank_of(self.stage_index + 1 if upward else self.stage_index - 1)
         about = (
             f"boundary {boundary} {direction}, micro-batch {micro_batch}, tensor {index}, {self._told}: "
             f"the message from {self._ranks[self.group_rank if outgoing else peer]}"
         )
-        return Route(peer, _TAG_BASE + number * _MOST_TENSORS + index, about)
+        return Route(peer, _TAG_BASE + tag, about)
+
+    def _leads_away(self, direction: Direction, outgoing: bool) -> bool:
+        """Whether that lane is between this rank and another."""
+        upward = (direction == "forward") == outgoing
+        return self.is_remote(self.stage_index + 1 if upward else self.stage_index - 1)
 
     def _forward_lane(self, outgoing: bool) -> Lane:
         if ("forward", outgoing) not in self._lanes:
@@ -360,36 +432,6 @@ class LowBitStage(HookedStage):
             )
             for direction, outgoing, boundary in ways
         }
-
-    def _identity_facts(self) -> dict[str, str]:
-        formats = {
-            f"{lane.name} codec": f"{lane.codec} [{lane.codec.fingerprint()}]"
-            for lane in self._lanes.values()
-        }
-        return {
-            "lowbit version": __version__,
-            # Before the first step, PyTorch exchanges shapes in a way of its own that differs between versions.
-            "torch version": ".".join(torch.__version__.split(".")[:2]),
-            "number of stages": str(self.num_stages),
-            "ranks": str(self.group_size),
-            "transport": self._transport.name,
-            "warm-up steps": str(self.warmup_steps),
-            **agreed_facts(self._checksums.enabled),
-            **formats,
-        }
-
-    def _step_facts(self) -> dict[str, str]:
-        return {
-            "training steps so far": str(self._steps - self.has_backward),
-            "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
-            "codecs": self._fault or "fit what crosses",
-        }
-
-    def _stage_names(self) -> list[str]:
-        ranks = dist.get_process_group_ranks(self._group)  # as the whole job counts them
-        return [
-            f"rank {ranks[self.rank_of(stage)]} (stage {stage})" for stage in range(self.num_stages)
-        ]
 
 
 def _check_numbers(warmup_steps: object, timeout: object) -> None:

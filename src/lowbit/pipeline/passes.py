@@ -1,0 +1,315 @@
+"""The passes of a pipeline as one rank runs them: what crosses in each, agreed on before the first byte of it.
+
+A pass is one call of `schedule.step` or `schedule.eval`. Its configuration decides all messages: whether it trains, how
+many micro-batches it has, and the layouts of what the first stage is given. Only the rank with that stage sees those,
+so at the start of each pass it tells all others which configuration it is, half a round trip ahead of the first
+activations. One that has been there before costs nothing more: schedules that share stages, evaluations in between and
+batches that alternate are all the same to it.
+
+For a new one, all ranks state what they take it for, in one exchange. Where a stage was not told the layouts of its
+inputs and outputs, or is given others, each stage then tries its module out once and passes the layouts of the outputs
+on to the next, and a second exchange compares them. What cannot be is the same error on every rank, and nothing has
+been sent yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.collectives.agreement import Agreement, contradictions
+from lowbit.collectives.checksum import Checksums
+from lowbit.collectives.failure import AgreementError, FailureBoard
+from lowbit.pipeline import announce, shapes
+from lowbit.pipeline.hooks import Batch, Layouts, layout_of
+from lowbit.pipeline.numbering import rank_names
+
+if TYPE_CHECKING:
+    from lowbit.pipeline.stage import LowBitStage
+
+_MOST_TAGS = 1 << 30
+_PHASES = 3  # see `Step.phase`
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What crosses in a pass, and under which tags.
+
+    Attributes:
+        number: of the pipeline's, in the order in which they were agreed on.
+        training: whether gradients are computed.
+        micro_batches: how many.
+        alike: for each of them, the first one with the same layouts.
+        layouts: by stage of this rank, then by micro-batch.
+        first_tag: of its messages; most_tensors: that cross a boundary together.
+    """
+
+    number: int
+    training: bool
+    micro_batches: int
+    alike: tuple[int, ...]
+    layouts: Mapping[int, Sequence[Layouts]]
+    first_tag: int
+    most_tensors: int
+
+    def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
+        """Of a message: tensor `index` of a micro-batch. phase: of the step, 0 to 2, since sizes change with it."""
+        lane = (boundary * 2 + backward) * _PHASES + phase
+        return self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
+
+    def tags(self, boundaries: int) -> int:
+        """How many tags it takes."""
+        return boundaries * 2 * _PHASES * self.micro_batches * self.most_tensors
+
+
+class Passes:
+    """All passes of the stages of one pipeline that this rank holds.
+
+    Args:
+        stages: ascending; group: of the pipeline; name: of the pipeline in the group; limit: seconds to wait.
+        checksums: of its messages.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LowBitStage],
+        group: dist.ProcessGroup,
+        name: str,
+        limit: float,
+        checksums: Checksums,
+    ) -> None:
+        self._stages, self._group, self._name, self._limit = stages, group, name, limit
+        first = stages[0]
+        self._source, self._is_source = first.rank_of(0), first.is_first
+        self._names = rank_names(group, first.stages_of)
+        self._board = FailureBoard(group, name, self._names, limit)
+        self._checksums = checksums
+        self._announcements: announce.Announcements | None = None
+        self._known: dict[Any, int] = {}  # on the rank with the first stage: numbers by what it saw
+        self._agreed: list[Configuration] = []
+        self._last: dict[tuple[bool, int], Configuration] = {}
+        self._passes = self._rounds = self._tags = 0
+        self._broken = ""
+
+    def run(self, batch: Batch, body: Callable[[], None]) -> None:
+        """A pass, in which `body` is the schedule's part.
+
+        Raises:
+            ValueError: a batch that cannot be cut into the schedule's micro-batches, or tensors that a codec cannot
+                take. The same on all ranks.
+            AgreementError: the ranks do not agree on what the pass is, or on what crosses. The same on all ranks.
+            RuntimeError: a pass before this one ended in an error.
+        """
+        if self._broken:
+            raise RuntimeError(
+                f"a step of this pipeline ended early ({self._broken}); start again with a new process group"
+            )
+        try:
+            if not (problem := self._begin(batch)):
+                body()
+                for stage in self._stages:
+                    stage.drain()
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
+            if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
+                self._board.give_up(error, self._stages[0].sever)
+            if isinstance(error, _Conflict):
+                raise AgreementError(str(error)) from None
+            raise
+        if problem:
+            raise ValueError(problem)
+
+    def forget(self) -> None:
+        """Agree anew on each configuration: the codecs' states are others now."""
+        self._known.clear()
+        self._agreed.clear()
+        self._last.clear()
+
+    def _begin(self, batch: Batch) -> str:
+        """Everything before the first message; returns what is wrong with the batch, which all ranks know then."""
+        self._passes += 1
+        for stage in self._stages:
+            stage.begin(self._board, self._passes, batch, self._names)
+        seen, problem = self._seen(batch) if self._is_source else ((), "")
+        configuration = None
+        if self._agreed:
+            likely = self._last.get((batch.training, batch.micro_batches))
+            if likely is not None:
+                for stage in self._stages:
+                    stage.await_likely(likely)
+            number, problem = self._told(batch, seen, problem)
+            if problem:
+                return problem
+            configuration = None if number is None else self._agreed[number]
+        if configuration is None:
+            configuration, problem = self._agree(batch, seen, problem)
+            if configuration is None:
+                return problem
+            self._agreed.append(configuration)
+            self._known[seen] = configuration.number
+        self._last[batch.training, batch.micro_batches] = configuration
+        for stage in self._stages:
+            stage.use_configuration(configuration)
+        return ""
+
+    def _seen(self, batch: Batch) -> tuple[tuple[Any, ...], str]:
+        """What the first stage is given, by micro-batch, and what is wrong with it."""
+        if len(batch.args) != batch.micro_batches:
+            return (), (
+                f"the batch gives {len(batch.args)} micro-batches, and the schedule has {batch.micro_batches}; "
+                "allowed: at least one sample for each"
+            )
+        layouts = [tuple(layout_of(x) for x in args if isinstance(x, Tensor)) for args in batch.args]
+        empty = [i for i, tensors in enumerate(layouts) if any(x.dim() and not len(x) for x in tensors)]
+        if empty:
+            return (), (
+                f"micro-batch {empty[0]} of {batch.micro_batches} is empty; allowed: at least one sample for each"
+            )
+        named = [[x for _, x in sorted(kwargs.items())] for kwargs in batch.kwargs]
+        return (batch.training, *zip(map(_key, layouts), map(_key, named), strict=True)), ""
+
+    def _facts(self, batch: Batch) -> dict[str, str]:
+        return {
+            "kind of pass": "training" if batch.training else "evaluation",
+            "micro-batches": str(batch.micro_batches),
+            "training steps so far": str(self._stages[0].steps_before),
+        }
+
+    def _told(self, batch: Batch, seen: Any, problem: str) -> tuple[int | None, str]:
+        """Which configuration this pass has, None for a new one, and what is wrong with the batch: told or heard."""
+        if self._announcements is None:
+            self._announcements = announce.choose(
+                self._group, self._source, self._board, self._checksums
+            )
+        facts = self._facts(batch)
+        if self._is_source:
+            number = self._known.get(seen)
+            self._announcements.tell(self._passes, [number, problem, facts])
+            return number, problem
+        number, problem, theirs = _checked(self._announcements.hear(self._passes), self._source)
+        mine = self._names[dist.get_rank(self._group)]
+        if conflict := contradictions({self._names[self._source]: theirs, mine: facts}):
+            raise _Conflict(conflict)
+        if number is not None and number >= len(self._agreed):
+            raise _Conflict(
+                f"the ranks do not agree:\n  configurations so far: more than {number} on "
+                f"{self._names[self._source]}; {len(self._agreed)} on {mine}"
+            )
+        return number, problem
+
+    def _agree(self, batch: Batch, seen: Any, problem: str) -> tuple[Configuration | None, str]:
+        """Agree on a new configuration; None, and what is wrong, if it cannot be."""
+        declared = [stage.declared for stage in self._stages]
+        source = {}
+        if self._is_source:
+            alike = [] if problem else [seen[1:].index(key) for key in seen[1:]]
+            known = declared[0] is not None and all(
+                [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared[0].inputs]
+                for given, _ in seen[1:]
+            )
+            source = {"alike": json.dumps(alike), "as declared": str(known), "problem": problem}
+        facts, faults = {}, {}
+        for stage, layouts in zip(self._stages, declared, strict=True):
+            mine = {f"declared by stage {stage.stage_index}": str(layouts is not None)}
+            if layouts is not None:
+                more, faults[stage.stage_index] = stage.prepare([layouts], [0], batch.training)
+                mine |= more | _crossing(stage, [layouts])
+            facts[stage.stage_index] = stage.identity() | self._facts(batch) | mine
+        if self._is_source:
+            facts[0] |= source
+        everybody = self._exchange("pass", facts)
+        if everybody[0].get("problem"):
+            return None, str(everybody[0]["problem"])
+        alike = json.loads(everybody[0]["alike"])
+        if not (
+            isinstance(alike, list)
+            and len(alike) == batch.micro_batches
+            and all(type(i) is int and 0 <= i < batch.micro_batches for i in alike)
+        ):
+            raise ValueError(f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each")
+        static = everybody[0]["as declared"] == "True" and all(
+            stated.get(f"declared by stage {index}") == "True" for index, stated in everybody.items()
+        )
+        if static:
+            chosen = {s.stage_index: {0: d} for s, d in zip(self._stages, declared, strict=True) if d}
+        else:
+            chosen = self._try_out(batch, sorted(set(alike)))
+            facts = {}
+            for stage in self._stages:
+                variants = list(chosen[stage.stage_index].values())
+                more, faults[stage.stage_index] = stage.prepare(
+                    variants, list(chosen[stage.stage_index]), batch.training
+                )
+                facts[stage.stage_index] = more | _crossing(stage, variants)
+            everybody = self._exchange("layouts", facts)
+        if fault := "; ".join(filter(None, faults.values())):  # word for word the same on all ranks
+            return None, fault
+        most = max(int(stated[f"tensors from stage {i}"]) for i, stated in everybody.items())
+        layouts = {
+            index: [variants[i] for i in alike] for index, variants in chosen.items()
+        }
+        made = Configuration(
+            len(self._agreed), batch.training, batch.micro_batches, tuple(alike), layouts, self._tags, max(1, most)
+        )
+        self._tags += made.tags(self._stages[0].num_stages - 1)
+        if self._tags > _MOST_TAGS:
+            return None, f"this pipeline has had {len(self._agreed)} configurations; no tags are left for more"
+        return made, ""
+
+    def _exchange(self, about: str, facts: Mapping[int, Mapping[str, str]]) -> dict[int, Any]:
+        """One exchange among all stages."""
+        agreement = Agreement(self._group, f"{self._name}/{about}/{self._rounds}", self._limit)
+        self._rounds += 1
+        return agreement.exchange(facts, self._stages[0].stage_names())
+
+    def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
+        """Layouts by stage and micro-batch, of which `variants` are the different ones: from stage to stage."""
+        found: dict[int, dict[int, Layouts]] = {stage.stage_index: {} for stage in self._stages}
+        for micro_batch in variants:
+            outputs: Sequence[Any] = ()
+            for stage in self._stages:
+                inputs: Sequence[Any] = outputs
+                if stage.is_first:
+                    inputs = batch.args[micro_batch]
+                elif stage.is_remote(stage.stage_index - 1):
+                    inputs = stage.layouts_from_below()
+                outputs = ()
+                if not stage.is_last:  # whose outputs may be anything, and go nowhere
+                    outputs = stage.trial(inputs, batch.kwargs[micro_batch], training=batch.training)
+                if stage.is_remote(stage.stage_index + 1):
+                    stage.layouts_to_above(outputs)
+                tensors = tuple(layout_of(x) for x in inputs if isinstance(x, Tensor))
+                found[stage.stage_index][micro_batch] = Layouts(tensors, tuple(outputs))
+        return found
+
+
+class _Conflict(AgreementError):
+    """One that only this rank has noticed."""
+
+
+def _checked(told: Any, source: int) -> tuple[int | None, str, dict[str, str]]:
+    match told:
+        case [None | int() as number, str(problem), dict(facts)] if (
+            type(number) is not bool
+            and (number is None or number >= 0)
+            and all(isinstance(value, str) for value in facts.values())
+        ):
+            return number, problem, facts
+    raise ValueError(f"rank {source} announced {str(told)[:80]}; allowed: a configuration")
+
+
+def _crossing(stage: LowBitStage, variants: Sequence[Layouts]) -> dict[str, str]:
+    most = max(len(layouts.outputs) for layouts in variants)
+    return {f"tensors from stage {stage.stage_index}": str(most)}
+
+
+def _key(values: Sequence[Any]) -> tuple[Any, ...]:
+    """What decides layouts further on."""
+    return tuple(
+        (x.shape, x.dtype, x.stride(), x.requires_grad) for x in values if isinstance(x, Tensor)
+    )
