@@ -62,6 +62,7 @@ class FailureBoard:
         self._names = list(names)
         self._rank = dist.get_rank(group)
         self._timeout = timeout
+        self._noted = False
         # Unless a launcher does, the job's first rank hosts the store; it need not be in this group.
         ranks = dist.get_process_group_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
@@ -89,6 +90,8 @@ class FailureBoard:
         Args:
             error: the reason; sever: ends the connections.
         """
+        if self._noted:  # that it gave up on somebody else
+            return sever()
         agreement = isinstance(error, AgreementError)
         text = str(error) if agreement else f"{type(error).__name__}: {error}"
         note = {"reason": text[:_MOST_CHARACTERS], "agreement": agreement}
@@ -105,6 +108,7 @@ class FailureBoard:
         Returns:
             `PeerError`; `AgreementError` where that is why the first rank gave up.
         """
+        self._noted = True
         silent = "timed out" in str(cause).lower()
         chain, finished, reason = [suspect], threading.Event(), dict[str, Any]()
         # In a thread, because the store may be on a machine that no longer answers.
