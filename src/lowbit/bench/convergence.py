@@ -35,7 +35,7 @@ from lowbit.bench.replicas import RANKS
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import parse
 from lowbit.codecs.base import check_choice
-from lowbit.pipeline.boundary import check_warm_up
+from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data

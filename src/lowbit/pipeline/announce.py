@@ -19,7 +19,9 @@ MESSAGE_BYTES = 512
 
 _TAG = 1 << 29  # away from the small tags that a program may use itself
 _UNDER_WAY = 64  # passes that the first stage may be ahead of the last
-_KEPT = 1024  # passes whose message is left in the store: so many may the first stage be ahead there
+_KEPT = (
+    1024  # passes whose message is left in the store: so many may the first stage be ahead there
+)
 
 
 class Announcements(Protocol):

@@ -104,7 +104,7 @@ class Lane:
         self._choices: dict[str, int] = {}  # for each state, where the codec leaves something open
 
     def prepare(self, slots: Sequence[Slot], step: Step = _CODED) -> None:
-        """Get ready for tensors that will cross together, from this step on. Sessions survive for shapes that come back.
+        """Get ready for tensors that will cross together; sessions survive for shapes that come back.
 
         Raises:
             TypeError: a floating dtype that the codec does not take.
@@ -302,11 +302,9 @@ class Lane:
                 if key in counted:
                     value = state[key]
                     digest.update(f"{name}/{key}".encode())
-                    digest.update(
-                        value.cpu().contiguous().view(torch.uint8).numpy()
-                        if isinstance(value, Tensor)
-                        else str(value).encode()
-                    )
+                    if isinstance(value, Tensor):
+                        value = value.cpu().contiguous().view(torch.uint8).numpy().data
+                    digest.update(value if isinstance(value, memoryview) else str(value).encode())
         return digest.hexdigest()
 
     @contextlib.contextmanager
@@ -327,75 +325,6 @@ def warm_up(codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.d
         x = torch.zeros(shape, dtype=dtype, device=device)
         for _ in range(2 if codec.needs_key else 1):  # a sample that comes back is coded otherwise
             receiver.decode(sender.encode(x, key=key), key=key)
-
-
-def check_warm_up(
-    argument: str, codecs: Codec | Mapping[int, Codec], warmup_steps: int, prefix: str = ""
-) -> None:
-    """Raise unless there is a warm-up, or nothing in these codecs that it would have to settle.
-
-    Raises:
-        ValueError: naming `prefix`warmup_steps.
-    """
-    for codec in codecs.values() if isinstance(codecs, Mapping) else (codecs,):
-        if isinstance(codec, Codec) and not codec.settled and not warmup_steps:
-            raise ValueError(
-                f"{prefix}warmup_steps is 0, and {argument} has {codec}, which is settled in the last of these steps; "
-                "allowed: at least 1"
-            )
-
-
-def codec_at(
-    argument: str, codecs: Codec | Mapping[int, Codec], boundary: int, boundaries: int
-) -> Codec:
-    """The codec of one of so many boundaries, from one for all or a mapping.
-
-    Raises:
-        TypeError: not a codec.
-        ValueError: the mapping has none for this boundary, or one for a boundary that does not exist.
-    """
-    if isinstance(codecs, Mapping):
-        given = ", ".join(map(str, codecs)) or "none"
-        if boundary not in codecs:
-            raise ValueError(f"{argument} has no codec for boundary {boundary}; given: {given}")
-        if not set(codecs) <= set(range(boundaries)):
-            raise ValueError(
-                f"{argument} has codecs for boundaries {given}; there are 0 to {boundaries - 1}"
-            )
-        codecs = codecs[boundary]
-    if not isinstance(codecs, Codec):
-        raise TypeError(
-            f"{argument} is {codecs!r}; allowed: a codec such as lowbit.codecs.TAHQuant(), "
-            "or a mapping from boundary index to codec"
-        )
-    return codecs
-
-
-def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
-    """Sample ids as an int64 tensor (batch,).
-
-    Raises:
-        TypeError: not integers.
-        ValueError: not one-dimensional.
-    """
-    samples = torch.as_tensor(ids).cpu()
-    if samples.is_floating_point() or samples.is_complex() or samples.dtype == torch.bool:
-        raise TypeError(f"ids have dtype {samples.dtype}; allowed: integers")
-    if samples.dim() != 1:
-        raise ValueError(f"ids have shape {tuple(samples.shape)}; allowed: one dimension, (batch,)")
-    return samples.long()
-
-
-def keys_of(samples: Tensor, micro_batches: int) -> tuple[Key, ...]:
-    """Sample ids of each micro-batch, split the way that a pipeline schedule splits the batch.
-
-    Raises:
-        ValueError: an id occurs twice. The size of a sample's second message depends on its first, which may still be
-            under way when the second is expected.
-    """
-    if samples.unique().numel() != samples.numel():
-        raise ValueError("ids has a sample twice; the ids of a batch must differ")
-    return tuple(tuple(part.tolist()) for part in samples.tensor_split(micro_batches))
 
 
 def _plain_bytes(slot: Slot) -> int:

@@ -12,15 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec, check_int
 from lowbit.collectives.checksum import CHECKSUM_BYTES
-from lowbit.pipeline.boundary import (
-    Direction,
-    Lane,
-    Step,
-    check_warm_up,
-    checked_samples,
-    codec_at,
-    keys_of,
-)
+from lowbit.pipeline.arguments import check_warm_up, checked_samples, codec_at, keys_of
+from lowbit.pipeline.boundary import Direction, Lane, Step
 from lowbit.pipeline.traffic import Traffic
 
 

@@ -146,7 +146,9 @@ class HookedStage(PipelineStage):
         self._layouts = layouts
         self.chunks = len(layouts)
         self.act_send_info = {i: [self.stage_index + 1] for i in range(len(layouts[0].outputs))}
-        if hasattr(self, "_stage_meta"):  # since 2.12, `backward_one_chunk` asks how many inputs there are
+        if hasattr(
+            self, "_stage_meta"
+        ):  # since 2.12, `backward_one_chunk` asks how many inputs there are
             self._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
     # What follows overrides PyTorch's methods, in the order of a step.
@@ -298,20 +300,20 @@ def _take_over(schedule: _PipelineSchedule) -> None:
         schedule = this()
         assert schedule is not None  # one of its methods is running
         held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-        if not all(isinstance(stage, HookedStage) for stage in held):
+        stages = sorted(
+            (stage for stage in held if isinstance(stage, HookedStage)), key=lambda s: s.stage_index
+        )
+        if len(stages) < len(held):
             kinds = ", ".join(sorted({type(stage).__name__ for stage in held}))
             raise TypeError(
                 f"stages of this rank are {kinds}; allowed: all of lowbit, or all of PyTorch"
             )
-        stages = sorted(held, key=lambda stage: stage.stage_index)
         count, training = schedule._n_microbatches, schedule._has_backward
         for prefix in ("_stage", "_stages"):
             setattr(schedule, f"{prefix}_forward_initialized", True)
             setattr(schedule, f"{prefix}_backward_initialized", training)
         batch = Batch(training, count, arg_mbs or [()] * count, kwarg_mbs or [{}] * count)
-        stages[0].run_pass(
-            stages, batch, lambda: run(schedule, arg_mbs, kwarg_mbs, *rest, **named)
-        )
+        stages[0].run_pass(stages, batch, lambda: run(schedule, arg_mbs, kwarg_mbs, *rest, **named))
 
     setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
     setattr(schedule, "_runs_hooked", True)  # noqa: B010

@@ -34,3 +34,13 @@ def rank_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) 
         f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
         for rank, held in zip(dist.get_process_group_ranks(group), stages, strict=True)
     ]
+
+
+def stage_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:
+    """What errors call each stage, by the job's count of the ranks."""
+    names = {
+        stage: f"rank {name} (stage {stage})"
+        for rank, name in enumerate(dist.get_process_group_ranks(group))
+        for stage in stages_of(rank)
+    }
+    return [names[stage] for stage in sorted(names)]

@@ -25,9 +25,9 @@ from torch import Tensor
 from lowbit.collectives.agreement import Agreement, contradictions
 from lowbit.collectives.checksum import Checksums
 from lowbit.collectives.failure import AgreementError, FailureBoard
-from lowbit.pipeline import announce, shapes
+from lowbit.pipeline import announce
 from lowbit.pipeline.hooks import Batch, Layouts, layout_of
-from lowbit.pipeline.numbering import rank_names
+from lowbit.pipeline.numbering import rank_names, stage_names
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage
@@ -60,7 +60,9 @@ class Configuration:
     def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
         """Of a message: tensor `index` of a micro-batch. phase: of the step, 0 to 2, since sizes change with it."""
         lane = (boundary * 2 + backward) * _PHASES + phase
-        return self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
+        return (
+            self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
+        )
 
     def tags(self, boundaries: int) -> int:
         """How many tags it takes."""
@@ -113,11 +115,11 @@ class Passes:
             if not (problem := self._begin(batch)):
                 body()
                 for stage in self._stages:
-                    stage.drain()
+                    stage.transport.drain()
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
-                self._board.give_up(error, self._stages[0].sever)
+                self._board.give_up(error, self._stages[0].transport.sever)
             if isinstance(error, _Conflict):
                 raise AgreementError(str(error)) from None
             raise
@@ -164,8 +166,12 @@ class Passes:
                 f"the batch gives {len(batch.args)} micro-batches, and the schedule has {batch.micro_batches}; "
                 "allowed: at least one sample for each"
             )
-        layouts = [tuple(layout_of(x) for x in args if isinstance(x, Tensor)) for args in batch.args]
-        empty = [i for i, tensors in enumerate(layouts) if any(x.dim() and not len(x) for x in tensors)]
+        layouts = [
+            tuple(layout_of(x) for x in args if isinstance(x, Tensor)) for args in batch.args
+        ]
+        empty = [
+            i for i, tensors in enumerate(layouts) if any(x.dim() and not len(x) for x in tensors)
+        ]
         if empty:
             return (), (
                 f"micro-batch {empty[0]} of {batch.micro_batches} is empty; allowed: at least one sample for each"
@@ -177,7 +183,7 @@ class Passes:
         return {
             "kind of pass": "training" if batch.training else "evaluation",
             "micro-batches": str(batch.micro_batches),
-            "training steps so far": str(self._stages[0].steps_before),
+            "training steps so far": str(self._stages[0].steps),
         }
 
     def _told(self, batch: Batch, seen: Any, problem: str) -> tuple[int | None, str]:
@@ -231,12 +237,17 @@ class Passes:
             and len(alike) == batch.micro_batches
             and all(type(i) is int and 0 <= i < batch.micro_batches for i in alike)
         ):
-            raise ValueError(f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each")
+            raise ValueError(
+                f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each"
+            )
         static = everybody[0]["as declared"] == "True" and all(
-            stated.get(f"declared by stage {index}") == "True" for index, stated in everybody.items()
+            stated.get(f"declared by stage {index}") == "True"
+            for index, stated in everybody.items()
         )
         if static:
-            chosen = {s.stage_index: {0: d} for s, d in zip(self._stages, declared, strict=True) if d}
+            chosen = {
+                s.stage_index: {0: d} for s, d in zip(self._stages, declared, strict=True) if d
+            }
         else:
             chosen = self._try_out(batch, sorted(set(alike)))
             facts = {}
@@ -250,22 +261,29 @@ class Passes:
         if fault := "; ".join(filter(None, faults.values())):  # word for word the same on all ranks
             return None, fault
         most = max(int(stated[f"tensors from stage {i}"]) for i, stated in everybody.items())
-        layouts = {
-            index: [variants[i] for i in alike] for index, variants in chosen.items()
-        }
+        layouts = {index: [variants[i] for i in alike] for index, variants in chosen.items()}
         made = Configuration(
-            len(self._agreed), batch.training, batch.micro_batches, tuple(alike), layouts, self._tags, max(1, most)
+            len(self._agreed),
+            batch.training,
+            batch.micro_batches,
+            tuple(alike),
+            layouts,
+            self._tags,
+            max(1, most),
         )
         self._tags += made.tags(self._stages[0].num_stages - 1)
         if self._tags > _MOST_TAGS:
-            return None, f"this pipeline has had {len(self._agreed)} configurations; no tags are left for more"
+            return (
+                None,
+                f"this pipeline has had {len(self._agreed)} configurations; no tags are left for more",
+            )
         return made, ""
 
     def _exchange(self, about: str, facts: Mapping[int, Mapping[str, str]]) -> dict[int, Any]:
         """One exchange among all stages."""
         agreement = Agreement(self._group, f"{self._name}/{about}/{self._rounds}", self._limit)
         self._rounds += 1
-        return agreement.exchange(facts, self._stages[0].stage_names())
+        return agreement.exchange(facts, stage_names(self._group, self._stages[0].stages_of))
 
     def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
         """Layouts by stage and micro-batch, of which `variants` are the different ones: from stage to stage."""
@@ -280,7 +298,9 @@ class Passes:
                     inputs = stage.layouts_from_below()
                 outputs = ()
                 if not stage.is_last:  # whose outputs may be anything, and go nowhere
-                    outputs = stage.trial(inputs, batch.kwargs[micro_batch], training=batch.training)
+                    outputs = stage.trial(
+                        inputs, batch.kwargs[micro_batch], training=batch.training
+                    )
                 if stage.is_remote(stage.stage_index + 1):
                     stage.layouts_to_above(outputs)
                 tensors = tuple(layout_of(x) for x in inputs if isinstance(x, Tensor))

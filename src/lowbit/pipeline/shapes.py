@@ -27,7 +27,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if typ
 
 
 def send(
-    layouts: Sequence[Any],
+    layouts: Sequence[Tensor],
     group: dist.ProcessGroup | None,
     peer: int,
     device: torch.device,
@@ -36,13 +36,12 @@ def send(
     """Tell a peer, which must call `receive`, what tensors look like; returns once that has left.
 
     Args:
-        layouts: tensors, or what else has shape, stride, dtype and requires_grad; None for a tensor that is missing.
+        layouts: the tensors, or others like them.
         group: the process group; peer: rank in it; device: where tensors must be for the group to carry them.
         timeout: seconds to wait for the peer, where the backend knows of a limit (Gloo).
 
     Raises:
         PeerError: the peer ended, or did not take it in time.
-        TypeError: a DTensor, whose mesh does not travel.
         ValueError: more tensors than the message has room for.
     """
     text = json.dumps([_stated(layout) for layout in layouts]).encode()
@@ -57,8 +56,8 @@ def send(
 
 def receive(
     group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
-) -> list[Tensor | None]:
-    """What a peer told by `send`: tensors without memory (on the meta device), or None for one that is missing.
+) -> list[Tensor]:
+    """What a peer told by `send`: tensors without memory (on the meta device).
 
     Raises:
         PeerError: the peer sent something else, ended, or sent nothing in time.
@@ -71,7 +70,7 @@ def receive(
         raise PeerError(f"rank {peer} sent no layouts of tensors: {error}", peer) from None
 
 
-def parse(text: bytes) -> list[Tensor | None]:
+def parse(text: bytes) -> list[Tensor]:
     """The tensors that a message describes.
 
     Raises:
@@ -80,18 +79,13 @@ def parse(text: bytes) -> list[Tensor | None]:
     stated = json.loads(text)
     if not isinstance(stated, list):
         raise ValueError(f"{str(stated)[:80]!r} is no list")
-    return [None if layout is None else _tensor(layout) for layout in stated]
+    return [_tensor(layout) for layout in stated]
 
 
-def _stated(layout: Any) -> dict[str, Any] | None:
-    if layout is None:
-        return None
-    if hasattr(layout, "placements"):
-        raise TypeError("a DTensor is to cross between two stages; allowed: tensors")
-    stride = layout.stride() if isinstance(layout, Tensor) else layout.stride
+def _stated(layout: Tensor) -> dict[str, Any]:
     return {
         "shape": list(layout.shape),
-        "stride": list(stride),
+        "stride": list(layout.stride()),
         "dtype": str(layout.dtype).removeprefix("torch."),
         "requires_grad": layout.requires_grad,
     }

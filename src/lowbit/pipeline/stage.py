@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,28 +11,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit import __version__
-from lowbit.codecs.base import Codec, Key, Session, check_int
+from lowbit.codecs.base import Codec, Key, Session
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
-from lowbit.collectives.failure import FailureBoard, PeerError
+from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline import shapes
-from lowbit.pipeline.boundary import (
-    Direction,
-    Lane,
-    Slot,
-    Step,
+from lowbit.pipeline.arguments import (
+    check_numbers,
     check_warm_up,
     checked_samples,
-    codec_at,
     keys_of,
+    open_lanes,
 )
+from lowbit.pipeline.boundary import Direction, Lane, Slot, Step
 from lowbit.pipeline.hooks import Batch, HookedStage, Layouts
 from lowbit.pipeline.numbering import pipeline_number
 from lowbit.pipeline.passes import Configuration, Passes
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Route, choose
 
-_TAG_BASE = (1 << 29) + 1  # away from the small tags that a program may use itself, behind the announcements
+_TAG_BASE = (
+    1 << 29
+) + 1  # away from the small tags that a program may use itself, behind the announcements
 
 
 class LowBitStage(HookedStage):
@@ -84,7 +82,7 @@ class LowBitStage(HookedStage):
         checksums: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check_numbers(warmup_steps, timeout)
+        check_numbers(warmup_steps, timeout)
         check_checksums(checksums)
         check_warm_up("forward", forward, warmup_steps)
         check_warm_up("backward", backward, warmup_steps)
@@ -95,9 +93,17 @@ class LowBitStage(HookedStage):
         self._group = self.group or default_group()
         self._name = f"pipeline {pipeline_number(self._group, num_stages, self.group_size)}"
         self._checksums = Checksums(self._name, enabled=checksums)
-        self._transport = choose(self._group, self.device, self.traffic, self._checksums)
-        self._lanes = self._open_lanes(forward, backward)
-        self._steps = 0
+        self.transport = choose(self._group, self.device, self.traffic, self._checksums)
+        self._lanes = open_lanes(
+            stage_index,
+            num_stages,
+            forward,
+            backward,
+            self.device,
+            self.traffic,
+            self._checksums.room,
+        )
+        self.steps = 0
         self._step = Step()
         self._samples: Tensor | None = None
         self._passes: Passes | None = None  # shared by the stages of this rank
@@ -122,7 +128,7 @@ class LowBitStage(HookedStage):
     @property
     def in_warmup(self) -> bool:
         """Whether the next training step sends everything at full precision; the same on all ranks."""
-        return self._steps < self.warmup_steps
+        return self.steps < self.warmup_steps
 
     def chosen(self) -> dict[str, Codec]:
         """What was settled at the end of the warm-up for what this stage sends, by boundary, direction and tensor."""
@@ -164,7 +170,7 @@ class LowBitStage(HookedStage):
     def codec_state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the model: training steps so far, and what the codecs keep."""
         lanes = {lane.name: lane.state_dict() for lane in self._lanes.values()}
-        return {"steps": self._steps, "lanes": {name: s for name, s in lanes.items() if s}}
+        return {"steps": self.steps, "lanes": {name: s for name, s in lanes.items() if s}}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `codec_state_dict` gave, before the next step.
@@ -175,7 +181,7 @@ class LowBitStage(HookedStage):
         lanes = {lane.name: lane for lane in self._lanes.values()}
         if unknown := sorted(set(state["lanes"]) - set(lanes)):
             raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
-        self._steps = int(state["steps"])
+        self.steps = int(state["steps"])
         for name, lane in lanes.items():
             lane.load_state_dict(state["lanes"].get(name, {}))
         if self._passes is not None:
@@ -195,16 +201,11 @@ class LowBitStage(HookedStage):
             "torch version": ".".join(torch.__version__.split(".")[:2]),
             "number of stages": str(self.num_stages),
             "stages by rank": str([self.stages_of(rank) for rank in range(self.group_size)]),
-            "transport": self._transport.name,
+            "transport": self.transport.name,
             "warm-up steps": str(self.warmup_steps),
             **agreed_facts(self._checksums.enabled),
             **formats,
         }
-
-    @property
-    def steps_before(self) -> int:
-        """Training steps before this pass."""
-        return self._steps
 
     def begin(self, board: FailureBoard, number: int, batch: Batch, ranks: Sequence[str]) -> None:
         """A pass begins; its configuration is not known yet. number: as all ranks count; ranks: what they are called.
@@ -212,10 +213,10 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: a codec needs sample ids, which are missing or not all different.
         """
-        self._transport.begin(board, number)
+        self.transport.begin(board, number)
         self._ranks = ranks
-        self._told = ("" if batch.training else "evaluation before ") + f"step {self._steps}"
-        self._step = Step.numbered(self._steps, self.warmup_steps, training=batch.training)
+        self._told = ("" if batch.training else "evaluation before ") + f"step {self.steps}"
+        self._step = Step.numbered(self.steps, self.warmup_steps, training=batch.training)
         self._step = replace(self._step, keys=self._keys(batch.micro_batches))
 
     def prepare(
@@ -255,7 +256,7 @@ class LowBitStage(HookedStage):
         self._expect(lambda codec: True)
         now = configuration.number, self._step.phase
         self._expected = {key for key in self._expected if key[1:] != now}
-        self._steps += configuration.training
+        self.steps += configuration.training
 
     def layouts_from_below(self) -> list[Tensor]:
         """What the stage before sends: the layouts of its outputs.
@@ -264,30 +265,12 @@ class LowBitStage(HookedStage):
             PeerError: something else came.
         """
         peer = self.rank_of(self.stage_index - 1)
-        layouts = shapes.receive(self._group, peer, self._transport.device, self.limit)
-        if any(layout is None for layout in layouts):
-            raise PeerError(f"rank {peer} sent no layout of an output of its stage", peer)
-        return [layout for layout in layouts if layout is not None]
+        return shapes.receive(self._group, peer, self.transport.device, self.limit)
 
     def layouts_to_above(self, layouts: Sequence[Tensor]) -> None:
         """Tell the next stage the layouts of this one's outputs."""
         peer = self.rank_of(self.stage_index + 1)
-        shapes.send(layouts, self._group, peer, self._transport.device, self.limit)
-
-    def drain(self) -> None:
-        """The pass ends: wait until what this rank sent has left."""
-        self._transport.drain()
-
-    def sever(self) -> None:
-        """End this rank's connections, so that no peer waits for it any longer."""
-        self._transport.sever()
-
-    def stage_names(self) -> list[str]:
-        """What errors call the stages, by the job's ranks."""
-        ranks = dist.get_process_group_ranks(self._group)
-        return [
-            f"rank {ranks[self.rank_of(stage)]} (stage {stage})" for stage in range(self.num_stages)
-        ]
+        shapes.send(layouts, self._group, peer, self.transport.device, self.limit)
 
     # What `HookedStage` asks for.
 
@@ -295,37 +278,36 @@ class LowBitStage(HookedStage):
         self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]
     ) -> None:
         held = [stage for stage in stages if isinstance(stage, LowBitStage)]
-        if self._passes is None:
-            passes = Passes(held, self._group, self._name, self.limit, self._checksums)
-            for stage in held:
-                stage._passes = passes
-        self._passes.run(batch, body)
+        passes = self._passes or Passes(held, self._group, self._name, self.limit, self._checksums)
+        for stage in held:
+            stage._passes = passes
+        passes.run(batch, body)
 
     def send(
         self, direction: Direction, micro_batch: int, tensors: list[Tensor]
     ) -> list[dist.P2POp]:
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
-            with self._transport.leaving(tensor):
-                room = self._transport.room
+            with self.transport.leaving(tensor):
+                room = self.transport.room
                 message = lane.encode(index, self._step, micro_batch, tensor, room=room)
                 if message.numel():
                     route = self._route(direction, True, micro_batch, index)
-                    ops += self._transport.send(route, message)
+                    ops += self.transport.send(route, message)
         return ops
 
     def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
         messages = self._messages(direction, micro_batch)
-        return [op for route, nbytes in messages for op in self._transport.receive(route, nbytes)]
+        return [op for route, nbytes in messages for op in self.transport.receive(route, nbytes)]
 
     def take(self, direction: Direction, micro_batch: int, layouts: list[Tensor]) -> list[Tensor]:
         lane, tensors = self._lanes[direction, False], []
         for index, layout in enumerate(layouts):
-            with self._transport.arriving():
-                tensors.append(self._transport.landing(layout))
+            with self.transport.arriving():
+                tensors.append(self.transport.landing(layout))
                 if nbytes := lane.nbytes(index, self._step, micro_batch):
                     route = self._route(direction, False, micro_batch, index)
-                    payload = self._transport.take(route, nbytes)
+                    payload = self.transport.take(route, nbytes)
                     lane.decode(index, self._step, micro_batch, payload, tensors[-1])
         return tensors
 
@@ -335,9 +317,10 @@ class LowBitStage(HookedStage):
         """Shapes and dtypes of the tensors that cross on one side of this stage; none for a neighbour on this rank."""
         if not self._leads_away(direction, outgoing):
             return []
-        crossing = layouts.outputs if (direction == "forward") == outgoing else layouts.inputs
-        if direction == "backward":
-            crossing = [x for x in crossing if training and x.requires_grad]
+        both = layouts.outputs if (direction == "forward") == outgoing else layouts.inputs
+        crossing = (
+            both if direction == "forward" else [x for x in both if x.requires_grad and training]
+        )
         return [(x.shape, x.dtype) for x in crossing]
 
     def _adopt(self, configuration: Configuration) -> None:
@@ -356,7 +339,7 @@ class LowBitStage(HookedStage):
                 continue
             self._expected.add(key)
             micro_batches = range(self._configuration.micro_batches)
-            self._transport.expect(
+            self.transport.expect(
                 key, [message for i in micro_batches for message in self._messages(direction, i)]
             )
 
@@ -365,7 +348,11 @@ class LowBitStage(HookedStage):
         if not self._step.training:
             return None
         samples, self._samples = self._samples, None
-        keyed = [lane for way, lane in self._lanes.items() if lane.codec.needs_key and self._leads_away(*way)]
+        keyed = [
+            lane
+            for way, lane in self._lanes.items()
+            if lane.codec.needs_key and self._leads_away(*way)
+        ]
         if not keyed or self._step.full_precision:
             return None
         if samples is None:
@@ -407,36 +394,3 @@ class LowBitStage(HookedStage):
                 f"outgoing is {outgoing}; stage {self.stage_index} ends the pipeline there"
             )
         return self._lanes["forward", outgoing]
-
-    def _open_lanes(
-        self, forward: Codec | Mapping[int, Codec], backward: Codec | Mapping[int, Codec]
-    ) -> dict[tuple[Direction, bool], Lane]:
-        """The up to four ways in and out of this stage, by direction and whether they lead out."""
-        below, above = self.stage_index - 1, self.stage_index
-        ways: list[tuple[Direction, bool, int]] = []
-        if not self.is_first:
-            ways.append(("forward", False, below))
-            ways.append(("backward", True, below))
-        if not self.is_last:
-            ways.append(("forward", True, above))
-            ways.append(("backward", False, above))
-        codecs = {"forward": forward, "backward": backward}
-        return {
-            (direction, outgoing): Lane(
-                boundary,
-                direction,
-                codec_at(direction, codecs[direction], boundary, self.num_stages - 1),
-                self.device,
-                self.traffic,
-                self._checksums.room,
-            )
-            for direction, outgoing, boundary in ways
-        }
-
-
-def _check_numbers(warmup_steps: object, timeout: object) -> None:
-    check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")

@@ -331,7 +331,9 @@ class InOrder(Transport):
         pass
 
     def landing(self, layout):
-        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self.device)
+        return torch.empty_strided(
+            layout.shape, layout.stride(), dtype=layout.dtype, device=self.device
+        )
 
     def sever(self):
         pass

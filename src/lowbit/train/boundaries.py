@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit.codecs import Cast, Codec, SubspaceQuant, gradients_beside, parse
-from lowbit.pipeline.boundary import check_warm_up
+from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
 
