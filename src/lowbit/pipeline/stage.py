@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from lowbit.pipeline.boundary import (
     codec_at,
     keys_of,
 )
+from lowbit.pipeline.comparison import Comparison
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.numbering import pipeline_number, rank_names
 from lowbit.pipeline.traffic import Traffic
@@ -104,12 +106,11 @@ class LowBitStage(HookedStage):
         self._ranks = rank_names(self._group, self.stages_of)
         self._board: FailureBoard | None = None
         self._last_pass: bool | None = None  # the value of has_backward in the last step
-        self._compared: dict[str, tuple[Agreement, int]] = {}  # the last one about each thing
-        self._shapes: Agreement | None = None  # stated, but not yet checked
-        self._settled: Agreement | None = None  # the last one that was checked
+        self._compared: Counter[str] = Counter()  # how often each thing was
+        self._shapes: Comparison | None = None  # stated, but not yet checked
         self._shape_rounds = 0
         self._fault = ""
-        self._identity = Agreement(self._group, f"{self._name}/identity", self.limit)
+        self._identity = Comparison(self._group, f"{self._name}/identity", self.limit)
         self._identity.state(stage_index, self._identity_facts())
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
@@ -224,7 +225,7 @@ class LowBitStage(HookedStage):
         self._fault = "; ".join(faults)  # to be raised where all ranks know of it
         self._prepared_for = self.has_backward
         topic = f"{self._name}/shapes/{self._shape_rounds}"
-        self._shapes = Agreement(self._group, topic, self.limit)
+        self._shapes = Comparison(self._group, topic, self.limit)
         self._shape_rounds += 1
         self._shapes.state(self.stage_index, self._step_facts() | facts)
 
@@ -264,13 +265,10 @@ class LowBitStage(HookedStage):
         """All ranks compare what PyTorch's exchange of shapes would stumble over; one stage of each speaks for it."""
         if self.stage_index != self.stages_of(self.group_rank)[0]:
             return
-        last, number = self._compared.get(what, (None, -1))
-        now = Agreement(self._group, f"{self._name}/{what}/{number + 1}", self.limit)
-        now.state(self.group_rank, {what: value})
-        now.check(self._ranks)
-        if last is not None:
-            last.forget(self.group_rank)
-        self._compared[what] = now, number + 1
+        topic = f"{self._name}/{what}/{self._compared[what]}"
+        self._compared[what] += 1
+        facts = {self.group_rank: {what: value}}
+        Agreement(self._group, topic, self.limit).exchange(facts, self._ranks)
 
     def _ready(self) -> None:
         """Once in a step, as soon as shapes are known: agree on them if they are new, and post all receives."""
@@ -279,9 +277,7 @@ class LowBitStage(HookedStage):
         self._posted = True
         if self._shapes is not None:
             self._shapes.check(self._stage_names())
-            if self._settled is not None:
-                self._settled.forget(self.stage_index)
-            self._settled, self._shapes = self._shapes, None
+            self._shapes = None
             if self._fault:  # word for word the same on all ranks
                 raise ValueError(self._fault)
         self._take_samples()
