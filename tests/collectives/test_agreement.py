@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, PrefixStore  # pyright: ignore
 
-from lowbit.collectives import AgreementError, agree
+from lowbit.collectives import AgreementError, PeerError, agree
 from lowbit.collectives.agreement import Agreement, contradictions, default_group
 from tests.ranks import Failure, Ranks
 
@@ -78,29 +83,171 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks):
     assert outcomes[2].text == outcomes[0].text
 
 
-def members() -> None:
-    """Each rank speaks for two, and checks only when both have been stated."""
-    agreement, rank = Agreement(default_group(), "members", 20), dist.get_rank()
-    for member in (rank, rank + 2):
-        agreement.state(member, {"member": "any", "of": str(member % 2)[:0]})
-    agreement.check([f"member {i}" for i in range(4)])
+def members(speaker: dict[int, int]) -> Any:
+    """Each rank speaks for the members that are its own."""
+    facts = {m: {"of": "all", f"by {m}": str(r)} for m, r in speaker.items()}
+    own = {m: facts[m] for m, r in speaker.items() if r == dist.get_rank()}
+    names = [f"member {m}" for m in range(4)]
+    assert Agreement(default_group(), "members", 20).exchange(own, names) == facts
 
 
-def test_a_rank_may_speak_for_several(ranks: Ranks):
-    ranks.run(members)
+def test_a_rank_may_speak_for_several_or_none(ranks: Ranks):
+    ranks.run(members, {0: 0, 1: 1, 2: 0, 3: 1}, ranks=3)
 
 
-def ends() -> None:
-    if dist.get_rank() == 1:
+def test_members_that_no_rank_speaks_for_are_an_error_at_once(ranks: Ranks):
+    outcomes = ranks.outcomes(members, {0: 0, 1: 1, 3: 1}, ranks=3)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert {o.text for o in outcomes} == {"no rank speaks for member 2"}
+
+
+def ends(rank: int) -> None:
+    if dist.get_rank() == rank:
         os._exit(3)
     agree(None, "same", 2.0)
 
 
-def test_a_rank_that_ended_is_named(ranks: Ranks):
-    left, ended = ranks.outcomes(ends)
-    assert ended == Failure("ended", "exit code 3")
-    assert left.kind == "AgreementError"
-    assert "rank 1 stated nothing" in left.text
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ended_is_named(ranks: Ranks, rank: int):
+    outcomes = ranks.outcomes(ends, rank, ranks=3)
+    assert outcomes.pop(rank) == Failure("ended", "exit code 3")
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert outcomes[0].text.startswith(f"rank {rank} stated nothing within 2 s")
+
+
+def contradict_without(rank: int) -> tuple[str, float]:
+    if dist.get_rank() == rank:
+        time.sleep(4)
+    start = time.monotonic()
+    with pytest.raises(AgreementError) as raised:
+        agree(None, {"codec": "int4" if dist.get_rank() == 1 else "int8"}, 60.0)
+    return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_contradiction_does_not_wait_for_ranks_that_have_not_come(ranks: Ranks, rank: int):
+    outcomes = ranks.run(contradict_without, rank, ranks=3)
+    other = 2 - rank
+    text = f"the ranks do not agree:\n  codec: int8 on rank {other}; int4 on rank 1"
+    if rank == 0:
+        text = "the ranks do not agree:\n  codec: int4 on rank 1; int8 on rank 2"
+    assert {text for text, _ in outcomes} == {text}
+    assert max(seconds for _, seconds in outcomes) < 3.5
+
+
+LOG = "lowbit/agreement/configuration/0"
+
+
+def agrees_after(line: bytes) -> None:
+    if dist.get_rank() == 0:
+        store = default_group().get_group_store()
+        store.compare_set(LOG, "", line.decode("latin-1"))
+    dist.barrier()
+    agree(None, "same", 20.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{\n",
+        b"7\n",
+        b"[" * 100_000 + b"\n",
+        b'{"rank": 9, "count": 2, "members": {}, "over": []}\n',
+        b'{"rank": 1e999, "count": 2, "members": {}, "over": []}\n',
+        b'{"rank": 1, "count": 2, "members": {"1": ["rank 1", {"a": 5}]}, "over": []}\n',
+        b'{"rank": 1, "count": 2, "members": {"5": ["rank 1", {}]}, "over": []}\n',
+        b'{"rank": 1, "count": 2, "members": [1], "over": []}\n',
+        b'{"rank": 1}\n',
+        b'{"left": "x"}\n',
+        b"\xff\xfe\x00",
+    ],
+    ids=range(11),
+)
+def test_what_is_no_statement_is_the_same_error_everywhere(ranks: Ranks, line: bytes):
+    outcomes = ranks.outcomes(agrees_after, line)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "which is no statement of a rank: damaged, or not ours" in outcomes[0].text
+    assert len(outcomes[0].text) < 500
+
+
+def counts_keys(times: int) -> list[int]:
+    """Keys in the store after each agreement; rank 0 deletes, so that it counts."""
+    keys = []
+    for _ in range(times):
+        agree(None, "same", 20.0)
+        keys.append(default_group().get_group_store().num_keys())
+        dist.barrier()
+    return keys
+
+
+def test_agreements_leave_nothing_behind(ranks: Ranks):
+    keys = ranks.run(counts_keys, 12, ranks=3)[0]
+    assert keys[-1] == keys[2]
+
+
+def agree_in_any_order(topics: list[str]) -> None:
+    """Threads of a rank agree on several things at once, again and again, in different order on each rank."""
+    ordered = topics if dist.get_rank() == 0 else topics[::-1]
+
+    def repeat(topic: str) -> None:
+        for _ in range(5):
+            agree(None, "same", 20.0, topic=topic)
+
+    with ThreadPoolExecutor(len(topics)) as pool:
+        list(pool.map(repeat, ordered))
+
+
+def test_threads_may_agree_at_once(ranks: Ranks):
+    ranks.run(agree_in_any_order, ["a", "b", "c"], ranks=3)
+
+
+def agrees_through_a_file(path: str, facts: list[dict[str, str]]) -> None:
+    store = PrefixStore("group", FileStore(path, 2))
+    with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store):
+        for value in facts[dist.get_rank()].values():
+            agree(None, value, 20.0)
+
+
+def agrees_by_itself() -> None:
+    store = HashStore()
+    with mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=store):
+        agrees_often()
+
+
+def test_any_store_will_do(ranks: Ranks, tmp_path: Path):
+    ranks.run(agrees_through_a_file, str(tmp_path / "same"), [SAME, SAME])
+    unlike = [SAME, SAME | {"codec": "int8"}]
+    outcomes = ranks.outcomes(agrees_through_a_file, str(tmp_path / "unlike"), unlike)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    ranks.run(agrees_by_itself, ranks=1)
+
+
+class Silent:
+    """A store whose machine no longer answers."""
+
+    def append(self, key: str, value: str) -> None:
+        pass
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        time.sleep(60)
+        return b""
+
+
+def agrees_in_silence() -> float:
+    start = time.monotonic()
+    with (
+        mock.patch.object(dist.ProcessGroup, "get_group_store", return_value=Silent()),
+        pytest.raises(PeerError, match="store of the process group did not answer within 1 s"),
+    ):
+        agree(None, "same", 1.0)
+    return time.monotonic() - start
+
+
+def test_a_store_that_does_not_answer_is_an_error(ranks: Ranks):
+    assert max(ranks.run(agrees_in_silence)) < 5
 
 
 def test_without_a_process_group_the_error_says_so():

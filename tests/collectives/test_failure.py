@@ -81,6 +81,19 @@ def test_a_store_that_is_gone_too_does_not_hold_anybody_up(ranks: Ranks, answers
     assert seconds < 20
 
 
+def blames_after(written: str) -> tuple[str, int]:
+    default_group().get_group_store().set("lowbit/failure/test/1", written)
+    board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
+    found = board.blame(1, CLOSED)
+    return str(found), found.rank
+
+
+@pytest.mark.parametrize("written", ["{", "7", '{"suspect": 9, "silent": 0}', '{"suspect": []}'])
+def test_what_is_no_note_is_ignored(ranks: Ranks, written: str):
+    [(text, rank)] = ranks.run(blames_after, written, ranks=1)
+    assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection")
+
+
 def waits_for_less_than_the_timeout() -> timedelta:
     return FailureBoard(default_group(), "test", ["host 0"], 10.0).patience
 

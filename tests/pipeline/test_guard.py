@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import Cast, GroupInt, SubspaceQuant
-from lowbit.collectives.agreement import Agreement
+from lowbit.collectives.agreement import Agreement, Facts
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.numbering import pipeline_number
 from tests.pipeline import toy
@@ -226,20 +226,21 @@ def test_pipelines_of_different_lengths_are_an_error_within_seconds(
 
 def compiled_first() -> int:
     """Codecs have been used by the time that a rank says what its boundaries carry."""
-    used, states, stated = [], [], Agreement.state
+    used, states, exchanged = [], [], Agreement.exchange
     encode = GroupInt._encode
 
-    def state(self: Agreement, member: int, facts: Mapping[str, str]) -> None:
-        states.append((len(used), any("payload bytes" in name for name in facts)))
-        stated(self, member, facts)
+    def exchange(self: Agreement, facts: Mapping[int, Facts], names: Sequence[str]) -> Any:
+        about_shapes = any("payload bytes" in name for each in facts.values() for name in each)
+        states.append((len(used), about_shapes))
+        return exchanged(self, facts, names)
 
     GroupInt._encode = lambda self, x, payload: (used.append(self), encode(self, x, payload))
-    Agreement.state = state
+    Agreement.exchange = exchange
     try:
         run = toy.Run("1f1b", toy.lowbit(forward=GroupInt(bits=3, group=56), backward=INT6))
         run.train(0)
     finally:
-        GroupInt._encode, Agreement.state = encode, stated
+        GroupInt._encode, Agreement.exchange = encode, exchanged
     return next(count for count, about_shapes in states if about_shapes)
 
 

@@ -16,14 +16,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from lowbit import __version__
-from lowbit.collectives.agreement import Agreement, AgreementError, contradictions
+from lowbit.collectives.agreement import Agreement, AgreementError
 from lowbit.collectives.checksum import Checksums, secret_facts
 from lowbit.collectives.failure import FailureBoard
 from lowbit.collectives.wire import Mail, Marks, Rounds, Scratch, Wire
@@ -75,7 +75,7 @@ class _Job:
     ready: torch.cuda.Event | None
     inference: bool
     started: float = 0.0
-    stated: bool = field(default=False)
+    compared: Agreement | None = None  # what it is, with the other ranks
 
 
 class Pending:
@@ -127,7 +127,7 @@ class Line:
         self._current: _Job | None = None
         self._calls = 0
         self._kinds: set[str] = set()
-        self._slow: list[tuple[Agreement, int]] = []
+        self._slow: list[Agreement] = []
         self._failure: BaseException | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads: list[threading.Thread] = []
@@ -251,9 +251,8 @@ class Line:
         return Rounds(call.group, call.device, self.scratch, marks)
 
     def _agree(self, job: _Job) -> None:
-        agreement = self._agreement(job)
-        agreement.state(dist.get_rank(job.call.group), self._facts(job))
-        agreement.check(_names(job.call.group))
+        job.compared = self._agreement(job)
+        job.compared.exchange(self._facts(job), _names(job.call.group))
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK):
@@ -267,29 +266,26 @@ class Line:
 
     def _look(self, job: _Job) -> None:
         """End a call that others contradict. It stays blocked, but whoever waits for it learns why."""
-        agreement, rank = self._agreement(job), dist.get_rank(job.call.group)
-        if not job.stated:
-            job.stated = True
-            agreement.state(rank, self._facts(job))
-            self._slow.append((agreement, rank))
+        if job.compared is None:
+            job.compared = self._agreement(job)
+            self._slow.append(job.compared)
             while len(self._slow) > 2:  # the call before the last one is over on all ranks
-                old, member = self._slow.pop(0)
-                old.forget(member)
-        names = _names(job.call.group)
-        stated = agreement.stated(len(names))
-        if contradictions({names[i]: facts for i, facts in stated.items()}):
-            try:
-                agreement.check(names)
-            except AgreementError as error:
-                self._failure = error
-                _settle(job.future, error)
+                self._slow.pop(0).forget()
+        elif job.compared not in self._slow:  # all ranks have agreed on it, or are about to
+            return
+        try:
+            job.compared.look(self._facts(job), _names(job.call.group))
+        except AgreementError as error:
+            self._failure = error
+            _settle(job.future, error)
 
     def _agreement(self, job: _Job) -> Agreement:
         return Agreement(job.call.group, f"collective call {job.number}", job.call.timeout)
 
-    def _facts(self, job: _Job) -> dict[str, str]:
+    def _facts(self, job: _Job) -> dict[int, dict[str, str]]:
         common = {"lowbit version": __version__, **secret_facts()}
-        return common | job.call.stated | {"layer": job.call.layer}
+        stated = common | job.call.stated | {"layer": job.call.layer}
+        return {dist.get_rank(job.call.group): stated}
 
 
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from lowbit.collectives.failure import PeerError
+from lowbit.collectives.failure import PeerError, peek
 
 T = TypeVar("T")
 
@@ -19,33 +18,30 @@ class BoundedStore:
 
     A call that reaches the limit stays blocked, on a thread of its own, and every later one fails at once.
 
+    Nothing here waits in the store for a key to come. PyTorch's TCPStore holds a lock of its connection meanwhile, so
+    that all other threads that use this store would wait as well; it prints two warnings each time such a wait ends
+    without the key; and `get` takes two round trips, one to wait and one to read, so that reading again and again what
+    is there is not later.
+
     Args:
         group: whose store. seconds: limit of a call.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
-        self._store: Store = group.get_group_store()
+        self._store: Any = group.get_group_store()  # PyTorch's stubs lack `append`
         self._seconds = seconds
         self._silent = False
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self._call(lambda: self._store.set(key, value))
+    def append(self, key: str, value: str) -> None:
+        """Extend the value of a key, or begin it; a TCPStore does not wait for an answer."""
+        self._call(lambda: self._store.append(key, value))
 
-    def get(self, key: str) -> bytes:
-        """Read a value that is there."""
-        return self._call(lambda: self._store.get(key))
-
-    def check(self, key: str) -> bool:
-        """Whether there is a value."""
-        return self._call(lambda: self._store.check([key]))
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write a value where the expected one is, or none; returns what is there then."""
-        return self._call(lambda: self._store.compare_set(key, expected, value))
+    def read(self, key: str) -> bytes:
+        """What a key holds, or nothing, in one round trip: `check` and `get` would take three."""
+        return self._call(lambda: peek(self._store, key))
 
     def delete_key(self, key: str) -> None:
-        """Remove a value."""
+        """Remove a value; one round trip."""
         self._call(lambda: self._store.delete_key(key))
 
     def _call(self, call: Callable[[], T]) -> T:
