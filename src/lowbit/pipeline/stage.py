@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ class LowBitStage(HookedStage):
     travel there, so no codec is applied. Evaluation (`schedule.eval`) uses the forward codec as training does, except
     for codecs that know only the samples they are trained on (AQSGD): those evaluate at full precision.
 
-    With Gloo, all receives of a step are posted when it starts and sends are not waited for before it ends, so that the
-    link carries both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
+    With Gloo, receives are posted ahead and sends are not waited for before the step ends, so that the link carries
+    both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
     From and to a GPU, Gloo's payloads pass through pinned memory of the host, coded and copied beside the computation.
     A stage's output is read there after `forward` has returned: nothing may write to its memory before the step ends,
     as replaying a CUDA graph would.
@@ -273,7 +274,7 @@ class LowBitStage(HookedStage):
         self._compared[what] = now, number + 1
 
     def _ready(self) -> None:
-        """Once in a step, as soon as shapes are known: agree on them if they are new, and post all receives."""
+        """Once in a step, as soon as shapes are known: agree on them if they are new, and announce all messages."""
         if self._posted:
             return
         self._posted = True
@@ -287,9 +288,8 @@ class LowBitStage(HookedStage):
         self._take_samples()
         for direction, outgoing in self._lanes:
             if not outgoing and (direction == "forward" or self.has_backward):
-                for micro_batch in range(self.micro_batches):
-                    for route, nbytes in self._messages(direction, micro_batch):
-                        self._transport.post(route, nbytes)
+                every = (self._messages(direction, mb) for mb in range(self.micro_batches))
+                self._transport.expect(direction, chain.from_iterable(every))
 
     def _take_samples(self) -> None:
         """Attach this step's sample ids, if a codec needs them now."""
