@@ -79,6 +79,25 @@ def test_what_arrives_waits_for_a_fence_only_and_is_waited_for(log: list[str]):
     ]
 
 
+def test_where_a_payload_lands_is_kept_for_the_computation(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    streams = CudaStreams(CUDA)
+    monkeypatch.setattr(side_streams.torch, "empty", lambda *args, **kwargs: Tensor(log))
+    with streams.arriving():
+        # As within the block: what is current there is the arriving stream.
+        monkeypatch.setattr(
+            side_streams.torch.cuda, "current_stream", lambda device: Stream("arriving", log)
+        )
+        streams.landing(torch.empty(2, 3, device="meta"))
+    assert log == [
+        "on arriving",
+        "x is read by computation",
+        "off arriving",
+        "computation waits for arriving",
+    ]
+
+
 @needs_gpu
 def test_bytes_reach_the_host_and_come_back_while_the_device_computes():
     streams, busy = CudaStreams(CUDA), torch.randn(4096, 4096, device=CUDA)
@@ -97,8 +116,10 @@ def test_bytes_reach_the_host_and_come_back_while_the_device_computes():
         assert host.shape == (x_bytes + 8,)
         assert host[:x_bytes].unique().tolist() == [value + 1]
         with streams.arriving():
-            back.copy_(streams.to_device(host[:x_bytes]) + 1)
-        del host
+            landed = streams.landing(torch.empty(x_bytes, dtype=torch.uint8, device="meta"))
+            landed.copy_(streams.to_device(host[:x_bytes]) + 1)
+        back.copy_(landed)
+        del host, landed
         assert back.unique().tolist() == [value + 2]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -51,6 +51,10 @@ class Late:
     def fence(self) -> None:
         assert self.stream == "computation"
         self.log.append("fence")
+
+    def landing(self, layout: Tensor) -> Tensor:
+        assert self.stream == "arriving"
+        return torch.full(layout.shape, 0xEE, dtype=layout.dtype)
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
@@ -120,8 +124,8 @@ def trained(schedule: str, staged: tuple[int, ...], options: Any) -> Any:
     for stage in run.stages:
         assert isinstance(stage, LowBitStage)
         assert isinstance(stage._transport, Staged if dist.get_rank() in staged else Early)
-        assert stage._transport._outbox == []
-        assert stage._transport._posted == {}
+        assert len(stage._transport._outbox) == 0
+        assert len(stage._transport._inbox) == 0
     return run.losses, [y for y in outputs if y is not None]
 
 
@@ -157,8 +161,7 @@ def without_waiting() -> None:
     """Only `drain` waits for the device and for the peer; the tensor is known to be read meanwhile."""
     late = Late(held=True)
     transport, other = opened(late), 1 - dist.get_rank()
-    transport.post(Route(other, 0), 64)
-    transport.post(Route(other, 1), 64)
+    transport.expect("in", [(Route(other, tag), 64) for tag in range(2)])
     x = torch.ones(64)
     with transport.leaving(x):
         payload = torch.full((64,), 7, dtype=torch.uint8)
@@ -170,9 +173,10 @@ def without_waiting() -> None:
         copy()
     for tag in (1, 0):
         with transport.arriving():
+            assert transport.landing(torch.empty(2, 3, dtype=torch.float16, device="meta")).dtype == torch.float16
             assert transport.take(Route(other, tag), 64).unique().tolist() == [7 + tag]
     transport.drain()
-    assert transport._outbox == []
+    assert len(transport._outbox) == 0
     assert late.log == ["fence", "arrival", "arrival"]
 
 

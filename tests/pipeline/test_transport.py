@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore
 
 from lowbit.codecs import GroupInt
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums
-from lowbit.collectives.failure import FailureBoard
+from lowbit.collectives.failure import FailureBoard, PeerError
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline import transport as transport_module
+from lowbit.pipeline.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from lowbit.pipeline.transport import Early, InOrder, Route, choose
 from tests.pipeline import toy
 from tests.ranks import Ranks
 
 INT4 = GroupInt(bits=4, group=64)
-SIZE = 1 << 18
+SIZE, MIB = 1 << 18, 1 << 20
 INT6 = GroupInt(bits=6, group=32, symmetric=True)
 
 
@@ -38,8 +48,7 @@ def any_order() -> float:
     """Both ranks send first and take last, in another order than they sent."""
     transport, traffic = early()
     other = 1 - dist.get_rank()
-    for tag in range(5):
-        transport.post(Route(other, tag), SIZE)
+    transport.expect("in", [(Route(other, tag), SIZE) for tag in range(5)])
     for tag in (3, 1, 4, 0, 2):
         message = torch.full((SIZE + transport.room,), 10 * other + tag, dtype=torch.uint8)
         assert transport.send(Route(other, tag), message) == []
@@ -49,7 +58,7 @@ def any_order() -> float:
         found = transport.take(Route(other, tag), SIZE)
         assert found.unique().tolist() == [10 * dist.get_rank() + tag]
     transport.drain()
-    assert transport._outbox == []
+    assert len(transport._outbox) == 0
     return traffic.wait_seconds
 
 
@@ -63,7 +72,7 @@ def without_waiting() -> None:
     store = default_group().get_group_store()
     if dist.get_rank() == 1:
         store.wait(["without waiting"], timedelta(seconds=20))
-        transport.post(Route(0, 0), 1 << 24)
+        transport.expect("in", [(Route(0, 0), 1 << 24)])
         transport.take(Route(0, 0), 1 << 24)
     else:
         transport.send(Route(1, 0), torch.zeros((1 << 24) + transport.room, dtype=torch.uint8))
@@ -75,47 +84,260 @@ def test_sending_does_not_wait(ranks: Ranks):
     ranks.run(without_waiting)
 
 
-def steps_leave_nothing_behind() -> int:
+def steps_leave_nothing_behind() -> None:
     """Sends of a step, training or not, have left before the step returns."""
-    drained, most = Early.drain, 0
-
-    def drain(self: Early) -> None:
-        nonlocal most
-        most = max(most, len(self._outbox))
-        drained(self)
-
-    Early.drain = drain
-    try:
-        for schedule in ("gpipe", "interleaved-2", "zbv"):
-            run = toy.Run(schedule, toy.lowbit(forward=INT4, backward=INT6))
-            for step in (run.train, run.evaluate, run.train):
-                step(0)
-                for stage in run.stages:
-                    assert isinstance(stage, LowBitStage)
-                    assert isinstance(stage._transport, Early)
-                    assert stage._transport._outbox == []
-                    assert stage._transport._posted == {}
-    finally:
-        Early.drain = drained
-    return most
+    for schedule in ("gpipe", "interleaved-2", "zbv"):
+        run = toy.Run(schedule, toy.lowbit(forward=INT4, backward=INT6))
+        for step in (run.train, run.evaluate, run.train):
+            step(0)
+            for stage in run.stages:
+                assert isinstance(stage, LowBitStage)
+                assert isinstance(stage._transport, Early)
+                assert len(stage._transport._outbox) == 0
+                assert len(stage._transport._inbox) == 0
+                assert stage.traffic.held_bytes == 0
+                assert stage.traffic.peak_bytes > 0
 
 
-def test_a_step_waits_for_its_sends_once_at_its_end(ranks: Ranks):
-    # Rank 0 of the interleaved schedule: stages 0 and 2 send forward, stage 2 also backward.
-    assert ranks.run(steps_leave_nothing_behind)[0] == 3 * toy.MICRO_BATCHES
+def test_a_step_waits_for_its_sends_at_its_end(ranks: Ranks):
+    ranks.run(steps_leave_nothing_behind)
 
 
 def leftover() -> None:
     transport, _ = early()
-    transport.post(Route(1 - dist.get_rank(), 0), 8)
+    other = 1 - dist.get_rank()
+    many = WINDOW_MESSAGES + 3  # of which some are not posted
+    transport.expect("in", [(Route(other, tag), WINDOW_BYTES) for tag in range(many)])
     early_again = FailureBoard(default_group(), "again", ["rank 0", "rank 1"], 5.0)
-    with pytest.raises(RuntimeError, match="1 messages of the previous step were never taken"):
+    with pytest.raises(RuntimeError, match=f"{many} messages of the previous step were never"):
         transport.begin(early_again, 1)
     dist.barrier()
 
 
 def test_messages_of_a_step_that_was_cut_short_do_not_leak_into_the_next(ranks: Ranks):
     ranks.run(leftover)
+
+
+def owned(nbytes: int, room: int) -> tuple[torch.Tensor, threading.Event]:
+    """A message, and what happens when its memory is free."""
+    memory, freed = np.zeros(nbytes + room, dtype=np.uint8), threading.Event()
+    weakref.finalize(memory, freed.set)
+    return torch.from_numpy(memory), freed
+
+
+def long_step() -> int:
+    """Rank 0 sends 128 messages, a few ahead of the memory that it gets back; rank 1 takes them."""
+    transport, traffic = early()
+    routes = [Route(1 - dist.get_rank(), tag) for tag in range(128)]
+    if dist.get_rank() == 0:
+        freed: list[threading.Event] = []
+        for route in routes:
+            message, event = owned(MIB, transport.room)
+            transport.send(route, message)
+            del message
+            freed.append(event)
+            if len(freed) > 4:
+                assert freed[-5].wait(30)  # within the step
+        assert len(transport._outbox) <= 4
+    else:
+        transport.expect("in", [(route, MIB) for route in routes])
+        for route in routes:
+            transport.take(route, MIB)
+    transport.drain()
+    assert traffic.held_bytes == 0
+    return traffic.peak_bytes
+
+
+def test_memory_of_a_long_step_is_a_window_and_what_is_in_flight(ranks: Ranks):
+    sent, received = ranks.run(long_step)
+    assert sent <= 5 * (MIB + 8)
+    assert WINDOW_BYTES - MIB < received <= WINDOW_BYTES
+
+
+def lanes() -> None:
+    """Each has a window of its own, at least some messages whatever their size, and any order is allowed."""
+    transport, traffic = early()
+    other, size = 1 - dist.get_rank(), MIB + transport.room
+    small = [Route(other, tag) for tag in range(20)]
+    large = [Route(other, 100 + tag) for tag in range(WINDOW_MESSAGES + 2)]
+    unexpected = Route(other, 200)
+    transport.expect("small", [(route, MIB) for route in small])
+    assert traffic.held_bytes == 15 * size
+    transport.expect("large", [(route, 6 * MIB) for route in large])
+    assert traffic.held_bytes == 15 * size + WINDOW_MESSAGES * (6 * MIB + transport.room)
+    assert (traffic.forward_bytes, traffic.peak_bytes) == (0, traffic.held_bytes)
+    for routes, nbytes in ((small, MIB), (large, 6 * MIB), ([unexpected], 1)):
+        for route in routes:
+            message = torch.full((nbytes + transport.room,), route.tag, dtype=torch.uint8)
+            transport.send(route, message)
+    for route in reversed(large):
+        assert transport.take(route, 6 * MIB)[-1] == route.tag
+    assert transport.take(unexpected, 1).tolist() == [200]
+    for route in (*small[::2], *small[1::2]):
+        assert transport.take(route, MIB)[-1] == route.tag
+    transport.drain()
+    assert traffic.held_bytes == 0
+
+
+def test_lanes_have_windows_and_any_order_is_allowed(ranks: Ranks):
+    ranks.run(lanes)
+
+
+def patient() -> None:
+    """A peer may take a message later than a wait may last: nobody waits before `drain`."""
+    transport, _ = early(timeout=1.5)
+    store = default_group().get_group_store()
+    if dist.get_rank() == 0:
+        transport.send(Route(1, 0), torch.zeros(MIB + transport.room, dtype=torch.uint8))
+        with pytest.raises(RuntimeError):  # time passes
+            store.wait(["never"], timedelta(seconds=2))
+        store.set("take it", "")
+        transport.drain()
+    else:
+        store.wait(["take it"], timedelta(seconds=20))
+        transport.take(Route(0, 0), MIB)
+
+
+def test_a_step_may_last_longer_than_a_wait(ranks: Ranks):
+    ranks.run(patient)
+
+
+def never_taken() -> tuple[str, int]:
+    transport, _ = early(timeout=2.0 if dist.get_rank() == 0 else 100.0)
+    try:
+        if dist.get_rank() == 0:
+            transport.send(Route(1, 0), torch.zeros(MIB + transport.room, dtype=torch.uint8))
+            transport.drain()
+        else:
+            transport.take(Route(0, 1), 8)
+    except PeerError as error:
+        assert transport._traffic.held_bytes == 0
+        return str(error), error.rank
+    return "", -1
+
+
+def test_who_never_takes_a_message_is_blamed_and_everybody_knows(ranks: Ranks):
+    (waited, culprit), (closed, _) = ranks.run(never_taken)
+    assert culprit == 1
+    assert waited.startswith("rank 1 did not answer within 2 s (seen by rank 0: Timed out waiting")
+    assert closed.startswith("rank 0 closed its connection")
+
+
+def dying_peer() -> str:
+    transport, _ = early()
+    if dist.get_rank() == 1:
+        dist.recv(torch.zeros(1), 0)
+        os._exit(7)
+    transport.send(Route(1, 1), torch.zeros(MIB + transport.room, dtype=torch.uint8))
+    dist.send(torch.zeros(1), 1)
+    with pytest.raises(PeerError, match="rank 1 closed its connection") as caught:
+        transport.drain()
+    assert caught.value.rank == 1
+    transport.drain()  # said once
+    return "blamed"
+
+
+def test_a_peer_that_dies_before_it_takes_a_message_is_blamed(ranks: Ranks):
+    found = ranks.outcomes(dying_peer)
+    assert found[0] == "blamed"
+    assert found[1].kind == "ended"
+
+
+def severed() -> float:
+    """Rank 0 gives up; the others wait for it and would do so for long."""
+    transport, _ = early(timeout=100.0)
+    store, rank = default_group().get_group_store(), dist.get_rank()
+    if rank == 0:
+        transport.send(Route(1, 0), torch.zeros(MIB + transport.room, dtype=torch.uint8))
+        store.wait(["waiting/1", "waiting/2"], timedelta(seconds=30))
+        store.set("reason", str(time.time()))
+        transport.sever()
+        store.wait(["failed/1", "failed/2"], timedelta(seconds=30))  # still usable
+        with pytest.raises(PeerError):
+            transport.drain()
+        return 0.0
+    transport.expect("in", [(Route(0, 1), 8)])
+    store.set(f"waiting/{rank}", "")
+    with pytest.raises(PeerError, match="rank 0 closed its connection") as caught:
+        transport.take(Route(0, 1), 8)
+    assert caught.value.rank == 0
+    seconds = time.time() - float(store.get("reason"))
+    store.set(f"failed/{rank}", "")
+    return seconds
+
+
+def test_peers_of_a_rank_that_severs_its_connections_fail_at_once(ranks: Ranks):
+    # Half a second of it is for the notes of others to arrive.
+    assert all(seconds < 10 for seconds in ranks.run(severed, ranks=3))
+
+
+UNFINISHED = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from tests.pipeline.test_transport import MIB, Route, early
+rank, port = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+transport, _ = early(100.0)
+transport.send(Route(1 - rank, 0), torch.zeros(MIB + transport.room, dtype=torch.uint8))
+dist.barrier()
+if rank == 0:
+    dist.destroy_process_group()
+    sys.exit(3)
+try:
+    transport.take(Route(0, 1), 8)
+finally:
+    print("failed", flush=True)
+"""
+
+
+def test_a_process_ends_as_it_should_while_a_message_is_never_taken(tmp_path: Path):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = tmp_path / "unfinished.py"
+    script.write_text(UNFINISHED)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(store.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=75) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [3, 1], outputs
+    assert outputs[1][0] == "failed\n"
+    assert "PeerError: rank 0 closed its connection" in outputs[1][1]
+    assert not any("terminate called" in errors for _, errors in outputs)
+
+
+def test_the_peak_counts_from_what_is_held():
+    traffic = Traffic()
+    for nbytes in (5, 7, -5, 1, -1):
+        traffic.hold(nbytes)
+    assert (traffic.peak_bytes, traffic.held_bytes) == (12, 7)
+    traffic.reset()
+    assert (traffic.peak_bytes, traffic.held_bytes) == (7, 7)
+    traffic.hold(-7)
+    traffic.hold(3)
+    assert (traffic.peak_bytes, traffic.held_bytes) == (7, 3)
+
+
+def lands(device: str) -> tuple[str, torch.dtype]:
+    for transport in (early()[0], InOrder(default_group(), device, Traffic(), Checksums("test"))):
+        with transport.arriving():
+            landed = transport.landing(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
+        assert landed.shape == (2, 3)
+    return landed.device.type, landed.dtype
+
+
+def test_payloads_land_on_the_device_of_the_tensors(ranks: Ranks):
+    assert ranks.run(lands, "meta", ranks=1) == [("meta", torch.bfloat16)]
 
 
 def in_order() -> Any:

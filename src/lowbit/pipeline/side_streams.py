@@ -12,7 +12,7 @@ in its place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class SideStreams(Protocol):
         """Let arriving work from now on wait for the computation launched so far."""
         ...
 
+    def landing(self, layout: Tensor) -> Tensor:
+        """Within `arriving`: new memory of the device to decode to; the computation uses it after the block."""
+        ...
+
     def host_buffer(self, nbytes: int) -> Tensor:
         """Memory of the host that the device copies from and to by itself: uint8 (nbytes,)."""
         ...
@@ -75,6 +79,7 @@ class CudaStreams:
         self._device = device
         self._out = torch.cuda.Stream(device, priority=_FIRST)
         self._in = torch.cuda.Stream(device, priority=_FIRST)
+        self._computation: torch.cuda.Stream | None = None  # within `arriving`
 
     @contextlib.contextmanager
     def leaving(self, source: Tensor) -> Iterator[None]:
@@ -86,14 +91,28 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
+        computation = self._computation = torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.stream(self._in):
                 yield
         finally:  # what was launched before an error may still write to the computation's memory
-            torch.cuda.current_stream(self._device).wait_stream(self._in)
+            self._computation = None
+            computation.wait_stream(self._in)
 
     def fence(self) -> None:
         self._in.wait_stream(torch.cuda.current_stream(self._device))
+
+    def landing(self, layout: Tensor) -> Tensor:
+        assert self._computation is not None
+        # The memory belongs to the arriving stream, which is current. Without the record, PyTorch would hand it out
+        # there again as soon as the tensor is gone, and the next arrival would overwrite it while the computation,
+        # which runs behind the host, still reads it. With it, the memory stays away until the computation launched by
+        # then is done. Its last use on the arriving stream itself comes before any later one by the stream's order.
+        tensor = torch.empty_strided(
+            layout.shape, layout.stride(), dtype=layout.dtype, device=self._device
+        )
+        tensor.record_stream(self._computation)
+        return tensor
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -43,8 +43,8 @@ class LowBitStage(HookedStage):
     travel there, so no codec is applied. Evaluation (`schedule.eval`) uses the forward codec as training does, except
     for codecs that know only the samples they are trained on (AQSGD): those evaluate at full precision.
 
-    With Gloo, all receives of a step are posted when it starts and sends are not waited for before it ends, so that the
-    link carries both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
+    With Gloo, receives are posted ahead and sends are not waited for before the step ends, so that the link carries
+    both directions while the ranks compute; other backends keep the schedule's order (see `transport`).
     From and to a GPU, Gloo's payloads pass through pinned memory of the host, coded and copied beside the computation.
     A stage's output is read there after `forward` has returned: nothing may write to its memory before the step ends,
     as replaying a CUDA graph would.

@@ -1,8 +1,11 @@
-"""What a stage sent, and what that cost it in time."""
+"""What a stage sent, and what that cost it in time and memory."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, fields
+
+_holding = threading.Lock()  # messages are let go of by other threads, too
 
 
 @dataclass
@@ -18,6 +21,10 @@ class Traffic:
         checksum_seconds: spent on checksums, by the thread that runs the schedule (on GPUs with NCCL: launching that).
         wait_seconds: spent blocked until something expected had arrived, or, at the end of a step, until what was sent
             had left (the last stage of a rank to finish waits for all of them).
+        peak_bytes: most bytes of messages, with their checksums, that the stage's transport held at once, counted from
+            `held_bytes` on. On the host with Gloo, on the device with NCCL.
+        held_bytes: of those, held now. A message to receive is held from when its receive is posted until it is handed
+            over for decoding; one to send, until its peer has it and the transport has let go of it.
     """
 
     forward_bytes: int = 0
@@ -27,6 +34,8 @@ class Traffic:
     codec_seconds: float = 0.0
     checksum_seconds: float = 0.0
     wait_seconds: float = 0.0
+    peak_bytes: int = 0
+    held_bytes: int = 0
 
     @property
     def forward_bits(self) -> float:
@@ -39,9 +48,18 @@ class Traffic:
         return 8 * self.backward_bytes / self.backward_elements if self.backward_elements else 0.0
 
     def reset(self) -> None:
-        """Count from zero again."""
-        for field in fields(self):
-            setattr(self, field.name, field.default)
+        """Count from zero again, and the peak from what is held now."""
+        with _holding:
+            for field in fields(self):
+                if field.name != "held_bytes":
+                    setattr(self, field.name, field.default)
+            self.peak_bytes = self.held_bytes
+
+    def hold(self, nbytes: int) -> None:
+        """Messages of so many bytes are held from now on, or, if negative, no longer; from any thread."""
+        with _holding:
+            self.held_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def count(self, direction: str, nbytes: int, elements: int) -> None:
         """Add one message that was sent "forward" or "backward"."""

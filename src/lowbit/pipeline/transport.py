@@ -1,9 +1,11 @@
 """How payloads travel between two ranks: with tags and early, or in the order of the schedule.
 
 Stock schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Where messages
-have tags (Gloo), `Early` takes the traffic out of the schedule's hands: all receives of a step are posted when it
-starts, sends leave as soon as there is something to send, and nobody waits before the data is needed. Both directions
-of the link are then busy at once, and no order of sends can deadlock, because every receive is there already.
+have tags (Gloo), `Early` takes the traffic out of the schedule's hands: receives are posted well before the schedule
+takes them, sends leave as soon as there is something to send, and nobody waits before the data is needed. Both
+directions of the link are then busy at once, and no order of sends can deadlock, because no send waits for anything
+before the step ends, and what is taken out of order is posted at once. Memory is bounded by a window of posted receives
+(`lowbit.pipeline.inbox`), and by what peers have not yet taken of what was sent (`lowbit.pipeline.outbox`).
 
 NCCL matches messages by their order alone, so there `InOrder` hands the schedule its own operations back, with
 payloads in the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and
@@ -24,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -38,6 +40,8 @@ from torch import Tensor
 
 from lowbit.collectives.checksum import Checksums, Verdicts, damaged
 from lowbit.collectives.failure import FailureBoard
+from lowbit.pipeline.inbox import Inbox
+from lowbit.pipeline.outbox import Sent, Work, outbox_of, sever
 from lowbit.pipeline.side_streams import CudaStreams, Event, SideStreams
 from lowbit.pipeline.traffic import Traffic
 
@@ -81,13 +85,25 @@ class Transport(Protocol):
         """Start a step; `number` is that of the pass, training or not, as both ends count."""
         ...
 
-    def post(self, route: Route, nbytes: int) -> None:
-        """Announce that a message of this size will be taken in this step."""
+    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
+        """Announce all messages and sizes that will be taken, in this step or a later one, from one direction of a boundary.
+
+        lane: names that direction. messages: in about the order in which the schedule takes them; others are slower.
+        """
         ...
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
         """The schedule is about to receive: operations it shall run for that."""
         ...
+
+    def landing(self, layout: Tensor) -> Tensor:
+        """Within `arriving`: new memory to decode a payload to, for the computation to use after the block.
+
+        layout: on the meta device.
+        """
+        return torch.empty_strided(
+            layout.shape, layout.stride(), dtype=layout.dtype, device=self.device
+        )
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         """The payload of a message, as soon as it is there: uint8 (nbytes,).
@@ -106,6 +122,13 @@ class Transport(Protocol):
 
         Raises:
             DamagedError: something that was taken is not what was sent.
+        """
+        ...
+
+    def sever(self) -> None:
+        """Give up for good: peers that wait for this rank fail at once (over NCCL: when its watchdog acts).
+
+        The store of the group stays usable, so that a reason can be left there first.
         """
         ...
 
@@ -132,23 +155,8 @@ def choose(
     raise ValueError(f"device is {device}; allowed with Gloo: cpu or cuda")
 
 
-@dataclass
-class _Sent:
-    work: Callable[[], _Work]  # waits until the send has started
-    message: Tensor  # Gloo reads from it until the work is done
-    peer: int
-
-
-class _Work(Protocol):
-    def wait(self, timeout: timedelta) -> object: ...
-
-
-# Sends of all stages of this rank: the last stage to finish a step waits for them.
-_outboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Sent]] = weakref.WeakKeyDictionary()
-
-
 class Early(Transport):
-    """Receives posted when the step starts, sends waited for when it ends."""
+    """Receives posted ahead of the schedule, sends waited for by another thread."""
 
     name = "early, with tags"
     device = torch.device("cpu")
@@ -158,39 +166,24 @@ class Early(Transport):
         self._traffic, self._checksums = traffic, checksums
         self.room = checksums.room
         self._pass = 0
-        self._posted: dict[Route, tuple[dist.Work, Tensor]] = {}
-        self._outbox = _outboxes.setdefault(group, [])
+        self._inbox = Inbox(self._irecv, traffic)
+        self._outbox = outbox_of(group)
         self._board: FailureBoard | None = None
 
     def begin(self, board: FailureBoard, number: int) -> None:
         self._board, self._pass = board, number
         self.drain()
 
-    def post(self, route: Route, nbytes: int) -> None:
-        message = self._buffer(nbytes + self._checksums.room)
-        with self._blaming(route.peer):
-            work = dist.irecv(message, group=self._group, group_src=route.peer, tag=route.tag)
-        assert work is not None  # only for ranks outside the group
-        self._posted[route] = work, message
-
-    def expect(self, lane, messages):
-        for r, n in messages:
-            self.post(r, n)
-
-    def landing(self, layout):
-        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
-
-    def sever(self):
-        pass
+    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
+        room = self._checksums.room
+        self._inbox.expect((route, nbytes + room) for route, nbytes in messages)
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
         return []
 
     def take(self, route: Route, nbytes: int) -> Tensor:
-        if route not in self._posted:
-            self.post(route, nbytes)
-        work, message = self._posted.pop(route)
-        self._wait(work, route.peer)
+        with self._inbox.taking(route, nbytes + self._checksums.room) as (work, message):
+            self._wait(work, route.peer)
         with _timed(self._traffic):
             if not self._checksums.intact(message, self._pass, route.peer, route.tag):
                 raise damaged(route.about, route.peer)
@@ -201,32 +194,43 @@ class Early(Transport):
             self._checksums.seal(message, self._pass, self._rank, route.tag)
         with self._blaming(route.peer):
             work = self._isend(route, message)
-        self._outbox.append(_Sent(lambda: work, message, route.peer))
+        self._outbox.put(Sent(self._group, lambda: work, message, route.peer, self._traffic))
         return []
 
     def drain(self) -> None:
-        while self._outbox:
-            sent = self._outbox.pop(0)
-            self._wait(sent.work(), sent.peer)
+        assert self._board is not None
+        start = time.perf_counter()
+        self._outbox.drain(self._board.patience, self._blaming)
+        self._traffic.wait_seconds += time.perf_counter() - start
+
+    def sever(self) -> None:
+        sever(self._group)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _irecv(self, route: Route, size: int) -> tuple[dist.Work, Tensor]:
+        message = self._buffer(size)
+        with self._blaming(route.peer):
+            work = dist.irecv(message, group=self._group, group_src=route.peer, tag=route.tag)
+        assert work is not None  # only for ranks outside the group
+        return work, message
 
     def _isend(self, route: Route, message: Tensor) -> dist.Work:
         work = dist.isend(message, group=self._group, group_dst=route.peer, tag=route.tag)
         assert work is not None
         return work
 
-    def _wait(self, work: _Work, peer: int) -> None:
+    def _wait(self, work: Work, peer: int) -> None:
         assert self._board is not None
         start = time.perf_counter()
         with self._blaming(peer):
             work.wait(self._board.patience)
         self._traffic.wait_seconds += time.perf_counter() - start
 
-    def _blaming(self, peer: int) -> _Blaming:
+    def _blaming(self, peer: int) -> AbstractContextManager[None]:
         assert self._board is not None
-        return _Blaming(self._board, peer)
+        return self._board.blaming(peer)
 
 
 class Staged(Early):
@@ -250,11 +254,14 @@ class Staged(Early):
     def arriving(self) -> AbstractContextManager[None]:
         return self._streams.arriving()
 
-    def post(self, route: Route, nbytes: int) -> None:
-        if not self._posted:
-            # What was decoded in the step before may still be in use, in the memory that this step decodes to.
-            self._streams.fence()
-        super().post(route, nbytes)
+    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
+        # What was decoded in the step before may still be in use, in the memory that this step decodes to; and what
+        # codecs keep may have been written since by the computation's stream (a checkpoint, a new shape).
+        self._streams.fence()
+        super().expect(lane, messages)
+
+    def landing(self, layout: Tensor) -> Tensor:
+        return self._streams.landing(layout)
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         return self._streams.to_device(super().take(route, nbytes))
@@ -262,13 +269,13 @@ class Staged(Early):
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
         host, copied = self._streams.to_host(message, self._checksums.room)
         sending = _sender().submit(self._send_after, copied, route, host, self._pass)
-        self._outbox.append(_Sent(sending.result, host, route.peer))
+        self._outbox.put(Sent(self._group, sending.result, host, route.peer, self._traffic))
         return []
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._streams.host_buffer(nbytes)
 
-    def _send_after(self, copied: Event, route: Route, host: Tensor, number: int) -> _Work:
+    def _send_after(self, copied: Event, route: Route, host: Tensor, number: int) -> Work:
         copied.synchronize()  # an error of this device, which is nobody else's fault
         self._checksums.seal(host, number, self._rank, route.tag)
         try:
@@ -321,31 +328,27 @@ class InOrder(Transport):
     def begin(self, board: FailureBoard, number: int) -> None:
         self._pass = number
         # The schedule has waited for all of the previous step, so none of its payloads is in use any more.
+        for message in (*self._arriving.values(), *self._leaving):
+            self._traffic.hold(-message.numel())
         self._arriving.clear()
         self._leaving.clear()
 
-    def post(self, route: Route, nbytes: int) -> None:
+    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
         """Nothing: messages are matched by their order, which is the schedule's."""
 
-    def expect(self, lane, messages):
-        pass
-
-    def landing(self, layout):
-        return torch.empty_strided(
-            layout.shape, layout.stride(), dtype=layout.dtype, device=self.device
-        )
-
-    def sever(self):
-        pass
+    def sever(self) -> None:
+        """Nothing: what NCCL has under way ends with its watchdog."""
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
         size = nbytes + self._checksums.room
         message = torch.empty(size, dtype=torch.uint8, device=self.device)
         self._arriving[route] = message
+        self._traffic.hold(size)
         return [dist.P2POp(dist.irecv, message, group=self._group, group_peer=route.peer)]
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         message = self._arriving.pop(route)
+        self._traffic.hold(-message.numel())
         if self._checksums.enabled:
             with _timed(self._traffic):
                 place = self._pass, route.peer, route.tag
@@ -357,6 +360,7 @@ class InOrder(Transport):
         with _timed(self._traffic):
             self._checksums.seal_there(message, self._pass, self._rank, route.tag)
         self._leaving.append(message)
+        self._traffic.hold(message.numel())
         return [dist.P2POp(dist.isend, message, group=self._group, group_peer=route.peer)]
 
     def drain(self) -> None:
@@ -369,18 +373,3 @@ def _timed(traffic: Traffic) -> Iterator[None]:
     start = time.perf_counter()
     yield
     traffic.checksum_seconds += time.perf_counter() - start
-
-
-class _Blaming:
-    """Turn a failure of communication with a peer into an error that names whoever failed first."""
-
-    def __init__(self, board: FailureBoard, peer: int) -> None:
-        self._board = board
-        self._peer = peer
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            raise self._board.blame(self._peer, error) from error
