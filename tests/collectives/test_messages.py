@@ -29,9 +29,10 @@ def carried(checksums: bool) -> Any:
             each.wait()
         return messages.receive_json(1)
     value = messages.receive_json(0)
-    numbers = messages.receive(48, 0).view(torch.float32)
-    assert torch.equal(numbers, torch.arange(12.0).view(3, 4).t().reshape(-1))
-    assert messages.receive(0, 0).numel() == 0
+    numbers, nothing = messages.expect(48, 0), messages.expect(0, 0)
+    assert nothing.wait().numel() == 0, "waited for in any order"
+    transposed = torch.arange(12.0).view(3, 4).t().reshape(-1)
+    assert torch.equal(numbers.wait().view(torch.float32), transposed)
     messages.send_json(value, 0)
     return value
 

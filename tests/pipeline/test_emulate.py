@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import copy
+import io
+import re
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.collectives.checksum import CHECKSUM_BYTES
-from lowbit.pipeline import emulate_
+from lowbit.pipeline import LowBitStage, emulate_
 from tests.pipeline import toy
 from tests.ranks import Ranks
 
@@ -75,6 +78,159 @@ def test_numbers_are_those_of_the_pipeline(ranks: Ranks, forward: Codec, backwar
     assert all(torch.equal(a, b) for a, b in zip(first + last, expected_grads, strict=True))
     [(plain, _)] = ranks.run(one_process, Cast(), Cast(), ranks=1)
     assert not torch.equal(torch.stack(losses), torch.stack(plain))
+
+
+WARM = 3  # ends between the two batches of an optimizer's step
+
+
+def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[int]]:
+    """Losses where gradients of two batches add up, and the bytes sent forward for each batch."""
+    options: Any = {"forward": codec, "backward": codec, "warmup_steps": WARM}
+    losses, sent = [], []
+    if in_pipeline:
+        run = toy.Run("1f1b", toy.lowbit(**options, timeout=30))
+        optimizer, losses = run.optimizer, run.losses
+        traffic = [cast("LowBitStage", stage).traffic for stage in run.stages]
+    else:
+        model = nn.Sequential(*toy.blocks(2))
+        emulation = emulate_(model, at=["0"], **options)
+        optimizer, traffic = torch.optim.SGD(model.parameters(), lr=0.1), [emulation.traffic]
+    for number in range(8):
+        before = sum(t.forward_bytes for t in traffic)
+        x, target = toy.batch(number)
+        if in_pipeline:
+            found: list[Tensor] = []
+            run.runner.step(*([x] if run.first else []), target=target, losses=found)
+            losses += [loss.detach() for loss in found]
+        else:
+            for part, wanted in zip(x.split(toy.ROWS), target.split(toy.ROWS), strict=True):
+                loss = toy.loss_of(model(part), wanted)
+                loss.backward()
+                losses.append(loss.detach())
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad /= toy.MICRO_BATCHES  # as the schedule does, with what is there already, too
+            emulation.step()
+        sent.append(sum(t.forward_bytes for t in traffic) - before)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, sent
+
+
+@pytest.mark.parametrize("codec", [INT4, SubspaceQuant(rank="auto", group=8)], ids=str)
+def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec: Codec):
+    (_, sent), (losses, _) = ranks.run(accumulating, True, codec)
+    [(expected, expected_sent)] = ranks.run(accumulating, False, codec, ranks=1)
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert sent == expected_sent
+    assert max(sent[WARM:]) < min(sent[:WARM])
+
+
+def resumed(forward: Codec, backward: Codec, stop: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of a run in one go, and of one that goes on from a file in a new emulation after `stop` steps."""
+    both = []
+    for stops in ([], [stop]):
+        model = nn.Sequential(*toy.blocks(2))
+        options: Any = {"forward": forward, "backward": backward, "warmup_steps": 2}
+        emulation, losses = emulate_(model, at=["0"], **options), []
+        for step in range(6):
+            if step in stops:
+                file = io.BytesIO()
+                torch.save([model.state_dict(), emulation.state_dict()], file)
+                file.seek(0)
+                weights, state = torch.load(file, weights_only=True)
+                model = nn.Sequential(*toy.blocks(2))
+                model.load_state_dict(weights)
+                emulation = emulate_(model, at=["0"], **options)
+                emulation.load_state_dict(state)
+                assert emulation.state_dict().keys() == state.keys(), "before it has run, too"
+            x, target = toy.batch(step % 2)
+            emulation.set_samples(range(1000 * (step % 2), 1000 * (step % 2) + len(x)))
+            loss = toy.loss_of(model(x), target)
+            losses.append(loss.detach())
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad  # type: ignore[operator]
+            emulation.step()
+        both.append(losses)
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        (SubspaceQuant(rank=4, bits=2, group=8), SubspaceQuant(rank=3, bits=4, group=24)),
+        (SubspaceQuant(rank="auto", group=8), SubspaceQuant(rank="auto", bits=4, group=24)),
+        (AQSGD(inner=INT4), INT6),
+    ],
+    ids=["subspace", "subspace-auto", "aq-sgd"],
+)
+def test_an_emulation_goes_on_where_it_stopped(forward: Codec, backward: Codec, stop: int):
+    straight, again = resumed(forward, backward, stop)
+    assert torch.equal(torch.stack(straight), torch.stack(again))
+
+
+def test_states_that_do_not_fit_are_refused():
+    auto = SubspaceQuant(rank="auto", group=8)
+
+    def emulated(codec: Codec = auto) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+        return model, emulate_(model, at=["0"], forward=codec, backward=INT6, warmup_steps=1)
+
+    model, emulation = emulated()
+    for _ in range(2):
+        model(torch.randn(4, 24)).sum().backward()
+        emulation.step()
+    state = emulation.state_dict()
+    name = "boundary 0 forward"
+    [tensor] = state["boundaries"][name]["sender"]
+
+    def changed(key: str, value: Any, at: str = "") -> dict[str, Any]:
+        wrong = copy.deepcopy(state)
+        place = wrong
+        for part in at.split("/") if at else []:
+            place = place[part]
+        place[key] = value
+        return wrong
+
+    ends = f"boundaries/{name}"
+    kept = f"{ends}/sender/{tensor}"
+    wrongs = [
+        (None, "state has NoneType; allowed: boundaries, steps, warmup_steps"),
+        (changed("more", 1), "state has boundaries, more, steps, warmup_steps"),
+        (changed("steps", -1), "state has steps -1; allowed: an integer"),
+        (changed("steps", "2"), "state has steps '2'"),
+        (changed("warmup_steps", 5), "state has warmup_steps 5; this emulation has 1"),
+        (changed("boundaries", {}), "state has nothing; allowed: boundary 0 backward, boundary 0"),
+        (
+            changed("codec", "x", ends),
+            "boundary 0 forward: state is of 'x'; this emulation has Sub",
+        ),
+        (changed("sender", [1], ends), "state of the sender is none"),
+        (changed("choice", 99, kept), "both ends have the same choices"),
+        (changed("choice", True, kept), "state of the sender is none"),
+        (changed("choice", torch.ones(1), kept), "state of the sender is none"),
+        (changed("choice", -1, kept), "rank is -1"),
+    ]
+    for wrong, said in wrongs:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            emulation.load_state_dict(wrong)
+        assert emulation.state_dict()["steps"] == 2
+    for wrong, said in (
+        (changed("directions", 3, kept), "of a wrong type; allowed: a tensor and two integers"),
+        (changed("directions", torch.zeros(1, 7), kept), "(1, 7); this session has rank"),
+    ):
+        fresh, other = emulated()
+        other.load_state_dict(wrong)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            fresh(torch.randn(4, 24))
+    with pytest.raises(ValueError, match="state is of .SubspaceQuant.*this emulation has GroupInt"):
+        emulated(INT4)[1].load_state_dict(state)
 
 
 class Named(NamedTuple):

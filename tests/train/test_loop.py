@@ -272,9 +272,11 @@ def _damaged(config: TrainConfig, sender: int, number: int) -> None:
 @pytest.mark.parametrize(
     ("sender", "number", "where"),
     [
-        (0, 5, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
-        (0, 12, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
-        (1, 13, "saving, names of weights, number 1: the message from rank 1 is damaged"),
+        (0, 3, "distance, ping, number 3: the message from rank 0 is damaged"),
+        (0, 11, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
+        (0, 18, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
+        (1, 19, "evaluation, sums, number 1: the message from rank 1 is damaged"),
+        (1, 23, "saving, names of weights, number 1: the message from rank 1 is damaged"),
     ],
 )
 def test_damage_is_noticed_wherever_it_happens(

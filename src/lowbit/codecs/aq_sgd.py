@@ -122,6 +122,8 @@ class AQSGDSession(Session):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for i, m in state.items():
+            if not isinstance(m, Tensor):
+                raise ValueError(f"state of sample {i} is {type(m).__name__}; allowed: a tensor")
             if m.shape != self.shape[1:]:
                 raise ValueError(
                     f"state of sample {i} has shape {tuple(m.shape)}; expected {tuple(self.shape[1:])}"

@@ -350,7 +350,11 @@ class SubspaceSession(Session):
             return
         if unlike := {"directions", "messages", "digest"} ^ set(state):
             raise ValueError(f"state lacks or has {sorted(unlike)}; it is not one of {self.codec}")
-        directions = state["directions"]
+        directions, counts = state["directions"], (state["messages"], state["digest"])
+        if not isinstance(directions, Tensor) or any(type(count) is not int for count in counts):
+            raise ValueError(
+                "state has directions, messages or digest of a wrong type; allowed: a tensor and two integers"
+            )
         if directions.shape != memory.directions.shape:
             rank, width = memory.directions.shape
             raise ValueError(

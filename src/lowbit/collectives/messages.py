@@ -41,6 +41,33 @@ class Sent:
             self._work.wait(self._messages.board.patience)
 
 
+class Expected:
+    """A message that there is room for."""
+
+    def __init__(
+        self,
+        messages: Messages,
+        work: dist.Work,
+        message: Tensor,
+        source: int,
+        number: int,
+        what: str,
+    ) -> None:
+        self._messages, self._work, self._message = messages, work, message
+        self._source, self._number, self._what = source, number, what
+
+    def wait(self) -> Tensor:
+        """Return the payload when it has come: uint8, one dimension, on the CPU.
+
+        Raises:
+            DamagedError: it did not arrive as it was sent.
+            PeerError: the peer ended, or did not send in time.
+        """
+        with self._messages.blaming(self._source):
+            self._work.wait(self._messages.board.patience)
+        return self._messages.payload_of(self._message, self._source, self._number, self._what)
+
+
 class Messages:
     """The messages of one purpose; to be made by all ranks of the group, in the same order as others of that purpose.
 
@@ -66,7 +93,7 @@ class Messages:
         self.board = FailureBoard(self._group, f"messages/{topic}", self._names, timeout)
         self._checksums = Checksums(f"messages/{topic}", enabled=checksums)
         self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
+        self._expected: Counter[int] = Counter()
 
     def send(self, payload: Tensor, to: int) -> Sent:
         """Start to send. payload: any tensor, of which a copy travels; to: a rank of the group.
@@ -84,30 +111,42 @@ class Messages:
         assert work is not None  # only for ranks outside the group
         return Sent(self, work, message, to)
 
-    def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
-        """Wait for the next message of a rank, whose length must be known.
+    def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
+        """Make room for the next message of a rank, whose length must be known.
+
+        Gloo sends a message once there is room for it: one that is not expected yet takes another round trip.
 
         Args:
             nbytes: of its payload. source: a rank of the group. about: what it is, for errors.
 
-        Returns:
-            uint8 (nbytes,), on the CPU.
-
         Raises:
-            DamagedError: it did not arrive as it was sent.
-            PeerError: the peer ended, or did not send in time.
+            PeerError: the peer ended.
         """
         message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8)
         with self.blaming(source):
             work = dist.irecv(message, group=self._group, group_src=source)
-            assert work is not None
-            work.wait(self.board.patience)
-        number = self._received[source]
-        self._received[source] += 1
+        assert work is not None  # only for ranks outside the group
+        number = self._expected[source]
+        self._expected[source] += 1
+        what = f"{self._purpose}, {about or 'message'}, number {number}"
+        return Expected(self, work, message, source, number, what)
+
+    def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
+        """Expect the next message of a rank, and wait for it; all that was expected before counts as earlier.
+
+        Args, returns and raises: as `expect` and `Expected.wait`.
+        """
+        return self.expect(nbytes, source, about).wait()
+
+    def payload_of(self, message: Tensor, source: int, number: int, what: str) -> Tensor:
+        """A message that has arrived, without its checksum.
+
+        Raises:
+            DamagedError: it did not arrive as it was sent.
+        """
         if not self._checksums.intact(message, source, self.rank, number):
-            what = f"{self._purpose}, {about or 'message'}, number {number}"
             raise damaged(f"{what}: the message from {self._names[source]}", source)
-        return message[:nbytes]
+        return message[: message.numel() - self._checksums.room]
 
     def send_json(self, value: Any, to: int) -> None:
         """Send what JSON can hold, and wait until it is taken; two messages, of 8 bytes and of the text.

@@ -28,7 +28,8 @@ Slot = tuple[torch.Size, torch.dtype]
 """Shape and dtype of one of the tensors that cross a boundary together."""
 
 _CHOICE_BYTES = 16
-_CHOICE = "choice"  # among what a state holds
+CHOICE = "choice"
+"""What a sender has chosen, among what a state holds."""
 
 
 @dataclass(frozen=True)
@@ -220,15 +221,15 @@ class Lane:
         states = {name: session.state_dict() for name, session in self._states.items()}
         found = self._restored | {name: state for name, state in states.items() if state}
         for name, choice in self._choices.items():
-            found[name] = found.get(name, {}) | {_CHOICE: choice}
+            found[name] = found.get(name, {}) | {CHOICE: choice}
         return found
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Take over what `state_dict` gave, for sessions that are open and those that will be."""
         self._restored = dict(states)
         if not self.codec.settled:
-            self._choices = {n: int(s[_CHOICE]) for n, s in states.items() if _CHOICE in s}
-            rest = {n: {k: v for k, v in s.items() if k != _CHOICE} for n, s in states.items()}
+            self._choices = {n: int(s[CHOICE]) for n, s in states.items() if CHOICE in s}
+            rest = {n: {k: v for k, v in s.items() if k != CHOICE} for n, s in states.items()}
             self._restored = {name: state for name, state in rest.items() if state}
             self._sessions.clear()  # of other choices
             self._states.clear()

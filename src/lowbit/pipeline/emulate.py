@@ -13,8 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.codecs.base import Codec, check_int
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.arguments import check_warm_up, checked_samples, codec_at, keys_of
-from lowbit.pipeline.boundary import Direction, Lane, Step
+from lowbit.pipeline.boundary import CHOICE, Direction, Lane, Step
 from lowbit.pipeline.traffic import Traffic
+
+_ENDS = ("sender", "receiver")
 
 
 def emulate_(
@@ -43,8 +45,9 @@ def emulate_(
             one; only that entry is coded.
         forward: format of activations: one codec, or a mapping from the position in `at`.
         backward: format of gradients, likewise.
-        warmup_steps: so many training steps go uncoded; `Emulation.step` counts them. At least 1 for a codec that
-            leaves something to choose, such as `SubspaceQuant(rank="auto")`: it is settled in the last.
+        warmup_steps: so many training steps go uncoded; `Emulation.step` counts them, as `LowBitStage` counts calls of
+            `schedule.step`. At least 1 for a codec that leaves something to choose, such as
+            `SubspaceQuant(rank="auto")`: it is settled in the last.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
 
@@ -92,7 +95,12 @@ class Emulation:
         self._wires: list[_Wire] = []
 
     def step(self) -> None:
-        """Count a training step; call it where the optimizer steps."""
+        """Count a training step: what one call of a pipeline's `schedule.step` does.
+
+        Call it after the backward of each batch that the pipeline would take at once: of its last micro-batch, and
+        before the optimizer's step or without one. Where gradients of several batches add up for a step of the
+        optimizer, it is called for each of these batches, as `schedule.step` is.
+        """
         self._steps += 1
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
@@ -110,6 +118,42 @@ class Emulation:
     def chosen(self) -> dict[str, Codec]:
         """What was settled at the end of the warm-up, by boundary, direction and tensor, as `LowBitStage.chosen`."""
         return {name: codec for wire in self._wires for name, codec in wire.chosen().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the model: training steps so far, and what codecs keep at both ends.
+
+        Integers, strings and tensors in dictionaries, which `torch.load(..., weights_only=True)` reads. `traffic` and
+        the ids of `set_samples` are not among them.
+
+        Raises:
+            RuntimeError: a module in `at` has run on several devices.
+        """
+        wires = {wire.name: wire.state_dict() for wire in self._wires}
+        return {"steps": self._steps, "warmup_steps": self._warmup_steps, "boundaries": wires}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, of an emulation with the same boundaries, codecs and warm-up.
+
+        Raises:
+            ValueError: a state of another emulation, or none at all; nothing has changed then. What does not fit the
+                model's shapes is refused at once by modules that have run, and by others when they run.
+            RuntimeError: a module in `at` has run on several devices.
+        """
+        wires = {wire.name: wire for wire in self._wires}
+        _check_keys("state", state, {"steps", "warmup_steps", "boundaries"})
+        steps, warmup_steps = state["steps"], state["warmup_steps"]
+        if type(steps) is not int or steps < 0:
+            raise ValueError(f"state has steps {steps!r}; allowed: an integer of at least 0")
+        if type(warmup_steps) is not int or warmup_steps != self._warmup_steps:
+            raise ValueError(
+                f"state has warmup_steps {warmup_steps!r}; this emulation has {self._warmup_steps}"
+            )
+        _check_keys("state", state["boundaries"], set(wires))
+        for name, wire in wires.items():
+            wire.check_state(state["boundaries"][name])
+        for name, wire in wires.items():
+            wire.load_state_dict(state["boundaries"][name])
+        self._steps = steps
 
     def remove(self) -> None:
         """Take the codecs out of the model again."""
@@ -152,9 +196,11 @@ class _Wire:
     """Both ends of one direction of a boundary: what one encodes the other decodes."""
 
     def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
+        self.name = f"boundary {boundary} {direction}"
         self._args = boundary, direction, codec
-        self._traffic = traffic
+        self._codec, self._traffic = codec, traffic
         self._ends: dict[torch.device, tuple[Lane, Lane]] = {}
+        self._restored: dict[str, Any] = {}  # for both ends, until they are there
 
     def carry(self, x: Tensor, step: Step) -> Tensor:
         """`x` as it arrives."""
@@ -177,11 +223,57 @@ class _Wire:
             for tensor, codec in sender.chosen().items()
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        ends = self._only_ends()
+        kept = {end: lane.state_dict() for end, lane in ends.items()} or self._restored
+        return {"codec": self._identity(), **(kept or {end: {} for end in _ENDS})}
+
+    def check_state(self, state: Any) -> None:
+        """Raise a ValueError unless `state` may be one of this codec."""
+        _check_keys(self.name, state, {"codec", *_ENDS})
+        if state["codec"] != self._identity():
+            raise ValueError(
+                f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity()}"
+            )
+        choices = []
+        for end in _ENDS:
+            if not _is_state(state[end]):
+                raise ValueError(
+                    f"{self.name}: state of the {end} is none; allowed: what state_dict gave"
+                )
+            choices.append({name: s[CHOICE] for name, s in state[end].items() if CHOICE in s})
+        for choice in choices[0].values():
+            self._codec.settle(choice)
+        if choices[0] != choices[1]:
+            raise ValueError(f"{self.name}: state has {choices}; both ends have the same choices")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        ends = self._only_ends()
+        for end, lane in ends.items():
+            lane.load_state_dict(state[end])
+        self._restored = {} if ends else {end: dict(state[end]) for end in _ENDS}
+
+    def _identity(self) -> str:
+        return f"{self._codec} [{self._codec.fingerprint()}]"
+
+    def _only_ends(self) -> dict[str, Lane]:
+        """Both ends by name; none before the first message."""
+        if len(self._ends) > 1:
+            devices = ", ".join(map(str, self._ends))
+            raise RuntimeError(f"{self.name} has been on {devices}; allowed for states: one device")
+        return {
+            e: lane for lanes in self._ends.values() for e, lane in zip(_ENDS, lanes, strict=True)
+        }
+
     def _ends_on(self, device: torch.device) -> tuple[Lane, Lane]:
         if device not in self._ends:
             sender, receiver = (
                 Lane(*self._args, device, self._traffic, CHECKSUM_BYTES) for _ in range(2)
             )
+            if self._restored:
+                sender.load_state_dict(self._restored["sender"])
+                receiver.load_state_dict(self._restored["receiver"])
+                self._restored = {}
             self._ends[device] = sender, receiver
         return self._ends[device]
 
@@ -197,6 +289,31 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back.carry(grads[0], ctx.step), None, None, None
+
+
+def _check_keys(what: str, state: Any, keys: set[str]) -> None:
+    """Raise a ValueError unless `state` is a dictionary with these keys."""
+    found = set(state) if isinstance(state, Mapping) else None
+    if found != keys:
+        held = (
+            type(state).__name__
+            if found is None
+            else ", ".join(sorted(map(str, found))) or "nothing"
+        )
+        raise ValueError(f"{what} has {held}; allowed: {', '.join(sorted(keys))}")
+
+
+def _is_state(lane: Any) -> bool:
+    """Whether this is shaped like what `Lane.state_dict` gives: what sessions keep, by name."""
+    return isinstance(lane, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(kept, Mapping)
+        and all(
+            isinstance(k, str) and (type(v) is int or (isinstance(v, Tensor) and k != CHOICE))
+            for k, v in kept.items()
+        )
+        for name, kept in lane.items()
+    )
 
 
 def _in_backward() -> bool:

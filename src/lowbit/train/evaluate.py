@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,11 +15,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session
-from lowbit.collectives.messages import Messages, Sent
+from lowbit.codecs.base import Key
+from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
 from lowbit.train.data import Windows
 from lowbit.train.model import StageModule
 from lowbit.train.plan import Plan
+
+_ROUND_BYTES = 1 << 27
+"""Of a round's activations in float32 that cross to or from a rank; up to two rounds arrive and two leave at a time."""
+_SUMS_BYTES = 16
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """inputs, targets: int64 (windows, sequence). key: ids of the windows."""
+
+    inputs: Tensor
+    targets: Tensor
+    key: Key
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """An activation that there is room for, and what decodes it."""
+
+    session: Session
+    key: Key | None
+    message: Expected
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Batches that pass the pipeline together.
+
+    Attributes:
+        arriving: activations that have not been taken, by stage and number of the batch.
+        sums: what the last stage tells of each batch; own_sums: the same, where that stage is.
+        sent: what may still be on its way.
+    """
+
+    batches: Sequence[_Batch]
+    arriving: dict[tuple[int, int], _Arriving]
+    sums: list[Expected]
+    own_sums: list[Tensor] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
 
 
 class Evaluation:
@@ -48,8 +91,14 @@ class Evaluation:
     ) -> None:
         self._stages = stages
         self._plan, self._modules, self._width = plan, modules, width
-        self._device, self._group = device, group
+        self._device = device
         self._messages = Messages(group, "evaluation", timeout=timeout, checksums=checksums)
+        self._legs: list[list[int]] = []  # stages between which nothing leaves this rank
+        for stage in modules:
+            if stage and not plan.crosses(stage - 1):
+                self._legs[-1].append(stage)
+            else:
+                self._legs.append([stage])
 
     @torch.no_grad()
     def loss(
@@ -64,13 +113,13 @@ class Evaluation:
                 any other starts with nothing in each batch.
         """
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._plan.stages - 1)
-        count = math.ceil(len(windows) / batch)
+        count = min(len(windows), batch * batches) if batches else len(windows)
+        if not count:
+            return math.nan
         total = torch.zeros(2, dtype=torch.float64)
         with self._evaluating():
-            for index in range(min(count, batches) if batches else count):
-                ids = torch.arange(index * batch, min(len(windows), (index + 1) * batch))
-                total += self._batch(windows, ids, chosen)
-        dist.all_reduce(total, group=self._group)
+            for sums in self._sums(windows, torch.arange(count).split(batch), chosen):
+                total += sums
         return float(total[0] / total[1])
 
     @contextlib.contextmanager
@@ -87,43 +136,94 @@ class Evaluation:
                 module.train(training)
                 module.wire = wire
 
-    def _batch(self, windows: Windows, ids: Tensor, codecs: Sequence[Codec]) -> Tensor:
-        """Sum of losses and number of tokens, where the last stage is; zeros elsewhere."""
-        inputs, targets = (t.to(self._device) for t in windows.batch(ids))
-        key = tuple(ids.tolist())
-        shape = (*inputs.shape, self._width)
-        sends: list[Sent] = []
-        result = torch.zeros(2, dtype=torch.float64)
-        x = inputs
-        for index, module in self._modules.items():
-            if index and self._plan.crosses(index - 1):
-                x = self._receive(index - 1, shape, codecs[index - 1], key)
-            x = module(x)
-            if module.last:
-                losses = F.cross_entropy(
-                    x.float().flatten(0, 1), targets.flatten(), reduction="sum"
-                )
-                result = torch.tensor([float(losses), targets.numel()], dtype=torch.float64)
-            elif self._plan.crosses(index):
-                sends.append(self._send(index, x, codecs[index], key))
-        for sent in sends:
-            sent.wait()
-        return result
+    def _sums(
+        self, windows: Windows, batches: Sequence[Tensor], codecs: Sequence[Codec]
+    ) -> Iterator[Tensor]:
+        """Sum of losses and number of tokens of each batch of window ids, the same on every rank.
 
-    def _send(self, boundary: int, x: Tensor, codec: Codec, key: tuple[int, ...]) -> Sent:
+        A round's batches pass one stage after the other, so that a far neighbour makes a round wait for the way through
+        the pipeline once and not each of its batches. The next round begins while the last stages are at this one.
+        """
+        nbytes = len(batches[0]) * windows.sequence * self._width * torch.float32.itemsize
+        size = max(2, _ROUND_BYTES // (nbytes * self._plan.stages_per_rank))
+        starts = range(0, len(batches), size)
+        rounds = (self._open(windows, batches[i : i + size], codecs) for i in starts)
+        begun = deque[_Round]()
+        # Pairs, because there must be room for what arrives in the next round before its senders begin it.
+        for current, _ in pairwise(chain(rounds, (None,))):
+            assert current is not None
+            self._pass(current, codecs)
+            begun.append(current)
+            # So that no wait is longer than a batch takes somewhere, however long a round is: on a V, the first rank
+            # ends one round before it begins the next, and the others wait for its sums meanwhile.
+            while len(begun) > (not self._plan.v_shaped):
+                yield from self._close(begun.popleft())
+        for each in begun:
+            yield from self._close(each)
+
+    def _open(self, windows: Windows, ids: Sequence[Tensor], codecs: Sequence[Codec]) -> _Round:
+        """A round, with room for all that arrives here, in the order in which each neighbour sends it."""
+        batches = [_Batch(*windows.batch(each), tuple(each.tolist())) for each in ids]
+        arriving = {
+            (leg[0], index): self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
+            for leg in self._legs
+            for index, batch in enumerate(batches)
+            if leg[0]
+        }
+        last = self._plan.rank_of(self._plan.stages - 1)
+        told = batches if last != self._messages.rank else []
+        sums = [self._messages.expect(_SUMS_BYTES, last, "sums") for _ in told]
+        return _Round(batches, arriving, sums)
+
+    def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _Arriving:
+        shape = (*batch.inputs.shape, self._width)
+        session = self._session(boundary, codec, shape, outgoing=False)
+        key = batch.key if codec.needs_key else None
+        source = self._plan.rank_of(boundary)
+        message = self._messages.expect(session.nbytes(key), source, f"boundary {boundary}")
+        return _Arriving(session, key, message)
+
+    def _pass(self, now: _Round, codecs: Sequence[Codec]) -> None:
+        """This rank's stages, one after the other, on all batches of a round."""
+        for leg in self._legs:
+            for index, batch in enumerate(now.batches):
+                if leg[0]:
+                    x = self._take(now.arriving.pop((leg[0], index)))
+                else:
+                    x = batch.inputs.to(self._device)
+                for stage in leg:
+                    x = self._modules[stage](x)
+                if leg[-1] == self._plan.stages - 1:
+                    self._tell(now, batch, x)
+                else:
+                    now.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
+
+    def _close(self, done: _Round) -> Iterator[Tensor]:
+        """The sums of a round's batches; by then, all that was sent in it has been taken."""
+        yield from done.own_sums
+        for message in done.sums:
+            yield message.wait().view(torch.float64)
+        for sent in done.sent:
+            sent.wait()
+
+    def _tell(self, now: _Round, batch: _Batch, logits: Tensor) -> None:
+        """Send the sums of a batch, on the last stage, to all other ranks."""
+        targets = batch.targets.to(self._device)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        sums = torch.tensor([float(losses), targets.numel()], dtype=torch.float64)
+        now.own_sums.append(sums)
+        others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
+        now.sent.extend(self._messages.send(sums, rank) for rank in others)
+
+    def _send(self, boundary: int, batch: _Batch, x: Tensor, codec: Codec) -> Sent:
         session = self._session(boundary, codec, x.shape, outgoing=True)
-        chosen = key if codec.needs_key else None
-        payload = session.encode(x.float(), key=chosen, training=False)
+        key = batch.key if codec.needs_key else None
+        payload = session.encode(x.float(), key=key, training=False)
         return self._messages.send(payload, self._plan.rank_of(boundary + 1))
 
-    def _receive(
-        self, boundary: int, shape: tuple[int, ...], codec: Codec, key: tuple[int, ...]
-    ) -> Tensor:
-        session = self._session(boundary, codec, shape, outgoing=False)
-        chosen = key if codec.needs_key else None
-        source = self._plan.rank_of(boundary)
-        payload = self._messages.receive(session.nbytes(chosen), source, f"boundary {boundary}")
-        return session.decode(payload.to(self._device), key=chosen, training=False)
+    def _take(self, arriving: _Arriving) -> Tensor:
+        payload = arriving.message.wait().to(self._device)
+        return arriving.session.decode(payload, key=arriving.key, training=False)
 
     def _session(
         self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool

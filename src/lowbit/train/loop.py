@@ -30,6 +30,7 @@ from lowbit.train.checkpoint import same_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
+from lowbit.train.distance import needless, round_trips
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.folder import RunFolder
 from lowbit.train.gradients import Gradients
@@ -136,6 +137,7 @@ class Trainer:
         if self.rank == 0:  # not in `prepare`, which a launcher runs beside its ranks
             for line in costly(prepared.codecs, (self.config.rows, data.sequence, width)):
                 log.warning("%s", line)
+        self.round_trip = self._measure_distance()
         self.about = prepared.about(
             gather_json(secrets.token_hex(8), self.side)[0], ranks=self.ranks
         )
@@ -257,6 +259,25 @@ class Trainer:
             }
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
 
+    def _measure_distance(self) -> float | None:
+        """The longest round trip between neighbours of a pipeline, in seconds; and a warning where it costs much."""
+        if self.plan.ranks == 1:
+            return None
+        run = self.config.run
+        messages = Messages(
+            self.replicas.side, "distance", timeout=run.timeout_seconds, checksums=run.checksums
+        )
+        own = list(round_trips(messages).items())
+        trips: list[dict[tuple[int, int], float]] = [{} for _ in range(self.replicas.count)]
+        for rank, measured in enumerate(gather_json(own, self.side)):
+            pipeline, place = divmod(rank, self.plan.ranks)
+            for other, seconds in measured:
+                trips[pipeline][min(place, other), max(place, other)] = seconds
+        lines = [needless(self.plan, self.config.pipeline.schedule, each) for each in trips]
+        if self.rank == 0 and (said := next(filter(None, lines), None)):
+            log.warning("%s", said)
+        return max(max(each.values()) for each in trips)
+
     def _build_modules(self) -> tuple[dict[int, StageModule], bool]:
         """This rank's stages, from a whole model that is let go of afterwards; and whether its embedding is tied."""
         config, wire = self.config, self.prepared.wire
@@ -365,7 +386,7 @@ class Trainer:
             together(partial(self._save_model, weights), self.side)
         summary = summarize(
             self.config, self.plan, history, losses, chosen=self.chosen(), model=folder,
-            changes=self.about.changes,
+            changes=self.about.changes, round_trip=self.round_trip,
         )  # fmt: skip
         if self.rank == 0:
             text = json.dumps(dataclasses.asdict(summary), indent=2)

@@ -35,6 +35,7 @@ class Summary:
         chosen: the format in full, for each tensor of a boundary and direction where the warm-up settled it, in this
             call or before a resume; by name, such as "boundary 0 forward, tensor 0, width 256".
         model: folder of the trained model; None if it was not saved.
+        round_trip_seconds: the longest between neighbours of a pipeline, measured at the start; None on one rank.
         changes: what was changed where the run went on from a checkpoint: step, key, before and after, oldest first.
     """
 
@@ -65,6 +66,7 @@ class Summary:
     model: str | None
     chosen: dict[str, str] = field(default_factory=dict)  # older files have none
     changes: list[dict[str, Any]] = field(default_factory=list)
+    round_trip_seconds: float | None = None
 
 
 def summarize(
@@ -76,6 +78,7 @@ def summarize(
     model: Path | None,
     chosen: dict[str, str],
     changes: Sequence[dict[str, Any]] = (),
+    round_trip: float | None = None,
 ) -> Summary:
     """A summary of these steps."""
     # It brings PyTorch, and who only reads summaries, such as the command line, needs none.
@@ -111,6 +114,7 @@ def summarize(
         model=None if model is None else str(model),
         chosen=chosen,
         changes=list(changes),
+        round_trip_seconds=round_trip,
     )
 
 

@@ -1,0 +1,74 @@
+"""The evaluation keeps many batches on their way, and gives the loss of a single process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lowbit.train import TrainConfig, evaluate
+from lowbit.train.loop import Trainer
+from lowbit.train.prepare import prepare
+from tests.ranks import Ranks
+from tests.train.runs import again, tiny
+
+ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
+
+
+def _evaluated(config: TrainConfig, bytes_of_rounds: list[int]) -> Any:
+    """Batches, losses for each size of rounds, and for each what a rank did in turn: "send", or "wait" to receive."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    trainer = Trainer(prepare(config, ranks=ranks, rank=rank))
+    events: list[str] = []
+    isend, irecv = dist.isend, dist.irecv
+
+    def sending(*args: Any, **kwargs: Any) -> Any:
+        events.append("send")
+        return isend(*args, **kwargs)
+
+    def receiving(*args: Any, **kwargs: Any) -> Any:
+        work = mock.Mock(wraps=irecv(*args, **kwargs))
+        work.wait.side_effect = lambda *_: events.append("wait") or mock.DEFAULT
+        return work
+
+    losses, done = [], []
+    for nbytes in bytes_of_rounds:
+        events.clear()
+        with (
+            mock.patch.object(evaluate, "_ROUND_BYTES", nbytes),
+            mock.patch.object(dist, "isend", sending),
+            mock.patch.object(dist, "irecv", receiving),
+        ):
+            losses.append(trainer.evaluate(0))
+        done.append(list(events))
+    return -(-len(trainer.prepared.data.held_out) // config.data.batch), losses, done
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank", "legs"), [("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 1)]
+)
+def test_a_far_neighbour_is_waited_for_once_a_round(
+    ranks: Ranks, tmp_path: Path, schedule: str, per_rank: int, legs: int
+):
+    """Rank 0 sends all first activations of a round before it waits for anything, and the loss stays the same."""
+    pipeline = {"schedule": schedule, "stages_per_rank": per_rank, "forward": "int4"}
+    data, run = {"held_out_share": 0.2}, {"eval_batches": 0}
+    config = tiny(tmp_path, data=data, pipeline=pipeline, run=run)
+    outcomes = ranks.run(_evaluated, config, [1 << 20, 1], timeout=110)
+    [(count, [alone], _)] = ranks.run(_evaluated, again(config, pipeline=ONE), [1], ranks=1)
+    assert count >= 5, "so that there are three rounds of two"
+    for batches, losses, _ in outcomes:
+        assert batches == count
+        assert losses[0] == losses[1]
+        assert losses[0]["held_out_loss"] == alone["held_out_loss"]
+        assert losses[0]["held_out_loss_codecs"] != alone["held_out_loss"]
+    whole, in_pairs = outcomes[0][2]
+    assert whole[: count + 1] == ["send"] * count + ["wait"]
+    assert in_pairs[:3] == ["send"] * 2 + ["wait"]
+    activations = (
+        2 * legs * count
+    )  # of both evaluations; a V's first rank has the sums to tell, too
+    assert whole.count("send") == activations + (2 * count if schedule == "ZBVZeroBubble" else 0)
