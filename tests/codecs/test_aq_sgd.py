@@ -94,7 +94,7 @@ def test_bad_input() -> None:
     for key in (None, (1,), (1, 1), (1, 2, 3)):
         with pytest.raises(ValueError, match="AQSGD needs 2 different sample ids"):
             sender.encode(x, key=key)
-    with pytest.raises(ValueError, match=r"expected 1536 bytes for samples \(0, 1\)"):
+    with pytest.raises(ValueError, match="expected one dimension of 1536 bytes"):
         receiver.decode(torch.zeros(10, dtype=torch.uint8), key=(0, 1))
     with pytest.raises(ValueError, match=r"use open\(\) and pass a key"):
         AQSGD().encode(x)

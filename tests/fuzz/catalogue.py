@@ -60,10 +60,10 @@ CASTS = [Cast(dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.fl
 STOCHASTIC = [GroupInt(bits=4, group=32, rounding="stochastic"), BlockFloat8(rounding="stochastic")]
 SUBSPACE: list[tuple[SubspaceQuant, Shape]] = [
     (SubspaceQuant(rank=4, bits=3, group=16, refresh=2), (6, 40)),
-    (SubspaceQuant(rank=8, bits=2, group=8, refresh=1), (3, 8)),
+    (SubspaceQuant(rank=8, bits=2, group=8, refresh=1), (100, 8)),
     (SubspaceQuant(rank=1, bits=8, group=64), (2, 2, 100)),
-    (SubspaceQuant(rank=32, bits=5, group=24), (5, 96)),
-    (SubspaceQuant(rank=1, bits=4, group=8), (1,)),
+    (SubspaceQuant(rank=32, bits=5, group=24), (9, 96)),
+    (SubspaceQuant(rank=1, bits=4, group=8), (400,)),
     (SubspaceQuant(rank=7, bits=6, group=64, refresh=4), (70, 64)),
 ]
 

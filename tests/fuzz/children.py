@@ -25,7 +25,7 @@ FAULTS: dict[str, tuple[Codec, Shape, str, int]] = {
     "flags missing": (TAHQuant.published(), (4, 640), "widths", 0x00),
     "flags by token": (TAHQuant(allocation="token", **PUBLISHED), (1, 64, 64), "widths", 0xFF),
     "flags by range": (TAHQuant(high_fraction=0.5), (4, 640), "widths", 0x00),
-    "pivot beyond the tile": (TAHQuant(tile=8, pivot_ratio=2.0), (1, 8), "pivots", 0xFF),
+    "pivot beyond the tile": (TAHQuant(tile=8, pivot_ratio=2.0), (1, 64), "pivots", 0xFF),
     "pivot of a ragged tile": (TAHQuant(pivot_ratio=2.0), (3, 40), "pivots", 0x80),
 }
 """A section of a valid payload, and the value of all its bytes that once led outside, or to other numbers than NaN."""

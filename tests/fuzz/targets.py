@@ -167,8 +167,9 @@ class Decoding:
         if shape not in self._valid:
             fixed = random.Random(repr(shape))
             made = [self.codec.encode(hard(fixed, shape)).numpy().tobytes() for _ in range(3)]
-            empty = not torch.Size(shape).numel()
-            self._valid[shape] = made, [] if empty else spans_of(layout_of(self.codec, shape))
+            size, plain = self.codec.sized(shape)
+            layout = Layout.of(all=size) if plain or not size else layout_of(self.codec, shape)
+            self._valid[shape] = made, spans_of(layout) if size else []
         valid, spans = self._valid[shape]
         return damage(rng, rng.choice(valid), spans)
 
@@ -303,7 +304,7 @@ class Fused:
 
     def case(self, rng: random.Random) -> Case:
         """What the numbers at random make of it."""
-        shape, dtype = rng.choice(((1, 8), (3, 100), (5, 64), (2, 7))), rng.choice(DTYPES)
+        shape, dtype = rng.choice(((2, 8), (3, 100), (5, 64), (2, 7))), rng.choice(DTYPES)
         made = [self._codec.payload(rng, shape) for _ in range(2)]
         gated, backward = self._operator.startswith("gated"), self._operator.endswith("backward")
         activation, centred = rng.choice(("silu", "gelu", "relu")), rng.random() < 0.5

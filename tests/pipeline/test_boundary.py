@@ -351,7 +351,7 @@ def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         GroupInt, "_decode", lambda self, payload, out, add: used.append(("decode", out.dtype))
     )
-    slots = (torch.Size((5, 7)), torch.bfloat16), (torch.Size((5,)), torch.int64)
+    slots = (torch.Size((5, 70)), torch.bfloat16), (torch.Size((5,)), torch.int64)
     for _ in range(2):
         warm = lane(GroupInt(bits=7, group=40), *slots)
         warm.warm_up()

@@ -24,6 +24,8 @@ from lowbit.codecs import GroupInt
 from lowbit.codecs.base import FLOATS
 
 Kept = tuple[Tensor | None, ...]
+FEWEST = 12
+"""Elements from which on a `GroupInt` always is smaller than plain numbers, which kernels do not read."""
 
 
 @dataclass(frozen=True, kw_only=True)

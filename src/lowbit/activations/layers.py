@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowbit.activations.functions import GatedFunction, LinearFunction, NormFunction
 from lowbit.activations.kept import (
+    FEWEST,
     GatedOutput,
     Itself,
     Kept,
@@ -127,7 +128,7 @@ def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
     activation = layer.what.activation if isinstance(layer.what, FeedForward) else layer.what
     # Without gradients to compute here, the product is all that is needed, and by the layer that follows alone.
     wanted = gate.requires_grad or (up is not None and up.requires_grad)
-    if not wanted or not takes(gate, up):
+    if not wanted or not takes(gate, up) or gate.numel() < FEWEST:
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         return plain_gated(gate, up, activation).to(dtype)
     kept = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
@@ -156,7 +157,7 @@ def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
         )
         return False
     tensors = (x, *module.parameters(recurse=False))
-    if not x.numel():
+    if x.numel() < FEWEST:
         return False
     if not takes(*tensors):
         kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if not takes(t)})

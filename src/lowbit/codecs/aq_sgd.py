@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec, Key, Session, check_payload
+from lowbit.codecs.base import Codec, Key, Session
 from lowbit.codecs.cast import Cast
 from lowbit.codecs.group_int import GroupInt
 
@@ -20,16 +20,19 @@ class AQSGD(Codec):
     """Another codec, applied to the difference from each sample's last reconstruction (AQ-SGD, NeurIPS 2022).
 
     Both ends keep the last reconstructed activation m of every sample, under its id. The first visit sends x in
-    float32 and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the data
-    set: samples x elements of a sample x 4 bytes, on each side of each boundary (`Session.state_bytes`).
+    its own dtype and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the
+    data set: samples x elements of a sample x 4 bytes, on each side of each boundary (`Session.state_bytes`).
 
-    Bytes on the wire: for each sample (entry of the first dimension) apart, 4 bytes an element at its first visit, the
-    inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest. A
-    message needs its samples' ids, so this codec works through sessions only (`open`), not through `encode`.
+    Bytes on the wire: for each sample (entry of the first dimension) apart, 4 or 2 bytes an element at its first visit,
+    the inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest.
+    Where the inner codec would take more than 4 or 2, every visit is like the first, and nothing is kept. A message
+    needs its samples' ids, so this codec works through sessions only (`open`), not through `encode`.
 
     Args:
         inner: the codec of the differences.
     """
+
+    wire_version: ClassVar[int] = 2
 
     inner: Codec = GroupInt(bits=4, group=64)
     needs_key: ClassVar[bool] = True
@@ -39,9 +42,9 @@ class AQSGD(Codec):
         if not isinstance(self.inner, Codec) or self.inner.stateful:
             raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
 
-    def nbytes(self, shape: Sequence[int]) -> int:
+    def format_nbytes(self, shape: Sequence[int]) -> int:
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())
-        return batch * self.inner.nbytes(sample) if math.prod(shape) else 0
+        return batch * self.inner.format_nbytes(sample) if math.prod(shape) else 0
 
     def open(
         self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -67,52 +70,30 @@ class AQSGDSession(Session):
     ) -> None:
         super().__init__(codec, shape, dtype, device)
         self._memory: dict[int, Tensor] = {}
-        self._first = Cast(dtype=torch.float32)
+        self._first = Cast(dtype=dtype)
 
     def nbytes(self, key: Key | None = None) -> int:
-        return sum(self._codec_of(i).nbytes(self.shape[1:]) for i in self._ids(key))
+        return self._nbytes if self._plain else sum(self._sizes(self._ids(key)))
 
     def max_nbytes(self) -> int:
-        sample = self.shape[1:]
-        return self.shape[0] * max(self._first.nbytes(sample), self.codec.inner.nbytes(sample))
+        return self._first.nbytes(self.shape)  # what the inner codec takes is less, or not used
 
-    def encode(
-        self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None
-    ) -> Tensor:
-        self._check_shape(x)
-        if out is None:
-            out = torch.empty(self.nbytes(key), dtype=torch.uint8, device=self.device)
-        check_payload("out", out, self.nbytes(key), self.device)
-        x, parts = x.detach(), []
+    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
+        parts = []
         for row, sample in zip(x, self._ids(key), strict=True):
             codec, last = self._codec_of(sample), self._memory.get(sample)
-            parts.append(codec.encode(row.float() if last is None else row.float() - last))
+            parts.append(codec.encode(row if last is None else row.float() - last))
             if training:
                 self._memory[sample] = self._moved(sample, parts[-1])
-        return torch.cat(parts, out=out) if parts else out
+        torch.cat(parts, out=payload)
 
-    def decode(
-        self,
-        payload: Tensor,
-        *,
-        key: Key | None = None,
-        out: Tensor | None = None,
-        training: bool = True,
-    ) -> Tensor:
-        sizes = [self._codec_of(i).nbytes(self.shape[1:]) for i in self._ids(key)]
-        if payload.shape != (sum(sizes),) or payload.dtype != torch.uint8:
-            raise ValueError(
-                f"payload is {payload.dtype} {tuple(payload.shape)}; "
-                f"expected {sum(sizes)} bytes for samples {key}"
-            )
-        if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype, device=payload.device)
-        for row, sample, part in zip(out, self._ids(key), payload.split(sizes), strict=True):
+    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
+        ids = self._ids(key)
+        for row, sample, part in zip(out, ids, payload.split(self._sizes(ids)), strict=True):
             moved = self._moved(sample, part)
             row.copy_(moved)
             if training:
                 self._memory[sample] = moved
-        return out
 
     def state_bytes(self) -> int:
         return sum(m.numel() * m.element_size() for m in self._memory.values())
@@ -138,6 +119,9 @@ class AQSGDSession(Session):
                 f"key is {key}; AQSGD needs {self.shape[0]} different sample ids, one for each entry"
             )
         return key
+
+    def _sizes(self, ids: Key) -> list[int]:
+        return [self._codec_of(i).nbytes(self.shape[1:]) for i in ids]
 
     def _codec_of(self, sample: int) -> Codec:
         return self.codec.inner if sample in self._memory else self._first

@@ -11,15 +11,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-Key = tuple[int, ...]
-"""Sample ids of a message, one for each entry of its first dimension."""
+from lowbit.codecs import plain
+from lowbit.codecs.plain import FLOATS, check_float, check_out, check_payload
+from lowbit.codecs.session import Key as Key
+from lowbit.codecs.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class Codec(ABC):
     """A format for tensors on the wire. Thread-safe and stateless; equal configurations are equal objects.
 
     Subclasses set `wire_version`, which changes whenever the bytes of the same configuration change, and implement
-    `nbytes`, `_encode` and `_decode`.
+    `format_nbytes`, `_encode` and `_decode`. Where the format takes more bytes than plain numbers would, as it may for
+    a few elements, plain numbers travel instead, bit-exact. Both ends see that from the shape alone (`sized`).
     """
 
     wire_version: ClassVar[int] = 1
@@ -79,12 +81,26 @@ class Codec(ABC):
         return ""
 
     @abstractmethod
-    def nbytes(self, shape: Sequence[int]) -> int:
-        """Bytes of the payload of a tensor of this shape, any dtype and any content."""
+    def format_nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes that the format takes for a tensor of this shape, any dtype and any content."""
+
+    def sized(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[int, bool]:
+        """Bytes of a payload, and whether it is plain numbers of this dtype, because the format would take more."""
+        own, plainly = self.format_nbytes(shape), math.prod(shape) * dtype.itemsize
+        return min(own, plainly), own > plainly
+
+    def nbytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of the payload of a tensor of this shape, any content; never more than plain numbers take.
+
+        Args:
+            dtype: of plain numbers: float32 for `encode`, which codes all dtypes alike, and holds them exactly; a
+                session's own for its messages.
+        """
+        return self.sized(shape, dtype)[0]
 
     @abstractmethod
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        """Fill `payload` (uint8, `nbytes(x.shape)` long) from `x` (contiguous, not empty)."""
+        """Fill `payload` (uint8, `format_nbytes(x.shape)` long) from `x` (contiguous, not empty)."""
 
     @abstractmethod
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -111,7 +127,7 @@ class Codec(ABC):
         check_payload("out", out, size, x.device)
         if x.numel():
             target = out if out.is_contiguous() else torch.empty_like(out)
-            self._encode(x.detach().contiguous(), target)
+            self._write(x.detach().contiguous(), target)
             if target is not out:
                 out.copy_(target)
         return out
@@ -148,7 +164,7 @@ class Codec(ABC):
         check_out(out, shape, payload.device)
         if out.numel():
             target = out if out.is_contiguous() else out.contiguous()
-            self._decode(payload.contiguous(), target, accumulate)
+            self._read(payload.contiguous(), target, accumulate)
             if target is not out:
                 out.copy_(target)
         return out
@@ -171,7 +187,8 @@ class Codec(ABC):
         check_payload("payload", payload, self.nbytes(x.shape), x.device)
         if x.numel():
             target = payload.contiguous()
-            self._add(target, x.detach().contiguous())
+            add = partial(Codec._add, self) if self._sends_plain(x.shape) else self._add
+            add(target, x.detach().contiguous())
             if target is not payload:
                 payload.copy_(target)
         return payload
@@ -179,8 +196,24 @@ class Codec(ABC):
     def _add(self, payload: Tensor, x: Tensor) -> None:
         """`add` of a contiguous tensor; formats that need no float32 copy for it do better."""
         total = x.float() if x.dtype != torch.float32 else x.clone()
-        self._decode(payload, total, True)
-        self._encode(total, payload)
+        self._read(payload, total, True)
+        self._write(total, payload)
+
+    def _sends_plain(self, shape: Sequence[int]) -> bool:
+        """Whether `encode` makes plain numbers of it; what keeps something codes nothing without a session."""
+        return not self.stateful and self.sized(shape)[1]
+
+    def _write(self, x: Tensor, payload: Tensor) -> None:
+        if self._sends_plain(x.shape):
+            plain.write(x, torch.float32, payload)
+        else:
+            self._encode(x, payload)
+
+    def _read(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        if self._sends_plain(out.shape):
+            plain.read(payload, torch.float32, out, accumulate)
+        else:
+            self._decode(payload, out, accumulate)
 
     def sum(
         self,
@@ -209,7 +242,8 @@ class Codec(ABC):
         if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
             raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
         if out.numel():
-            self._sum(payloads, out, divisor, scratch)
+            add_up = partial(Codec._sum, self) if self._sends_plain(out.shape) else self._sum
+            add_up(payloads, out, divisor, scratch)
         return out
 
     def _sum(
@@ -227,10 +261,10 @@ class Codec(ABC):
         if total is not out:
             out.copy_(total)
 
-    def bits_per_element(self, shape: Sequence[int]) -> float:
-        """Every byte of the payload, divided by the elements (0 for an empty tensor)."""
+    def bits_per_element(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
+        """Every byte of the payload (see `nbytes`), divided by the elements (0 for an empty tensor)."""
         numel = math.prod(shape)
-        return 8 * self.nbytes(shape) / numel if numel else 0.0
+        return 8 * self.nbytes(shape, dtype) / numel if numel else 0.0
 
     def round_trip(self, x: Tensor) -> Tensor:
         """What the other side will see of `x`, without a wire: same shape and dtype."""
@@ -252,113 +286,6 @@ class Codec(ABC):
     def shared_by(self, shape: Sequence[int]) -> int | None:
         """Messages for which this is the same number share what a lane's session keeps; None: those of one shape."""
         return None
-
-
-class Session:
-    """Messages of one shape, in one direction of one boundary. This one, for stateless formats, keeps nothing.
-
-    Both ends open the same session and pass it the same keys in the same order, so that their states stay equal.
-    """
-
-    def __init__(
-        self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        if dtype not in FLOATS:
-            raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
-        self.codec = codec
-        self.shape = shape
-        self.dtype = dtype
-        self.device = device
-
-    def nbytes(self, key: Key | None = None) -> int:
-        """Bytes of the next message with this key."""
-        return self.codec.nbytes(self.shape)
-
-    def max_nbytes(self) -> int:
-        """The most bytes that any message of this session has."""
-        return self.codec.nbytes(self.shape)
-
-    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        """A session for messages of another shape that shares what this one keeps; see `Codec.shared_by`."""
-        return self.codec.open(shape=shape, dtype=dtype, device=self.device)
-
-    def encode(
-        self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None
-    ) -> Tensor:
-        """Payload of `x`, whose shape must be the session's.
-
-        Args:
-            x: the tensor; key: its samples' ids, if the codec needs them. training: False in an evaluation pass: what
-                is kept is used, and stays as it is. out: uint8 (nbytes(key),) to fill; allocated if absent.
-
-        Raises:
-            ValueError: another shape, or an `out` of another length, dtype or device.
-        """
-        self._check_shape(x)
-        return self.codec.encode(x, out=out)
-
-    def decode(
-        self,
-        payload: Tensor,
-        *,
-        key: Key | None = None,
-        out: Tensor | None = None,
-        training: bool = True,
-    ) -> Tensor:
-        """The tensor in `payload`, in the session's shape and dtype (or in `out`); arguments as for `encode`."""
-        return self.codec.decode(payload, shape=self.shape, dtype=self.dtype, out=out)
-
-    def state_bytes(self) -> int:
-        """Bytes kept between messages."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart for both ends to go on as before."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
-
-        Raises:
-            ValueError: the state is of another format.
-        """
-        if state:
-            raise ValueError(f"state has {sorted(state)}; a session of {self.codec} keeps none")
-
-    def _check_shape(self, x: Tensor) -> None:
-        if x.shape != self.shape:
-            found, expected = tuple(x.shape), tuple(self.shape)
-            raise ValueError(f"x has shape {found}; this session is for {expected}")
-
-
-def check_float(name: str, x: Tensor) -> None:
-    """Raise unless `x` is a tensor of a dtype that codecs take."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {type(x).__name__}; allowed: a tensor")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-
-
-def check_payload(name: str, payload: Tensor, size: int, device: torch.device) -> None:
-    """Raise unless `payload` is so many bytes there."""
-    if not isinstance(payload, Tensor) or payload.dtype != torch.uint8:
-        found = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
-        raise ValueError(f"{name} is {found}; allowed: a uint8 tensor")
-    if payload.dim() != 1 or payload.numel() != size:
-        raise ValueError(
-            f"{name} has shape {tuple(payload.shape)}; expected one dimension of {size} bytes"
-        )
-    if payload.device != device:
-        raise ValueError(f"{name} is on {payload.device}; expected {device}")
-
-
-def check_out(out: Tensor, shape: torch.Size, device: torch.device) -> None:
-    """Raise unless a tensor of this shape can be decoded to `out`."""
-    check_float("out", out)
-    if out.shape != shape or out.device != device:
-        raise ValueError(
-            f"out has shape {tuple(out.shape)} on {out.device}; expected {tuple(shape)} on {device}"
-        )
 
 
 def draw_seed(rounding: str, device: torch.device) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -44,6 +45,8 @@ class BlockFloat8(Codec):
             30 parts, of which nearest would lose the later ones (random numbers follow PyTorch's default generator).
     """
 
+    wire_version: ClassVar[int] = 2
+
     format: str = "e4m3"
     block: int = 128
     rounding: str = "nearest"
@@ -55,7 +58,7 @@ class BlockFloat8(Codec):
             raise ValueError(f"block is {self.block}; allowed: multiples of 32")
         check_choice("rounding", self.rounding, ("nearest", "stochastic"))
 
-    def nbytes(self, shape: Sequence[int]) -> int:
+    def format_nbytes(self, shape: Sequence[int]) -> int:
         return block_float8_layout(math.prod(shape), self.block).nbytes
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:

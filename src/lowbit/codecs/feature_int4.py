@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ class FeatureInt4(Codec):
             pair of layers in 32768, whose messages look alike). The transport "collectives" of `lowbit.collectives`
             cannot tell messages apart: there they get wrong sums, or the engine's error where bytes differ.
     """
+
+    wire_version: ClassVar[int] = 2
 
     ranges: Tensor
     total: Tensor
@@ -155,7 +158,7 @@ class FeatureInt4(Codec):
             )
         return self._like(_counters=(clipped[:1], clipped[1:]))
 
-    def nbytes(self, shape: Sequence[int]) -> int:
+    def format_nbytes(self, shape: Sequence[int]) -> int:
         return feature_int4_layout(self._rows(shape), self.grain, len(self.features)).nbytes
 
     def identity(self) -> str:
@@ -201,7 +204,7 @@ class FeatureInt4(Codec):
     def _sum(
         self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None
     ) -> None:
-        self._rows(out.shape, "out")
+        self._rows(out.shape)
         scales, all_of_them = self._tables.on(out.device), list(payloads)
         if len(all_of_them) != self.ranks:
             raise ValueError(f"payloads are {len(all_of_them)}; allowed: {self.ranks}, one a rank")
@@ -209,11 +212,11 @@ class FeatureInt4(Codec):
             all_of_them, out.view(-1, self.grain), scales.scale, scales.order, len(self.features), divisor
         )  # fmt: skip
 
-    def _rows(self, shape: Sequence[int], name: str = "x") -> int:
+    def _rows(self, shape: Sequence[int]) -> int:
         numel, size = math.prod(shape), self.grain
         if numel % size or (len(shape) > 1 and shape[-1] != size):
             raise ValueError(
-                f"{name} has shape {tuple(shape)}; allowed: (..., {size}), "
+                f"shape is {tuple(shape)}; allowed: (..., {size}), "
                 f"or one dimension of a multiple of {size} elements"
             )
         return numel // size

@@ -42,7 +42,7 @@ class GroupInt(Codec):
             follow PyTorch's default generator, so `torch.manual_seed` repeats them).
     """
 
-    wire_version: ClassVar[int] = 2
+    wire_version: ClassVar[int] = 3
 
     bits: int = 4
     group: int = 64
@@ -55,7 +55,7 @@ class GroupInt(Codec):
         check_choice("symmetric", self.symmetric, (False, True))
         check_choice("rounding", self.rounding, ("nearest", "stochastic"))
 
-    def nbytes(self, shape: Sequence[int]) -> int:
+    def format_nbytes(self, shape: Sequence[int]) -> int:
         return group_int_layout(math.prod(shape), self.bits, self.group, self.symmetric).nbytes
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:

@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit import ops
-from lowbit.codecs.base import (
-    FLOATS,
-    Codec,
-    Key,
-    Session,
-    check_float,
-    check_int,
-    check_out,
-    check_payload,
-)
+from lowbit.codecs.base import FLOATS, Codec, Key, Session, check_int
 from lowbit.codecs.subspace_memory import Memory
 from lowbit.codecs.subspace_rank import best_rank
 from lowbit.ops.layout import ALIGNMENT, SubspaceGeometry, subspace_geometry
@@ -43,12 +34,13 @@ class SubspaceQuant(Codec):
     The remainder is taken from what the receiver computes (a closed loop): a useless basis costs precision, never
     correctness, and tokens far from the basis (massive activations) keep theirs by the remainder.
 
-    The basis follows the tokens, which move as a model trains. Each message brings ceil(rank / refresh) new directions
-    in place of those that serve it least: the principal directions of what the others leave of this very message, which
-    is coded with them already. With `refresh` messages the whole basis can have been replaced: with refresh=1 each
-    message brings its own; from refresh = 2 rank on, once there are `rank` directions, a new one comes in every
-    (refresh // rank)th message only, which spares the others the search. The payloads of a shape have one size, so that
-    a receiver can always post its buffer. Evaluation is coded likewise, and what its messages bring is forgotten.
+    The basis follows the tokens, which move as a model trains. Each message brings ceil(rank / refresh) new
+    directions, but not more than it has tokens, in place of those that serve it least: the principal directions of
+    what the others leave of this very message, which is coded with them already. With `refresh` messages the whole
+    basis can have been replaced: with refresh=1 each message brings its own; from refresh = 2 rank on, once there
+    are `rank` directions, a new one comes in every (refresh // rank)th message only, which spares the others the
+    search. The payloads of a shape have one size, so that a receiver can always post its buffer. Evaluation is
+    coded likewise, and what its messages bring is forgotten.
 
     Every message carries its number, a digest of the directions of all messages before it, and one of its own: one that
     is lost, repeated or out of order, or whose directions have changed on the way, is an error at the receiver, whose
@@ -71,12 +63,12 @@ class SubspaceQuant(Codec):
     - codes: group after group in bit planes as in `GroupInt`; a token's ragged last group takes a multiple of 8
       elements. y = x' + (code - (2^bits - 1) / 2) step; a step is 2^(1 - bits) of the group's largest magnitude.
 
-    New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has 1024
-    tokens. Each end of each direction of a boundary keeps `state_bytes()` = 4 C rank + 16;
-    a sender holds the inverse of the directions' products beside them, 4 rank^2 bytes that follow from them. While it
-    works, `encode` takes up to 4 R C bytes beside its payload (without kernels, or on a GPU, two times as many, and
-    once more for 16-bit input), and `decode` none if `out` is contiguous float32, else up to 4 R C; coefficients and
-    directions are small beside that.
+    New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has
+    1024 tokens, and 4 bits if it has 8: then a larger `refresh` saves them. Each end of each direction of a
+    boundary keeps `state_bytes()` = 4 C rank + 16; a sender holds the inverse of the directions' products beside
+    them, 4 rank^2 bytes that follow from them. While it works, `encode` takes up to 4 R C bytes beside its payload
+    (without kernels, or on a GPU, two times as many, and once more for 16-bit input), and `decode` none if `out` is
+    contiguous float32, else up to 4 R C; coefficients and directions are small beside that.
 
     A message needs what earlier ones left, so this codec works through sessions only (`open`), not through `encode`.
     A token whose coefficients are not finite or beyond 2^96 is coded by the remainder alone. A message with NaN, Inf or
@@ -89,10 +81,10 @@ class SubspaceQuant(Codec):
             where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over there is no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
-        refresh: messages in which all directions can be replaced, 1 to 65536.
+        refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536.
     """
 
-    wire_version: ClassVar[int] = 2
+    wire_version: ClassVar[int] = 3
     stateful: ClassVar[bool] = True
 
     rank: int | Literal["auto"] = 32
@@ -169,7 +161,7 @@ class SubspaceQuant(Codec):
     def settle(self, choice: int) -> SubspaceQuant:
         return self if self.settled else replace(self, rank=choice)
 
-    def nbytes(self, shape: Sequence[int]) -> int:
+    def format_nbytes(self, shape: Sequence[int]) -> int:
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
 
     def geometry(self, shape: Sequence[int]) -> SubspaceGeometry:
@@ -227,33 +219,15 @@ class SubspaceSession(Session):
     def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
         return SubspaceSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
 
-    def nbytes(self, key: Key | None = None) -> int:
-        return self._geometry.layout.nbytes if self._geometry.rows * self._geometry.channels else 0
-
-    def encode(
-        self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None
-    ) -> Tensor:
-        """Payload of `x`, whose shape must be the session's; arguments as for any session.
-
-        Raises:
-            TypeError: `x` is not a tensor of float32, bfloat16 or float16.
-            ValueError: another shape or device, or an `out` of another length, dtype or device.
-        """
-        check_float("x", x)
-        self._check_shape(x)
+    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
         device = self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
-        if out is None:
-            out = torch.empty(self.nbytes(), dtype=torch.uint8, device=device)
-        check_payload("out", out, self.nbytes(), device)
-        out.zero_()  # between sections, too
-        if x.numel():
-            with ops.apart(device):
-                self._encode(x.detach().contiguous(), out, training)
-        return out
+        payload.zero_()  # between sections, too
+        with ops.apart(device):
+            self._code(x.contiguous(), payload, training)
 
-    def _encode(self, x: Tensor, payload: Tensor, training: bool) -> None:
+    def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
         x_RC, rank = x.view(geo.rows, geo.channels), self.codec.directions
         filled = memory.messages * geo.renewed >= rank
@@ -273,36 +247,18 @@ class SubspaceSession(Session):
         if training:
             memory.keep(directions_KC, digest, inverse_KK)
 
-    def decode(
-        self,
-        payload: Tensor,
-        *,
-        key: Key | None = None,
-        out: Tensor | None = None,
-        training: bool = True,
-    ) -> Tensor:
-        """The tensor in `payload`, in the session's shape and dtype (or in `out`); arguments as for `encode`.
-
-        Raises:
-            TypeError: `out` is not a tensor of float32, bfloat16 or float16.
-            ValueError: a payload of another length, dtype or device, one that is not the next message of the sender
-                that this end has followed, or an `out` of another shape or device.
-        """
+    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
         device = self._memory.directions.device
-        check_payload("payload", payload, self.nbytes(), device)
-        if out is None:
-            out = torch.empty(self.shape, dtype=self.dtype, device=device)
-        check_out(out, self.shape, device)
-        if out.numel():
-            payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
-            target = out.detach().contiguous()
-            with ops.apart(device):
-                self._decode(payload, target, training)
-                if target.data_ptr() != out.data_ptr():
-                    out.copy_(target)
-        return out
+        if payload.device != device:
+            raise ValueError(f"payload is on {payload.device}; expected {device}")
+        payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
+        target = out.detach().contiguous()
+        with ops.apart(device):
+            self._follow(payload, target, training)
+            if target.data_ptr() != out.data_ptr():
+                out.copy_(target)
 
-    def _decode(self, payload: Tensor, out: Tensor, training: bool) -> None:
+    def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
         memory, geo, rank = self._memory, self._geometry, self.codec.directions
         now = memory.directions, memory.digest
         directions_KC, digest = map(torch.empty_like, now)

@@ -34,6 +34,6 @@ def best_rank(x_RC: Tensor, bits: int, refresh: int) -> int:
     share_N = (energy_N.cumsum(0) / total).clamp(max=1)
     k_N = torch.arange(1, len(energy_N) + 1, device=x_RC.device)
     noise_N = (1 - share_N) * 4.0**-bits + share_N * 4.0**-8
-    new_N = (k_N + refresh - 1) // refresh
+    new_N = ((k_N + refresh - 1) // refresh).clamp(max=rows)
     bits_N = 8 * k_N / channels + 8 * new_N / rows
     return int((noise_N.log2() / 2 + bits_N).argmin()) + 1

@@ -64,7 +64,7 @@ class TAHQuant(Codec):
         allocation: "range", "tile" or "token".
     """
 
-    wire_version: ClassVar[int] = 2
+    wire_version: ClassVar[int] = 3
 
     tile: int = 64
     high_bits: int = 5
@@ -97,7 +97,7 @@ class TAHQuant(Codec):
             allocation="tile",
         )
 
-    def nbytes(self, shape: Sequence[int]) -> int:
+    def format_nbytes(self, shape: Sequence[int]) -> int:
         return self._geometry(shape).layout.nbytes if math.prod(shape) else 0
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:

@@ -178,13 +178,18 @@ class SubspaceGeometry:
     layout: Layout
 
 
+def renewals(rows: int, rank: int, refresh: int) -> int:
+    """Directions that travel with a message of `rows` tokens, which cannot tell of more directions than they are."""
+    return min(rows, ceil_div(rank, refresh))
+
+
 def subspace_geometry(
     rows: int, channels: int, rank: int, bits: int, group: int, refresh: int
 ) -> SubspaceGeometry:
     """Sizes of the payload of `rows` tokens of `channels` elements."""
     groups, ragged = ceil_div(channels, group), channels % group
     row_bytes = (channels // group * group + ceil_div(ragged, 8) * 8) * bits // 8
-    renewed = ceil_div(rank, refresh)
+    renewed = renewals(rows, rank, refresh)
     layout = Layout.of(
         header=16,
         slots=2 * renewed,
