@@ -298,7 +298,7 @@ class Lane:
         digest = xxhash.xxh3_64()
         for name, state in sorted(self.state_dict().items()):
             # A state that keeps count of its messages is known by them; computed numbers may differ in the last bits.
-            counted = {"messages", "digest", _CHOICE} if "digest" in state else state
+            counted = {"messages", "digest", CHOICE} if "digest" in state else state
             for key in sorted(state):
                 if key in counted:
                     value = state[key]
