@@ -12,10 +12,10 @@ from rich.console import Console
 from lowbit.bench import gradients_views
 from lowbit.bench.gradients import ENGINE, Settings, run
 from lowbit.bench.report import Report
-from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.network import Link, LinkUnavailable, SlowLink
 
 TINY = Settings(
-    links=(None,),
+    links=(Link(None),),
     ranks=(2,),
     numel=1 << 20,
     rounds=2,
@@ -32,7 +32,7 @@ SLOW = 100.0
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    links = (None,) if SlowLink.available() else (SLOW, None)
+    links = (Link(None),) if SlowLink.available() else (Link(SLOW), Link(None))
     seen: list[int] = []
     done = run(dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
     assert seen[-1] == len(done.rows) == len(links) * len(TINY.formats)
@@ -94,9 +94,9 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
 
 
 def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
     with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
-        run(dataclasses.replace(TINY, links=(100.0, None)))
+        run(dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
 
 
 @pytest.mark.parametrize(
