@@ -16,6 +16,9 @@ generator of its own with a fixed seed: the same packets are lost in every run.
 Where other processes have the processor, this one sees packets late. It does not hold that against
 them: a link that was busy meanwhile has carried them.
 
+It takes 0.7 to 1 second of a processor in 8 seconds at 100 Mbit/s with 40 or 100 ms, and 1.3 at
+1 Gbit/s with 10 ms (measured while other work kept both processors busy).
+
 Standard input brings orders, each a line of JSON: ``cut`` (the hosts that nothing reaches), or else
 ``rates`` (seconds per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds)
 and ``loss`` (a share), which have to come first. Each is answered by ``ok``. The program ends with
