@@ -34,7 +34,7 @@ PUBLIC = {
     ),
     "lowbit.evaluate": "CalibrateSettings EvaluateSettings Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
-    "lowbit.network": "Goodput LinkUnavailable SlowLink goodput measure",
+    "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.ops": (
         "apart backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
         "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode implementation "

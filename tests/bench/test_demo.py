@@ -50,7 +50,7 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
 
 
 def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No namespaces here."))
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No namespaces here."))
     console = Console(width=80)
     with console.capture() as shown, demo.open_link(console) as link:
         assert link is None

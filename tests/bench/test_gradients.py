@@ -12,10 +12,10 @@ from rich.console import Console
 from lowbit.bench import gradients_views
 from lowbit.bench.gradients import ENGINE, Settings, run
 from lowbit.bench.report import Report
-from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.network import Link, LinkUnavailable, SlowLink
 
 TINY = Settings(
-    links=(None,),
+    links=(Link(None),),
     ranks=(2,),
     numel=1 << 20,
     rounds=2,
@@ -28,11 +28,13 @@ TINY = Settings(
     sequence=16,
 )
 SLOW = 100.0
+FAR = Link(SLOW, rtt_ms=20)
+NO_DISTANCE = SlowLink.available(distance=True)
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    links = (None,) if SlowLink.available() else (SLOW, None)
+    links = (Link(None),) if NO_DISTANCE else (FAR, Link(None))
     seen: list[int] = []
     done = run(dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
     assert seen[-1] == len(done.rows) == len(links) * len(TINY.formats)
@@ -57,7 +59,7 @@ def test_rows_have_the_agreed_fields(report: Report):
 
 
 def test_what_really_left_a_host_is_what_the_format_says(report: Report):
-    for row in rows_of(report, None if SlowLink.available() else SLOW).values():
+    for row in rows_of(report, None if NO_DISTANCE else SLOW).values():
         assert row["bits_per_element"] <= row["wire_bits"] < 1.25 * row["bits_per_element"] + 0.5
 
 
@@ -76,9 +78,13 @@ def test_training_is_measured_where_ddp_permits(report: Report):
     assert 0 < rows["engine-fp32"]["gradient_bytes"] <= rows["fp8"]["gradient_bytes"]
 
 
-@pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
+@pytest.mark.skipif(NO_DISTANCE is not None, reason=f"{NO_DISTANCE}")
 def test_a_slow_link_holds_up_every_format(report: Report):
     rows = rows_of(report, SLOW)
+    for row in rows.values():
+        assert (row["link"], row["link_rtt_ms"]) == ("100mbit/20ms", 20)
+        assert row["rtt_ms"] >= 20
+        assert row["ms"] > 20
     assert rows["engine-fp32"]["ms"] > 300  # 4 MB at 95.6 Mbit/s
     assert rows["engine-bf16"]["ms"] > 150
     assert rows["int8"]["ms"] > 75  # the others are not sent faster than their bytes, either
@@ -94,9 +100,9 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
 
 
 def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
     with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
-        run(dataclasses.replace(TINY, links=(100.0, None)))
+        run(dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
 
 
 @pytest.mark.parametrize(

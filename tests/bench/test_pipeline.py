@@ -8,18 +8,18 @@ from rich.console import Console
 
 from lowbit.bench import launch, speeds
 from lowbit.bench.launch import started
-from lowbit.bench.pipeline import Measurements, Settings, parse_link, recipe, run
+from lowbit.bench.pipeline import Measurements, Settings, recipe, run
 from lowbit.bench.report import Report
 from lowbit.codecs import SubspaceQuant, parse, parse_pair
 from lowbit.collectives.checksum import CHECKSUM_BYTES
-from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config_file import from_mapping
 
 SUBSPACE = "SubspaceQuant(rank=4) / SubspaceQuant(rank=2, bits=3)"  # a "/" and commas in a name
 TINY = Settings(
-    links=(None,),
+    links=(Link(None),),
     boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", SUBSPACE, "aq-sgd"),
     stages_per_rank=2,
     microbatches=2,
@@ -42,7 +42,7 @@ BYTES_FP32 = 4 * TINY.batch * TINY.sequence * TINY.dim * 3 * 2  # 3 boundaries, 
 @pytest.fixture(scope="module")
 def report() -> Report:
     """One real run: two processes, on a slow link where this machine permits one."""
-    links = (None,) if SlowLink.available() else (SLOW, None)
+    links = (Link(None),) if SlowLink.available() else (Link(SLOW), Link(None))
     seen: list[int] = []
     done = run(dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
     assert seen[0] == 1
@@ -121,7 +121,8 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
 
 def test_rows_of_what_is_there_so_far():
     measured = Measurements(TINY)
-    measured.goodput[None] = None
+    link = Link(None)
+    measured.links[link] = launch.set_link(None, link)
     step = {
         "bits_forward": 4.0,
         "bits_backward": 6.0,
@@ -131,7 +132,7 @@ def test_rows_of_what_is_there_so_far():
     }
     step |= {"wait_seconds": 0.5, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
     speeds = (10.0, 30.0, 20.0)
-    measured.steps[None, "tah-quant"] = [step | {"tokens_per_second": s} for s in speeds]
+    measured.steps[link, "tah-quant"] = [step | {"tokens_per_second": s} for s in speeds]
     measured.state_bytes["tah-quant"] = 0
     (row,) = measured.rows()
     assert row["tokens_per_second"] == 20.0
@@ -153,19 +154,33 @@ def test_recipe_of_a_boundary():
 
 
 def test_no_link_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
     with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
-        run(dataclasses.replace(TINY, links=(100.0, None)))
+        run(dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
+
+
+def test_no_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        SlowLink, "available", staticmethod(lambda distance=False: "No TUN." if distance else None)
+    )
+    with pytest.raises(LinkUnavailable, match="No TUN. `--link 100mbit` measures without a dist"):
+        run(dataclasses.replace(TINY, links=(Link(None), Link(100.0, rtt_ms=40))))
 
 
 def test_unlimited_needs_no_link(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
     monkeypatch.setattr(launch, "Ranks", FakeRanks)
-    with started(2, (None,)) as (link, ranks):
+    with started(2, (Link(None),)) as (link, ranks):
         assert link is None
         assert isinstance(ranks, FakeRanks)
         assert ranks.arguments == (None, 2, "lowbit.bench.rank")
-    assert launch.set_rate(None, None) is None
+    assert launch.set_link(None, Link(None)) == {
+        "link": "unlimited",
+        "link_mbit": None,
+        "link_rtt_ms": 0.0,
+        "goodput_mbit": None,
+        "rtt_ms": None,
+    }
 
 
 class FakeRanks:
@@ -177,20 +192,6 @@ class FakeRanks:
 
     def __exit__(self, *_: object) -> None:
         pass
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("25mbit", 25.0), ("1gbit", 1000.0), ("2.5Gbit", 2500.0), (" unlimited ", None)],
-)
-def test_links_are_parsed(text: str, rate: float | None):
-    assert parse_link(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "100", "mbit", "-1mbit", "0mbit", "1.2.3mbit", "1kbit"])
-def test_bad_links_are_refused(text: str):
-    with pytest.raises(ValueError, match="allowed: such as 25mbit, 1gbit, or unlimited"):
-        parse_link(text)
 
 
 @pytest.mark.parametrize(

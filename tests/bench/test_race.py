@@ -8,9 +8,10 @@ from rich.console import Console
 
 from lowbit.bench import race
 from lowbit.bench.race import Racer, Settings, finish_line, seconds_until
+from lowbit.network import Link
 
 TINY = Settings(
-    links=(None,),
+    links=(Link(None),),
     boundaries=("fp32", "tah-quant", "aq-sgd"),
     stages_per_rank=1,
     microbatches=2,

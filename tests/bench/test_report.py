@@ -13,7 +13,7 @@ from lowbit.bench.report import Column, Report, machine, table
 
 @dataclass(frozen=True)
 class Settings:
-    links: tuple[float | None, ...] = (100.0, None)
+    rates: tuple[float | None, ...] = (100.0, None)
     folder: Path = Path("runs")
 
 
@@ -25,7 +25,7 @@ def test_json_has_the_four_parts(tmp_path: Path):
     report(boundary="int4", loss=1.5, link_mbit=None).write_json(tmp_path / "new" / "r.json")
     assert json.loads((tmp_path / "new" / "r.json").read_text()) == {
         "command": "bench x",
-        "settings": {"links": [100.0, None], "folder": "runs"},
+        "settings": {"rates": [100.0, None], "folder": "runs"},
         "machine": {"cores": 2},
         "rows": [{"boundary": "int4", "loss": 1.5, "link_mbit": None}],
     }

@@ -10,13 +10,14 @@ import pytest
 from rich.console import Console
 
 from lowbit.bench import launch, tensor_parallel_views
+from lowbit.bench.launch import set_link
 from lowbit.bench.report import Report
 from lowbit.bench.tensor_parallel import Measurements, Settings, codec_of, run
-from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.network import Link, LinkUnavailable, SlowLink
 from tests.forked import Module
 
 TINY = Settings(
-    links=(None,), ranks=(2,), tokens=(2, 300), width=256, rounds=1,
+    links=(Link(None),), ranks=(2,), tokens=(2, 300), width=256, rounds=1,
     prefill=16, dim=64, layers=1, heads=2, ffn=64,
 )  # fmt: skip
 
@@ -27,7 +28,7 @@ def report() -> Report:
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # hosts would be processes that import everything anew
-        patch.setattr(SlowLink, "available", staticmethod(lambda: "Not here."))
+        patch.setattr(SlowLink, "available", staticmethod(lambda **_: "Not here."))
         patch.setattr(launch.subprocess, "Popen", Module)
         done = run(TINY, on_rows=lambda rows: seen.append(len(rows)))
     assert seen[-1] == 2 * 7
@@ -72,10 +73,12 @@ def test_crossover_is_the_size_from_which_on_all_are_faster():
     settings = dataclasses.replace(TINY, tokens=(1, 4, 16, 64), formats=("bf16", "int4"), rounds=1)
     measured = Measurements(settings)
     measured.bits = {"bf16": 16.0, "int4": 4.0}
+    link = Link(None)
+    measured.links[2, link] = set_link(None, link)
     for tokens, ms in ((1, 0.5), (4, 2.0), (16, 0.9), (64, 0.2)):
         for name, algorithm, factor in (("bf16", "ring", 1.0), ("int4", "one_shot", ms)):
             answers = [{"seconds": factor * 1e-3, "sent": 10.0}] * 2
-            measured.take((2, None, tokens, name, algorithm), answers, True)
+            measured.take((2, link, tokens, name, algorithm), answers, True)
     rows = {(r["format"], r["tokens"]): r for r in measured.rows()}
     assert rows["int4", 64]["crossover"] == rows["int4", 1]["crossover"] == 16 * 256
     assert rows["bf16", 64]["crossover"] is None
@@ -94,9 +97,9 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
 
 
 def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda: "No way."))
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
     with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
-        run(dataclasses.replace(TINY, links=(100.0, None)))
+        run(dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
 
 
 @pytest.mark.parametrize(

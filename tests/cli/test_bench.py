@@ -12,6 +12,7 @@ from lowbit.bench import Report
 from lowbit.cli import app
 from lowbit.cli.bench import BENCHMARKS, check_output
 from lowbit.cli.options import explanations
+from lowbit.network import Link
 
 WIDE = {"COLUMNS": "160", "TERM": "dumb"}
 
@@ -61,8 +62,10 @@ def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(pipeline, "run", run)
-    assert invoke("pipeline", "--link", "25mbit,1gbit,unlimited").stderr.endswith("error: enough\n")
-    assert seen[0].links == (25.0, 1000.0, None)
+    assert invoke("pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith(
+        "error: enough\n"
+    )
+    assert seen[0].links == (Link(25.0), Link(1000.0, rtt_ms=40), Link(None))
     assert "25mbit,100mbit" in invoke("pipeline", "--help").output
 
 

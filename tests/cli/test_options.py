@@ -7,7 +7,21 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lowbit.cli.options import Words, build, explanations, parameters, split
+from lowbit.cli.options import build, explanations, parameters, split
+
+
+@dataclass(frozen=True)
+class Rate:
+    mbit: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Rate":
+        if text == "fast":
+            raise ValueError("rate is 'fast'; allowed: numbers")
+        return cls(None if text == "unlimited" else float(text))
+
+    def __str__(self) -> str:
+        return "unlimited" if self.mbit is None else str(self.mbit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +30,7 @@ class Settings:
 
     Args:
         boundaries: formats, by name or in full: one for each run.
-        links: rates; None: unlimited.
+        links: rates, or unlimited.
         dim, heads: of the model. steps: how many;
             warmup_steps: of them at first, if any.
         fast: a first impression.
@@ -26,7 +40,7 @@ class Settings:
     """
 
     boundaries: tuple[str, ...] = ("fp32", "int4")
-    links: tuple[float | None, ...] = (1.5, None)
+    links: tuple[Rate, ...] = (Rate(1.5), Rate(None))
     dim: int = 256
     heads: int = 4
     steps: int = 3
@@ -38,21 +52,14 @@ class Settings:
             raise ValueError(f"steps is {self.steps}; allowed: at least 1")
 
 
-def link(text: str) -> float | None:
-    return None if text == "unlimited" else float(text)
-
-
-WORDS = {"links": Words(link, lambda rate: "unlimited" if rate is None else str(rate))}
-
-
 def invoke(*arguments: str) -> tuple[Settings | None, str]:
     """The settings that a command line makes, and what the terminal shows."""
     made = []
 
     def command(**given: object) -> None:
-        made.append(build(Settings, given, WORDS))
+        made.append(build(Settings, given))
 
-    signature = inspect.Signature(parameters(Settings, WORDS))
+    signature = inspect.Signature(parameters(Settings))
     command.__signature__ = signature
     app = typer.Typer()
     app.command()(command)
@@ -71,7 +78,7 @@ def test_every_kind_of_value_arrives():
     )
     assert made == Settings(
         boundaries=("int4", "GroupInt(bits=6, group=32)"),
-        links=(None, 2.0),
+        links=(Rate(None), Rate(2.0)),
         dim=64,
         warmup_steps=2,
         fast=True,
@@ -90,7 +97,7 @@ def test_help_explains_every_option_and_shows_its_default():
 def test_explanations_are_found_for_every_field():
     assert explanations(Settings) == {
         "boundaries": "formats, by name or in full: one for each run.",
-        "links": "rates; None: unlimited.",
+        "links": "rates, or unlimited.",
         "dim": "of the model.",
         "heads": "of the model.",
         "steps": "how many.",
@@ -120,3 +127,5 @@ def test_an_element_of_another_type_is_named():
     assert build(Seeds, {"seeds": "1,2"}).seeds == (1, 2)
     with pytest.raises(ValueError, match="seeds has 'x'; allowed: integers, between commas"):
         build(Seeds, {"seeds": "1,x"})
+    with pytest.raises(ValueError, match="^rate is 'fast'; allowed: numbers$"):
+        build(Settings, {"links": "1,fast"})

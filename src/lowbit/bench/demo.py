@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.bench import charts
-from lowbit.bench.launch import Ranks
+from lowbit.bench.launch import UNLIMITED, Ranks
 from lowbit.bench.pipeline import Settings
 from lowbit.bench.pipeline import recipe as pipeline_recipe
 from lowbit.bench.race import seconds_until
 from lowbit.bench.report import Column, Report, machine, table
 from lowbit.bench.speeds import link_name
-from lowbit.network import LinkUnavailable, SlowLink
+from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.train import prepare
 from lowbit.train.config import TrainConfig
 from lowbit.train.config_file import from_mapping
@@ -35,7 +35,7 @@ from lowbit.train.summary import read_summary
 if TYPE_CHECKING:
     from rich.console import Console
 
-RATE_MBIT = 100.0
+LINK = Link(100.0)
 PROMPT = "def "
 SETTINGS = Settings()
 FILES = ("report.json", "demo.png")
@@ -66,9 +66,10 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     """Train both, show both, and write `report.json`, `demo.png` and the runs' own folders to `output`.
 
     Returns:
-        A report with a row for each run: `boundary`, `link_mbit` (None: unlimited), `steps`, `seconds` (of training),
-        `tokens_per_second`, `speedup_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss` (training, last
-        steps), `held_out_loss`, `seconds_to_loss` (until the training loss that both reached) and `curve`.
+        A report with a row for each run: `boundary`, `link` (its text), `link_mbit` (None: unlimited), `link_rtt_ms`,
+        `steps`, `seconds` (of training), `tokens_per_second`, `speedup_fp32`, `bits_forward`, `bits_backward`,
+        `bytes_per_step`, `loss` (training, last steps), `held_out_loss`, `seconds_to_loss` (until the training loss
+        that both reached) and `curve`.
 
     Raises:
         ConfigError, OSError: the folder cannot be written to.
@@ -79,16 +80,17 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     console = console or Console()
     check_output(output)
     rows = []
-    with open_link(console) as link:
-        rate = link.rate_mbit if link else None
+    with open_link(console) as network:
+        link = network.link if network else UNLIMITED
+        about = {"link": str(link), "link_mbit": link.rate_mbit, "link_rtt_ms": link.rtt_ms}
         with _progress(console) as show:
             for contestant in CONTESTANTS:
                 config = recipe(contestant, output / contestant.name)
-                train(link, config, lambda metrics, c=contestant: show(c, metrics))
-                rows.append({"link_mbit": rate, **outcome(contestant, output)})
+                train(network, config, lambda metrics, c=contestant: show(c, metrics))
+                rows.append({**about, **outcome(contestant, output)})
     _compare(rows)
     RunFolder(output).note(*FILES)
-    report = Report(command="demo", settings={"link_mbit": rate}, machine=machine(), rows=rows)
+    report = Report(command="demo", settings=about, machine=machine(), rows=rows)
     report.write_json(output / "report.json")
     draw(report, output / "demo.png")
     console.print(
@@ -133,7 +135,7 @@ def recipe(contestant: Contestant, output: Path) -> TrainConfig:
     )
 
 
-def train(link: SlowLink | None, config: TrainConfig, on_metrics: OnMetrics) -> None:
+def train(network: SlowLink | None, config: TrainConfig, on_metrics: OnMetrics) -> None:
     """Run `lowbit train` on the hosts of a link (on this machine without one) and follow its metrics.
 
     Raises:
@@ -141,7 +143,7 @@ def train(link: SlowLink | None, config: TrainConfig, on_metrics: OnMetrics) -> 
     """
     file, seen = Path(config.run.output) / "metrics.jsonl", 0
     RunFolder(file.parent).clear()  # so that nothing is taken for this run's that is an older one's
-    with Ranks(link, config.pipeline.ranks, "lowbit.train.worker") as ranks:
+    with Ranks(network, config.pipeline.ranks, "lowbit.train.worker") as ranks:
         ranks.tell(json.dumps(json.loads(config.to_json())))
         ended = False
         while not ended:
@@ -183,7 +185,7 @@ def draw(report: Report, path: Path) -> None:
     figure = charts.new_figure(panels=2, width=5.5)
     left, right = figure.axes
     curves = {row["title"]: row["curve"] for row in report.rows}
-    link = link_name(report.rows[0]["link_mbit"])
+    link = link_name(report.rows[0]["link"])
     title = f"A small Llama learns Python, link: {link}"
     charts.lines(left, curves, x_label="seconds of training", label="training loss", title=title)
     speeds = {row["title"]: [row["tokens_per_second"]] for row in report.rows}
@@ -246,11 +248,9 @@ def open_link(console: Console) -> Iterator[SlowLink | None]:
         )
         yield None
     else:
-        console.print(
-            f"Two hosts on this machine, joined by {link_name(RATE_MBIT)}.", highlight=False
-        )
-        with SlowLink(hosts=2, rate_mbit=RATE_MBIT) as link:
-            yield link
+        console.print(f"Two hosts on this machine, joined by {LINK.title}.", highlight=False)
+        with SlowLink(hosts=2, rate_mbit=LINK.rate_mbit) as network:
+            yield network
 
 
 @contextmanager

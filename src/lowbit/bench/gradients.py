@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lowbit.bench.launch import Ranks, set_rate, started
+from lowbit.bench.launch import UNLIMITED, Ranks, set_link, started
 from lowbit.bench.pipeline import check_at_least
 from lowbit.bench.report import Report, Row, machine
 from lowbit.bench.timing import spread
 from lowbit.codecs import Codec, parse
 from lowbit.collectives.reduce import check_summable
-from lowbit.network import SlowLink
+from lowbit.network import Link, SlowLink
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
 SHORT = {
@@ -37,7 +37,8 @@ class Settings:
     """What is compared, on which links, among how many ranks.
 
     Args:
-        links: rates in Mbit/s; None: unlimited. ranks: processes, each on a host of its own.
+        links: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
+        ranks: processes, each on a host of its own.
         formats: engine-fp32 and engine-bf16 are PyTorch's all-reduce, hook-fp16 and hook-bf16 its DDP hooks, powersgd
             its low-rank hook (rank 4); int8 and int4 are symmetric, in groups of 128 and 64; others are codecs.
         numel: float32 elements of the tensor that is averaged, a multiple of 1048576.
@@ -47,7 +48,7 @@ class Settings:
         algorithm: of the codecs, "two_shot" or "one_shot".
     """
 
-    links: tuple[float | None, ...] = (100.0, 1000.0, 10000.0, None)
+    links: tuple[Link, ...] = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
     ranks: tuple[int, ...] = (2, 4)
     formats: tuple[str, ...] = (*ENGINE, "fp8", "int8", "int4")
     numel: int = 16 << 20
@@ -100,15 +101,14 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         on_rows: called with all rows so far after every round.
 
     Returns:
-        A report with a row for each number of ranks, link and format: `format`, `link_mbit` (None: unlimited),
-        `goodput_mbit` (what the link carried), `ranks`, `numel`, `ms` (median over the rounds of the slowest rank's
-        time), `ms_low`, `ms_high`, `spread` (interquartile range over median), `speedup_fp32`, `speedup_bf16` (of the
-        medians, over the engine's), `bits_per_element` (of the format), `wire_bits` (bytes that really left a rank,
-        headers included, over those elements that an all-reduce has to send), `link_share` (of the link's goodput that
-        was used: 1 is the physical limit; None: unlimited), `relative_error` (of the mean, against
-        float64), `rounds`; and from training `tokens_per_second` (all ranks, median step), `training_speedup_fp32`,
-        `gradient_bytes` (held by a rank when backward has ended: gradients, buckets, and what the format keeps beside
-        them), None where it was not trained.
+        A report with a row for each number of ranks, link and format: `format`, what `set_link` says of the link,
+        `ranks`, `numel`, `ms` (median over the rounds of the slowest rank's time), `ms_low`, `ms_high`, `spread`
+        (interquartile range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over the engine's),
+        `bits_per_element` (of the format), `wire_bits` (bytes that really left a rank, headers included, over those
+        elements that an all-reduce has to send), `link_share` (of the link's goodput that was used: 1 is the physical
+        limit; None: unlimited), `relative_error` (of the mean, against float64), `rounds`; and from training
+        `tokens_per_second` (all ranks, median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when
+        backward has ended: gradients, buckets, and what the format keeps beside them), None where it was not trained.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -116,8 +116,8 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
     """
     measured = Measurements(settings)
     for count in settings.ranks:
-        with started(count, settings.links, _PROGRAM) as (link, ranks):
-            _measure(measured, link, ranks, count, on_rows)
+        with started(count, settings.links, _PROGRAM) as (network, ranks):
+            _measure(measured, network, ranks, count, on_rows)
     return Report(
         command="bench gradients", settings=settings, machine=machine(), rows=measured.rows()
     )
@@ -125,7 +125,7 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 
 def _measure(
     measured: Measurements,
-    link: SlowLink | None,
+    network: SlowLink | None,
     ranks: Ranks,
     count: int,
     on_rows: OnRows | None,
@@ -142,16 +142,18 @@ def _measure(
         model = {name: getattr(settings, name) for name in sizes}
         for name in names:
             ranks.ask("prepare", name=name, **model)
-    for rate in settings.links:
-        measured.goodput[count, rate] = set_rate(link, rate)
+    for link in settings.links:
+        measured.links[count, link] = set_link(network, link)
         for _ in range(settings.rounds):
             for name in settings.formats:
-                measured.take(count, rate, name, ranks.ask("average", name=name), link is not None)
+                measured.take(
+                    count, link, name, ranks.ask("average", name=name), network is not None
+                )
             if on_rows:
                 on_rows(measured.rows())
         for _ in range(settings.steps if trains else 0):
             for name in names:
-                measured.train(count, rate, name, ranks.ask("step", name=name))
+                measured.train(count, link, name, ranks.ask("step", name=name))
 
 
 class Measurements:
@@ -159,26 +161,26 @@ class Measurements:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.goodput: dict[tuple[int, float | None], float | None] = {}
+        self.links: dict[tuple[int, Link], dict[str, Any]] = {}
         self.error: dict[tuple[int, str], float] = {}
-        self._ms: dict[tuple[int, float | None, str], list[float]] = {}
-        self._bytes: dict[tuple[int, float | None, str], list[float]] = {}
-        self._steps: dict[tuple[int, float | None, str], list[float]] = {}
+        self._ms: dict[tuple[int, Link, str], list[float]] = {}
+        self._bytes: dict[tuple[int, Link, str], list[float]] = {}
+        self._steps: dict[tuple[int, Link, str], list[float]] = {}
         self._held: dict[str, int] = {}
 
     def take(
-        self, count: int, rate: float | None, name: str, answers: Sequence[Any], own_hosts: bool
+        self, count: int, link: Link, name: str, answers: Sequence[Any], own_hosts: bool
     ) -> None:
         """Note an average: seconds and sent bytes of each rank, which all see all bytes on a common host."""
-        key = (count, rate, name)
+        key = (count, link, name)
         self._ms.setdefault(key, []).append(1e3 * max(a["seconds"] for a in answers))
         sent = statistics.fmean(a["sent"] for a in answers) / (1 if own_hosts else count)
         self._bytes.setdefault(key, []).append(sent)
 
-    def train(self, count: int, rate: float | None, name: str, answers: Sequence[Any]) -> None:
+    def train(self, count: int, link: Link, name: str, answers: Sequence[Any]) -> None:
         """Note a step of training."""
         seconds = max(a["seconds"] for a in answers)
-        self._steps.setdefault((count, rate, name), []).append(seconds)
+        self._steps.setdefault((count, link, name), []).append(seconds)
         self._held[name] = max(a["gradient_bytes"] for a in answers)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -186,13 +188,12 @@ class Measurements:
         wanted = product(self.settings.ranks, self.settings.links, self.settings.formats)
         return [self._row(*key) for key in wanted if key in self._ms]
 
-    def _row(self, count: int, rate: float | None, name: str) -> dict[str, Any]:
-        times, numel = self._ms[count, rate, name], self.settings.numel
+    def _row(self, count: int, link: Link, name: str) -> dict[str, Any]:
+        times, numel = self._ms[count, link, name], self.settings.numel
         share = 2 * (count - 1) / count * numel
         row: dict[str, Any] = {
             "format": name,
-            "link_mbit": rate,
-            "goodput_mbit": self.goodput.get((count, rate)),
+            **self.links[count, link],
             "ranks": count,
             "numel": numel,
             "ms": statistics.median(times),
@@ -200,21 +201,21 @@ class Measurements:
             "ms_high": max(times),
             "spread": spread(times),
             "bits_per_element": bits_of(name, numel),
-            "wire_bits": 8 * statistics.median(self._bytes[count, rate, name]) / share,
+            "wire_bits": 8 * statistics.median(self._bytes[count, link, name]) / share,
             "relative_error": self.error.get((count, name)),
             "rounds": len(times),
             "link_share": None,
         }
         for other in ("fp32", "bf16"):
-            base = self._ms.get((count, rate, f"engine-{other}"))
+            base = self._ms.get((count, link, f"engine-{other}"))
             row[f"speedup_{other}"] = statistics.median(base) / row["ms"] if base else None
         if (goodput := row["goodput_mbit"]) is not None:  # bits over 1000 times Mbit/s: ms
             row["link_share"] = share * row["bits_per_element"] / (1e3 * goodput) / row["ms"]
-        return row | self._training(count, rate, name)
+        return row | self._training(count, link, name)
 
-    def _training(self, count: int, rate: float | None, name: str) -> dict[str, Any]:
-        seconds = self._steps.get((count, rate, name))
-        base = self._steps.get((count, rate, "engine-fp32"))
+    def _training(self, count: int, link: Link, name: str) -> dict[str, Any]:
+        seconds = self._steps.get((count, link, name))
+        base = self._steps.get((count, link, "engine-fp32"))
         if not seconds:
             return dict.fromkeys(("tokens_per_second", "training_speedup_fp32", "gradient_bytes"))
         tokens = count * self.settings.batch * self.settings.sequence

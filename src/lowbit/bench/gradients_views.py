@@ -60,13 +60,13 @@ def draw(report: Report, path: Path) -> None:
     figure = charts.new_figure(panels=len(counts), width=7.0)
     for axes, count in zip(figure.axes, counts, strict=True):
         rows = [row for row in report.rows if row["ranks"] == count]
-        links = list(dict.fromkeys(row["link_mbit"] for row in rows))
+        links = list(dict.fromkeys(row["link"] for row in rows))
         names = list(dict.fromkeys(row["format"] for row in rows))
-        found = {(row["format"], row["link_mbit"]): row["speedup_fp32"] for row in rows}
+        found = {(row["format"], row["link"]): row["speedup_fp32"] for row in rows}
         charts.bars(
             axes,
-            [link_name(rate) for rate in links],
-            {name: [found.get((name, rate)) for rate in links] for name in names},
+            [link_name(link) for link in links],
+            {name: [found.get((name, link)) for link in links] for name in names},
             label="speed over the engine's FP32",
             title=f"All-reduce of gradients, {count} ranks",
         )
@@ -77,7 +77,7 @@ def _shown(row: Row) -> dict[str, object]:
     held = row["gradient_bytes"]
     return {
         **row,
-        "link": link_name(row["link_mbit"]),
+        "link": link_name(row["link"]),
         "short": row["format"].partition("(")[0],
         "megabytes": held / 1e6 if held else None,
     }

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO, Any
 
-from lowbit.network import LinkUnavailable, SlowLink, goodput
+from lowbit.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
 
+UNLIMITED = Link(None)
+_CONNECTING = Link(1000.0)
 _PROBE_SECONDS = 1.0
 
 
@@ -151,32 +153,52 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def started(
-    count: int, links: Sequence[float | None], program: str = "lowbit.bench.rank"
+    count: int, links: Sequence[Link], program: str = "lowbit.bench.rank"
 ) -> Iterator[tuple[SlowLink | None, Ranks]]:
-    """Ranks on the hosts of a link whose rate `set_rate` chooses; on loopback if no link has to be limited or can be.
+    """Ranks on the hosts of a link that `set_link` changes; on loopback if no link has to be limited or can be.
 
     Where one of `links` is limited, the ranks connect on a limited one: that fixes how large the trains of packets are
     that TCP hands over. Made on an unlimited link they are larger than the bucket of a limited one, which then drops
     some of what it has to take apart: FP32 at 1 Gbit/s was five times too slow.
 
     Raises:
-        LinkUnavailable: one of `links` is limited and this machine does not permit that.
+        LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
-    reason = SlowLink.available()
-    if reason and set(links) != {None}:
-        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
-    if reason:
+    check_available(links)
+    if SlowLink.available():
         with Ranks(None, count, program) as ranks:
             yield None, ranks
     else:
-        rate = None if set(links) == {None} else 1000.0
-        with SlowLink(hosts=count, rate_mbit=rate) as link, Ranks(link, count, program) as ranks:
-            yield link, ranks
+        first = UNLIMITED if set(links) == {UNLIMITED} else _CONNECTING
+        with SlowLink(count, first.rate_mbit) as network, Ranks(network, count, program) as ranks:
+            yield network, ranks
 
 
-def set_rate(link: SlowLink | None, rate: float | None) -> float | None:
-    """Limit the link; returns the Mbit/s of payload that it then really carries (None without a link)."""
-    if link is None:
-        return None
-    link.set_rate(rate)
-    return goodput(link, [(0, 1)], _PROBE_SECONDS)[0]
+def check_available(links: Sequence[Link]) -> None:
+    """Check that this machine permits links, before anything starts.
+
+    Raises:
+        LinkUnavailable: it does not; the message says why, and how to go on.
+    """
+    limited = [link for link in links if link != UNLIMITED]
+    if limited and (reason := SlowLink.available()):
+        raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
+    far = next((link for link in limited if link.far), None)
+    if far and (reason := SlowLink.available(distance=True)):
+        raise LinkUnavailable(
+            f"{reason} `--link {Link(far.rate_mbit)}` measures without a distance."
+        )
+
+
+def set_link(network: SlowLink | None, link: Link) -> dict[str, Any]:
+    """Change what joins the ranks; returns what rows say of it.
+
+    That is `link` (its text), `link_mbit` (None: unlimited), `link_rtt_ms`, and what plain sockets then measure:
+    `goodput_mbit` (payload from rank 0 to rank 1) and `rtt_ms`, both None on loopback.
+    """
+    about: dict[str, Any] = dict.fromkeys(("goodput_mbit", "rtt_ms"))
+    if network is not None:
+        network.set_link(link)
+        about["goodput_mbit"] = goodput(network, [(0, 1)], _PROBE_SECONDS)[0]
+        about["rtt_ms"] = round_trip(network)
+    return {"link": str(link), "link_mbit": link.rate_mbit, "link_rtt_ms": link.rtt_ms, **about}

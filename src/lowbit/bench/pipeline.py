@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lowbit.bench.launch import Ranks, set_rate, started
+from lowbit.bench.launch import UNLIMITED, Ranks, set_link, started
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.base import check_choice
+from lowbit.network import Link
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import ModelConfig
 from lowbit.train.config_file import from_mapping
@@ -51,7 +52,7 @@ class Settings:
     thin layers (a feed-forward as narrow as the model, one key-value head), so that there is little to compute between.
 
     Args:
-        links: rates in Mbit/s; None: unlimited.
+        links: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
         boundaries: formats of activations, by name or in full, or of both ways, such as "int4 / int6"; stock-fp32 and
             stock-bf16 are PyTorch's own stage.
         backward: format of gradients beside low-bit activations that do not name their own; absent: what belongs to
@@ -67,7 +68,7 @@ class Settings:
         seed: of weights and data order.
     """
 
-    links: tuple[float | None, ...] = (25.0, 100.0, 1000.0, None)
+    links: tuple[Link, ...] = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
     boundaries: tuple[str, ...] = BOUNDARIES
     backward: str = ""
     ranks: int = 2
@@ -110,26 +111,25 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 
     Returns:
         A report with a row for each link and boundary: `boundary`, `forward` and `backward` (the formats in full; None
-        for PyTorch's own stage), `link_mbit` (None: unlimited), `goodput_mbit` (what the link carried, measured with
-        plain sockets), `tokens_per_second` (of the median step) with
+        for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of the median step) with
         `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`, `speedup_fp32` (the same
         stage with full precision), `share_of_unlimited` (of the fastest boundary on the unlimited link),
-        `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
-        `compute_seconds`, `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks),
-        `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
-        all ranks), `steps`.
+        `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`, `compute_seconds`,
+        `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks), `loss` (of the last
+        step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps, all ranks),
+        `steps`.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
         ChildProcessError: a rank failed.
     """
     measured = Measurements(settings)
-    with started(settings.ranks, settings.links) as (link, ranks):
+    with started(settings.ranks, settings.links) as (network, ranks):
         _open(settings, ranks)
-        for rate in settings.links:
-            measured.goodput[rate] = set_rate(link, rate)
+        for link in settings.links:
+            measured.links[link] = set_link(network, link)
             for boundary in settings.boundaries * settings.rounds:
-                measured.take(ranks, rate, boundary)
+                measured.take(ranks, link, boundary)
                 if on_rows:
                     on_rows(measured.rows())
     return Report(
@@ -155,29 +155,29 @@ class Measurements:
     """What has been measured so far."""
 
     def __init__(self, settings: Settings) -> None:
-        self.goodput: dict[float | None, float | None] = {}
-        self.steps: dict[tuple[float | None, str], list[dict[str, Any]]] = {}
+        self.links: dict[Link, dict[str, Any]] = {}
+        self.steps: dict[tuple[Link, str], list[dict[str, Any]]] = {}
         self.state_bytes: dict[str, int] = {}
         self._settings = settings
 
-    def take(self, ranks: Ranks, rate: float | None, boundary: str) -> None:
+    def take(self, ranks: Ranks, link: Link, boundary: str) -> None:
         """Give a boundary its turn. Its first step meets cold caches and a TCP that starts anew, and does not count."""
         done = step(ranks, boundary, 1 + self._settings.steps)[1:]
-        self.steps.setdefault((rate, boundary), []).extend(done)
+        self.steps.setdefault((link, boundary), []).extend(done)
         self.state_bytes[boundary] = sum(ranks.ask("state_bytes", name=boundary))
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each link and boundary, in the order of the settings."""
         speed = {key: _median(steps, "tokens_per_second") for key, steps in self.steps.items()}
-        unlimited = max((s for (rate, _), s in speed.items() if rate is None), default=None)
+        unlimited = max((s for (link, _), s in speed.items() if link == UNLIMITED), default=None)
         rows = []
-        for rate, boundary in product(self._settings.links, self._settings.boundaries):
-            if steps := self.steps.get((rate, boundary)):
-                mine = speed[rate, boundary]
+        for link, boundary in product(self._settings.links, self._settings.boundaries):
+            if steps := self.steps.get((link, boundary)):
+                mine = speed[link, boundary]
                 row = {"boundary": boundary, **formats_of(boundary, self._settings.backward)}
-                row |= {"link_mbit": rate, "goodput_mbit": self.goodput[rate]}
+                row |= self.links[link]
                 for name in ("stock-fp32", "fp32"):
-                    other = speed.get((rate, name))
+                    other = speed.get((link, name))
                     row[f"speedup_{name.replace('-', '_')}"] = mine / other if other else None
                 row["share_of_unlimited"] = mine / unlimited if unlimited else None
                 rows.append(row | _summary(steps) | {"state_bytes": self.state_bytes[boundary]})
@@ -290,22 +290,6 @@ def check_formats(boundary: str, codecs: Iterable[Codec], width: int) -> None:
             codec.nbytes((1, width))
         except ValueError as error:
             raise ValueError(f"boundaries has {boundary!r}: {error}") from error
-
-
-def parse_link(text: str) -> float | None:
-    """Mbit/s of "25mbit", "1gbit", "2.5gbit"; None for "unlimited".
-
-    Raises:
-        ValueError: anything else.
-    """
-    text = text.strip().lower()
-    if text == "unlimited":
-        return None
-    for unit, factor in (("mbit", 1.0), ("gbit", 1000.0)):
-        number = text.removesuffix(unit)
-        if number != text and number.replace(".", "", 1).isdigit() and float(number) > 0:
-            return float(number) * factor
-    raise ValueError(f"link is {text!r}; allowed: such as 25mbit, 1gbit, or unlimited")
 
 
 def _summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.bench import charts
-from lowbit.bench.launch import Ranks, set_rate, started
+from lowbit.bench.launch import UNLIMITED, Ranks, set_link, started
 from lowbit.bench.pipeline import (
     OnRows,
     check_at_least,
@@ -31,7 +31,7 @@ from lowbit.bench.pipeline import (
 )
 from lowbit.bench.report import Column, Report, Row, machine, table
 from lowbit.bench.speeds import link_name
-from lowbit.network import SlowLink
+from lowbit.network import Link, SlowLink
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,7 @@ class Settings:
     """The course.
 
     Args:
-        links: rates in Mbit/s, a race on each; None: unlimited.
+        links: a race on each: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
         boundaries: formats of activations, by name or in full, or of both ways, such as "int4 / int6"; backward: of the
             gradients beside few-bit activations that do not name their own; absent: what belongs to each.
         ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
@@ -61,7 +61,7 @@ class Settings:
         seed: of weights and data order.
     """
 
-    links: tuple[float | None, ...] = (100.0,)
+    links: tuple[Link, ...] = (Link(100.0),)
     boundaries: tuple[str, ...] = ("fp32", "tah-quant", "aq-sgd")
     backward: str = ""
     ranks: int = 2
@@ -118,11 +118,12 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         on_rows: called with all rows so far after every turn.
 
     Returns:
-        A report with a row for each link and boundary: `boundary`, `forward`, `backward`, `link_mbit`, `goodput_mbit`,
-        `target_loss` (the lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss` (of
-        training, until then), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds`
-        (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes` (sent by all ranks),
-        `state_bytes` (kept between steps at the end, all ranks) and `curve` (pairs of seconds and held-out loss).
+        A report with a row for each link and boundary: `boundary`, `forward`, `backward`, what `set_link` says of the
+        link, `target_loss` (the lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss`
+        (of training, until then), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`,
+        `seconds` (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes` (sent by all
+        ranks), `state_bytes` (kept between steps at the end, all ranks) and `curve` (pairs of seconds and held-out
+        loss).
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -131,19 +132,19 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        started(settings.ranks, settings.links) as (link, ranks),
+        started(settings.ranks, settings.links) as (network, ranks),
     ):
         ranks.ask("train", config=_start_recipe(settings, f"{folder}/start"))
-        for rate in settings.links:
-            about = {"link_mbit": rate, "goodput_mbit": set_rate(link, rate)}
-            with _not_timed(link):
+        for place, link in enumerate(settings.links):
+            about = set_link(network, link)
+            with _not_timed(network):
                 racers = [
-                    Racer(settings, boundary, ranks, f"{folder}/{rate}-{number}")
+                    Racer(settings, boundary, ranks, f"{folder}/{place}-{number}")
                     for number, boundary in enumerate(settings.boundaries)
                 ]
             for racer in racers * (settings.epochs * settings.evaluations):
                 racer.train()
-                with _not_timed(link):
+                with _not_timed(network):
                     racer.evaluate()
                 if on_rows:
                     on_rows(rows + finish_line(racers, about))
@@ -152,15 +153,15 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 
 
 @contextmanager
-def _not_timed(link: SlowLink | None) -> Iterator[None]:
-    """Lift the link's limit for what the clocks leave out, so that nobody has to wait for it."""
-    if link is None:
+def _not_timed(network: SlowLink | None) -> Iterator[None]:
+    """Lift the link's limits for what the clocks leave out, so that nobody has to wait for it."""
+    if network is None:
         yield
         return
-    rate = link.rate_mbit
-    link.set_rate(None)
+    link = network.link
+    network.set_link(UNLIMITED)
     yield
-    link.set_rate(rate)
+    network.set_link(link)
 
 
 class Racer:
@@ -291,8 +292,7 @@ COLUMNS = (
 def table_of(rows: Sequence[Row]) -> Table:
     """Who reached the loss when."""
     shown = [
-        {**row, "link": link_name(row["link_mbit"]), "state": row["state_bytes"] / 1e6}
-        for row in rows
+        {**row, "link": link_name(row["link"]), "state": row["state_bytes"] / 1e6} for row in rows
     ]
     return table(shown, COLUMNS, title="Seconds of training until the same held-out loss")
 
@@ -304,10 +304,10 @@ def show(report: Report) -> Table:
 
 def draw(report: Report, path: Path | str) -> None:
     """Held-out loss against seconds of training, a panel for each link."""
-    links = list(dict.fromkeys(row["link_mbit"] for row in report.rows))
+    links = list(dict.fromkeys(row["link"] for row in report.rows))
     figure = charts.new_figure(panels=len(links))
     for axes, link in zip(figure.axes, links, strict=True):
-        curves = {r["boundary"]: r["curve"] for r in report.rows if r["link_mbit"] == link}
+        curves = {r["boundary"]: r["curve"] for r in report.rows if r["link"] == link}
         charts.lines(
             axes,
             curves,

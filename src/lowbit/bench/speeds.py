@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 from lowbit.bench import charts
 from lowbit.bench.report import Column, Report, Row, table
 from lowbit.codecs.names import pair_name
+from lowbit.network import Link
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
 
-def link_name(rate: float | None) -> str:
-    """A rate as people write it: "100 Mbit/s", "1 Gbit/s" or "unlimited"."""
-    if rate is None:
-        return "unlimited"
-    return f"{rate:g} Mbit/s" if rate < 1000 else f"{rate / 1000:g} Gbit/s"
+def link_name(text: str) -> str:
+    """A row's link as people write it: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
+    return Link.parse(text).title
 
 
 SPEED = (
@@ -64,7 +63,7 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Table:
     shown = [
         row
         | {
-            "link": link_name(row["link_mbit"]),
+            "link": link_name(row["link"]),
             "boundary": pair_name(row["boundary"]),
             "spread": _spread(row),
             "megabytes": row["bytes_per_step"] / 1e6,
@@ -86,8 +85,8 @@ def _spread(row: Row) -> float:
 
 def draw(report: Report, path: Path | str) -> None:
     """Tokens per second, and their ratio to PyTorch's own stage in FP32 where that was measured."""
-    links = list(dict.fromkeys(row["link_mbit"] for row in report.rows))
-    found = {(row["link_mbit"], pair_name(row["boundary"])): row for row in report.rows}
+    links = list(dict.fromkeys(row["link"] for row in report.rows))
+    found = {(row["link"], pair_name(row["boundary"])): row for row in report.rows}
     boundaries = list(dict.fromkeys(boundary for _, boundary in found))
 
     def series(field: str) -> dict[str, list[float | None]]:

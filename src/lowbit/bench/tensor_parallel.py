@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.bench.launch import Ranks, set_rate, started
+from lowbit.bench.launch import UNLIMITED, Ranks, set_link, started
 from lowbit.bench.pipeline import check_at_least
 from lowbit.bench.report import Report, Row, machine
 from lowbit.bench.timing import spread
 from lowbit.codecs import Codec, FeatureInt4, GroupInt
-from lowbit.network import SlowLink
+from lowbit.network import Link, SlowLink
 
 FORMATS = ("bf16", "int4", "int8", "feature-int4")
 PREFILL = "auto"
@@ -36,7 +36,8 @@ class Settings:
     """What is compared, on which links, among how many ranks.
 
     Args:
-        links: rates in Mbit/s; None: unlimited. ranks: processes, each on a host of its own.
+        links: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
+        ranks: processes, each on a host of its own.
         formats: bf16 is PyTorch's own all-reduce of bfloat16; int4 has a static scale for each feature and no outliers;
             int8 one for each 128 elements, symmetric; feature-int4 is int4 with width / 64 outliers in bfloat16.
         algorithms: of what is coded: one_shot, two_shot, auto.
@@ -47,7 +48,7 @@ class Settings:
         dim, layers, heads, ffn: of that Llama; each layer sums twice, prefill x dim elements.
     """
 
-    links: tuple[float | None, ...] = (1000.0, 10000.0, None)
+    links: tuple[Link, ...] = (Link(1000.0), Link(10000.0), UNLIMITED)
     ranks: tuple[int, ...] = (2, 4)
     formats: tuple[str, ...] = FORMATS
     algorithms: tuple[str, ...] = ALGORITHMS
@@ -132,15 +133,14 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 
     Returns:
         A report with a row for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `ranks`,
-        `link_mbit` (None: unlimited), `goodput_mbit` (what the link carried), `numel`, `tokens`, `ms` (median over the
-        rounds of the slowest rank's time, with the tensor already there), `ms_low`, `ms_high`, `spread`
-        (interquartile range over median), `speedup_bf16` (of the medians, over the engine's), `bits_per_value` (of the
-        format), `wire_bits` (bytes that really left a rank, headers included, over what an all-reduce has to send),
-        `crossover` (fewest elements measured from which on this is faster than the engine's; None: never),
-        `relative_error` (of the largest message, which is not what the codec was
-        fitted to, against float64), `rounds`. Then a row for each prefill: its
-        `tokens_per_second` (absent before) by the same `format`, with algorithm "auto", `ms` and `speedup_bf16` of
-        all of it, and `numel` of one of its sums.
+        what `set_link` says of the link, `numel`, `tokens`, `ms` (median over the rounds of the slowest rank's time,
+        with the tensor already there), `ms_low`, `ms_high`, `spread` (interquartile range over median), `speedup_bf16`
+        (of the medians, over the engine's), `bits_per_value` (of the format), `wire_bits` (bytes that really left a
+        rank, headers included, over what an all-reduce has to send), `crossover` (fewest elements measured from which
+        on this is faster than the engine's; None: never), `relative_error` (of the largest message, which is not what
+        the codec was fitted to, against float64), `rounds`. Then a row for each prefill: its `tokens_per_second`
+        (absent before) by the same `format`, with algorithm "auto", `ms` and `speedup_bf16` of all of it, and `numel`
+        of one of its sums.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -148,8 +148,8 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
     """
     measured = Measurements(settings)
     for count in settings.ranks:
-        with started(count, settings.links, _PROGRAM) as (link, ranks):
-            _measure(measured, link, ranks, count, on_rows)
+        with started(count, settings.links, _PROGRAM) as (network, ranks):
+            _measure(measured, network, ranks, count, on_rows)
     return Report(
         command="bench tensor-parallel",
         settings=settings,
@@ -160,7 +160,7 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 
 def _measure(
     measured: Measurements,
-    link: SlowLink | None,
+    network: SlowLink | None,
     ranks: Ranks,
     count: int,
     on_rows: OnRows | None,
@@ -176,8 +176,8 @@ def _measure(
         ranks.ask("prepare", tokens=settings.prefill, **sizes)
         for name in settings.formats:
             ranks.ask("prefill", name=name)
-    for rate in settings.links:
-        measured.goodput[count, rate] = set_rate(link, rate)
+    for link in settings.links:
+        measured.links[count, link] = set_link(network, link)
         for tokens in settings.tokens:
             calls = min(_MOST_CALLS, max(1, _CALLS // (tokens * settings.width)))
             for turn in range(settings.rounds + 1):
@@ -186,17 +186,17 @@ def _measure(
                         "reduce", name=name, algorithm=algorithm, tokens=tokens, calls=calls
                     )
                     if turn:  # the first time ranks agree, and buffers are made
-                        key = (count, rate, tokens, name, algorithm)
-                        measured.take(key, answers, link is not None)
+                        key = (count, link, tokens, name, algorithm)
+                        measured.take(key, answers, network is not None)
             if on_rows:
                 on_rows(measured.rows())
         for _ in range(settings.rounds if settings.prefill else 0):
             for name in settings.formats:
                 answers = ranks.ask("prefill", name=name)
-                measured.take((count, rate, 0, name, PREFILL), answers, link is not None)
+                measured.take((count, link, 0, name, PREFILL), answers, network is not None)
 
 
-Key = tuple[int, float | None, int, str, str]
+Key = tuple[int, Link, int, str, str]
 
 
 class Measurements:
@@ -205,7 +205,7 @@ class Measurements:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.bits: dict[str, float] = {}
-        self.goodput: dict[tuple[int, float | None], float | None] = {}
+        self.links: dict[tuple[int, Link], dict[str, Any]] = {}
         self.error: dict[tuple[int, str, str], float] = {}
         self._ms: dict[Key, list[float]] = {}
         self._bytes: dict[Key, list[float]] = {}
@@ -222,17 +222,16 @@ class Measurements:
         return sums + [self._prefill(*key) for key in self._ms if not key[2]]
 
     def _prefill(
-        self, count: int, rate: float | None, none: int, name: str, algorithm: str
+        self, count: int, link: Link, none: int, name: str, algorithm: str
     ) -> dict[str, Any]:
-        times = self._ms[count, rate, none, name, algorithm]
-        base = self._ms.get((count, rate, none, "bf16", algorithm))
+        times = self._ms[count, link, none, name, algorithm]
+        base = self._ms.get((count, link, none, "bf16", algorithm))
         middle = statistics.median(times)
         return {
             "format": name,
             "algorithm": "ring" if name == "bf16" else algorithm,
             "ranks": count,
-            "link_mbit": rate,
-            "goodput_mbit": self.goodput.get((count, rate)),
+            **self.links[count, link],
             "numel": self.settings.prefill * self.settings.dim,
             "tokens": self.settings.prefill,
             "tokens_per_second": 1e3 * self.settings.prefill / middle,
@@ -245,17 +244,16 @@ class Measurements:
         }
 
     def _row(
-        self, count: int, rate: float | None, tokens: int, name: str, algorithm: str
+        self, count: int, link: Link, tokens: int, name: str, algorithm: str
     ) -> dict[str, Any]:
-        key = (count, rate, tokens, name, algorithm)
+        key = (count, link, tokens, name, algorithm)
         times, numel = self._ms[key], tokens * self.settings.width
         share = 2 * (count - 1) / count * numel
         return {
             "format": name,
             "algorithm": algorithm,
             "ranks": count,
-            "link_mbit": rate,
-            "goodput_mbit": self.goodput.get((count, rate)),
+            **self.links[count, link],
             "numel": numel,
             "tokens": tokens,
             "ms": statistics.median(times),
@@ -276,10 +274,10 @@ class Measurements:
 
     def _crossover(self, key: Key) -> int | None:
         """Fewest elements from which on a format is faster than the engine's at every size measured."""
-        count, rate, _, name, algorithm = key
+        count, link, _, name, algorithm = key
         found = None
         for tokens in sorted(self.settings.tokens, reverse=True):
-            other = (count, rate, tokens, name, algorithm)
+            other = (count, link, tokens, name, algorithm)
             if other in self._ms:
                 speedup = self._speedup(other)
                 if speedup is None or speedup <= 1:

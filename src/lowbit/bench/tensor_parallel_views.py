@@ -50,7 +50,7 @@ def _table_of(rows: Sequence[Row]) -> Table:
     shown = [
         {
             **row,
-            "link": link_name(row["link_mbit"]),
+            "link": link_name(row["link"]),
             "what": f"{row['format']} {row['algorithm'].replace('_', '-')}",
             "from_tokens": row["crossover"] // width if row["crossover"] else None,
         }
@@ -67,7 +67,7 @@ def show(report: Report) -> Group:
     tables: list[Group | Table] = [table_of(report.rows)]
     rows = [row for row in report.rows if row.get("tokens_per_second")]
     if rows:
-        shown = [{**row, "link": link_name(row["link_mbit"])} for row in rows]
+        shown = [{**row, "link": link_name(row["link"])} for row in rows]
         title = f"Prefill of {rows[0]['tokens']} tokens by a Llama with random weights"
         tables.append(table(shown, PREFILL, title=title))
     return Group(*tables)
@@ -81,10 +81,10 @@ def sums_of(rows: Sequence[Row]) -> list[Row]:
 def draw(report: Report, path: Path) -> None:
     """Speed over the engine's bfloat16 for each size: a panel for each number of ranks and link."""
     sums = sums_of(report.rows)
-    panels = list(dict.fromkeys((row["ranks"], row["link_mbit"]) for row in sums))
+    panels = list(dict.fromkeys((row["ranks"], row["link"]) for row in sums))
     figure = charts.new_figure(panels=len(panels), width=7.0)
-    for axes, (count, rate) in zip(figure.axes, panels, strict=True):
-        rows = [row for row in sums if (row["ranks"], row["link_mbit"]) == (count, rate)]
+    for axes, (count, link) in zip(figure.axes, panels, strict=True):
+        rows = [row for row in sums if (row["ranks"], row["link"]) == (count, link)]
         sizes = list(dict.fromkeys(row["tokens"] for row in rows))
         names = list(dict.fromkeys((row["format"], row["algorithm"]) for row in rows))
         found = {(r["format"], r["algorithm"], r["tokens"]): r["speedup_bf16"] for r in rows}
@@ -97,6 +97,6 @@ def draw(report: Report, path: Path) -> None:
                 if name[0] != "bf16"
             },
             label="speed over the engine's BF16",
-            title=f"Tokens of an all-reduce, {count} ranks, {link_name(rate)}",
+            title=f"Tokens of an all-reduce, {count} ranks, {link_name(link)}",
         )
     charts.save(figure, path)

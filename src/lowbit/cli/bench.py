@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from lowbit.cli.errors import Traceback, one_line_errors
-from lowbit.cli.options import NO_WORDS, Words, build, parameters
+from lowbit.cli.options import build, parameters
 
 if TYPE_CHECKING:
     from lowbit.bench import Report
@@ -32,13 +32,11 @@ class Benchmark:
         module: in `lowbit.bench`, with `Settings` and `run(settings)`.
         views: in `lowbit.bench`, with `show(report)` for the terminal and `draw(report, path)`.
         run: how to call `run`, given the module, the settings and the JSON file.
-        words: how elements of lists are written.
     """
 
     module: str
     views: str
     run: Callable[[Any, Any, Path | None], Report]
-    words: Callable[[], Mapping[str, Words]] = dict
 
 
 def _run_live(table_of: str, *, goes_on: bool = False) -> Callable[[Any, Any, Path | None], Report]:
@@ -57,26 +55,15 @@ def _run_live(table_of: str, *, goes_on: bool = False) -> Callable[[Any, Any, Pa
     return run
 
 
-def _link_words() -> dict[str, Words]:
-    from lowbit.bench.pipeline import parse_link
-
-    def show(rate: float | None) -> str:
-        return "unlimited" if rate is None else f"{rate:g}mbit"
-
-    return {"links": Words(parse_link, show)}
-
-
 BENCHMARKS = {
-    "pipeline": Benchmark("pipeline", "speeds", _run_live("speeds"), _link_words),
-    "race": Benchmark("race", "race", _run_live("race"), _link_words),
+    "pipeline": Benchmark("pipeline", "speeds", _run_live("speeds")),
+    "race": Benchmark("race", "race", _run_live("race")),
     "codecs": Benchmark(
         "codecs", "codecs_views", lambda module, settings, file: module.run(settings)
     ),
-    "gradients": Benchmark(
-        "gradients", "gradients_views", _run_live("gradients_views"), _link_words
-    ),
+    "gradients": Benchmark("gradients", "gradients_views", _run_live("gradients_views")),
     "tensor-parallel": Benchmark(
-        "tensor_parallel", "tensor_parallel_views", _run_live("tensor_parallel_views"), _link_words
+        "tensor_parallel", "tensor_parallel_views", _run_live("tensor_parallel_views")
     ),
     "convergence": Benchmark(
         "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
@@ -126,7 +113,6 @@ def make_command(benchmark: Benchmark) -> Callable[..., None]:
         lambda settings, json: benchmark.run(module, settings, json),
         views=f"lowbit.bench.{benchmark.views}",
         summary=summary_line(module.__doc__ or ""),
-        words=benchmark.words(),
     )
 
 
@@ -136,20 +122,19 @@ def command_of(
     *,
     views: str,
     summary: str,
-    words: Mapping[str, Words] = NO_WORDS,
 ) -> Callable[..., None]:
     """A function with the fields of `settings` as its parameters, as typer takes it.
 
     Args:
         run: given the settings and the file for the rows, makes the report. views: the module that shows it.
-        summary: what the help says; words: how elements of lists are written.
+        summary: what the help says.
     """
 
     def command(
         json: Json = None, png: Png = None, traceback: Traceback = False, **given: Any
     ) -> None:
         with one_line_errors(traceback):
-            chosen = build(settings, given, words)
+            chosen = build(settings, given)
             check_output(json)
             check_output(png, picture=True)
             report = run(chosen, json)
@@ -158,7 +143,7 @@ def command_of(
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
     signature = inspect.Signature(
-        [*parameters(settings, words), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
+        [*parameters(settings), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
     )
     command.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {}

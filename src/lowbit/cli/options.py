@@ -7,38 +7,19 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 
-class Words(NamedTuple):
-    """How an element of a list is written on the command line, where its type does not tell.
-
-    Attributes:
-        parse: makes the element of its text (ValueError: the text is none).
-        show: the other way, for the default in the help.
-    """
-
-    parse: Callable[[str], Any]
-    show: Callable[[Any], str] = str
-
-
-NO_WORDS: Mapping[str, Words] = types.MappingProxyType({})
-
-
-def parameters(settings: type, words: Mapping[str, Words] = NO_WORDS) -> list[inspect.Parameter]:
+def parameters(settings: type) -> list[inspect.Parameter]:
     """One keyword parameter for each field, as typer reads them; a list that is not given is None.
 
     Several values are one option with commas, named in the singular: `seeds: tuple[int, ...]` is `--seed 0,1,2`. A
     field without a default is an argument. What would be a word of Python ends in an underscore: `continue_`.
     Explanations come from the "Args:" of the docstring.
-
-    Args:
-        settings: a dataclass; words: of those fields, by name, whose elements need them.
     """
     explained = {name: escape(text) for name, text in explanations(settings).items()}
     hints = typing.get_type_hints(settings)
@@ -61,7 +42,7 @@ def parameters(settings: type, words: Mapping[str, Words] = NO_WORDS) -> list[in
                 typer.Option(
                     _option(field.name, hints[field.name]),
                     help=explained.get(field.name),
-                    show_default=_shown(field.default, words.get(field.name)),
+                    show_default=_shown(field.default),
                 ),
             ],
         )
@@ -69,7 +50,7 @@ def parameters(settings: type, words: Mapping[str, Words] = NO_WORDS) -> list[in
     ]
 
 
-def build(settings: type, given: Mapping[str, Any], words: Mapping[str, Words] = NO_WORDS) -> Any:
+def build(settings: type, given: Mapping[str, Any]) -> Any:
     """Settings from what was given on the command line, by field; None keeps the default.
 
     Raises:
@@ -79,10 +60,7 @@ def build(settings: type, given: Mapping[str, Any], words: Mapping[str, Words] =
     values = {name: value for name, value in given.items() if value is not None}
     for name, value in values.items():
         if element := _element(hints[name]):
-            parse = (
-                words[name].parse if name in words else partial(_convert, kind=element, name=name)
-            )
-            values[name] = tuple(map(parse, split(value)))
+            values[name] = tuple(_convert(text, element, name) for text in split(value))
     return settings(**values)
 
 
@@ -131,14 +109,16 @@ def _single(hint: Any) -> Any:
     return str if _element(hint) else hint
 
 
-def _shown(default: Any, words: Words | None) -> str | bool:
+def _shown(default: Any) -> str | bool:
     """The text of a list that is the default; of other values whether to show them."""
     if isinstance(default, tuple) and default:
-        return ",".join(map(words.show if words else str, default))
+        return ",".join(map(str, default))
     return default not in (None, "", ())
 
 
-def _convert(text: str, kind: type, name: str) -> Any:
+def _convert(text: str, kind: Any, name: str) -> Any:
+    if hasattr(kind, "parse"):  # which says itself what is allowed
+        return kind.parse(text)
     try:
         return kind(text)
     except ValueError:

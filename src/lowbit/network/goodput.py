@@ -10,6 +10,9 @@ from lowbit.network.shape import SlowLink
 
 _PROBE = str(Path(__file__).with_name("probe.py"))
 _FIRST_PORT = 5201
+_SETTLE_SECONDS = 0.3
+_SETTLE_ROUND_TRIPS = 20  # until TCP sends as fast as a distant link permits
+_PATIENCE = 40.0  # seconds for connecting, and for what is under way at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +46,35 @@ def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float =
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
     """Mbit/s of every (sender, receiver) route, all of them at the same time.
 
+    Takes 20 round trips more than ``seconds``, in which TCP finds out what a distant link carries.
+
     Raises:
         RuntimeError: A probe failed; the message is its own.
     """
     receivers, senders = [], []
+    more = _SETTLE_ROUND_TRIPS * link.link.rtt_ms / 1e3
+    times = [str(_SETTLE_SECONDS + more), str(seconds + more)]
     for port, (sender, receiver) in enumerate(routes, _FIRST_PORT):
-        tail = [link.address(receiver), str(port), str(seconds)]
+        tail = [link.address(receiver), str(port), *times]
         receivers.append(_probe(link, receiver, ["receive", *tail]))
         senders.append(_probe(link, sender, ["send", *tail]))
-    results = [_finish(receiver, seconds) for receiver in receivers]
+    results = [_finish(receiver, seconds + more) for receiver in receivers]
     for sender in senders:
-        _finish(sender, seconds)
+        _finish(sender, seconds + more)
     return [float(result) for result in results]
+
+
+def round_trip(link: SlowLink, *, first: int = 0, second: int = 1) -> float:
+    """Milliseconds that a byte takes between two hosts and back, the median of nine.
+
+    Raises:
+        RuntimeError: A probe failed; the message is its own.
+    """
+    tail = [link.address(second), str(_FIRST_PORT)]
+    echo = _probe(link, second, ["echo", *tail])
+    milliseconds = float(_finish(_probe(link, first, ["ping", *tail]), 0))
+    _finish(echo, 0)
+    return milliseconds
 
 
 def _probe(link: SlowLink, host: int, arguments: list[str]) -> subprocess.Popen:
@@ -63,7 +83,7 @@ def _probe(link: SlowLink, host: int, arguments: list[str]) -> subprocess.Popen:
 
 
 def _finish(process: subprocess.Popen, seconds: float) -> str:
-    output, error = process.communicate(timeout=seconds + 20)
+    output, error = process.communicate(timeout=seconds + _PATIENCE)
     if process.returncode:
         raise RuntimeError(f"network probe failed: {error.strip().splitlines()[-1:]}")
     return output

@@ -1,46 +1,62 @@
-"""Counts what a TCP connection carries: ``python probe.py receive|send ADDRESS PORT SECONDS``.
+"""Measures a TCP connection.
 
 A program of its own, standard library only, because both ends must run inside the namespaces.
-The receiver prints the goodput in Mbit/s. It leaves out the first 0.3 seconds, in which the link's
-burst and the socket buffers fill and would make a slow link look faster than it is.
+
+``python probe.py receive|send ADDRESS PORT SETTLE SECONDS``: what it carries. The receiver prints the
+goodput in Mbit/s. It leaves out the first SETTLE seconds, in which the link's burst and the socket
+buffers fill and would make a slow link look faster than it is, and TCP only begins to find out what a
+distant one carries.
+
+``python probe.py echo|ping ADDRESS PORT``: how long a byte takes there and back. The one that pings
+prints the median in milliseconds.
 """
 
 import socket
+import statistics
 import sys
 import time
 
-_SETTLE_SECONDS = 0.3
 _CHUNK_BYTES = 1 << 16
+_PINGS = 9
+_PATIENCE = 20.0
 
 
-def send(address: str, port: int, seconds: float) -> None:
-    """Connect, retrying while the receiver is still starting, and send for ``seconds``."""
-    deadline = time.monotonic() + 10
+def connect(address: str, port: int) -> socket.socket:
+    """Connect, retrying while the other end is still starting."""
+    deadline = time.monotonic() + _PATIENCE
     while True:
         try:
-            connection = socket.create_connection((address, port), timeout=10)
-            break
+            return socket.create_connection((address, port), timeout=_PATIENCE)
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-    chunk, end = bytes(_CHUNK_BYTES), time.monotonic() + seconds
-    with connection:
+
+
+def accept(address: str, port: int) -> socket.socket:
+    """The one connection that comes in."""
+    with socket.create_server((address, port)) as server:
+        server.settimeout(_PATIENCE)
+        connection, _ = server.accept()
+    connection.settimeout(_PATIENCE)
+    return connection
+
+
+def send(address: str, port: int, seconds: float) -> None:
+    """Send for ``seconds``."""
+    with connect(address, port) as connection:
+        chunk, end = bytes(_CHUNK_BYTES), time.monotonic() + seconds
         while time.monotonic() < end:
             connection.sendall(chunk)
 
 
-def receive(address: str, port: int, seconds: float) -> float:
-    """Goodput in Mbit/s of the one connection that comes in and lasts about ``seconds``."""
-    with socket.create_server((address, port)) as server:
-        server.settimeout(10)
-        connection, _ = server.accept()
-    buffer = bytearray(1 << 20)
-    start = time.monotonic() + _SETTLE_SECONDS
-    stop = start + seconds - _SETTLE_SECONDS
-    counted, began, ended = 0, start, start
-    with connection:
-        connection.settimeout(seconds + 10)
+def receive(address: str, port: int, settle: float, seconds: float) -> float:
+    """Goodput in Mbit/s of the one connection that comes in, from ``settle`` to ``seconds`` after its beginning."""
+    with accept(address, port) as connection:
+        buffer = bytearray(1 << 20)
+        start = time.monotonic() + settle
+        stop = start + seconds - settle
+        counted, began, ended = 0, start, start
         while n := connection.recv_into(buffer):
             now = time.monotonic()
             if now < start:
@@ -50,13 +66,39 @@ def receive(address: str, port: int, seconds: float) -> float:
     return counted * 8e-6 / max(ended - began, 1e-9)
 
 
+def echo(address: str, port: int) -> None:
+    """Send back what comes, until the other end is done."""
+    with accept(address, port) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while data := connection.recv(1):
+            connection.sendall(data)
+
+
+def ping(address: str, port: int) -> float:
+    """Milliseconds until a byte has come back, the median of some."""
+    times = []
+    with connect(address, port) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_PINGS):
+            begin = time.monotonic()
+            connection.sendall(b"x")
+            connection.recv(1)
+            times.append(1e3 * (time.monotonic() - begin))
+    return statistics.median(times)
+
+
 def main() -> None:
-    """Parse the four arguments and run the end they name."""
-    end, address, port, seconds = sys.argv[1:5]
+    """Parse the arguments and run the end that they name."""
+    end, address, port, *seconds = sys.argv[1:]
+    settle, whole = map(float, seconds or (0, 0))
     if end == "send":
-        send(address, int(port), float(seconds))
+        send(address, int(port), whole)
+    elif end == "receive":
+        print(receive(address, int(port), settle, whole), flush=True)
+    elif end == "echo":
+        echo(address, int(port))
     else:
-        print(receive(address, int(port), float(seconds)), flush=True)
+        print(ping(address, int(port)), flush=True)
 
 
 if __name__ == "__main__":
