@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO, Any
 
+from lowbit.collectives.engine import check_torch
 from lowbit.network import LinkUnavailable, SlowLink, goodput
 
 _PROBE_SECONDS = 1.0
@@ -160,8 +161,10 @@ def started(
     some of what it has to take apart: FP32 at 1 Gbit/s was five times too slow.
 
     Raises:
+        EngineError: this PyTorch is not known to work.
         LinkUnavailable: one of `links` is limited and this machine does not permit that.
     """
+    check_torch()
     reason = SlowLink.available()
     if reason and set(links) != {None}:
         raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
