@@ -20,6 +20,12 @@ _SCATTER = "reduce_scatter_single"
 _SCATTER = _SCATTER if hasattr(dist, _SCATTER) else "reduce_scatter_tensor"
 
 
+def version() -> tuple[int, int]:
+    """The first two numbers of PyTorch's version."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 class EngineError(RuntimeError):
     """This version of PyTorch is not known to work."""
 
@@ -31,8 +37,7 @@ def check_torch() -> None:
         EngineError: it is not among `WORKS`; the text names what is installed, what works and how to install it.
     """
     oldest, newest = WORKS
-    major, minor = torch.__version__.split(".")[:2]
-    if not oldest <= (int(major), int(minor)) <= newest:
+    if not oldest <= version() <= newest:
         allowed = "torch>={}.{},<{}.{}".format(*oldest, newest[0], newest[1] + 1)
         raise EngineError(
             f"PyTorch {torch.__version__} is installed; lowbit works with {oldest[0]}.{oldest[1]} to "
