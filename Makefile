@@ -6,10 +6,19 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 MINUTES ?= 10
 SEED   ?= $(shell date +%s)
+# What a processor without AVX-512 and bfloat16 has, and what every x86-64 has. PyTorch and numba choose kernels by it.
+AVX2   := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2
+SSE2   := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 NUMBA_CPU_NAME=generic
+CPU_TESTS := $(addprefix tests/,ops codecs tensor_parallel evaluate collectives/test_feature_int4.py cli/test_app.py) \
+  $(addprefix tests/activations/test_,modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
+TORCH  ?= 2.15.0
+OTHER  := .venv-torch/$(TORCH)
+TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py collectives/test_engine.py) \
+  $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow fuzz torture gpu-test lint format clean
+.PHONY: help demo test test-slow test-cpus test-torch fuzz torture gpu-test lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -22,6 +31,13 @@ test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed t
 
 test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+
+test-cpus: $(VENV)/.installed-dev ## Run what depends on the processor as on one with AVX2 only, and as on one without
+	@$(AVX2) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(CPU_TESTS) $(ARGS)
+	@$(SSE2) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(CPU_TESTS) $(ARGS)
+
+test-torch: $(OTHER)/.installed ## Run what pipelines depend on with another PyTorch (TORCH=2.15.0; takes 6 GB of disk)
+	@$(OTHER)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(TORCH_TESTS) $(ARGS)
 
 torture: $(VENV)/.installed-dev ## Hurt real runs at random moments (ARGS="--trials 20 --supervise"); as root, an hour
 	@$(BIN)/python -m tests.torture $(ARGS)
@@ -42,12 +58,20 @@ format: $(VENV)/.installed-dev ## Rewrite the files in the project's style
 	@$(BIN)/ruff format
 
 clean: ## Remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch .pytest_cache .ruff_cache .hypothesis build dist
 
 # One stamp for each set of extras: packages are installed again when the project's requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing lowbit[$*] into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# PyTorch brings the Triton and the setuptools that it wants.
+$(OTHER)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing lowbit[dev] with torch $(TORCH) into $(OTHER) ..."
+	@$(BIN)/python -m venv --clear $(OTHER)
+	@grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
+	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e '.[dev]' torch==$(TORCH)
 	@touch $@
 
 $(BIN)/pip:

@@ -94,7 +94,7 @@ def main() -> None:
         batch = text[starts + torch.arange(LENGTH + 1)]
         losses: list[Tensor] = []
         schedule.step(
-            *([batch[:, :-1]] if rank == 0 else []),
+            *([batch[:, :-1].contiguous()] if rank == 0 else []),  # PyTorch 2.11 compares strides
             target=batch[:, 1:] if rank == world - 1 else None,
             losses=losses,
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
+from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d  # pyright: ignore
 
 from tests.forked import CONTEXT
 
@@ -140,10 +140,13 @@ def _outcome(function: Callable[..., Any], args: Any, rank: int, ranks: int, sto
 def process_group(rank: int, ranks: int, store: Store) -> Iterator[None]:
     """The default process group, for as long as the block runs."""
     torch.manual_seed(1234 + rank)
+    # A group whose making failed here was counted here only: the name of the next one would differ among the ranks.
+    distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     try:
+        dist.barrier()  # else one may end while another still connects
         yield
     finally:
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ from lowbit.activations.in_flight import actions_of, in_flight
 from lowbit.bench.plan_memory import Settings
 from lowbit.bench.plan_stages import StageMeter
 from lowbit.codecs import Cast
+from lowbit.collectives.engine import version
 from lowbit.pipeline import LowBitStage
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.stages import next_token_loss
@@ -25,6 +26,8 @@ from tests.ranks import Ranks
 
 ERRORS = {kind: {bits: 2.0**-bits for bits in range(2, 9)} for kind in ("norm", "mlp", "linear")}
 NAMES = {"1f1b": "1F1B", "zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
+if version() < (2, 13):  # which loses what is kept between the passes of a backward
+    NAMES = {"1f1b": "1F1B"}
 
 
 class Watched(LowBitStage):

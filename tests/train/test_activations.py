@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lowbit.activations import LayerAware, counted
 from lowbit.activations.counting import Kept
+from lowbit.collectives.engine import version
 from lowbit.train import ConfigError, TrainConfig, from_mapping, loop
 from lowbit.train.activations import saved_policies
 from lowbit.train.config import ActivationsConfig
@@ -42,6 +44,22 @@ def test_bits_are_one_number_or_one_for_each_stage():
 def test_what_can_not_be_is_one_line(wrong: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
         saved_policies(from_mapping({"activations": wrong}).activations, 2)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_a_split_backward_needs_a_newer_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+):
+    config = tiny(
+        tmp_path, pipeline={"stages_per_rank": 2, "schedule": schedule}, activations={"bits": 4}
+    )
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    prepare(config, ranks=2)
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    prepare(again(config, activations={"bits": 16}), ranks=2)
+    prepare(again(config, pipeline={"schedule": "Interleaved1F1B"}), ranks=2)
+    with pytest.raises(ConfigError, match=f"schedule is '{schedule}'; .* 2.13 .*, here is 2.12.1"):
+        prepare(config, ranks=2)
 
 
 def compressed(config: TrainConfig) -> list[set[int]]:
@@ -81,7 +99,8 @@ def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
 def test_a_pipeline_learns_with_few_bits_what_it_learns_without(
     ranks: Ranks, tmp_path: Path, family: str
 ):
-    pipeline = {"stages_per_rank": 2, "schedule": "InterleavedZeroBubble"}
+    schedule = "InterleavedZeroBubble" if version() >= (2, 13) else "Interleaved1F1B"
+    pipeline = {"stages_per_rank": 2, "schedule": schedule}
     model = {"family": family, "dropout": 0.0}
     config = tiny(
         tmp_path,

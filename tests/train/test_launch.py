@@ -130,7 +130,7 @@ def _toml(config: TrainConfig) -> str:
 
 PASS_ON = """
 import os, signal, subprocess, sys
-from lowbit.train import LaunchError, launch, from_mapping
+from lowbit.train import LaunchError, launch, from_mapping, meeting  # PyTorch starts programs when it is imported
 
 start = subprocess.Popen
 subprocess.Popen = lambda argv, **pipes: start(

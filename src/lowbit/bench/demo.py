@@ -22,6 +22,7 @@ from lowbit.bench.pipeline import recipe as pipeline_recipe
 from lowbit.bench.race import seconds_until
 from lowbit.bench.report import Column, Report, machine, table
 from lowbit.bench.speeds import link_name
+from lowbit.collectives.engine import check_torch
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.train import prepare
 from lowbit.train.config import TrainConfig
@@ -72,12 +73,14 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
         that both reached) and `curve`.
 
     Raises:
+        EngineError: this PyTorch is not known to work.
         ConfigError, OSError: the folder cannot be written to.
         ChildProcessError: a rank failed.
     """
     from rich.console import Console
 
     console = console or Console()
+    check_torch()
     check_output(output)
     rows = []
     with open_link(console) as network:

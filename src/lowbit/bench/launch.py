@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO, Any
 
+from lowbit.collectives.engine import check_torch
 from lowbit.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
 
 UNLIMITED = Link(None)
@@ -162,8 +163,10 @@ def started(
     some of what it has to take apart: FP32 at 1 Gbit/s was five times too slow.
 
     Raises:
+        EngineError: this PyTorch is not known to work.
         LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
+    check_torch()
     check_available(links)
     if SlowLink.available():
         with Ranks(None, count, program) as ranks:

@@ -28,27 +28,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+from lowbit.collectives.engine import check_torch
 from lowbit.pipeline.boundary import Direction
-
-FIRST, LAST = (2, 11), (2, 15)
-"""The PyTorch versions that the tests have passed with; pyproject.toml allows the same."""
-
-KNOWN = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
-
-
-def check_torch() -> None:
-    """Check that this is a PyTorch that `HookedStage` is known to work with.
-
-    Raises:
-        RuntimeError: it is not.
-    """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if not FIRST <= version <= LAST:
-        raise RuntimeError(
-            f"PyTorch is {torch.__version__}, and pipelines of lowbit work with {KNOWN}; "
-            f"install one with: pip install 'torch>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}'"
-        )
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 from lowbit.activations import LayerAware, compress_saved_
+from lowbit.collectives.engine import version
 from lowbit.train.config import ActivationsConfig
 from lowbit.train.section import ConfigError
 
 Policies = tuple[LayerAware | None, ...]
+
+_SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_SPLITS_SINCE = 2, 13
 
 
 def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
@@ -25,6 +29,21 @@ def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
         _policy(config, {name: each[stage] for name, each in values.items() if each})
         for stage in range(stages)
     )
+
+
+def check_schedule(policies: Policies, schedule: str) -> None:
+    """Check that this PyTorch can split the backward of modules that keep few bits.
+
+    Before 2.13 it lets go of what a `torch.autograd.Function` has saved between the passes for inputs and for weights.
+
+    Raises:
+        ConfigError: it cannot, and the schedule does so.
+    """
+    if any(policies) and schedule in _SPLITTING and version() < _SPLITS_SINCE:
+        raise ConfigError(
+            f"pipeline.schedule is {schedule!r}; with activations.bits below 16 it needs PyTorch 2.13 or newer, here is"
+            f" {torch.__version__}; allowed: a schedule without weight passes, such as 1F1B"
+        )
 
 
 def compress(module: nn.Module, policy: LayerAware | None, device: torch.device) -> None:

@@ -48,9 +48,13 @@ def run(config: TrainConfig) -> Summary | None:
 
     Raises:
         ConfigError: what cannot work, before any process starts.
+        EngineError: this PyTorch is not known to work.
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
     """
+    from lowbit.collectives.engine import check_torch
+
+    check_torch()
     if config.run.supervise:
         from lowbit.train.supervise import supervise
 

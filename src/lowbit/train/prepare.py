@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import Codec
-from lowbit.train.activations import Policies, saved_policies
+from lowbit.train.activations import Policies, check_schedule, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import FOLDER, NO_CHECKPOINT, About, Checkpoints
 from lowbit.train.config import TrainConfig
@@ -97,6 +97,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     codecs = make_codecs(config.pipeline, plan.stages - 1)
     check_codecs(codecs, width=hidden_size(config.model), warmup_steps=config.codec_warmup_steps)
     activations = saved_policies(config.activations, plan.stages)
+    check_schedule(activations, config.pipeline.schedule)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)

@@ -212,13 +212,10 @@ def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> Non
 def _examples(module: StageModule, rows: int, sequence: int) -> tuple[Tensor, Tensor]:
     """Shape and dtype of a micro-batch on either side of a stage, so that no trial run has to find them."""
 
-    def activations(width: int) -> Tensor:
-        return torch.empty(
-            rows, sequence, width, dtype=module.wire, device="meta", requires_grad=True
-        )
+    def floats(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, sequence, width, dtype=dtype, device="meta", requires_grad=True)
 
     ids = torch.empty(rows, sequence, dtype=torch.int64, device="meta")
-    return (
-        ids if module.first else activations(module.width),
-        activations(module.vocab if module.last else module.width),
-    )
+    activations = floats(module.width, module.wire)
+    logits = floats(module.vocab, module.autocast or torch.float32)  # PyTorch 2.11 compares
+    return ids if module.first else activations, logits if module.last else activations
