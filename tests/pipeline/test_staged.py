@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -173,7 +173,10 @@ def without_waiting() -> None:
         copy()
     for tag in (1, 0):
         with transport.arriving():
-            assert transport.landing(torch.empty(2, 3, dtype=torch.float16, device="meta")).dtype == torch.float16
+            assert (
+                transport.landing(torch.empty(2, 3, dtype=torch.float16, device="meta")).dtype
+                == torch.float16
+            )
             assert transport.take(Route(other, tag), 64).unique().tolist() == [7 + tag]
     transport.drain()
     assert len(transport._outbox) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from typing import Any, Protocol
 
@@ -96,16 +97,24 @@ class _ThroughStore:
     """A key of the group's store; for NCCL, whose messages would make the host wait for the device."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, board: FailureBoard) -> None:
-        self._store = BoundedStore(group, board.patience.total_seconds())
+        self._limit = board.patience.total_seconds()
+        self._store = BoundedStore(group, self._limit)
         self._source, self._topic = source, board.topic
 
     def tell(self, number: int, value: Any) -> None:
-        self._store.set(self._key(number), _padded(value).numpy().tobytes().decode())
+        self._store.append(self._key(number), json.dumps(value))
         if number >= _KEPT:
             self._store.delete_key(self._key(number - _KEPT))
 
     def hear(self, number: int) -> Any:
-        return _parsed(self._store.get(self._key(number)), self._source)
+        start = time.monotonic()
+        while not (text := self._store.read(self._key(number))):
+            if time.monotonic() > start + self._limit:
+                raise PeerError(
+                    f"rank {self._source} announced no pass within {self._limit:g} s", self._source
+                )
+            time.sleep(_POLL)
+        return _parsed(text, self._source)
 
     def _key(self, number: int) -> str:
         return f"lowbit/pass/{self._topic}/{number}"

@@ -31,6 +31,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from lowbit.collectives.engine import check_torch
 from lowbit.pipeline.boundary import Direction
 
+
 @dataclass(frozen=True)
 class Batch:
     """What a call of `schedule.step` or `schedule.eval` was given on this rank.

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -86,9 +86,9 @@ class Transport(Protocol):
         ...
 
     def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
-        """Announce all messages and sizes that will be taken, in this step or a later one, from one direction of a boundary.
+        """Announce all messages and sizes that will be taken, in this step or a later one, on one lane.
 
-        lane: names that direction. messages: in about the order in which the schedule takes them; others are slower.
+        lane: names a direction. messages: in about the order in which the schedule takes them; others are slower.
         """
         ...
 
