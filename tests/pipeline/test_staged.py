@@ -123,9 +123,9 @@ def trained(schedule: str, staged: tuple[int, ...], options: Any) -> Any:
         outputs.append(run.evaluate(step))
     for stage in run.stages:
         assert isinstance(stage, LowBitStage)
-        assert isinstance(stage._transport, Staged if dist.get_rank() in staged else Early)
-        assert len(stage._transport._outbox) == 0
-        assert len(stage._transport._inbox) == 0
+        assert isinstance(stage.transport, Staged if dist.get_rank() in staged else Early)
+        assert len(stage.transport._outbox) == 0
+        assert len(stage.transport._inbox) == 0
     return run.losses, [y for y in outputs if y is not None]
 
 

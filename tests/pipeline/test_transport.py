@@ -92,9 +92,9 @@ def steps_leave_nothing_behind() -> None:
             step(0)
             for stage in run.stages:
                 assert isinstance(stage, LowBitStage)
-                assert isinstance(stage._transport, Early)
-                assert len(stage._transport._outbox) == 0
-                assert len(stage._transport._inbox) == 0
+                assert isinstance(stage.transport, Early)
+                assert len(stage.transport._outbox) == 0
+                assert len(stage.transport._inbox) == 0
                 assert stage.traffic.held_bytes == 0
                 assert stage.traffic.peak_bytes > 0
 
@@ -353,7 +353,7 @@ def in_order() -> Any:
         coded.train(step)
         coded.evaluate(step)
         looped.train(step)
-    assert isinstance(coded.stages[0]._transport, InOrder)
+    assert isinstance(coded.stages[0].transport, InOrder)
     return coded.losses, looped.losses
 
 

@@ -20,6 +20,7 @@ MESSAGE_BYTES = 512
 
 _TAG = 1 << 29  # away from the small tags that a program may use itself
 _UNDER_WAY = 64  # passes that the first stage may be ahead of the last
+_POLL = 0.0005  # seconds between two looks into the store
 _KEPT = (
     1024  # passes whose message is left in the store: so many may the first stage be ahead there
 )
