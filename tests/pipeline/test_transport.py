@@ -103,21 +103,6 @@ def test_a_step_waits_for_its_sends_at_its_end(ranks: Ranks):
     ranks.run(steps_leave_nothing_behind)
 
 
-def leftover() -> None:
-    transport, _ = early()
-    other = 1 - dist.get_rank()
-    many = WINDOW_MESSAGES + 3  # of which some are not posted
-    transport.expect("in", [(Route(other, tag), WINDOW_BYTES) for tag in range(many)])
-    early_again = FailureBoard(default_group(), "again", ["rank 0", "rank 1"], 5.0)
-    with pytest.raises(RuntimeError, match=f"{many} messages of the previous step were never"):
-        transport.begin(early_again, 1)
-    dist.barrier()
-
-
-def test_messages_of_a_step_that_was_cut_short_do_not_leak_into_the_next(ranks: Ranks):
-    ranks.run(leftover)
-
-
 def owned(nbytes: int, room: int) -> tuple[torch.Tensor, threading.Event]:
     """A message, and what happens when its memory is free."""
     memory, freed = np.zeros(nbytes + room, dtype=np.uint8), threading.Event()
