@@ -43,6 +43,12 @@ class AgreementError(RuntimeError):
     on_all_ranks = True
 
 
+def described(error: BaseException) -> str:
+    """An error on one line, behind what it came of: PyTorch's schedules wrap the errors of a model."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if error.__cause__ is None else f"{described(error.__cause__)}; {text}"
+
+
 class FailureBoard:
     """Notes about failed peers, in the store of a process group.
 
@@ -93,7 +99,7 @@ class FailureBoard:
         if self._blames:
             return sever()
         agreement = isinstance(error, AgreementError)
-        text = str(error) if agreement else f"{type(error).__name__}: {error}"
+        text = str(error) if agreement else described(error)
         note = {"reason": text[:_MOST_CHARACTERS], "agreement": agreement}
         told = threading.Event()
         telling = threading.Thread(target=self._tell, args=(note, told), daemon=True)
