@@ -9,22 +9,29 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
-from lowbit.pipeline.boundary import Lane, Step, checked_samples, codec_at, keys_of
+from lowbit.pipeline.boundary import Lane, Slot, Step, checked_samples, codec_at, keys_of
 from lowbit.pipeline.traffic import Traffic
 
 INT4 = GroupInt(bits=4, group=64)
 SHAPE = torch.Size((2, 3, 64))
+SLOT = (SHAPE, torch.float32)
 
 
-def lane(codec: Codec, *slots: tuple[torch.Size, torch.dtype]) -> Lane:
-    made = Lane(1, "forward", codec, "cpu", Traffic())
-    made.prepare(slots or [(SHAPE, torch.float32)])
-    return made
+def ready(lane: Lane, *slots: Slot, step: Step = Step(), micro_batches: int = 3) -> Lane:  # noqa: B008 frozen
+    """The lane, and these tensors cross with each micro-batch."""
+    lane.prepare(slots, step)
+    lane.use([slots] * micro_batches)
+    return lane
+
+
+def lane(codec: Codec, *slots: Slot) -> Lane:
+    return ready(Lane(1, "forward", codec, "cpu", Traffic()), *(slots or (SLOT,)))
 
 
 def crosses(codec: Codec, x: Tensor, step: Step = Step()) -> tuple[Tensor, int]:  # noqa: B008 frozen
     """`x` at the other end, and the bytes that travelled."""
     sender, receiver = (lane(codec, (x.shape, x.dtype)) for _ in range(2))
+    assert sender.messages(0) == receiver.messages(0) == 1
     size = sender.nbytes(0, step, 0)
     payload = sender.encode(0, step, 0, x)
     assert payload.dtype == torch.uint8
@@ -123,7 +130,7 @@ def test_keyed_codecs_get_the_ids_of_the_micro_batch_and_leave_evaluation_alone(
     first, later = 4 * row.numel(), INT4.nbytes(row)
     assert sizes == [2 * first, 2 * first, 2 * later, first + later, 2 * first, 2 * first]
     assert sender.state_bytes() == receiver.state_bytes() == 5 * first
-    assert "boundary 1 forward state bytes" in sender.facts()
+    assert "boundary 1 forward state bytes" in sender.facts([SLOT])
 
 
 def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
@@ -136,7 +143,7 @@ def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
     assert (
         early.state_dict().keys() == state.keys()
     )  # a checkpoint right after a restart loses nothing
-    early.prepare([(SHAPE, torch.float32)])
+    ready(early, SLOT)
     late.load_state_dict(state)
     x = torch.randn(SHAPE)
     expected = old.encode(0, step, 0, x)
@@ -153,7 +160,7 @@ def test_shapes_that_share_what_a_codec_keeps():
     def cross(shape: torch.Size, step: Step) -> None:
         x, out = torch.randn(shape), torch.empty(shape)
         for end in (sender, receiver):
-            end.prepare([(shape, torch.float32)])
+            ready(end, (shape, torch.float32))
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
         assert (out - x).norm() < 0.6 * x.norm()
 
@@ -169,8 +176,8 @@ def test_shapes_that_share_what_a_codec_keeps():
     assert (name, state["messages"]) == ("tensor 0, width 64", 3)
     again = Lane(1, "forward", codec, "cpu", Traffic())
     again.load_state_dict(sender.state_dict())
-    again.prepare([(small, torch.float32)])
-    sender.prepare([(small, torch.float32)])
+    for end in (again, sender):
+        ready(end, (small, torch.float32))
     x = torch.randn(small)
     assert torch.equal(again.encode(0, Step(), 0, x), sender.encode(0, Step(), 0, x))
     again.load_state_dict({})  # a checkpoint of before the first message
@@ -189,11 +196,11 @@ def near(seed: int, shape: torch.Size = SHAPE) -> Tensor:
     return torch.randn(*shape[:-1], 3, generator=generator) @ basis
 
 
-def unsettled(*slots: tuple[torch.Size, torch.dtype]) -> tuple[Lane, Lane]:
-    ends = tuple(Lane(1, "forward", AUTO, "cpu", Traffic()) for _ in range(2))
-    for end in ends:
-        end.prepare(slots or [(SHAPE, torch.float32)], FULL)
-    return ends[0], ends[1]
+def unsettled(*slots: Slot) -> tuple[Lane, Lane]:
+    sender, receiver = (Lane(1, "forward", AUTO, "cpu", Traffic()) for _ in range(2))
+    for end in (sender, receiver):
+        ready(end, *(slots or (SLOT,)), step=FULL)
+    return sender, receiver
 
 
 def pass_on(sender: Lane, receiver: Lane, step: Step, micro_batch: int, x: Tensor) -> Tensor:
@@ -218,7 +225,7 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
     x = near(1).to(dtype)
     assert torch.equal(pass_on(sender, receiver, FULL, 0, x), x)
     assert sender.chosen() == {}
-    assert sender.facts() == receiver.facts()
+    assert sender.facts(slots) == receiver.facts(slots)
     payloads = [sender.encode(0, SETTLING, i, near(i).to(dtype)) for i in range(3)]
     assert {p.numel() for p in payloads} == {x.numel() * x.element_size() + 16}
     assert sender.nbytes(1, SETTLING, 0) == 24, "nothing to choose for integers"
@@ -230,9 +237,9 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
     expected = AUTO.settle(AUTO.choose(near(0).to(dtype)))
     assert sender.chosen() == receiver.chosen() == {"tensor 0, width 64": expected}
     assert expected.rank in (3, 4)
-    assert sender.facts() == receiver.facts()
+    assert sender.facts(slots) == receiver.facts(slots)
     for end in (sender, receiver):
-        end.prepare([(odd, dtype)])
+        ready(end, (odd, dtype))
     y = pass_on(sender, receiver, Step(), 0, near(9, odd).to(dtype))
     assert (y - near(9, odd)).norm() < 0.1 * near(9, odd).norm()
     assert sender.nbytes(0, Step(), 0) == expected.nbytes(odd)
@@ -250,7 +257,7 @@ def test_what_was_chosen_survives_a_restart(steps_after: int):
     for end, old in zip(again, (sender, receiver), strict=True):
         end.load_state_dict(old.state_dict())
         assert end.state_dict().keys() == old.state_dict().keys()
-        end.prepare([(SHAPE, torch.float32)])
+        ready(end, SLOT)
         assert end.chosen() == old.chosen()
     for i in range(3):
         assert torch.equal(
@@ -259,7 +266,7 @@ def test_what_was_chosen_survives_a_restart(steps_after: int):
     other = Lane(1, "forward", SubspaceQuant(rank=9, group=8, refresh=2), "cpu", Traffic())
     other.load_state_dict(sender.state_dict())
     with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
-        other.prepare([(SHAPE, torch.float32)])
+        other.prepare([SLOT])
 
 
 def test_an_open_lane_takes_over_another_choice():
@@ -269,7 +276,7 @@ def test_an_open_lane_takes_over_another_choice():
     pass_on(*other, SETTLING, 0, torch.full(SHAPE, float("nan")))
     assert sender.chosen() != other[0].chosen(), "32 where there is nothing to choose by"
     other[0].load_state_dict(sender.state_dict())
-    assert other[0].facts() == sender.facts()
+    assert other[0].facts([SLOT]) == sender.facts([SLOT])
     with pytest.raises(ValueError, match="tensor 0, width 64 was settled as 32, and now as [34]"):
         other[1].decode(0, SETTLING, 0, sender.encode(0, SETTLING, 0, near(0)), torch.empty(SHAPE))
 
@@ -277,7 +284,7 @@ def test_an_open_lane_takes_over_another_choice():
 def test_without_a_choice_nothing_is_coded():
     sender, _ = unsettled()
     for use in (
-        lambda: sender.prepare([(SHAPE, torch.float32)]),
+        lambda: sender.prepare([SLOT]),
         lambda: sender.nbytes(0, Step(), 0),
         lambda: sender.session(0, SHAPE, torch.float32),
     ):
@@ -289,8 +296,7 @@ def test_without_a_choice_nothing_is_coded():
 
 def test_traffic_counts_what_is_encoded():
     traffic = Traffic()
-    there = Lane(0, "backward", INT4, "cpu", traffic)
-    there.prepare([(SHAPE, torch.float32)])
+    there = ready(Lane(0, "backward", INT4, "cpu", traffic), SLOT)
     there.encode(0, Step(), 0, torch.randn(SHAPE))
     assert traffic.backward_bytes == INT4.nbytes(SHAPE)
     assert traffic.backward_elements == SHAPE.numel()
@@ -300,8 +306,27 @@ def test_traffic_counts_what_is_encoded():
     assert traffic.codec_seconds > 0
 
 
+def test_micro_batches_may_differ_in_what_crosses():
+    """And a lane that is told of other tensors goes on with what it has learned of the ones before."""
+    slots = [[(torch.Size((n, 3, 64)), torch.float32)] for n in (2, 2, 1)]
+    sender, receiver = (Lane(1, "forward", INT4, "cpu", Traffic()) for _ in range(2))
+    assert sender.messages(0) == 0, "nothing crosses yet"
+    for end in (sender, receiver):
+        for each in slots:
+            end.prepare(each)
+        end.use([*slots, []])
+    assert [sender.messages(i) for i in range(4)] == [1, 1, 1, 0]
+    for i, [(shape, _)] in enumerate(slots):
+        x = torch.randn(shape)
+        assert sender.nbytes(0, Step(), i) == INT4.nbytes(shape)
+        assert torch.equal(pass_on(sender, receiver, Step(), i, x), INT4.round_trip(x))
+    with pytest.raises(ValueError, match=r"\(1, 3, 64\); both ends expect float32 \(2, 3, 64\)"):
+        sender.encode(0, Step(), 1, x)
+
+
 def test_facts_tell_shapes_and_sizes():
-    facts = lane(INT4, (SHAPE, torch.float32), (torch.Size((2,)), torch.int64)).facts()
+    slots = SLOT, (torch.Size((2,)), torch.int64)
+    facts = lane(INT4, *slots).facts(slots)
     assert facts["boundary 1 forward tensors"] == "float32 (2, 3, 64), int64 (2,)"
     assert facts["boundary 1 forward payload bytes"] == str(INT4.nbytes(SHAPE))
 
@@ -353,12 +378,11 @@ def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.Mo
     )
     slots = (torch.Size((5, 70)), torch.bfloat16), (torch.Size((5,)), torch.int64)
     for _ in range(2):
-        warm = lane(GroupInt(bits=7, group=40), *slots)
-        warm.warm_up()
+        lane(GroupInt(bits=7, group=40), *slots).warm_up(slots)
     assert used == [("encode", torch.bfloat16), ("decode", torch.bfloat16)]
     used.clear()
     warm = lane(AQSGD(inner=GroupInt(bits=7, group=40)), *slots)
-    warm.warm_up()
+    warm.warm_up(slots)
     assert ("encode", torch.float32) in used  # of the differences, which a first visit has not
     assert warm.state_bytes() == 0
     assert warm._traffic == Traffic()

@@ -129,7 +129,7 @@ def other_micro_batches() -> None:
 
 def other_pass(steps: int) -> None:
     """One rank evaluates while the other trains."""
-    run = toy.Run("interleaved-2", toy.lowbit(timeout=8.0, **FIT))
+    run = toy.Run("interleaved-2", toy.lowbit(timeout=30.0, **FIT))
     for step in range(steps):
         run.train(step)
     (run.evaluate if dist.get_rank() else run.train)(0)
@@ -139,25 +139,25 @@ def other_pass(steps: int) -> None:
     ("function", "args", "said"),
     [
         (other_micro_batches, (), "micro-batches: 4 on rank 0 (stage 0); 2 on rank 1 (stage 1)"),
-        (other_pass, (0,), "kind of pass: training on rank 0 (stages 0, 2); evaluation on rank 1"),
+        (
+            other_pass,
+            (0,),
+            "kind of pass: training on rank 0 (stage 0) and rank 0 (stage 2); evaluation on rank 1",
+        ),
+        (other_pass, (1,), "kind of pass: training on rank 0 (stages 0, 2); evaluation on rank 1"),
     ],
+    ids=["micro-batches", "first pass", "later pass"],
 )
-def test_steps_that_differ_are_an_error_before_shapes_are_exchanged(
+def test_passes_that_differ_are_the_same_error_everywhere(
     ranks: Ranks, function: Any, args: Any, said: str
 ):
+    ranks.start(2)
+    start = time.monotonic()
     outcomes = ranks.outcomes(function, *args)
+    assert time.monotonic() - start < 25
     assert {o.kind for o in outcomes} == {"AgreementError"}
     assert len({o.text for o in outcomes}) == 1
     assert said in outcomes[0].text
-
-
-@pytest.mark.slow
-def test_a_rank_that_evaluates_alone_ends_all_within_the_timeout(ranks: Ranks):
-    outcomes = ranks.outcomes(other_pass, 1, timeout=40)
-    assert outcomes[0].kind == "PeerError"
-    assert "rank 1 (stages 1, 3) did not answer within 8 s" in outcomes[0].text
-    assert outcomes[1].kind == "AgreementError"
-    assert "rank 0 (stages 0, 2) stated nothing within 8 s" in outcomes[1].text
 
 
 def other_version() -> None:

@@ -97,7 +97,7 @@ def hostile(text: bytes) -> str:
         return ""
     stage = LowBitStage(toy.Block(), 1, 2, toy.CPU, forward=FP32, backward=FP32)
     with pytest.raises(PeerError) as caught:
-        stage._layouts_from(0)
+        stage.layouts_from_below()
     assert caught.value.rank == 0
     assert not hasattr(dist, "unpickled")
     return str(caught.value)
@@ -109,7 +109,7 @@ def hostile(text: bytes) -> str:
         (pickle.dumps(Opened()), "rank 0 sent no layouts of tensors: "),
         (b"[" * shapes.MESSAGE_BYTES, "rank 0 sent no layouts of tensors: "),
         (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "rank 0 sent no layouts of tensors: {"),
-        (b"[null]", "rank 0 sent no layout of an output of stage 0"),
+        (b"[null]", "rank 0 sent no layout of an output of its stage"),
     ],
     ids=["pickled", "deep", "huge", "missing"],
 )  # fmt: skip

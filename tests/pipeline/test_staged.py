@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, _utils
 
 from lowbit.codecs import AQSGD, GroupInt
 from lowbit.collectives import PeerError
@@ -221,44 +220,18 @@ def test_a_send_that_can_not_start_names_the_peer(ranks: Ranks):
     ranks.run(failing_peer)
 
 
-def stage_out_of_reach() -> LowBitStage:
+def layouts_of_a_stage_out_of_reach() -> Any:
     """On a device from which the process group cannot send."""
-    stage = LowBitStage(toy.Block().to("meta"), dist.get_rank(), 2, toy.CPU, **FIT)
+    stage = LowBitStage(toy.Block().to("meta"), dist.get_rank(), 2, toy.CPU, timeout=20, **FIT)
     stage.device = torch.device("meta")
-    assert all(op.tensor.device.type == "cpu" for op in stage._get_init_p2p_neighbors_ops())
-    return stage
+    layout = torch.empty(2, 3, device="meta", dtype=torch.bfloat16).t().requires_grad_()
+    if stage.is_first:
+        stage.layouts_to_above([layout])
+        return True
+    [found] = stage.layouts_from_below()
+    facts = [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in (found, layout)]
+    return facts[0] == facts[1]
 
 
-def exchange() -> Any:
-    stage, rank = stage_out_of_reach(), dist.get_rank()
-    votes = stage._warmup_forward_vote(True), None
-    metas = _utils._StageBackwardMeta((_utils._TensorMeta.from_tensor(torch.zeros(2, 3)), None))
-    if rank == 1:
-        votes = stage._warmup_backward_result(votes[0]), stage._send_meta(metas, 0) or metas
-    else:
-        votes = stage._warmup_backward_result(), stage._recv_meta(1)
-    assert stage.device.type == "meta"
-    return int(votes[0]), votes[1] == metas
-
-
-def trial() -> Any:
-    """What PyTorch 2.11 calls; later versions lack the method that takes the outcome."""
-    stage, outputs = stage_out_of_reach(), []
-    stage._configure_outputs_meta = outputs.extend
-    x = torch.zeros(toy.ROWS, 3, toy.WIDTH)
-    left = stage._shape_inference((x,) if stage.is_first else ())
-    assert len(left) == stage.is_last
-    assert stage.device.type == "meta"
-    return [(tuple(m.shape), m.dtype) for m in (*stage.inputs_meta, *outputs)]
-
-
-NEW = hasattr(PipelineStage, "_recv_meta")
-
-
-@pytest.mark.skipif(not NEW, reason="this PyTorch exchanges shapes otherwise")
-def test_shapes_are_exchanged_where_the_process_group_can_reach_them(ranks: Ranks):
-    assert ranks.run(exchange) == [(0, True)] * 2
-
-
-def test_shapes_of_a_trial_run_are_exchanged_likewise(ranks: Ranks):
-    assert ranks.run(trial) == [[((toy.ROWS, 3, toy.WIDTH), torch.float32)] * 2] * 2
+def test_layouts_travel_where_the_process_group_can_reach_them(ranks: Ranks):
+    assert ranks.run(layouts_of_a_stage_out_of_reach) == [True, True]

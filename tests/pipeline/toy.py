@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
 
@@ -29,8 +31,11 @@ SCHEDULES: dict[str, tuple[Any, int]] = {  # class and stages on each rank
     "interleaved-2": (ScheduleInterleaved1F1B, 2),
     "interleaved-4": (ScheduleInterleaved1F1B, 4),
     "zero-bubble": (ScheduleInterleavedZeroBubble, 2),
+    "looped-bfs": (ScheduleLoopedBFS, 2),
     "zbv": (ScheduleZBVZeroBubble, 2),
+    "dual-pipe-v": (ScheduleDualPipeV, 2),
 }
+V_SHAPED = ("zbv", "dual-pipe-v")
 
 
 class Block(nn.Module):
@@ -64,7 +69,7 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 def held(schedule: str, rank: int, ranks: int) -> list[int]:
     """Stages of a rank: in turn, or down one side of the V and up the other."""
     each = SCHEDULES[schedule][1]
-    if schedule == "zbv":
+    if schedule in V_SHAPED:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + ranks * i for i in range(each)]
 
@@ -82,16 +87,20 @@ class Run:
 
     def __post_init__(self) -> None:
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        schedule, each = SCHEDULES[self.schedule]
-        modules = blocks(each * ranks, self.kind)
+        modules = blocks(SCHEDULES[self.schedule][1] * ranks, self.kind)
         self.stages = [
             self.make(modules[i].to(self.device), i, len(modules), self.device, group=self.group)
             for i in held(self.schedule, rank, ranks)
         ]
-        own = self.stages[0] if each == 1 else self.stages
-        self.runner = schedule(own, MICRO_BATCHES, loss_fn=loss_of)
+        self.runner = self.another(MICRO_BATCHES)
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         self.optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    def another(self, micro_batches: int) -> Any:
+        """A schedule of so many micro-batches over the same stages."""
+        schedule, each = SCHEDULES[self.schedule]
+        own = self.stages[0] if each == 1 else self.stages
+        return schedule(own, micro_batches, loss_fn=loss_of)
 
     @property
     def first(self) -> bool:

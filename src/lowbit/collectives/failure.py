@@ -45,6 +45,12 @@ class AgreementError(RuntimeError):
     on_all_ranks = True
 
 
+def described(error: BaseException) -> str:
+    """An error on one line, behind what it came of: PyTorch's schedules wrap the errors of a model."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if error.__cause__ is None else f"{described(error.__cause__)}; {text}"
+
+
 class FailureBoard:
     """Notes about failed peers, in the store of a process group.
 
@@ -64,7 +70,7 @@ class FailureBoard:
         self._names = list(names)
         self._rank = dist.get_rank(group)
         self._timeout = timeout
-        self._noted = False
+        self._blames = False  # somebody else: a note says whom
         # Unless a launcher does, the job's first rank hosts the store; it need not be in this group.
         ranks = dist.get_process_group_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
@@ -90,12 +96,12 @@ class FailureBoard:
         """Leave word of why this rank cannot go on, then end its connections, at which the others look for the reason.
 
         Args:
-            error: the reason; sever: ends the connections.
+            error: the reason, which stays untold where this rank has blamed another; sever: ends the connections.
         """
-        if self._noted:  # that it gave up on somebody else
+        if self._blames:
             return sever()
         agreement = isinstance(error, AgreementError)
-        text = str(error) if agreement else f"{type(error).__name__}: {error}"
+        text = str(error) if agreement else described(error)
         note = {"reason": text[:_MOST_CHARACTERS], "agreement": agreement}
         told = threading.Event()
         telling = threading.Thread(target=self._tell, args=(note, told), daemon=True)
@@ -110,8 +116,7 @@ class FailureBoard:
         Returns:
             `PeerError`; `AgreementError` where that is why the first rank gave up.
         """
-        self._noted = True
-        silent = "timed out" in str(cause).lower()
+        self._blames, silent = True, "timed out" in str(cause).lower()
         chain, finished, reason = [suspect], threading.Event(), dict[str, Any]()
         # In a thread, because the store may be on a machine that no longer answers.
         args = (chain, silent, finished, reason)
@@ -120,7 +125,9 @@ class FailureBoard:
         tracing.join(0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout)
         culprit = chain[-1]
         if reason.get("agreement"):
-            return AgreementError(str(reason["reason"]))
+            error = AgreementError(str(reason["reason"]))
+            error.on_all_ranks = False  # those that wait for this one do not know it yet
+            return error
         if reason:
             return PeerError(f"{self._names[culprit]} gave up: {reason['reason']}", culprit)
         how = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"

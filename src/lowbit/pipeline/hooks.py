@@ -18,7 +18,7 @@ import inspect
 import sys
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,9 @@ class HookedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self._handed_over.clear()
-        _take_over(_calling_schedule())
+        step = _calling_step()
+        _take_over(step["self"])
+        _refuse_few_targets(step)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_remote(self.stage_index - 1):
@@ -260,12 +262,12 @@ def layout_of(x: Any) -> Tensor:
     return layout.requires_grad_(x.requires_grad)
 
 
-def _calling_schedule() -> _PipelineSchedule:
-    """The schedule in whose `step` this is called."""
+def _calling_step() -> Mapping[str, Any]:
+    """The arguments of the schedule's `step` in which this is called, `self` among them."""
     frame = sys._getframe(1)
     while frame is not None:
-        if isinstance(schedule := frame.f_locals.get("self"), _PipelineSchedule):
-            return schedule
+        if isinstance(frame.f_locals.get("self"), _PipelineSchedule):
+            return frame.f_locals
         frame = frame.f_back
     raise RuntimeError(
         "a stage of lowbit is run by `step` or `eval` of a schedule of torch.distributed.pipelining"
@@ -299,6 +301,14 @@ def _take_over(schedule: _PipelineSchedule) -> None:
 
     setattr(schedule, "_step_microbatches", run_hooked)  # noqa: B010 (pyright)
     setattr(schedule, "_runs_hooked", True)  # noqa: B010
+
+
+def _refuse_few_targets(step: Mapping[str, Any]) -> None:
+    """Fail within a pass, so that all ranks hear of it, where PyTorch would fail to split the targets before one."""
+    schedule, target = step["self"], step.get("target")
+    if isinstance(target, Tensor) and target.dim() and len(target) < schedule._n_microbatches:
+        inputs = schedule._split_inputs(step["args"], step["kwargs"])
+        schedule._step_microbatches(*inputs, list(target))
 
 
 def _as_tuple(values: Any) -> tuple[Any, ...]:

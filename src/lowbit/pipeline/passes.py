@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowbit.collectives.agreement import Agreement, contradictions
 from lowbit.collectives.checksum import Checksums
-from lowbit.collectives.failure import AgreementError, FailureBoard
+from lowbit.collectives.failure import AgreementError, FailureBoard, described
 from lowbit.pipeline import announce
 from lowbit.pipeline.hooks import Batch, Layouts, layout_of
 from lowbit.pipeline.numbering import rank_names, stage_names
@@ -117,7 +117,7 @@ class Passes:
                 for stage in self._stages:
                     stage.transport.drain()
         except Exception as error:
-            self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._broken = described(error)
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
                 self._board.give_up(error, self._stages[0].transport.sever)
             if isinstance(error, _Conflict):

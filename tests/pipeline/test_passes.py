@@ -1,0 +1,354 @@
+"""Passes that differ from one to the next: other schedules over the same stages, other batches in the same schedule."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.collectives.agreement import Agreement
+from lowbit.collectives.failure import described
+from lowbit.pipeline import LowBitStage
+from tests.pipeline import toy
+from tests.pipeline.test_stage import OLD, same
+from tests.ranks import Ranks
+
+FP32 = Cast(dtype=torch.float32)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
+N, ROWS = toy.MICRO_BATCHES, toy.ROWS * toy.MICRO_BATCHES
+
+Pass = tuple[str, bool, int, int, int]
+"""Name of its schedule, whether it trains, micro-batches, rows and length of the sequences."""
+
+
+def train(name: str, micro_batches: int = N, rows: int = ROWS, length: int = 3) -> Pass:
+    return name, True, micro_batches, rows, length
+
+
+def evaluate(name: str, micro_batches: int = N, rows: int = ROWS, length: int = 3) -> Pass:
+    return name, False, micro_batches, rows, length
+
+
+def both(name: str, micro_batches: int = N, rows: int = ROWS, length: int = 3) -> list[Pass]:
+    own = name, micro_batches, rows, length
+    return [train(*own), evaluate(*own)]
+
+
+PLANS: dict[str, list[Pass]] = {
+    "evaluation": [train("a"), evaluate("e", 6, 6), train("a"), evaluate("e", 6, 6), train("a")],
+    "lengths": [
+        train("a"), *both("b", length=7), *both("c", length=2), *both("a"), *both("b", length=7), evaluate("a")
+    ],
+    "micro-batches": [*both("a"), *both("b", 5), *both("c", 8), train("a"), train("b", 5), train("a")],
+    "same schedule": [*both("a"), *both("a", length=5), *both("a", rows=7), *both("a"), *both("a", rows=7)],
+}  # fmt: skip
+
+
+def data(number: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    shape = (rows, length, toy.WIDTH)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def taken(run: toy.Run, runner: Any, training: bool, x: Tensor, target: Tensor) -> Any:
+    """A pass: outputs of the last stage, losses, and gradients of this rank's parameters."""
+    run.optimizer.zero_grad()
+    losses: list[Tensor] = []
+    args = [x] if run.first else []
+    if training:
+        runner.step(*args, target=target if run.last else None, losses=losses)
+        y = None
+    else:
+        with torch.no_grad():
+            y = runner.eval(*args, target=target if run.last else None, losses=losses)
+    grads = [p.grad for stage in run.stages for p in stage.submod.parameters()]
+    return y, [loss.detach() for loss in losses], [g.clone() for g in grads if g is not None]
+
+
+def in_one_process(run: toy.Run, training: bool, n: int, x: Tensor, target: Tensor) -> Any:
+    """The same, of the whole model on this rank."""
+    modules = toy.blocks(run.stages[0].num_stages)
+    model, losses, outputs = nn.Sequential(*modules), [], []
+    for part, wanted in zip(x.tensor_split(n), target.tensor_split(n), strict=True):
+        with torch.set_grad_enabled(training):
+            outputs.append(model(part))
+            losses.append(toy.loss_of(outputs[-1], wanted))
+        if training:
+            losses[-1].backward()
+    own = [p for stage in run.stages for p in modules[stage.stage_index].parameters()]
+    if not run.last:
+        return None, [], [p.grad / n for p in own if p.grad is not None]
+    y = None if training else torch.cat(outputs)
+    return y, [loss.detach() for loss in losses], [p.grad / n for p in own if p.grad is not None]
+
+
+def equal(schedule: str, plan: Sequence[Pass], static: bool = False) -> int:
+    """Each pass gives what one process gives, and bit for bit what PyTorch's stages, made for it alone, give."""
+
+    def make(*args: Any, **kwargs: Any) -> PipelineStage:
+        if static:
+            x = torch.empty(toy.ROWS, 3, toy.WIDTH)
+            kwargs |= {"input_args": x.requires_grad_(args[1] > 0)}
+            kwargs |= {"output_args": x.detach().requires_grad_()}
+        return LowBitStage(*args, forward=FP32, backward=FP32, timeout=30, **kwargs)
+
+    ours, runners = toy.Run(schedule, make), {}
+    for number, (name, training, n, rows, length) in enumerate(plan):
+        x, target = data(number, rows, length)
+        if name not in runners:
+            runners[name] = ours.another(n)
+        found = taken(ours, runners[name], training, x, target)
+        expected = in_one_process(ours, training, n, x, target)
+        assert (found[0] is None) == (expected[0] is None)
+        assert found[0] is None or torch.equal(found[0], expected[0])
+        assert same(found[1], expected[1])
+        torch.testing.assert_close(found[2], expected[2])  # autograd adds up in another order
+        if training and rows % n == 0:  # the only batches that PyTorch's stages take
+            stock = toy.Run(schedule, PipelineStage)
+            _, losses, grads = taken(stock, stock.another(n), training, x, target)
+            assert same(found[1], losses)
+            assert same(found[2], grads)
+            assert len(grads) == 2 * len(ours.stages)
+    return len(plan)
+
+
+SCHEDULES = [name for name in toy.SCHEDULES if not (OLD and name in toy.V_SHAPED)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "schedule", [name for name in SCHEDULES if name not in ("gpipe", "interleaved-4")]
+)
+def test_each_pass_equals_stages_that_were_made_for_it(ranks: Ranks, schedule: str, plan: str):
+    passes = PLANS[plan]
+    if schedule in ("interleaved-2", "zero-bubble"):  # take only multiples of the ranks
+        passes = [(name, training, n + n % 2, *rest) for name, training, n, *rest in passes]
+    assert ranks.run(equal, schedule, passes) == [len(passes)] * 2
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 4), ("interleaved-2", 3)])
+def test_more_ranks_likewise(ranks: Ranks, schedule: str, count: int):
+    n = 6 if count == 3 else 4
+    plan = [*both("a", n, 12), *both("a", n, 13, 5), *both("b", 2 * n, 12), *both("a", n, 12)]
+    assert ranks.run(equal, schedule, plan, ranks=count) == [len(plan)] * count
+
+
+def test_static_stages_take_other_shapes(ranks: Ranks):
+    plan = [*both("a"), *both("a", length=5), *both("a", rows=7), *both("b", 2), *both("a")]
+    assert ranks.run(equal, "1f1b", plan, True) == [len(plan)] * 2
+
+
+# ------------------------------------------------------------------------------------------------ codecs
+
+
+def coded(codec: Codec) -> Any:
+    """Losses of all passes of all plans, and what the two ends of each boundary hold after them."""
+    run = toy.Run("interleaved-2", toy.lowbit(forward=codec, backward=codec, timeout=30))
+    runners: dict[Any, Any] = {}
+    losses: list[Tensor] = []
+    for number, (name, training, n, rows, length) in enumerate(
+        PLANS["lengths"] + PLANS["same schedule"]
+    ):
+        runner = runners.setdefault((name, n), run.another(n))
+        losses += taken(run, runner, training, *data(number, rows, length))[1]
+        run.optimizer.step()
+    states = [stage.codec_state_dict() for stage in run.stages]
+    lanes = {name: lane for state in states for name, lane in state["lanes"].items()}
+    return losses, {state["steps"] for state in states}, lanes
+
+
+@pytest.mark.parametrize(
+    "codec", [SubspaceQuant(rank=4, group=8), TAHQuant()], ids=["subspace", "tah"]
+)
+def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
+    (_, steps, lower), (losses, more, upper) = ranks.run(coded, codec)
+    assert len(losses) == 20 * N
+    assert all(loss.isfinite() for loss in losses)
+    assert steps == more == {10}
+    assert lower.keys() == upper.keys()
+    assert len(lower) == (6 if isinstance(codec, SubspaceQuant) else 0)
+    for name, tensors in lower.items():
+        (key, here), (other, there) = (next(iter(each.items())) for each in (tensors, upper[name]))
+        assert key == other == f"tensor 0, width {toy.WIDTH}", "one state for all shapes"
+        assert here.keys() == there.keys()
+        assert all(torch.equal(*map(torch.as_tensor, (here[k], there[k]))) for k in here)
+
+
+# ------------------------------------------------------------------------------------------------ costs
+
+
+def counted() -> Any:
+    """Exchanges and operations of the store, in passes of new configurations and of known ones."""
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    counts: Counter[str] = Counter()
+    kinds = dist.Store, dist.PrefixStore, dist.TCPStore
+    names = (
+        "set",
+        "get",
+        "check",
+        "wait",
+        "add",
+        "compare_set",
+        "delete_key",
+        "multi_get",
+        "multi_set",
+    )
+    before = {(Agreement, "exchange"): Agreement.exchange}
+    before |= {(k, name): getattr(k, name) for k in kinds for name in names if name in vars(k)}
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    found, runners = [], {"a": run.another(N), "e": run.another(2)}
+    plan = [*both("a"), evaluate("e", 2), train("a", rows=7)]
+    try:
+        for (kind, name), function in before.items():
+            setattr(kind, name, counting(name, function))
+        for name, training, _, rows, length in 3 * plan:
+            taken(run, runners[name], training, *data(0, rows, length))
+            found.append(dict(counts))
+            counts.clear()
+    finally:
+        for (kind, name), function in before.items():
+            setattr(kind, name, function)
+    return found[: len(plan)], found[len(plan) :]
+
+
+def test_a_pass_that_has_been_there_before_costs_no_exchange(ranks: Ranks):
+    for new, known in ranks.run(counted):
+        assert all(each["exchange"] == 2 and each["set"] for each in new), new
+        assert known == [{}] * 8
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def too_few_rows(passes_before: int) -> Any:
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    for number in range(passes_before):
+        taken(run, run.runner, True, *data(number, ROWS, 3))
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="micro-batches") as caught:
+        taken(run, run.runner, True, *(t[: N - 1] for t in data(0, N, 3)))
+    taking = time.monotonic() - start
+    x, target = data(9, ROWS, 3)
+    found, expected = (
+        taken(run, run.runner, True, x, target),
+        in_one_process(run, True, N, x, target),
+    )
+    assert same(found[1], expected[1])
+    torch.testing.assert_close(found[2], expected[2])
+    return taking, str(caught.value)
+
+
+@pytest.mark.parametrize("passes_before", [0, 1])
+def test_fewer_rows_than_micro_batches_are_refused_everywhere(ranks: Ranks, passes_before: int):
+    outcomes = ranks.run(too_few_rows, passes_before)
+    assert {text for _, text in outcomes} == {
+        "the batch gives 3 micro-batches, and the schedule has 4; allowed: at least one sample for each"
+    }
+    assert max(taking for taking, _ in outcomes) < 10
+
+
+def too_few_targets() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    for rows in (N, N - 1):
+        x, target = data(0, N, 3)
+        taken(run, run.runner, True, x, target[:rows])
+
+
+def test_fewer_targets_than_micro_batches_are_told_to_all(ranks: Ranks):
+    first, last = timely(ranks, too_few_targets)
+    assert last.kind == "ValueError"
+    assert first.text == f"rank 1 (stage 1) gave up: ValueError: {last.text}"
+
+
+class Raising(toy.Block):
+    """A block that raises on rank 1, in the third micro-batch of the second step."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Raising.calls += not x.eq(0).all()  # trial runs have zeros
+        if dist.get_rank() == 1 and Raising.calls == N + 3:
+            raise ZeroDivisionError("no such token")
+        return super().forward(x)
+
+
+def raising() -> None:
+    Raising.calls = 0
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Raising)
+    run.train(0)
+    with pytest.raises(RuntimeError) as caught:
+        run.train(1)
+    with pytest.raises(RuntimeError) as refused:
+        run.train(2)
+    assert str(refused.value) == (
+        f"a step of this pipeline ended early ({described(caught.value)}); "
+        "start again with a new process group"
+    )
+    raise caught.value
+
+
+def timely(ranks: Ranks, function: Any, *args: Any, count: int = 2) -> list[Any]:
+    """Outcomes, which take seconds and no timeout."""
+    ranks.start(count)
+    start = time.monotonic()
+    outcomes = ranks.outcomes(function, *args, ranks=count)
+    assert time.monotonic() - start < 20
+    return outcomes
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_model_that_raises_ends_all_ranks_and_no_step_follows(ranks: Ranks, count: int):
+    outcomes = timely(ranks, raising, count=count)
+    culprit = outcomes.pop(1)
+    assert "ZeroDivisionError: no such token" in culprit.trace
+    assert culprit.kind != "AssertionError", culprit.text
+    for outcome in outcomes:
+        assert outcome.kind == "PeerError"
+        assert outcome.text.startswith(
+            "rank 1 (stage 1) gave up: ZeroDivisionError: no such token; "
+        ), outcome.text
+
+
+def mixed(codec: Codec) -> None:
+    """Two runs of as many steps; then each rank goes on with the state of another one."""
+    runs = []
+    for seed in range(2):
+        run = toy.Run("1f1b", toy.lowbit(forward=codec, backward=INT6, timeout=30))
+        for number in range(2):
+            run.stages[0].set_samples(torch.arange(ROWS) + 100 * number)  # type: ignore[attr-defined]
+            taken(run, run.runner, True, *data(10 * seed + number, ROWS, 3))
+        runs.append(run)
+    stages = [run.stages[0] for run in runs]
+    states = [stage.codec_state_dict() for stage in stages]  # type: ignore[attr-defined]
+    stage = stages[0]
+    assert isinstance(stage, LowBitStage)
+    stage.load_codec_state_dict(states[dist.get_rank()])
+    stage.set_samples(range(ROWS))
+    stage.traffic.reset()
+    try:
+        taken(runs[0], runs[0].runner, True, *data(50, ROWS, 3))
+    finally:
+        assert stage.traffic.forward_bytes + stage.traffic.backward_bytes == 0
+
+
+@pytest.mark.parametrize("codec", [SubspaceQuant(rank=4, group=8), AQSGD()], ids=["subspace", "aq"])
+def test_states_of_different_runs_are_the_same_error_everywhere(ranks: Ranks, codec: Codec):
+    outcomes = timely(ranks, mixed, codec)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "boundary 0 forward state: " in outcomes[0].text
