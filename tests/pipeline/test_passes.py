@@ -346,6 +346,24 @@ def mixed(codec: Codec) -> None:
         assert stage.traffic.forward_bytes + stage.traffic.backward_bytes == 0
 
 
+def loads_alone() -> None:
+    """One rank loads its own state again in the middle of a run; the others have no reason to compare theirs."""
+    run = toy.Run("1f1b", toy.lowbit(forward=GroupInt(bits=4), backward=INT6, timeout=30))
+    run.train(0)
+    stage = run.stages[0]
+    assert isinstance(stage, LowBitStage)
+    if dist.get_rank():
+        stage.load_codec_state_dict(stage.codec_state_dict())
+    run.train(1)
+
+
+def test_a_rank_that_loads_alone_is_the_same_error_everywhere(ranks: Ranks):
+    outcomes = timely(ranks, loads_alone)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "codec state: loaded anew on rank 1 (stage 1)" in outcomes[0].text
+
+
 @pytest.mark.parametrize("codec", [SubspaceQuant(rank=4, group=8), AQSGD()], ids=["subspace", "aq"])
 def test_states_of_different_runs_are_the_same_error_everywhere(ranks: Ranks, codec: Codec):
     outcomes = timely(ranks, mixed, codec)

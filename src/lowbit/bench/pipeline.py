@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -43,6 +43,34 @@ _MODEL = ("dim", "layers", "heads", "kv_heads", "ffn")
 OnRows = Callable[[Sequence[Row]], None]
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a model is cut and run: `1F1B/1/8` is 1F1B with one stage on each rank and 8 micro-batches."""
+
+    schedule: str
+    stages_per_rank: int
+    microbatches: int
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """A split from its text.
+
+        Raises:
+            ValueError: it is not one.
+        """
+        match text.split("/"):
+            case [schedule, stages, micro_batches] if (
+                stages.isdecimal() and micro_batches.isdecimal()
+            ):
+                return cls(schedule, int(stages), int(micro_batches))
+        raise ValueError(
+            f"split is {text!r}; allowed: schedule/stages on each rank/micro-batches, such as 1F1B/1/8"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.schedule}/{self.stages_per_rank}/{self.microbatches}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What is compared, on which links, with which model.
@@ -58,9 +86,12 @@ class Settings:
         backward: format of gradients beside low-bit activations that do not name their own; absent: what belongs to
             each. fp32, bf16 and fp16 travel alike both ways.
         ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
+        splits: schedule/stages on each rank/micro-batches, such as 1F1B/1/8, to measure each with every boundary in the
+            place of these three.
         dim, layers, heads, kv_heads, ffn: of the Llama that is trained (0: as usual). batch: samples in a step;
             sequence: tokens of a sample.
         rounds: how often each format has its turn on each link; steps: timed steps of a turn, after one that is not.
+        evaluations: batches of held-out text to evaluate at the end of each turn, coded as in training. 0: none.
         samples: distinct samples, a multiple of `batch`. All are visited once before anything is timed, so that
             formats which remember samples are timed at their best.
         device: "cpu", or "cuda": ranks take the machine's devices in turn; PyTorch's own stage cannot.
@@ -75,6 +106,7 @@ class Settings:
     stages_per_rank: int = 4
     schedule: str = "Interleaved1F1B"
     microbatches: int = 4
+    splits: tuple[Split, ...] = ()
     dim: int = 128
     layers: int = 8
     heads: int = 4
@@ -84,13 +116,14 @@ class Settings:
     sequence: int = 128
     rounds: int = 3
     steps: int = 2
+    evaluations: int = 0
     samples: int = 64
     device: str = "cpu"
     precision: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least(self, ranks=2, rounds=1, steps=1, batch=1, samples=self.batch)
+        check_at_least(self, ranks=2, rounds=1, steps=1, batch=1, samples=self.batch, evaluations=0)
         if self.samples % self.batch:
             raise ValueError(
                 f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})"
@@ -99,7 +132,15 @@ class Settings:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name} is {values}; allowed: one or more, each once")
-        check_recipes(self)
+        if len(set(self.splits)) < len(self.splits):
+            raise ValueError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
+        for split in self.all_splits:
+            check_recipes(replace(self, splits=(), **vars(split)) if self.splits else self)
+
+    @property
+    def all_splits(self) -> tuple[Split, ...]:
+        """What `splits` has, or else the one of `schedule`, `stages_per_rank` and `microbatches`."""
+        return self.splits or (Split(self.schedule, self.stages_per_rank, self.microbatches),)
 
 
 def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
@@ -110,14 +151,15 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         on_rows: called with all rows so far after every turn.
 
     Returns:
-        A report with a row for each link and boundary: `boundary`, `forward` and `backward` (the formats in full; None
-        for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of the median step) with
+        A report with a row for each link, split and boundary: `boundary`, `split` (its text), `forward` and `backward`
+        (the formats in full; None for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of the median step) with
         `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`, `speedup_fp32` (the same
-        stage with full precision), `share_of_unlimited` (of the fastest boundary on the unlimited link),
+        stage with full precision; both with the same split), `speedup_best_stock_fp32` (PyTorch's own stage with the
+        split that suits it best), `share_of_unlimited` (of the fastest on the unlimited link),
         `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`, `compute_seconds`,
         `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks), `loss` (of the last
         step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps, all ranks),
-        `steps`.
+        `steps`, `evaluation_seconds` (None without evaluations).
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -128,10 +170,11 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         _open(settings, ranks)
         for link in settings.links:
             measured.links[link] = set_link(network, link)
-            for boundary in settings.boundaries * settings.rounds:
-                measured.take(ranks, link, boundary)
-                if on_rows:
-                    on_rows(measured.rows())
+            for _ in range(settings.rounds):
+                for split, boundary in product(settings.all_splits, settings.boundaries):
+                    measured.take(ranks, link, split, boundary)
+                    if on_rows:
+                        on_rows(measured.rows())
     return Report(
         command="bench pipeline", settings=settings, machine=machine(), rows=measured.rows()
     )
@@ -140,15 +183,19 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 def _open(settings: Settings, ranks: Ranks) -> None:
     """Set up all boundaries' runs, and let each visit every sample."""
     with tempfile.TemporaryDirectory() as folder:
-        for number, boundary in enumerate(settings.boundaries):
-            config = recipe(
-                settings,
-                boundary,
-                data={"max_bytes": 2 * settings.samples * settings.sequence},
-                run={"output": f"{folder}/{number}"},
-            )
-            ranks.ask("open", name=boundary, config=config, samples=settings.samples)
-            ranks.ask("steps", name=boundary, count=settings.samples // settings.batch)
+        held_out = settings.evaluations * settings.batch
+        windows = settings.samples + held_out
+        data: dict[str, Any] = {"max_bytes": 2 * windows * settings.sequence}
+        if held_out:
+            data["held_out_share"] = held_out / windows
+        runs = product(settings.all_splits, settings.boundaries)
+        for number, (split, boundary) in enumerate(runs):
+            entries = {"pipeline": vars(split), "data": data}
+            output = {"output": f"{folder}/{number}", "eval_batches": settings.evaluations}
+            config = recipe(settings, boundary, **entries, run=output)
+            name = f"{split} {boundary}"
+            ranks.ask("open", name=name, config=config, samples=settings.samples)
+            ranks.ask("steps", name=name, count=settings.samples // settings.batch)
 
 
 class Measurements:
@@ -156,31 +203,46 @@ class Measurements:
 
     def __init__(self, settings: Settings) -> None:
         self.links: dict[Link, dict[str, Any]] = {}
-        self.steps: dict[tuple[Link, str], list[dict[str, Any]]] = {}
-        self.state_bytes: dict[str, int] = {}
+        self.steps: dict[tuple[Link, Split, str], list[dict[str, Any]]] = {}
+        self.evaluations: dict[tuple[Link, Split, str], list[float]] = {}
+        self.state_bytes: dict[tuple[Split, str], int] = {}
         self._settings = settings
 
-    def take(self, ranks: Ranks, link: Link, boundary: str) -> None:
+    def take(self, ranks: Ranks, link: Link, split: Split, boundary: str) -> None:
         """Give a boundary its turn. Its first step meets cold caches and a TCP that starts anew, and does not count."""
-        done = step(ranks, boundary, 1 + self._settings.steps)[1:]
-        self.steps.setdefault((link, boundary), []).extend(done)
-        self.state_bytes[boundary] = sum(ranks.ask("state_bytes", name=boundary))
+        name, key = f"{split} {boundary}", (link, split, boundary)
+        done = step(ranks, name, 1 + self._settings.steps)[1:]
+        self.steps.setdefault(key, []).extend(done)
+        if self._settings.evaluations:
+            self.evaluations.setdefault(key, []).append(max(ranks.ask("evaluate", name=name)))
+        self.state_bytes[split, boundary] = sum(ranks.ask("state_bytes", name=name))
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each link and boundary, in the order of the settings."""
+        """A row for each link, split and boundary, in the order of the settings."""
+        settings = self._settings
         speed = {key: _median(steps, "tokens_per_second") for key, steps in self.steps.items()}
-        unlimited = max((s for (link, _), s in speed.items() if link == UNLIMITED), default=None)
+        unlimited = max((s for (link, *_), s in speed.items() if link == UNLIMITED), default=None)
         rows = []
-        for link, boundary in product(self._settings.links, self._settings.boundaries):
-            if steps := self.steps.get((link, boundary)):
-                mine = speed[link, boundary]
-                row = {"boundary": boundary, **formats_of(boundary, self._settings.backward)}
-                row |= self.links[link]
-                for name in ("stock-fp32", "fp32"):
-                    other = speed.get((link, name))
-                    row[f"speedup_{name.replace('-', '_')}"] = mine / other if other else None
-                row["share_of_unlimited"] = mine / unlimited if unlimited else None
-                rows.append(row | _summary(steps) | {"state_bytes": self.state_bytes[boundary]})
+        for key in product(settings.links, settings.all_splits, settings.boundaries):
+            if not (steps := self.steps.get(key)):
+                continue
+            link, split, boundary = key
+            row = {"boundary": boundary, "split": str(split), **self.links[link]}
+            row |= formats_of(boundary, settings.backward)
+            stock = [speed.get((link, other, "stock-fp32")) for other in settings.all_splits]
+            others = {
+                "stock_fp32": speed.get((link, split, "stock-fp32")),
+                "fp32": speed.get((link, split, "fp32")),
+                "best_stock_fp32": max(filter(None, stock), default=None),
+            }
+            row |= {
+                f"speedup_{name}": speed[key] / other if other else None
+                for name, other in others.items()
+            }
+            row["share_of_unlimited"] = speed[key] / unlimited if unlimited else None
+            taken = self.evaluations.get(key)
+            row["evaluation_seconds"] = statistics.median(taken) if taken else None
+            rows.append(row | _summary(steps) | {"state_bytes": self.state_bytes[split, boundary]})
         return rows
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,20 @@ class Rank:
         batch, batches = trainer.config.data.batch, trainer.config.run.eval_batches
         held_out = trainer.prepared.data.held_out
         return trainer.evaluation.loss(held_out, batch=batch, batches=batches)
+
+    def evaluate(self, name: str) -> float:
+        """Seconds that the held-out loss took, with this run's formats at the boundaries."""
+        trainer = self._trainers[name]
+        held_out, run = trainer.prepared.data.held_out, trainer.config.run
+        codecs = None
+        if trainer.config.pipeline.boundary == "lowbit":
+            codecs = trainer.prepared.codecs.forward
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.evaluation.loss(
+            held_out, batch=trainer.config.data.batch, batches=run.eval_batches, codecs=codecs
+        )
+        return time.perf_counter() - start
 
     def state_bytes(self, name: str) -> int:
         """Bytes that this rank's codecs keep between steps."""

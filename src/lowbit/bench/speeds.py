@@ -24,15 +24,18 @@ def link_name(text: str) -> str:
 
 SPEED = (
     Column(title="link", field="link"),
+    Column(title="split", field="split"),
     Column(title="boundary", field="boundary"),
     Column(title="tokens/s", field="tokens_per_second", show="{:,.0f}".format),
     Column(title="±", field="spread", show="{:.0%}".format),
     Column(title="over\nstock fp32", field="speedup_stock_fp32", show="{:.2f}x".format),
     Column(title="over\nfp32", field="speedup_fp32", show="{:.2f}x".format),
+    Column(title="over best\nstock fp32", field="speedup_best_stock_fp32", show="{:.2f}x".format),
     Column(title="of un-\nlimited", field="share_of_unlimited", show="{:.0%}".format),
 )
 COST = (
     Column(title="link", field="link"),
+    Column(title="split", field="split"),
     Column(title="boundary", field="boundary"),
     Column(title="bits\nfwd", field="bits_forward", show="{:.2f}".format),
     Column(title="bits\nbwd", field="bits_backward", show="{:.2f}".format),
@@ -40,6 +43,7 @@ COST = (
     Column(title="com-\npute", field="compute_seconds", show="{:.2f}".format),
     Column(title="codec", field="codec_seconds", show="{:.2f}".format),
     Column(title="wait", field="wait_seconds", show="{:.2f}".format),
+    Column(title="eval", field="evaluation_seconds", show="{:.2f}".format),
     Column(title="loss", field="loss", show="{:.3f}".format),
     Column(title="state\nMB", field="state", show="{:.1f}".format),
 )
@@ -71,7 +75,11 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Table:
         }
         for row in map(dict, rows)
     ]
-    result = table(shown, columns, title=title)
+    splits = len({row["split"] for row in shown}) > 1
+    hidden = set() if splits else {"split", "speedup_best_stock_fp32"}
+    if all(row["evaluation_seconds"] is None for row in shown):
+        hidden.add("evaluation_seconds")
+    result = table(shown, [c for c in columns if c.field not in hidden], title=title)
     for i, (row, following) in enumerate(itertools.pairwise(shown)):
         result.rows[i].end_section = row["link"] != following["link"]
     return result
@@ -86,7 +94,11 @@ def _spread(row: Row) -> float:
 def draw(report: Report, path: Path | str) -> None:
     """Tokens per second, and their ratio to PyTorch's own stage in FP32 where that was measured."""
     links = list(dict.fromkeys(row["link"] for row in report.rows))
-    found = {(row["link"], pair_name(row["boundary"])): row for row in report.rows}
+    splits = len({row["split"] for row in report.rows}) > 1
+    found = {
+        (row["link"], f"{row['split']} " * splits + pair_name(row["boundary"])): row
+        for row in report.rows
+    }
     boundaries = list(dict.fromkeys(boundary for _, boundary in found))
 
     def series(field: str) -> dict[str, list[float | None]]:

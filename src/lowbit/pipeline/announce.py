@@ -29,8 +29,8 @@ _KEPT = (
 class Announcements(Protocol):
     """One message for each pass after the first, from one rank to all others."""
 
-    def tell(self, number: int, value: Any) -> None:
-        """Tell all others; does not wait for them. value: what JSON can hold."""
+    def tell(self, number: int, value: Any) -> int:
+        """Tell all others; does not wait for them. Returns bytes sent. value: what JSON can hold."""
         ...
 
     def hear(self, number: int) -> Any:
@@ -67,7 +67,7 @@ class _Direct:
         self._others = sorted(others)
         self._under_way: deque[list[tuple[int, dist.Work, Tensor]]] = deque()
 
-    def tell(self, number: int, value: Any) -> None:
+    def tell(self, number: int, value: Any) -> int:
         message = torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
         message[:MESSAGE_BYTES] = _padded(value)
         self._checksums.seal(message, number, self._source, _TAG)
@@ -82,6 +82,7 @@ class _Direct:
             for rank, work, _ in self._under_way.popleft():
                 with self._board.blaming(rank):
                     work.wait(self._board.patience)
+        return len(self._others) * message.numel()
 
     def hear(self, number: int) -> Any:
         message = torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
@@ -102,10 +103,12 @@ class _ThroughStore:
         self._store = BoundedStore(group, self._limit)
         self._source, self._topic = source, board.topic
 
-    def tell(self, number: int, value: Any) -> None:
-        self._store.append(self._key(number), json.dumps(value))
+    def tell(self, number: int, value: Any) -> int:
+        text = json.dumps(value)
+        self._store.append(self._key(number), text)
         if number >= _KEPT:
             self._store.delete_key(self._key(number - _KEPT))
+        return len(text)
 
     def hear(self, number: int) -> Any:
         start = time.monotonic()

@@ -96,6 +96,7 @@ class Passes:
         self._agreed: list[Configuration] = []
         self._last: dict[tuple[bool, int], Configuration] = {}
         self._passes = self._rounds = self._tags = 0
+        self._loaded = False  # other states, which are to be compared
         self._broken = ""
 
     def run(self, batch: Batch, body: Callable[[], None]) -> None:
@@ -129,8 +130,8 @@ class Passes:
     def forget(self) -> None:
         """Agree anew on each configuration: the codecs' states are others now."""
         self._known.clear()
-        self._agreed.clear()
         self._last.clear()
+        self._loaded = bool(self._agreed)
 
     def _begin(self, batch: Batch) -> str:
         """Everything before the first message; returns what is wrong with the batch, which all ranks know then."""
@@ -153,6 +154,7 @@ class Passes:
             if configuration is None:
                 return problem
             self._agreed.append(configuration)
+            self._loaded = False
             self._known[seen] = configuration.number
         self._last[batch.training, batch.micro_batches] = configuration
         for stage in self._stages:
@@ -195,12 +197,17 @@ class Passes:
         facts = self._facts(batch)
         if self._is_source:
             number = self._known.get(seen)
-            self._announcements.tell(self._passes, [number, problem, facts])
+            told = self._announcements.tell(self._passes, [number, problem, facts])
+            self._stages[0].traffic.announced_bytes += told
             return number, problem
         number, problem, theirs = _checked(self._announcements.hear(self._passes), self._source)
         mine = self._names[dist.get_rank(self._group)]
         if conflict := contradictions({self._names[self._source]: theirs, mine: facts}):
             raise _Conflict(conflict)
+        if number is not None and self._loaded:
+            raise _Conflict(
+                f"the ranks do not agree:\n  codec state: loaded anew on {mine}; not on {self._names[self._source]}"
+            )
         if number is not None and number >= len(self._agreed):
             raise _Conflict(
                 f"the ranks do not agree:\n  configurations so far: more than {number} on "

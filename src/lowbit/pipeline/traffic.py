@@ -17,6 +17,7 @@ class Traffic:
         forward_elements: elements of the tensors in them.
         backward_bytes: bytes of gradients sent to the previous stage.
         backward_elements: elements of the tensors in them.
+        announced_bytes: of what the first stage tells all other ranks at the start of each pass after the first.
         codec_seconds: spent encoding what was sent and decoding what was received (on GPUs: launching that).
         checksum_seconds: spent on checksums, by the thread that runs the schedule (on GPUs with NCCL: launching that).
         wait_seconds: spent blocked until something expected had arrived, or, at the end of a step, until what was sent
@@ -31,6 +32,7 @@ class Traffic:
     forward_elements: int = 0
     backward_bytes: int = 0
     backward_elements: int = 0
+    announced_bytes: int = 0
     codec_seconds: float = 0.0
     checksum_seconds: float = 0.0
     wait_seconds: float = 0.0
