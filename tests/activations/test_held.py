@@ -62,10 +62,13 @@ class Watched(LowBitStage):
 def held_by(stages: list[PipelineStage]) -> Iterator[torch.Tensor]:
     """Tensors that stages of PyTorch hold, and their gradients; token ids aside."""
     for stage in stages:
-        infos = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
-        buffers = [getattr(info, "buffer", None) for one in infos for info in one]
-        states = [*stage.fwd_cache.values(), *stage.backward_state.values()]
-        for leaf in tree_leaves([buffers, states]):
+        forward = (
+            getattr(stage, "_forward_chunk_states", None) or stage.fwd_cache
+        )  # since 2.15, before
+        kept = [getattr(one, "__dict__", one) for one in forward.values()]
+        for leaf in tree_leaves(
+            [kept, *stage.backward_state.values(), *stage._handed_over.values()]
+        ):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 yield leaf
                 if leaf.is_leaf and leaf.grad is not None:
@@ -92,7 +95,7 @@ def train_a_step(name: str) -> tuple[int, int, float, bool]:
         held,
         costs,
         ERRORS,
-        device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 3,
+        device_bytes=most.least + (max(most.device_bytes.values()) - most.least) // 2,
     )
 
     model = build_model(settings.model, vocab=256, sequence=32, seed=0).train()

@@ -40,8 +40,8 @@ def test_a_list_by_hand():
     )
     none = {0: 0, 1: 0}
     first, last = (
-        Moment(held={0: 2, 1: 1}, halfway=none, passed=none),
-        Moment(held={0: 1, 1: 2}, halfway={0: 0, 1: 1}, passed={0: 0, 1: 1}),
+        Moment(held={0: 2, 1: 1}, halfway=none),
+        Moment(held={0: 1, 1: 2}, halfway={0: 0, 1: 1}),
     )
     assert held.moments == {3: (first, last)}
     assert (held.stages, held.peak(0), held.peak(1), held.rank_of(1)) == ([0, 1], 2, 2, 3)
@@ -49,8 +49,8 @@ def test_a_list_by_hand():
 
 def test_gradients_wait_between_the_passes_for_inputs_and_weights():
     held = in_flight({0: ["1F0", "1I0", "1F1", "1I1", "1W0", "1F2", "1B2", "1W1"]})
-    both, later = (Moment(held={1: 2}, halfway={1: halfway}, passed={1: 2}) for halfway in (2, 1))
-    assert held.moments == {0: (both, later)}
+    both, later = (Moment(held={1: 2}, halfway={1: halfway}) for halfway in (2, 1))
+    assert held.moments == {0: (later, both)}
     assert held.splits
     assert held.most_halfway(1) == 2
     first = in_flight({0: ["0F0", "0I0", "0W0"]})  # where I does nothing

@@ -132,12 +132,14 @@ def test_rows_of_what_is_there_so_far():
     }
     step |= {"wait_seconds": 0.5, "seconds": 2.0, "bytes_sent": 7, "loss": 1.0}
     speeds = (10.0, 30.0, 20.0)
-    measured.steps[link, "tah-quant"] = [step | {"tokens_per_second": s} for s in speeds]
-    measured.state_bytes["tah-quant"] = 0
+    (split,) = TINY.all_splits
+    measured.steps[link, split, "tah-quant"] = [step | {"tokens_per_second": s} for s in speeds]
+    measured.state_bytes[split, "tah-quant"] = 0
     (row,) = measured.rows()
     assert row["tokens_per_second"] == 20.0
     assert (row["tokens_per_second_low"], row["tokens_per_second_high"]) == (10.0, 30.0)
     assert row["speedup_fp32"] is None
+    assert (row["split"], row["evaluation_seconds"]) == ("Interleaved1F1B/2/2", None)
     assert row["share_of_unlimited"] == 1.0
 
 

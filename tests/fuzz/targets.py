@@ -132,8 +132,11 @@ def hard(rng: random.Random, shape: Shape) -> Tensor:
 
 
 def layout_of(codec: Codec, shape: Shape) -> Layout:
-    """Sections of a payload; one of all bytes where a format has none."""
+    """Sections of a payload; one of all bytes where a format has none, or the tensor travels as it is."""
     numel = torch.Size(shape).numel()
+    size, plain = codec.sized(shape)
+    if plain or not size:
+        return Layout.of(all=size)
     if isinstance(codec, TAHQuant):
         return codec._geometry(shape).layout
     if isinstance(codec, SubspaceQuant):
@@ -144,7 +147,7 @@ def layout_of(codec: Codec, shape: Shape) -> Layout:
         return block_float8_layout(numel, codec.block)
     if isinstance(codec, FeatureInt4):
         return feature_int4_layout(numel // codec.grain, codec.grain, len(codec.features))
-    return Layout.of(all=codec.nbytes(shape))
+    return Layout.of(all=size)
 
 
 def spans_of(layout: Layout) -> list[Span]:
@@ -167,9 +170,7 @@ class Decoding:
         if shape not in self._valid:
             fixed = random.Random(repr(shape))
             made = [self.codec.encode(hard(fixed, shape)).numpy().tobytes() for _ in range(3)]
-            size, plain = self.codec.sized(shape)
-            layout = Layout.of(all=size) if plain or not size else layout_of(self.codec, shape)
-            self._valid[shape] = made, spans_of(layout) if size else []
+            self._valid[shape] = made, spans_of(layout_of(self.codec, shape))
         valid, spans = self._valid[shape]
         return damage(rng, rng.choice(valid), spans)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from lowbit import ops
 from lowbit.codecs import GroupInt
 from lowbit.ops.fused import ACTIVATIONS, activate
-from tests.ops.fused import Guarded, close, device_of, hard
+from tests.ops.fused import Guarded, close, decoded_by, device_of, hard
 
 FUNCTIONS = {
     "silu": functional.silu,
@@ -37,7 +37,7 @@ def test_reference_is_autograd_at_the_decoded_inputs(activation: str, gated: boo
     codec = GroupInt(bits=5, group=32)
     gate, up, grad = torch.randn(3, 6, 50).mul(3).unbind()
     payloads = [codec.encode(t) for t in (gate, up)]
-    x, y = (codec.decode(p, shape=gate.shape).double().requires_grad_() for p in payloads)
+    x, y = (decoded_by(codec, p, gate.shape).double().requires_grad_() for p in payloads)
     expected = FUNCTIONS[activation](x) * (y if gated else 1)
     expected.backward(grad.double())
     out, again, grad_gate, grad_up = (torch.empty_like(gate) for _ in range(4))
@@ -90,7 +90,7 @@ def compare(
     # A function's share of its input is within 2.5e-7 on both sides, its slope within 2e-6 (see `cpu/curves.py`).
     codec = GroupInt(bits=bits, group=group)
     x, y = (
-        codec.decode(p, shape=shape).double() for p in (made["reference"] * 2)[:2]
+        decoded_by(codec, p, shape).double() for p in (made["reference"] * 2)[:2]
     )  # of the gate twice, if it is alone
     y = y if gated else torch.ones_like(y)
     given_y = up.double().to(device) if gated else y
@@ -136,7 +136,7 @@ def test_values_and_slopes_everywhere(activation: str) -> None:
     with ops.backend("cpu"):
         ops.gated_encode(x, None, payload, None, out, activation, 8, 8, None)
         ops.gated_backward(payload, None, zero + 1, slope, None, None, activation, 8, 8)
-    decoded = GroupInt(bits=8, group=8).decode(payload, shape=x.shape)
+    decoded = decoded_by(GroupInt(bits=8, group=8), payload, x.shape)
     value, _ = activate(x.double(), activation)
     _, expected = activate(decoded.double(), activation)
     assert ((out - value).abs() <= 3e-7 * x.abs() + 2.0**-126).all()
@@ -145,4 +145,4 @@ def test_values_and_slopes_everywhere(activation: str) -> None:
 
 
 def group_bytes(x: Tensor) -> int:
-    return GroupInt(bits=8, group=8).nbytes(x.shape)
+    return GroupInt(bits=8, group=8).format_nbytes(x.shape)

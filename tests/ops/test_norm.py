@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from lowbit import ops
 from lowbit.codecs import GroupInt
-from tests.ops.fused import BACKENDS, Guarded, close, device_of, hard
+from tests.ops.fused import BACKENDS, Guarded, close, decoded_by, device_of, hard
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASES = [  # shape, dtypes of inputs and of results, centred, weight and bias, offset, bits, group, seed
@@ -28,7 +28,7 @@ def test_reference_is_autograd_at_the_decoded_input(centred: bool, affine: bool)
     codec = GroupInt(bits=5, group=32)
     given, grad = torch.randn(2, 6, 50).mul(3).add(1).unbind()
     payload = codec.encode(given)
-    x = codec.decode(payload, shape=given.shape).double().requires_grad_()
+    x = decoded_by(codec, payload, given.shape).double().requires_grad_()
     weight, bias = (torch.randn(50) for _ in range(2))
     w, b = weight.double().requires_grad_(), bias.double().requires_grad_()
     if centred:
@@ -98,7 +98,7 @@ def compare(
     assert torch.equal(made[backend], made["reference"])
     # Any order of a sum of C terms errs by less than C half steps of their magnitudes, and rows are divided by a sum.
     share = (channels + 16) * 2.0**-24
-    decoded = GroupInt(bits=bits, group=group).decode(made["reference"], shape=shape).double()
+    decoded = decoded_by(GroupInt(bits=bits, group=group), made["reference"], shape).double()
     for key, expected in read["reference"].items():
         source = x.to(device).double() if key == "out" else decoded
         scale = expected.double().nan_to_num(0, 0, 0).abs().max()

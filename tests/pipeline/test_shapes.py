@@ -19,14 +19,13 @@ LAYOUTS = [
     torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True),
     torch.empty(5, 2).T,
     torch.empty(1, dtype=torch.int64).expand(3, 0, 7),
-    None,
     torch.empty((), dtype=torch.bool),
     torch.empty(3, dtype=torch.complex64, requires_grad=True),
 ]
 
 
 def facts(x: Any) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.requires_grad)
+    return x.shape, x.stride(), x.dtype, x.requires_grad
 
 
 def told(layouts: list[Any]) -> Any:
@@ -41,11 +40,9 @@ def test_every_layout_arrives_as_it_is(ranks: Ranks):
     assert ranks.run(told, [])[1] == []
 
 
-def test_what_has_no_room_or_no_meaning_elsewhere_is_refused():
+def test_what_has_no_room_is_refused():
     with pytest.raises(ValueError, match="the layouts of 1000 tensors .* allowed: 16384"):
         shapes.send([torch.empty(2)] * 1000, None, 0, toy.CPU, 20)
-    with pytest.raises(TypeError, match="a DTensor is to cross"):
-        shapes.send([type("DTensorMeta", (), {"placements": ()})()], None, 0, toy.CPU, 20)
 
 
 GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}  # fmt: skip
@@ -109,7 +106,7 @@ def hostile(text: bytes) -> str:
         (pickle.dumps(Opened()), "rank 0 sent no layouts of tensors: "),
         (b"[" * shapes.MESSAGE_BYTES, "rank 0 sent no layouts of tensors: "),
         (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "rank 0 sent no layouts of tensors: {"),
-        (b"[null]", "rank 0 sent no layout of an output of its stage"),
+        (b"[null]", "rank 0 sent no layouts of tensors: None is no layout"),
     ],
     ids=["pickled", "deep", "huge", "missing"],
 )  # fmt: skip

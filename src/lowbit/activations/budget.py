@@ -29,12 +29,12 @@ Sensitivities = Mapping[str, Mapping[int, float]]
 """Relative error of the gradient by layer type and bits: |g' - g| / |g| with this type alone in so many bits."""
 
 
-_NUMBERS = ("layers", "other", "output", "gradients", "early", "inputs", "buffers", "fixed")
+_NUMBERS = ("layers", "other", "output", "gradients", "early", "inputs", "received", "fixed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """What a pipeline stage keeps, in bytes. Beside autograd, PyTorch's `PipelineStage` keeps tensors, too.
+    """What a stage of a pipeline keeps, in bytes: autograd, and the stage itself.
 
     Args:
         layers: decoder layers of the stage: its share of the model's loss of precision.
@@ -44,8 +44,8 @@ class StageCost:
         gradients: of one micro-batch between backward's passes for the inputs and for the weights (zero-bubble
             schedules): those of the layers' outputs, never quantized.
         early: of one micro-batch: the part of `other` and `output` that goes with the pass for the inputs already.
-        inputs: of one micro-batch from its pass for the inputs to the end of the step: gradients of the inputs.
-        buffers: at all times: what receives inputs and gradients, for every micro-batch of a step.
+        inputs: of one micro-batch between the same passes: gradients of the inputs.
+        received: of one micro-batch from its forward to its backward: what the stage is given.
         fixed: at all times: weights, gradients, optimizer.
     """
 
@@ -56,7 +56,7 @@ class StageCost:
     gradients: int = 0
     early: int = 0
     inputs: int = 0
-    buffers: int = 0
+    received: int = 0
     fixed: int = 0
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class _Rank:
             )
         most = int(MOST_COMBINATIONS ** (1 / len(self.stages)) + 1e-9)
         self.fronts = [_thinned(fronts[stage], most) for stage in self.stages]
-        self.fixed = sum(costs[stage].fixed + costs[stage].buffers for stage in self.stages)
+        self.fixed = sum(costs[stage].fixed for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
         beside = torch.tensor([beside_autograd(held, moment, costs) for moment in moments])
         every = [torch.arange(len(front)) for front in self.fronts]
@@ -255,9 +255,9 @@ class _Rank:
 def beside_autograd(
     held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()
 ) -> int:
-    """Bytes that the pipeline holds for the micro-batches of a moment, buffers aside, less what autograd frees early.
+    """Bytes that the pipeline holds for the micro-batches of a moment, less what autograd frees early.
 
-    What a stage hands to the next one of its own rank is in that one's buffer, and the gradient in its own.
+    What a stage hands to the next one of its own rank is what that one is given.
 
     Args:
         held: of the pipeline; moment: of one of its ranks.
@@ -265,10 +265,11 @@ def beside_autograd(
     """
     total = 0
     for s in stages or moment.held:
-        output = 0 if held.stays(s) else costs[s].output
-        inputs = 0 if s and held.stays(s - 1) else costs[s].inputs
-        halfway = costs[s].gradients - costs[s].early
-        total += moment.held[s] * output + moment.halfway[s] * halfway + moment.passed[s] * inputs
+        cost, last = costs[s], s == len(costs) - 1
+        output = 0 if held.stays(s) else cost.output
+        # What came for the outputs, and what goes out for the inputs, stays until the pass for the weights.
+        between = cost.gradients - cost.early + cost.inputs + (0 if last else cost.output)
+        total += moment.held[s] * (output + cost.received) + moment.halfway[s] * between
     return total
 
 

@@ -24,20 +24,17 @@ class Moment:
     Args:
         held: by stage, those whose activations it holds.
         halfway: by stage, those of them that are between backward's pass for the inputs and the one for the weights,
-            for which PyTorch holds gradients of the layers' outputs as well.
-        passed: by stage, those that have had a pass for the inputs alone in this step: PyTorch holds the gradients of
-            their inputs until the next one.
+            for which PyTorch holds gradients of the layers' outputs, of the stage's, and of its inputs as well.
     """
 
     held: Mapping[int, int]
     halfway: Mapping[int, int]
-    passed: Mapping[int, int]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """For each stage: micro-batches before any backward, halfway ones, and those that have passed."""
+        """For each stage: micro-batches before any backward, and halfway ones."""
         whole = (self.held[stage] - self.halfway[stage] for stage in self.held)
-        return (*whole, *self.halfway.values(), *self.passed.values())
+        return (*whole, *self.halfway.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +166,10 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
         for stage, kind in _ACTION.findall(str(action))
     ]
     held = {stage: 0 for stage, _ in sorted(steps)}
-    halfway, passed = held.copy(), held.copy()
+    halfway = held.copy()
     for stage, kind in steps:
         if kind in "IW" and stage != 0:
             halfway[stage] += 1 if kind == "I" else -1
-            passed[stage] += kind == "I"
         if kind in "FBW":
             held[stage] += 1 if kind == "F" else -1
         if min(held[stage], halfway[stage]) < 0:
@@ -181,8 +177,9 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
                 f"order of rank {rank} ends more micro-batches of stage {stage} than it has begun"
             )
         if kind in "FI":
-            copies = (MappingProxyType(counts.copy()) for counts in (held, halfway, passed))
-            yield Moment(**dict(zip(("held", "halfway", "passed"), copies, strict=True)))
+            yield Moment(
+                held=MappingProxyType(held.copy()), halfway=MappingProxyType(halfway.copy())
+            )
     for stage, count in held.items():
         if count:
             raise ValueError(

@@ -152,14 +152,14 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
 
     Returns:
         A report with a row for each link, split and boundary: `boundary`, `split` (its text), `forward` and `backward`
-        (the formats in full; None for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of the median step) with
-        `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`, `speedup_fp32` (the same
-        stage with full precision; both with the same split), `speedup_best_stock_fp32` (PyTorch's own stage with the
-        split that suits it best), `share_of_unlimited` (of the fastest on the unlimited link),
-        `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`, `compute_seconds`,
-        `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks), `loss` (of the last
-        step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps, all ranks),
-        `steps`, `evaluation_seconds` (None without evaluations).
+        (the formats in full; None for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of
+        the median step) with `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`,
+        `speedup_fp32` (the same stage with full precision; both with the same split), `speedup_best_stock_fp32`
+        (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the fastest on the unlimited
+        link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
+        `compute_seconds`, `codec_seconds` (`checksum_seconds` of it), `wait_seconds` (of a step, mean over the ranks),
+        `loss` (of the last step; all boundaries of a link have done the same steps), `state_bytes` (kept between steps,
+        all ranks), `steps`, `evaluation_seconds` (None without evaluations).
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.

@@ -132,7 +132,7 @@ def run(settings: Settings) -> Report:
         A report with a row for each stage: `stage`, `rank`, `layers`, `held` (micro-batches at its peak), `norm`,
         `mlp`, `linear` (bits), `saved_bytes` (kept by autograd at that peak), `int4_bytes` and `bf16_bytes` (the same
         with 4 bits everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `pipeline_bytes`
-        (outputs and gradients that the pipeline holds at most, and its buffers), `device_bytes` (of its rank: all its
+        (inputs, outputs and gradients that the pipeline holds at most), `device_bytes` (of its rank: all its
         stages together, at the rank's worst moment), `error` (its part of the gradient's relative error); and, alike in
         all rows, `budget`, `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4
         bits everywhere).
@@ -172,10 +172,9 @@ def run(settings: Settings) -> Report:
 
 
 def _pipeline_bytes(held: InFlight, stage: int, costs: Sequence[StageCost]) -> int:
-    """The most that the pipeline, not autograd, holds of a stage's micro-batches, and its buffers."""
+    """The most that the pipeline, not autograd, holds of a stage's micro-batches."""
     moments = held.moments[held.rank_of(stage)]
-    most = max(beside_autograd(held, moment, costs, [stage]) for moment in moments)
-    return most + costs[stage].buffers
+    return max(beside_autograd(held, moment, costs, [stage]) for moment in moments)
 
 
 def _only(cost: StageCost, bits: int) -> StageCost:

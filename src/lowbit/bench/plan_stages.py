@@ -79,14 +79,12 @@ class StageMeter:
         del graph
         with torch.no_grad():
             output = module(given).nbytes
-        # Gradients arrive for what goes out; with two passes, those of the inputs stay until the next step.
-        buffers = (0 if last else output) + (0 if first else given.nbytes)
         return _TwoLayers(
             widths=bytes_by_width(module, forward, group=self.settings.group),
             plain=plain,
             output=output,
             inputs=given.nbytes if self.splits and not first else 0,
-            buffers=buffers * self.settings.microbatches,
+            received=0 if first else given.nbytes,
             gradients=[self._gradients(layers, first, last) for layers in (1, 2)],
             module=module,
             settings=self.settings,
@@ -130,7 +128,7 @@ class _TwoLayers:
     plain: Kept
     output: int
     inputs: int
-    buffers: int
+    received: int
     gradients: Sequence[int]
     module: StageModule
     settings: Settings
@@ -149,7 +147,7 @@ class _TwoLayers:
         one, two = self.gradients
         loss = self._bytes(kept, layers, ("loss",))
         cost = StageCost(
-            layers=layers, saved=saved, other=other, output=self.output, inputs=self.inputs, buffers=self.buffers,
+            layers=layers, saved=saved, other=other, output=self.output, inputs=self.inputs, received=self.received,
             early=loss + self.output if self.module.last else 0, gradients=one + (layers - 1) * (two - one),
             fixed=round(fixed),
         )  # fmt: skip

@@ -18,8 +18,7 @@ from lowbit.collectives.store import BoundedStore
 MESSAGE_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""
 
-_TAG = 1 << 29  # away from the small tags that a program may use itself
-_UNDER_WAY = 64  # passes that the first stage may be ahead of the last
+_AHEAD = 4  # so many are received ahead: the first stage may be so many passes ahead of the last
 _POLL = 0.0005  # seconds between two looks into the store
 _KEPT = (
     1024  # passes whose message is left in the store: so many may the first stage be ahead there
@@ -41,58 +40,76 @@ class Announcements(Protocol):
         """
         ...
 
+    def finish(self) -> None:
+        """Wait until what was told has left, so that this rank may end."""
+        ...
+
 
 def choose(
-    group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums
+    group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int
 ) -> Announcements:
     """The way of a group: Gloo's messages from rank `source`; the group's store where there is no Gloo.
 
     Args:
-        group: the ranks; board: who failed first; checksums: of the messages.
+        group: the ranks; board: who failed first; checksums, tag: of the messages.
     """
     if "gloo" in dist.get_backend_config(group):
-        return _Direct(group, source, board, checksums)
+        return _Direct(group, source, board, checksums, tag)
     return _ThroughStore(group, source, board)
 
 
 class _Direct:
-    """Messages of Gloo's; half a round trip."""
+    """Messages of Gloo's; half a round trip, because some are received ahead of their passes."""
 
     def __init__(
-        self, group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        board: FailureBoard,
+        checksums: Checksums,
+        tag: int,
     ) -> None:
         self._group, self._source, self._board = group, source, board
-        self._checksums = checksums
+        self._checksums, self._tag = checksums, tag
         others = set(range(dist.get_world_size(group))) - {source}
         self._others = sorted(others)
-        self._under_way: deque[list[tuple[int, dist.Work, Tensor]]] = deque()
+        self._sends: list[tuple[int, dist.Work]] = []
+        self._sent = torch.empty(0, dtype=torch.uint8)
+        self._coming: deque[tuple[dist.Work, Tensor]] = deque()
 
     def tell(self, number: int, value: Any) -> int:
-        message = torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
-        message[:MESSAGE_BYTES] = _padded(value)
-        self._checksums.seal(message, number, self._source, _TAG)
-        sends = []
+        self._sent = self._message()
+        self._sent[:MESSAGE_BYTES] = _padded(value)
+        self._checksums.seal(self._sent, number, self._source, self._tag)
         for rank in self._others:
             with self._board.blaming(rank):
-                work = dist.isend(message, group=self._group, group_dst=rank, tag=_TAG)
+                work = dist.isend(self._sent, group=self._group, group_dst=rank, tag=self._tag)
             assert work is not None  # only for ranks outside the group
-            sends.append((rank, work, message))
-        self._under_way.append(sends)
-        if len(self._under_way) > _UNDER_WAY:
-            for rank, work, _ in self._under_way.popleft():
-                with self._board.blaming(rank):
-                    work.wait(self._board.patience)
-        return len(self._others) * message.numel()
+            self._sends.append((rank, work))
+        return len(self._others) * self._sent.numel()
 
     def hear(self, number: int) -> Any:
-        message = torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
-        with self._board.blaming(self._source):
-            work = dist.irecv(message, group=self._group, group_src=self._source, tag=_TAG)
+        while len(self._coming) < _AHEAD:
+            message = self._message()
+            with self._board.blaming(self._source):
+                work = dist.irecv(message, group=self._group, group_src=self._source, tag=self._tag)
             assert work is not None
+            self._coming.append((work, message))
+        work, message = self._coming.popleft()
+        with self._board.blaming(self._source):
             work.wait(self._board.patience)
-        if not self._checksums.intact(message, number, self._source, _TAG):
+        if not self._checksums.intact(message, number, self._source, self._tag):
             raise damaged(f"the announcement of pass {number}", self._source)
         return _parsed(message[:MESSAGE_BYTES].numpy().tobytes(), self._source)
+
+    def finish(self) -> None:
+        while self._sends:
+            rank, work = self._sends.pop()
+            with self._board.blaming(rank):
+                work.wait(self._board.patience)
+
+    def _message(self) -> Tensor:
+        return torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
 
 
 class _ThroughStore:
@@ -119,6 +136,9 @@ class _ThroughStore:
                 )
             time.sleep(_POLL)
         return _parsed(text, self._source)
+
+    def finish(self) -> None:
+        pass
 
     def _key(self, number: int) -> str:
         return f"lowbit/pass/{self._topic}/{number}"

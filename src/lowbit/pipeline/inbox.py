@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,14 +33,15 @@ class Inbox(Generic[Key]):
     """Messages that are to be taken in a step; `len` of it are left.
 
     Args:
-        post: starts to receive one, given its key and size: the work, and the memory it is received in.
+        post: method that starts to receive one, given its key and size: the work, and the memory it is received in.
         traffic: where bytes that are held are counted.
     """
 
     def __init__(
         self, post: Callable[[Key, int], tuple[dist.Work, Tensor]], traffic: Traffic
     ) -> None:
-        self._post, self._traffic = post, traffic
+        # Weakly: what posts has this inbox, and a circle would keep the group's connections open.
+        self._post, self._traffic = WeakMethod(post), traffic
         self._expected: dict[Key, tuple[int, _Lane[Key]]] = {}  # to be posted
         self._posted: dict[Key, tuple[dist.Work, Tensor, _Lane[Key]]] = {}
 
@@ -81,7 +83,9 @@ class Inbox(Generic[Key]):
             lane.later.popleft()
 
     def _start(self, key: Key, size: int, lane: _Lane[Key]) -> None:
-        work, message = self._post(key, size)
+        post = self._post()
+        assert post is not None  # its object is calling
+        work, message = post(key, size)
         self._posted[key] = work, message, lane
         lane.messages += 1
         lane.nbytes += message.numel()

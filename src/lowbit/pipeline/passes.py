@@ -32,7 +32,9 @@ from lowbit.pipeline.numbering import rank_names, stage_names
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage
 
-_MOST_TAGS = 1 << 30
+# Messages may be awaited in vain for long, so no two pipelines of a group have the same tags, if they are not too many.
+_FIRST_TAG = 1 << 29  # away from the small ones that a program may use itself
+_PIPELINES, _MOST_TAGS = 1 << 6, 1 << 24
 _PHASES = 3  # see `Step.phase`
 
 
@@ -46,7 +48,7 @@ class Configuration:
         micro_batches: how many.
         alike: for each of them, the first one with the same layouts.
         layouts: by stage of this rank, then by micro-batch.
-        first_tag: of its messages; most_tensors: that cross a boundary together.
+        first_tag: of its messages; most_tensors: that cross a boundary together; phases: of steps that are to come.
     """
 
     number: int
@@ -56,51 +58,57 @@ class Configuration:
     layouts: Mapping[int, Sequence[Layouts]]
     first_tag: int
     most_tensors: int
+    phases: int
 
     def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
         """Of a message: tensor `index` of a micro-batch. phase: of the step, 0 to 2, since sizes change with it."""
-        lane = (boundary * 2 + backward) * _PHASES + phase
+        lane = (boundary * 2 + backward) * self.phases + phase % self.phases
         return (
             self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
         )
 
     def tags(self, boundaries: int) -> int:
         """How many tags it takes."""
-        return boundaries * 2 * _PHASES * self.micro_batches * self.most_tensors
+        return boundaries * 2 * self.phases * self.micro_batches * self.most_tensors
 
 
 class Passes:
     """All passes of the stages of one pipeline that this rank holds.
 
     Args:
-        stages: ascending; group: of the pipeline; name: of the pipeline in the group; limit: seconds to wait.
-        checksums: of its messages.
+        stages: all of this rank, ascending; group: of the pipeline; number: of the pipeline in the group.
+        limit: seconds to wait; checksums: of its messages.
     """
 
     def __init__(
         self,
         stages: Sequence[LowBitStage],
         group: dist.ProcessGroup,
-        name: str,
+        number: int,
         limit: float,
         checksums: Checksums,
     ) -> None:
-        self._stages, self._group, self._name, self._limit = stages, group, name, limit
+        self._group, self._name, self._limit = group, f"pipeline {number}", limit
+        self._tag = _FIRST_TAG + number % _PIPELINES
+        self._tags = _FIRST_TAG + _PIPELINES + number % _PIPELINES * _MOST_TAGS
+        self._last_tag = self._tags + _MOST_TAGS
+        # Only within a pass: the stages refer to this, and what refers back keeps a group's connections open.
+        self._stages: Sequence[LowBitStage] = ()
         first = stages[0]
         self._source, self._is_source = first.rank_of(0), first.is_first
         self._names = rank_names(group, first.stages_of)
-        self._board = FailureBoard(group, name, self._names, limit)
+        self._board = FailureBoard(group, self._name, self._names, limit)
         self._checksums = checksums
         self._announcements: announce.Announcements | None = None
         self._known: dict[Any, int] = {}  # on the rank with the first stage: numbers by what it saw
         self._agreed: list[Configuration] = []
-        self._last: dict[tuple[bool, int], Configuration] = {}
-        self._passes = self._rounds = self._tags = 0
+        self._last: dict[tuple[bool, int], tuple[Configuration, bool]] = {}  # and if twice in a row
+        self._passes = self._rounds = 0
         self._loaded = False  # other states, which are to be compared
         self._broken = ""
 
-    def run(self, batch: Batch, body: Callable[[], None]) -> None:
-        """A pass, in which `body` is the schedule's part.
+    def run(self, stages: Sequence[LowBitStage], batch: Batch, body: Callable[[], None]) -> None:
+        """A pass, in which `body` is the schedule's part. stages: as given to the constructor.
 
         Raises:
             ValueError: a batch that cannot be cut into the schedule's micro-batches, or tensors that a codec cannot
@@ -112,11 +120,14 @@ class Passes:
             raise RuntimeError(
                 f"a step of this pipeline ended early ({self._broken}); start again with a new process group"
             )
+        self._stages = stages
         try:
             if not (problem := self._begin(batch)):
                 body()
                 for stage in self._stages:
                     stage.transport.drain()
+                if self._announcements is not None:
+                    self._announcements.finish()
         except Exception as error:
             self._broken = described(error)
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
@@ -124,6 +135,8 @@ class Passes:
             if isinstance(error, _Conflict):
                 raise AgreementError(str(error)) from None
             raise
+        finally:
+            self._stages = ()
         if problem:
             raise ValueError(problem)
 
@@ -141,8 +154,8 @@ class Passes:
         seen, problem = self._seen(batch) if self._is_source else ((), "")
         configuration = None
         if self._agreed:
-            likely = self._last.get((batch.training, batch.micro_batches))
-            if likely is not None:
+            likely, again = self._last.get((batch.training, batch.micro_batches), (None, False))
+            if likely is not None and again:  # what is awaited in vain takes memory until it comes
                 for stage in self._stages:
                     stage.await_likely(likely)
             number, problem = self._told(batch, seen, problem)
@@ -156,7 +169,9 @@ class Passes:
             self._agreed.append(configuration)
             self._loaded = False
             self._known[seen] = configuration.number
-        self._last[batch.training, batch.micro_batches] = configuration
+        kind = batch.training, batch.micro_batches
+        again = self._last.get(kind, (None, False))[0] is configuration
+        self._last[kind] = configuration, again
         for stage in self._stages:
             stage.use_configuration(configuration)
         return ""
@@ -192,7 +207,7 @@ class Passes:
         """Which configuration this pass has, None for a new one, and what is wrong with the batch: told or heard."""
         if self._announcements is None:
             self._announcements = announce.choose(
-                self._group, self._source, self._board, self._checksums
+                self._group, self._source, self._board, self._checksums, self._tag
             )
         facts = self._facts(batch)
         if self._is_source:
@@ -269,17 +284,19 @@ class Passes:
             return None, fault
         most = max(int(stated[f"tensors from stage {i}"]) for i, stated in everybody.items())
         layouts = {index: [variants[i] for i in alike] for index, variants in chosen.items()}
+        warm = self._stages[0].steps >= self._stages[0].warmup_steps
         made = Configuration(
-            len(self._agreed),
-            batch.training,
-            batch.micro_batches,
-            tuple(alike),
-            layouts,
-            self._tags,
-            max(1, most),
+            number=len(self._agreed),
+            training=batch.training,
+            micro_batches=batch.micro_batches,
+            alike=tuple(alike),
+            layouts=layouts,
+            first_tag=self._tags,
+            most_tensors=max(1, most),
+            phases=1 if warm else _PHASES,
         )
         self._tags += made.tags(self._stages[0].num_stages - 1)
-        if self._tags > _MOST_TAGS:
+        if self._tags > self._last_tag:
             return (
                 None,
                 f"this pipeline has had {len(self._agreed)} configurations; no tags are left for more",

@@ -30,10 +30,6 @@ from lowbit.pipeline.passes import Configuration, Passes
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Route, choose
 
-_TAG_BASE = (
-    1 << 29
-) + 1  # away from the small tags that a program may use itself, behind the announcements
-
 
 class LowBitStage(HookedStage):
     """Drop-in for `torch.distributed.pipelining.PipelineStage`, under every schedule of PyTorch.
@@ -91,8 +87,8 @@ class LowBitStage(HookedStage):
         self.warmup_steps = warmup_steps
         self.limit = float(timeout)
         self._group = self.group or default_group()
-        self._name = f"pipeline {pipeline_number(self._group, num_stages, self.group_size)}"
-        self._checksums = Checksums(self._name, enabled=checksums)
+        self._number = pipeline_number(self._group, num_stages, self.group_size)
+        self._checksums = Checksums(f"pipeline {self._number}", enabled=checksums)
         self.transport = choose(self._group, self.device, self.traffic, self._checksums)
         self._lanes = open_lanes(
             stage_index,
@@ -278,10 +274,12 @@ class LowBitStage(HookedStage):
         self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]
     ) -> None:
         held = [stage for stage in stages if isinstance(stage, LowBitStage)]
-        passes = self._passes or Passes(held, self._group, self._name, self.limit, self._checksums)
+        passes = self._passes or Passes(
+            held, self._group, self._number, self.limit, self._checksums
+        )
         for stage in held:
             stage._passes = passes
-        passes.run(batch, body)
+        passes.run(held, batch, body)
 
     def send(
         self, direction: Direction, micro_batch: int, tensors: list[Tensor]
@@ -381,7 +379,7 @@ class LowBitStage(HookedStage):
             f"boundary {boundary} {direction}, micro-batch {micro_batch}, tensor {index}, {self._told}: "
             f"the message from {self._ranks[self.group_rank if outgoing else peer]}"
         )
-        return Route(peer, _TAG_BASE + tag, about)
+        return Route(peer, tag, about)
 
     def _leads_away(self, direction: Direction, outgoing: bool) -> bool:
         """Whether that lane is between this rank and another."""
