@@ -273,8 +273,8 @@ def _damaged(config: TrainConfig, sender: int, number: int) -> None:
     ("sender", "number", "where"),
     [
         (0, 3, "distance, ping, number 3: the message from rank 0 is damaged"),
-        (0, 11, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
-        (0, 18, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
+        (0, 12, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
+        (0, 20, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
         (1, 19, "evaluation, sums, number 1: the message from rank 1 is damaged"),
         (1, 23, "saving, names of weights, number 1: the message from rank 1 is damaged"),
     ],
@@ -284,7 +284,8 @@ def test_damage_is_noticed_wherever_it_happens(
 ):
     config = tiny(tmp_path, run={"save_model": True, "timeout_seconds": 10})
     outcomes = ranks.outcomes(_damaged, config, sender, number, timeout=LIMIT)
-    assert outcomes[1 - sender].text.startswith(where), outcomes[1 - sender]
+    # Whoever raises the alarm first says it for all: the rank that noticed, or the one that it gave up on.
+    assert where in outcomes[1 - sender].text, outcomes[1 - sender]
     assert isinstance(outcomes[sender], Failure)
 
 
