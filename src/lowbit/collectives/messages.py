@@ -22,6 +22,7 @@ from lowbit.collectives.failure import FailureBoard
 from lowbit.collectives.objects import MOST_BYTES
 
 _SIZE_BYTES = 8
+_FIRST_TAG = 1 << 27  # away from the small ones that a program may use itself
 
 
 class Sent:
@@ -69,7 +70,7 @@ class Expected:
 
 
 class Messages:
-    """The messages of one purpose; to be made by all ranks of the group, in the same order as others of that purpose.
+    """The messages of one purpose; to be made by all ranks of the group, in the same order as others.
 
     Args:
         group: the ranks, over Gloo; None: the default group.
@@ -92,6 +93,8 @@ class Messages:
         self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(self._group)]
         self.board = FailureBoard(self._group, f"messages/{topic}", self._names, timeout)
         self._checksums = Checksums(f"messages/{topic}", enabled=checksums)
+        # Of its own, since messages may be expected long before they come, and after others of another purpose.
+        self._tag = _FIRST_TAG + next_round(self._group, "messages")
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
 
@@ -107,7 +110,7 @@ class Messages:
         self._checksums.seal(message, self.rank, to, self._sent[to])
         self._sent[to] += 1
         with self.blaming(to):
-            work = dist.isend(message, group=self._group, group_dst=to)
+            work = dist.isend(message, group=self._group, group_dst=to, tag=self._tag)
         assert work is not None  # only for ranks outside the group
         return Sent(self, work, message, to)
 
@@ -124,7 +127,7 @@ class Messages:
         """
         message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8)
         with self.blaming(source):
-            work = dist.irecv(message, group=self._group, group_src=source)
+            work = dist.irecv(message, group=self._group, group_src=source, tag=self._tag)
         assert work is not None  # only for ranks outside the group
         number = self._expected[source]
         self._expected[source] += 1

@@ -15,6 +15,7 @@ been sent yet.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,10 @@ class Passes:
                     stage.transport.drain()
                 if self._announcements is not None:
                     self._announcements.finish()
+                likely, again = self._last[batch.training, batch.micro_batches]
+                if again:  # what is awaited in vain takes memory until it comes
+                    for stage in self._stages:
+                        stage.await_next(likely)
         except Exception as error:
             self._broken = described(error)
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
@@ -154,10 +159,6 @@ class Passes:
         seen, problem = self._seen(batch) if self._is_source else ((), "")
         configuration = None
         if self._agreed:
-            likely, again = self._last.get((batch.training, batch.micro_batches), (None, False))
-            if likely is not None and again:  # what is awaited in vain takes memory until it comes
-                for stage in self._stages:
-                    stage.await_likely(likely)
             number, problem = self._told(batch, seen, problem)
             if problem:
                 return problem
@@ -215,7 +216,10 @@ class Passes:
             told = self._announcements.tell(self._passes, [number, problem, facts])
             self._stages[0].traffic.announced_bytes += told
             return number, problem
-        number, problem, theirs = _checked(self._announcements.hear(self._passes), self._source)
+        start = time.perf_counter()
+        heard = self._announcements.hear(self._passes)
+        self._stages[0].traffic.wait_seconds += time.perf_counter() - start
+        number, problem, theirs = _checked(heard, self._source)
         mine = self._names[dist.get_rank(self._group)]
         if conflict := contradictions({self._names[self._source]: theirs, mine: facts}):
             raise _Conflict(conflict)

@@ -237,12 +237,13 @@ class LowBitStage(HookedStage):
         fault = "; ".join(dict.fromkeys(faults))
         return facts | {"codecs": fault or "fit what crosses"}, fault
 
-    def await_likely(self, configuration: Configuration) -> None:
-        """Be ready for the first messages of a configuration that this pass will have, if it is as the last one.
+    def await_next(self, configuration: Configuration) -> None:
+        """Be ready, a whole round trip ahead, for the first messages of the next pass, if it is as this one.
 
-        A message whose receiver is not ready takes a round trip more. Where the pass turns out to be another one, what
-        was got ready waits for the next of this one: each configuration has tags of its own.
+        Gloo asks a receiver that is not ready before it sends. Where the next pass is another one, what was got ready
+        waits for the next of this one: each configuration has tags of its own.
         """
+        self._step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
         self._adopt(configuration)
         self._expect(lambda codec: not codec.needs_key)
 

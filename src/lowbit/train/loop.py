@@ -42,6 +42,7 @@ from lowbit.train.replicas import Replicas
 from lowbit.train.resume import take_up
 from lowbit.train.stages import Pipeline
 from lowbit.train.summary import Summary, summarize
+from lowbit.train.sums import Sums
 from lowbit.train.tied import TiedWeights
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,10 @@ class Trainer:
         self.evaluation = Evaluation(
             self.plan, self.modules, stages=self.pipeline.lowbit_stages, width=width, device=device,
             group=self.replicas.side, timeout=self.config.run.timeout_seconds, checksums=self.config.run.checksums,
+        )  # fmt: skip
+        costs = len(dataclasses.fields(Work))
+        self._sums = Sums(
+            self.side, 2 + costs, timeout=self.config.run.timeout_seconds, checksums=self.config.run.checksums
         )  # fmt: skip
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
@@ -352,12 +357,10 @@ class Trainer:
         return recorder
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work]:
-        """Loss, norm of all gradients, and costs over all ranks, by a single message."""
+        """Loss, norm of all gradients, and costs over all ranks."""
         squares = optim.squared_norm(self.gradients.of(self.counted))
         sums = [loss, squares, *dataclasses.astuple(work)]
-        summed = torch.tensor(sums, dtype=torch.float64)
-        dist.all_reduce(summed, group=self.side)
-        loss, squares, *costs = summed.tolist()
+        loss, squares, *costs = self._sums.of(torch.tensor(sums, dtype=torch.float64)).tolist()
         replicas = self.replicas.count  # whose gradients are equal by now
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs)
 

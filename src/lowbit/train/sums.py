@@ -1,0 +1,66 @@
+"""Sums over all ranks, once a step, that hold nobody up: to the first rank and back in one message each way.
+
+The first rank of a pipeline is the last to finish a step and the first to begin the next. It has the others' numbers by
+then and goes on at once, while an all-reduce would take it several round trips to neighbours that may be far away.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.collectives.messages import Expected, Messages, Sent
+
+_FIRST = 0
+
+
+class Sums:
+    """Adds up the same few numbers of every rank, in the order of the ranks.
+
+    Args:
+        group: the ranks, over Gloo. count: of the numbers.
+        timeout, checksums: as for `Messages`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, count: int, *, timeout: float, checksums: bool
+    ) -> None:
+        self._messages = Messages(group, "sums", timeout=timeout, checksums=checksums)
+        self._nbytes = count * torch.float64.itemsize
+        self._others = range(1, self._messages.ranks)
+        self._sent: list[Sent] = []
+        self._coming: list[Expected] = []
+        self._expect()
+
+    def of(self, values: Tensor) -> Tensor:
+        """The sums of what all ranks gave, the same on every rank. values: float64 (count,).
+
+        Raises:
+            DamagedError, PeerError: as `Messages.receive`.
+        """
+        while self._sent:  # of the step before
+            self._sent.pop().wait()
+        if self._messages.rank != _FIRST:
+            self._sent = [self._messages.send(values, _FIRST)]
+            (sums,) = self._received()
+            return sums
+        sums = values.clone()
+        for theirs in self._received():
+            sums += theirs
+        self._sent = [self._messages.send(sums, rank) for rank in self._others]
+        return sums
+
+    def _received(self) -> list[Tensor]:
+        payloads = [coming.wait() for coming in self._coming]
+        self._expect()
+        return [payload.clone().view(torch.float64) for payload in payloads]
+
+    def _expect(self) -> None:
+        """Make room for what comes next: a message that is not expected takes a round trip more."""
+        sources = self._others if self._messages.rank == _FIRST else [_FIRST]
+        self._coming = [
+            self._messages.expect(self._nbytes, rank)
+            for rank in sources
+            if self._messages.ranks > 1
+        ]
