@@ -48,7 +48,7 @@ def any_order() -> float:
     """Both ranks send first and take last, in another order than they sent."""
     transport, traffic = early()
     other = 1 - dist.get_rank()
-    transport.expect("in", [(Route(other, tag), SIZE) for tag in range(5)])
+    transport.expect([(Route(other, tag), SIZE) for tag in range(5)])
     for tag in (3, 1, 4, 0, 2):
         message = torch.full((SIZE + transport.room,), 10 * other + tag, dtype=torch.uint8)
         assert transport.send(Route(other, tag), message) == []
@@ -72,7 +72,7 @@ def without_waiting() -> None:
     store = default_group().get_group_store()
     if dist.get_rank() == 1:
         store.wait(["without waiting"], timedelta(seconds=20))
-        transport.expect("in", [(Route(0, 0), 1 << 24)])
+        transport.expect([(Route(0, 0), 1 << 24)])
         transport.take(Route(0, 0), 1 << 24)
     else:
         transport.send(Route(1, 0), torch.zeros((1 << 24) + transport.room, dtype=torch.uint8))
@@ -94,8 +94,6 @@ def steps_leave_nothing_behind() -> None:
                 assert isinstance(stage, LowBitStage)
                 assert isinstance(stage.transport, Early)
                 assert len(stage.transport._outbox) == 0
-                assert len(stage.transport._inbox) == 0
-                assert stage.traffic.held_bytes == 0
                 assert stage.traffic.peak_bytes > 0
 
 
@@ -125,7 +123,7 @@ def long_step() -> int:
                 assert freed[-5].wait(30)  # within the step
         assert len(transport._outbox) <= 4
     else:
-        transport.expect("in", [(route, MIB) for route in routes])
+        transport.expect([(route, MIB) for route in routes])
         for route in routes:
             transport.take(route, MIB)
     transport.drain()
@@ -146,9 +144,9 @@ def lanes() -> None:
     small = [Route(other, tag) for tag in range(20)]
     large = [Route(other, 100 + tag) for tag in range(WINDOW_MESSAGES + 2)]
     unexpected = Route(other, 200)
-    transport.expect("small", [(route, MIB) for route in small])
+    transport.expect([(route, MIB) for route in small])
     assert traffic.held_bytes == 15 * size
-    transport.expect("large", [(route, 6 * MIB) for route in large])
+    transport.expect([(route, 6 * MIB) for route in large])
     assert traffic.held_bytes == 15 * size + WINDOW_MESSAGES * (6 * MIB + transport.room)
     assert (traffic.forward_bytes, traffic.peak_bytes) == (0, traffic.held_bytes)
     for routes, nbytes in ((small, MIB), (large, 6 * MIB), ([unexpected], 1)):
@@ -241,7 +239,7 @@ def severed() -> float:
         with pytest.raises(PeerError):
             transport.drain()
         return 0.0
-    transport.expect("in", [(Route(0, 1), 8)])
+    transport.expect([(Route(0, 1), 8)])
     store.set(f"waiting/{rank}", "")
     with pytest.raises(PeerError, match="rank 0 closed its connection") as caught:
         transport.take(Route(0, 1), 8)

@@ -273,10 +273,10 @@ def _damaged(config: TrainConfig, sender: int, number: int) -> None:
     ("sender", "number", "where"),
     [
         (0, 3, "distance, ping, number 3: the message from rank 0 is damaged"),
-        (0, 12, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
-        (0, 20, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
-        (1, 19, "evaluation, sums, number 1: the message from rank 1 is damaged"),
-        (1, 23, "saving, names of weights, number 1: the message from rank 1 is damaged"),
+        (0, 13, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
+        (0, 23, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
+        (1, 22, "evaluation, sums, number 1: the message from rank 1 is damaged"),
+        (1, 26, "saving, names of weights, number 1: the message from rank 1 is damaged"),
     ],
 )
 def test_damage_is_noticed_wherever_it_happens(

@@ -89,6 +89,8 @@ class FailureBoard:
         """
         try:
             yield
+        except (PeerError, AgreementError):  # made of one already
+            raise
         except RuntimeError as error:
             raise self.blame(peer, error) from error
 

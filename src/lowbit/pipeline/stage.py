@@ -245,12 +245,12 @@ class LowBitStage(HookedStage):
         """
         self._step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
         self._adopt(configuration)
-        self._expect(lambda codec: not codec.needs_key)
+        self._expect(sure=False)
 
     def use_configuration(self, configuration: Configuration) -> None:
         """This pass has that configuration."""
         self._adopt(configuration)
-        self._expect(lambda codec: True)
+        self._expect(sure=True)
         now = configuration.number, self._step.phase
         self._expected = {key for key in self._expected if key[1:] != now}
         self.steps += configuration.training
@@ -329,18 +329,17 @@ class LowBitStage(HookedStage):
         for (direction, outgoing), lane in self._lanes.items():
             lane.use([self._slots(direction, outgoing, each, training) for each in layouts])
 
-    def _expect(self, of: Callable[[Codec], bool]) -> None:
-        """Have the transport get ready for what the lanes of these codecs bring, unless it is."""
+    def _expect(self, *, sure: bool) -> None:
+        """Have the transport get ready for what comes in, unless it is. sure: in this pass, and not maybe in a later one."""
         assert self._configuration is not None
         for (direction, outgoing), lane in self._lanes.items():
             key = direction, self._configuration.number, self._step.phase
-            if outgoing or key in self._expected or not of(lane.codec):
-                continue
+            if outgoing or key in self._expected or (lane.codec.needs_key and not sure):
+                continue  # samples that are not known yet decide sizes
             self._expected.add(key)
             micro_batches = range(self._configuration.micro_batches)
-            self.transport.expect(
-                key, [message for i in micro_batches for message in self._messages(direction, i)]
-            )
+            messages = (message for i in micro_batches for message in self._messages(direction, i))
+            self.transport.expect(messages, sure=sure)
 
     def _keys(self, micro_batches: int) -> tuple[Key, ...] | None:
         """This step's sample ids by micro-batch, if a codec needs them now."""

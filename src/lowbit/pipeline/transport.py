@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -85,10 +85,11 @@ class Transport(Protocol):
         """Start a step; `number` is that of the pass, training or not, as both ends count."""
         ...
 
-    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
-        """Announce all messages and sizes that will be taken, in this step or a later one, on one lane.
+    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+        """Announce all messages and sizes that will be taken on one lane.
 
-        lane: names a direction. messages: in about the order in which the schedule takes them; others are slower.
+        messages: in about the order in which the schedule takes them; others are slower. sure: False: in a later step,
+            unless the peer has ended by then, which is no error.
         """
         ...
 
@@ -174,16 +175,19 @@ class Early(Transport):
         self._board, self._pass = board, number
         self.drain()
 
-    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
-        room = self._checksums.room
-        self._inbox.expect((route, nbytes + room) for route, nbytes in messages)
+    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+        sized = [(route, nbytes + self._checksums.room) for route, nbytes in messages]
+        for peer in {route.peer for route, _ in sized}:  # one, or none
+            with self._blaming(peer) if sure else contextlib.suppress(RuntimeError):
+                self._inbox.expect(sized)
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
         return []
 
     def take(self, route: Route, nbytes: int) -> Tensor:
-        with self._inbox.taking(route, nbytes + self._checksums.room) as (work, message):
-            self._wait(work, route.peer)
+        size = nbytes + self._checksums.room
+        with self._blaming(route.peer), self._inbox.taking(route, size) as (work, message):
+            self._wait(work)
         with _timed(self._traffic):
             if not self._checksums.intact(message, self._pass, route.peer, route.tag):
                 raise damaged(route.about, route.peer)
@@ -211,8 +215,7 @@ class Early(Transport):
 
     def _irecv(self, route: Route, size: int) -> tuple[dist.Work, Tensor]:
         message = self._buffer(size)
-        with self._blaming(route.peer):
-            work = dist.irecv(message, group=self._group, group_src=route.peer, tag=route.tag)
+        work = dist.irecv(message, group=self._group, group_src=route.peer, tag=route.tag)
         assert work is not None  # only for ranks outside the group
         return work, message
 
@@ -221,11 +224,10 @@ class Early(Transport):
         assert work is not None
         return work
 
-    def _wait(self, work: Work, peer: int) -> None:
+    def _wait(self, work: Work) -> None:
         assert self._board is not None
         start = time.perf_counter()
-        with self._blaming(peer):
-            work.wait(self._board.patience)
+        work.wait(self._board.patience)
         self._traffic.wait_seconds += time.perf_counter() - start
 
     def _blaming(self, peer: int) -> AbstractContextManager[None]:
@@ -254,11 +256,10 @@ class Staged(Early):
     def arriving(self) -> AbstractContextManager[None]:
         return self._streams.arriving()
 
-    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
-        # What was decoded in the step before may still be in use, in the memory that this step decodes to; and what
-        # codecs keep may have been written since by the computation's stream (a checkpoint, a new shape).
+    def begin(self, board: FailureBoard, number: int) -> None:
+        # What codecs keep may have been written by the computation's stream since (a checkpoint, a new shape).
         self._streams.fence()
-        super().expect(lane, messages)
+        super().begin(board, number)
 
     def landing(self, layout: Tensor) -> Tensor:
         return self._streams.landing(layout)
@@ -333,7 +334,7 @@ class InOrder(Transport):
         self._arriving.clear()
         self._leaving.clear()
 
-    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
+    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
         """Nothing: messages are matched by their order, which is the schedule's."""
 
     def sever(self) -> None:
