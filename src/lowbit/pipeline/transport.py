@@ -51,7 +51,7 @@ class Route:
     """Where a message goes or comes from.
 
     Attributes:
-        peer: its rank in the group. tag: of the message's own within a step.
+        peer: its rank in the group. tag: of its own within the group.
         about: what it is and who sends it, in words, for errors.
     """
 
@@ -254,10 +254,13 @@ class Staged(Early):
     def arriving(self) -> AbstractContextManager[None]:
         return self._streams.arriving()
 
-    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
-        # What was decoded in the step before may still be in use, in the memory that this step decodes to; and what
-        # codecs keep may have been written since by the computation's stream (a checkpoint, a new shape).
+    def begin(self, board: FailureBoard, number: int) -> None:
+        super().begin(board, number)
+        # Since the last pass, the computation's stream may have read what codecs keep, or written it (a checkpoint).
         self._streams.fence()
+
+    def expect(self, lane: Hashable, messages: Iterable[tuple[Route, int]]) -> None:
+        self._streams.fence()  # the same, within this pass: a new shape
         super().expect(lane, messages)
 
     def landing(self, layout: Tensor) -> Tensor:
