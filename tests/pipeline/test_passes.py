@@ -355,6 +355,33 @@ def test_a_model_that_raises_in_its_trial_is_told_to_all(ranks: Ranks):
         assert outcome.text == "rank 1 (stage 1) gave up: ZeroDivisionError: no such width"
 
 
+def differs_where_the_batch_is_new() -> None:
+    """One rank trains with new shapes while the other evaluates."""
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=60))
+    run.train(0)
+    taken(run, run.runner, run.first, *data(0, ROWS, 5))
+
+
+def test_a_rank_in_another_pass_is_the_same_error_where_the_batch_is_new(ranks: Ranks):
+    outcomes = timely(ranks, differs_where_the_batch_is_new)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "kind of pass: training on rank 0 (stage 0); evaluation on" in outcomes[0].text
+
+
+def without_samples() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6, timeout=60))
+    if run.first:
+        run.stages[0].set_samples(range(ROWS))  # type: ignore[attr-defined]
+    run.train(0)
+
+
+def test_samples_that_a_rank_lacks_in_the_first_step_are_told_to_all(ranks: Ranks):
+    first, last = timely(ranks, without_samples)
+    assert last.kind == "ValueError"
+    assert first.text == f"rank 1 (stage 1) gave up: ValueError: {last.text}"
+
+
 class Scaled(toy.Block):
     """A block with a keyword input."""
 

@@ -123,7 +123,9 @@ class Passes:
             )
         self._stages = stages
         try:
-            if not (problem := self._begin(batch)):
+            with self._telling():
+                problem = self._begin(batch)
+            if not problem:
                 body()
                 for stage in self._stages:
                     stage.transport.drain()
@@ -243,7 +245,9 @@ class Passes:
             facts[stage.stage_index] = stage.identity() | self._facts(batch) | mine
         if self._is_source:
             facts[0] |= _source_facts(seen, problem, declared[0])
-        names, agreement = stage_names(self._group, self._stages[0].stages_of), self._agreement()
+        names = stage_names(self._group, self._stages[0].stages_of)
+        agreement = self._agreement()
+        self._rounds += 1
         everybody = agreement.exchange(facts, names)
         if problem := everybody[0].get("problem", ""):
             agreement.linger()
@@ -259,9 +263,8 @@ class Passes:
                 s.stage_index: {0: d} for s, d in zip(self._stages, declared, strict=True) if d
             }
         else:
+            chosen = self._try_out(batch, sorted(set(alike)))
             agreement = self._agreement()
-            with self._telling(agreement):
-                chosen = self._try_out(batch, sorted(set(alike)))
             facts = {}
             for stage in self._stages:
                 variants = list(chosen[stage.stage_index].values())
@@ -269,6 +272,7 @@ class Passes:
                     variants, list(chosen[stage.stage_index]), batch.training
                 )
                 facts[stage.stage_index] = more | _crossing(stage, variants)
+            self._rounds += 1
             everybody = agreement.exchange(facts, names)
         if fault := "; ".join(filter(None, faults.values())):  # word for word the same on all ranks
             agreement.linger()
@@ -298,17 +302,19 @@ class Passes:
 
     def _agreement(self) -> Agreement:
         """The next one among all stages."""
-        self._rounds += 1
         return Agreement(self._group, f"{self._name}/{self._rounds}", self._limit)
 
     @contextlib.contextmanager
-    def _telling(self, agreement: Agreement) -> Iterator[None]:
-        """Let ranks that already wait for this one's statement know of an error."""
+    def _telling(self) -> Iterator[None]:
+        """Let ranks that wait for this one's statement know of an error before it."""
         try:
             yield
         except Exception as error:
-            name = self._names[dist.get_rank(self._group)]
-            agreement.give_up(f"{name} gave up: {described(error)}")
+            if isinstance(error, _Conflict):
+                self._agreement().give_up(str(error))
+            elif not getattr(error, "on_all_ranks", False):
+                name = self._names[dist.get_rank(self._group)]
+                self._agreement().give_up(f"{name} gave up: {described(error)}")
             raise
 
     def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
