@@ -101,6 +101,36 @@ def test_members_that_no_rank_speaks_for_are_an_error_at_once(ranks: Ranks):
     assert {o.text for o in outcomes} == {"no rank speaks for member 2"}
 
 
+def lingers(topic: str) -> set[int]:
+    agreement = Agreement(default_group(), topic, 20)
+    rank = dist.get_rank()
+    agreement.exchange({rank: SAME}, [f"rank {i}" for i in range(dist.get_world_size())])
+    agreement.linger()
+    return agreement._read().left
+
+
+def test_no_rank_goes_before_all_know_the_outcome(ranks: Ranks):
+    for number in range(5):
+        assert ranks.run(lingers, f"topic {number}", ranks=3) == [{0, 1, 2}] * 3
+
+
+def gives_up(rank: int) -> None:
+    agreement = Agreement(default_group(), "topic", 60)
+    if dist.get_rank() == rank:
+        agreement.give_up("no room")
+    else:
+        agreement.exchange({}, [])
+
+
+def test_a_rank_that_gives_up_ends_the_wait_of_the_others(ranks: Ranks):
+    ranks.start(3)
+    start = time.monotonic()
+    outcomes = ranks.outcomes(gives_up, 1, ranks=3)
+    assert time.monotonic() - start < 20
+    assert outcomes.pop(1) is None
+    assert [(o.kind, o.text) for o in outcomes] == [("AgreementError", "no room")] * 2
+
+
 def ends(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(3)

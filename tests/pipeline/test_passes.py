@@ -191,19 +191,9 @@ def counted() -> Any:
     """Exchanges and operations of the store, in passes of new configurations and of known ones."""
     run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
     counts: Counter[str] = Counter()
-    kinds = dist.Store, dist.PrefixStore, dist.TCPStore
-    names = (
-        "append",
-        "set",
-        "get",
-        "check",
-        "wait",
-        "add",
-        "compare_set",
-        "delete_key",
-        "multi_get",
-        "multi_set",
-    )
+    kinds = dist.Store, dist.PrefixStore, dist.TCPStore  # pyright: ignore
+    reads = ("get", "check", "wait", "multi_get")
+    names = (*reads, "append", "set", "add", "compare_set", "delete_key", "multi_set")
     before = {(Agreement, "exchange"): Agreement.exchange}
     before |= {(k, name): getattr(k, name) for k in kinds for name in names if name in vars(k)}
 
@@ -343,6 +333,79 @@ def test_a_model_that_raises_ends_all_ranks_and_no_step_follows(ranks: Ranks, co
         assert outcome.text.startswith(
             "rank 1 (stage 1) gave up: ZeroDivisionError: no such token; "
         ), outcome.text
+
+
+class Unfit(toy.Block):
+    """A block that cannot be tried out on rank 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("no such width")
+        return super().forward(x)
+
+
+def unfit() -> None:
+    toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=60), kind=Unfit).train(0)
+
+
+def test_a_model_that_raises_in_its_trial_is_told_to_all(ranks: Ranks):
+    first, culprit, last = timely(ranks, unfit, count=3)
+    assert culprit.kind == "ZeroDivisionError"
+    for outcome in (first, last):
+        assert outcome.text == "rank 1 (stage 1) gave up: ZeroDivisionError: no such width"
+
+
+def differs_where_the_batch_is_new() -> None:
+    """One rank trains with new shapes while the other evaluates."""
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=60))
+    run.train(0)
+    taken(run, run.runner, run.first, *data(0, ROWS, 5))
+
+
+def test_a_rank_in_another_pass_is_the_same_error_where_the_batch_is_new(ranks: Ranks):
+    outcomes = timely(ranks, differs_where_the_batch_is_new)
+    assert {o.kind for o in outcomes} == {"AgreementError"}
+    assert len({o.text for o in outcomes}) == 1
+    assert "kind of pass: training on rank 0 (stage 0); evaluation on" in outcomes[0].text
+
+
+def without_samples() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=AQSGD(), backward=INT6, timeout=60))
+    if run.first:
+        run.stages[0].set_samples(range(ROWS))  # type: ignore[attr-defined]
+    run.train(0)
+
+
+def test_samples_that_a_rank_lacks_in_the_first_step_are_told_to_all(ranks: Ranks):
+    first, last = timely(ranks, without_samples)
+    assert last.kind == "ValueError"
+    assert first.text == f"rank 1 (stage 1) gave up: ValueError: {last.text}"
+
+
+class Scaled(toy.Block):
+    """A block with a keyword input."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x if scale is None else x * scale.sum())
+
+
+def uneven_keywords() -> int:
+    """Keyword inputs whose parts differ in length, where layouts of what crosses are declared."""
+    x, target = data(0, ROWS, 3)
+
+    def make(*args: Any, **kwargs: Any) -> PipelineStage:
+        declared = torch.empty(toy.ROWS, 3, toy.WIDTH, requires_grad=True)
+        options = {"input_args": declared, "output_args": declared, "timeout": 30}
+        return LowBitStage(*args, forward=FP32, backward=FP32, **options, **kwargs)
+
+    run, losses = toy.Run("1f1b", make, kind=Scaled), []
+    args, kwargs = ([x], {"scale": torch.ones(N + 1)}) if run.first else ([], {})
+    run.runner.step(*args, **kwargs, target=target if run.last else None, losses=losses)
+    return len(losses)
+
+
+def test_declared_layouts_stand_whatever_keywords_look_like(ranks: Ranks):
+    assert ranks.run(uneven_keywords) == [0, N]
 
 
 def mixed(codec: Codec) -> None:

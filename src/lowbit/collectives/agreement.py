@@ -34,11 +34,8 @@ Facts = Mapping[str, str]
 
 _LINGER = 5.0  # seconds that a rank stays, after an error, so that all others can read the same
 _GRACE = 1.0  # seconds that members in conflict wait for others, to show the whole of it
-_SHORTEST, _LONGEST = (
-    0.01,
-    0.5,
-)  # seconds between two looks at the log; in between, a share of the time waited
-_SHARE = 0.1
+# Seconds between two looks at the log: a share of those waited.
+_SHORTEST, _LONGEST, _SHARE = 0.01, 0.5, 0.1
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
@@ -122,6 +119,22 @@ class Agreement:
         """Leave nothing in the store after `look`; what `exchange` leaves goes with a later one."""
         self._store.delete_key(self._key)
 
+    def linger(self) -> None:
+        """Stay until every rank that came has read how it ended: the store may live in this process, which ends now.
+
+        After an `exchange` whose outcome is an error; to be called by every rank.
+        """
+        deadline = time.monotonic() + _LINGER
+        with contextlib.suppress(RuntimeError):  # the store has gone already
+            self._append(left=self._rank)
+            while not (log := self._read()).came <= log.left and time.monotonic() < deadline:
+                time.sleep(_SHORTEST)
+
+    def give_up(self, why: str) -> None:
+        """Instead of `exchange`: end it for the ranks that are waiting in it, with an error of this text."""
+        with contextlib.suppress(RuntimeError):  # the store has gone already
+            self._append(ended=why)
+
     def _state(
         self, facts: Mapping[int, Facts], names: Sequence[str], over: Sequence[str] = ()
     ) -> None:
@@ -164,14 +177,8 @@ class Agreement:
         )
 
     def _fail(self, text: str, log: _Log) -> Never:
-        """Raise, but stay until every rank that came has read why: the store may live in this very process."""
         self._over(log)
-        deadline = time.monotonic() + _LINGER
-        with contextlib.suppress(RuntimeError):  # the store has gone already
-            self._append(left=self._rank)
-            while time.monotonic() < deadline and not log.came <= log.left:
-                time.sleep(_SHORTEST)
-                log = self._read()
+        self.linger()
         raise AgreementError(text)
 
     def _over(self, log: _Log) -> None:

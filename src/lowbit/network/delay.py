@@ -43,12 +43,10 @@ DEVICE = "far0"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _NO_PROTOCOL_INFO, _OFFLOAD_HEADER = 0x0001, 0x1000, 0x4000
 _CHECKSUM, _TSO4, _TSO6 = 0x01, 0x02, 0x04
-_HEADER_BYTES = (
-    10  # of offloading: flags, kind, header bytes, segment bytes, checksum's start and offset
-)
-_ETHERNET_BYTES = (
-    14  # what a token bucket counts beside an IP packet, so that both kinds of link carry as much
-)
+# Of offloading: flags, kind, header bytes, segment bytes, checksum's start and offset.
+_HEADER_BYTES = 10
+# What a token bucket counts beside an IP packet, so that both kinds of link carry as much.
+_ETHERNET_BYTES = 14
 _LARGEST = _HEADER_BYTES + 65536
 _AT_ONCE = 64  # packets taken from a host before others have their turn
 _AT_ONCE_SECONDS = 1e-4  # a wait that short was none
@@ -184,9 +182,8 @@ def run(line: Line) -> None:
         begin = time.monotonic()
         readable = select.select(watched, [], [], wait)[0]
         now = time.monotonic()
-        if (
-            now - begin < _AT_ONCE_SECONDS
-        ):  # more came while the last packets were taken and handed over
+        # More came while the last packets were taken and handed over.
+        if now - begin < _AT_ONCE_SECONDS:
             late = now - taken
         else:
             late = 0.0 if wait is None else max(0.0, now - begin - wait)

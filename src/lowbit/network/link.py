@@ -5,9 +5,8 @@ import re
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-_MOST_RTT_MS = (
-    2000.0  # a geostationary satellite takes 600; connecting has to fit into a probe's time limit
-)
+# A geostationary satellite takes 600; connecting has to fit into a probe's time limit.
+_MOST_RTT_MS = 2000.0
 _EXAMPLES = "25mbit, 1gbit, unlimited, 100mbit/40ms, 20mbit-5mbit/30ms, 100mbit/40ms/5ms/0.1%"
 _UNITS = {"mbit": 1.0, "gbit": 1000.0}
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"

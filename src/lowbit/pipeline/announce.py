@@ -19,10 +19,9 @@ MESSAGE_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""
 
 _AHEAD = 4  # so many are received ahead: the first stage may be so many passes ahead of the last
-_POLL = 0.0005  # seconds between two looks into the store
-_KEPT = (
-    1024  # passes whose message is left in the store: so many may the first stage be ahead there
-)
+# Seconds between two looks into the store: a share of those waited.
+_SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
+_KEPT = 1024  # passes whose message stays in the store, so far may the first stage be ahead there
 
 
 class Announcements(Protocol):
@@ -130,11 +129,12 @@ class _ThroughStore:
     def hear(self, number: int) -> Any:
         start = time.monotonic()
         while not (text := self._store.read(self._key(number))):
-            if time.monotonic() > start + self._limit:
+            waited = time.monotonic() - start
+            if waited > self._limit:
                 raise PeerError(
                     f"rank {self._source} announced no pass within {self._limit:g} s", self._source
                 )
-            time.sleep(_POLL)
+            time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * waited)))
         return _parsed(text, self._source)
 
     def finish(self) -> None:

@@ -128,9 +128,8 @@ class HookedStage(PipelineStage):
         self._layouts = layouts
         self.chunks = len(layouts)
         self.act_send_info = {i: [self.stage_index + 1] for i in range(len(layouts[0].outputs))}
-        if hasattr(
-            self, "_stage_meta"
-        ):  # since 2.12, `backward_one_chunk` asks how many inputs there are
+        # Since 2.12, `backward_one_chunk` asks how many inputs there are.
+        if hasattr(self, "_stage_meta"):
             self._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
     # What follows overrides PyTorch's methods, in the order of a step.

@@ -28,9 +28,8 @@ from torch import Tensor
 from lowbit.pipeline.traffic import Traffic
 
 _UNLIMITED = timedelta(days=3650)  # what Gloo still adds to the time of day without an overflow
-_BATCH_BYTES = (
-    1 << 18
-)  # the thread rests while less is on its way: waking it costs more than this memory
+# The thread rests while less is on its way: waking it costs more than this memory.
+_BATCH_BYTES = 1 << 18
 _MOST_DEVICES = 8  # network devices of a Gloo group, each with connections of its own
 _SEVER_TAG = (1 << 28) - _MOST_DEVICES  # of messages that nobody sends
 _EXIT_SECONDS = 5.0

@@ -14,9 +14,10 @@ been sent yet.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,18 +124,22 @@ class Passes:
             )
         self._stages = stages
         try:
-            if not (problem := self._begin(batch)):
+            with self._telling():
+                problem = self._begin(batch)
+            if not problem:
                 body()
                 for stage in self._stages:
                     stage.transport.drain()
-                if self._announcements is not None:
-                    self._announcements.finish()
                 likely, again = self._last[batch.training, batch.micro_batches]
                 if again:  # what is awaited in vain takes memory until it comes
                     for stage in self._stages:
                         stage.await_next(likely)
-        except Exception as error:
+            if self._announcements is not None:
+                self._announcements.finish()
+        except BaseException as error:
             self._broken = described(error)
+            if not isinstance(error, Exception):  # an interrupt, which ends this rank
+                raise
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
                 self._board.give_up(error, self._stages[0].transport.sever)
             if isinstance(error, _Conflict):
@@ -237,14 +242,6 @@ class Passes:
     def _agree(self, batch: Batch, seen: Any, problem: str) -> tuple[Configuration | None, str]:
         """Agree on a new configuration; None, and what is wrong, if it cannot be."""
         declared = [stage.declared for stage in self._stages]
-        source = {}
-        if self._is_source:
-            alike = [] if problem else [seen[1:].index(key) for key in seen[1:]]
-            known = declared[0] is not None and all(
-                [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared[0].inputs]
-                for given, _ in seen[1:]
-            )
-            source = {"alike": json.dumps(alike), "as declared": str(known), "problem": problem}
         facts, faults = {}, {}
         for stage, layouts in zip(self._stages, declared, strict=True):
             mine = {f"declared by stage {stage.stage_index}": str(layouts is not None)}
@@ -253,29 +250,27 @@ class Passes:
                 mine |= more | _crossing(stage, [layouts])
             facts[stage.stage_index] = stage.identity() | self._facts(batch) | mine
         if self._is_source:
-            facts[0] |= source
-        everybody = self._exchange("pass", facts)
-        if everybody[0].get("problem"):
-            return None, str(everybody[0]["problem"])
-        alike = json.loads(everybody[0]["alike"])
-        if not (
-            isinstance(alike, list)
-            and len(alike) == batch.micro_batches
-            and all(type(i) is int and 0 <= i < batch.micro_batches for i in alike)
-        ):
-            raise ValueError(
-                f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each"
-            )
+            facts[0] |= _source_facts(seen, problem, declared[0])
+        names = stage_names(self._group, self._stages[0].stages_of)
+        agreement = self._agreement()
+        self._rounds += 1
+        everybody = agreement.exchange(facts, names)
+        if problem := everybody[0].get("problem", ""):
+            agreement.linger()
+            return None, problem
+        alike = _alike(everybody[0], batch.micro_batches)
         static = everybody[0]["as declared"] == "True" and all(
             stated.get(f"declared by stage {index}") == "True"
             for index, stated in everybody.items()
         )
         if static:
+            alike = [0] * batch.micro_batches
             chosen = {
                 s.stage_index: {0: d} for s, d in zip(self._stages, declared, strict=True) if d
             }
         else:
             chosen = self._try_out(batch, sorted(set(alike)))
+            agreement = self._agreement()
             facts = {}
             for stage in self._stages:
                 variants = list(chosen[stage.stage_index].values())
@@ -283,8 +278,10 @@ class Passes:
                     variants, list(chosen[stage.stage_index]), batch.training
                 )
                 facts[stage.stage_index] = more | _crossing(stage, variants)
-            everybody = self._exchange("layouts", facts)
+            self._rounds += 1
+            everybody = agreement.exchange(facts, names)
         if fault := "; ".join(filter(None, faults.values())):  # word for word the same on all ranks
+            agreement.linger()
             return None, fault
         most = max(int(stated[f"tensors from stage {i}"]) for i, stated in everybody.items())
         layouts = {index: [variants[i] for i in alike] for index, variants in chosen.items()}
@@ -299,19 +296,32 @@ class Passes:
             most_tensors=max(1, most),
             phases=1 if warm else _PHASES,
         )
-        self._tags += made.tags(self._stages[0].num_stages - 1)
-        if self._tags > self._last_tag:
+        tags = self._tags + made.tags(self._stages[0].num_stages - 1)
+        if tags > self._last_tag:
+            agreement.linger()
             return (
                 None,
-                f"this pipeline has had {len(self._agreed)} configurations; no tags are left for more",
+                f"this pipeline has had {len(self._agreed)} configurations; no tags are left for this one",
             )
+        self._tags = tags
         return made, ""
 
-    def _exchange(self, about: str, facts: Mapping[int, Mapping[str, str]]) -> dict[int, Any]:
-        """One exchange among all stages."""
-        agreement = Agreement(self._group, f"{self._name}/{about}/{self._rounds}", self._limit)
-        self._rounds += 1
-        return agreement.exchange(facts, stage_names(self._group, self._stages[0].stages_of))
+    def _agreement(self) -> Agreement:
+        """The next one among all stages."""
+        return Agreement(self._group, f"{self._name}/{self._rounds}", self._limit)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let ranks that wait for this one's statement know of an error before it."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, _Conflict):
+                self._agreement().give_up(str(error))
+            elif not getattr(error, "on_all_ranks", False):
+                name = self._names[dist.get_rank(self._group)]
+                self._agreement().give_up(f"{name} gave up: {described(error)}")
+            raise
 
     def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
         """Layouts by stage and micro-batch, of which `variants` are the different ones: from stage to stage."""
@@ -323,14 +333,16 @@ class Passes:
                 if stage.is_first:
                     inputs = batch.args[micro_batch]
                 elif stage.is_remote(stage.stage_index - 1):
-                    inputs = stage.layouts_from_below()
+                    with self._board.blaming(stage.rank_of(stage.stage_index - 1)):
+                        inputs = stage.layouts_from_below()
                 outputs = ()
                 if not stage.is_last:  # whose outputs may be anything, and go nowhere
                     outputs = stage.trial(
                         inputs, batch.kwargs[micro_batch], training=batch.training
                     )
                 if stage.is_remote(stage.stage_index + 1):
-                    stage.layouts_to_above(outputs)
+                    with self._board.blaming(stage.rank_of(stage.stage_index + 1)):
+                        stage.layouts_to_above(outputs)
                 tensors = tuple(layout_of(x) for x in inputs if isinstance(x, Tensor))
                 found[stage.stage_index][micro_batch] = Layouts(tensors, tuple(outputs))
         return found
@@ -349,6 +361,29 @@ def _checked(told: Any, source: int) -> tuple[int | None, str, dict[str, str]]:
         ):
             return number, problem, facts
     raise ValueError(f"rank {source} announced {str(told)[:80]}; allowed: a configuration")
+
+
+def _source_facts(seen: Any, problem: str, declared: Layouts | None) -> dict[str, str]:
+    """What only the rank with the first stage knows of a batch."""
+    alike = [] if problem else [seen[1:].index(key) for key in seen[1:]]
+    known = declared is not None and all(
+        [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared.inputs]
+        for given, _ in seen[1:]
+    )
+    return {"alike": json.dumps(alike), "as declared": str(known), "problem": problem}
+
+
+def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
+    alike = json.loads(stated["alike"])
+    if (
+        isinstance(alike, list)
+        and len(alike) == micro_batches
+        and all(type(i) is int and 0 <= i < micro_batches for i in alike)
+    ):
+        return alike
+    raise ValueError(
+        f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each"
+    )
 
 
 def _crossing(stage: LowBitStage, variants: Sequence[Layouts]) -> dict[str, str]:

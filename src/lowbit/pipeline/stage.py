@@ -45,7 +45,7 @@ class LowBitStage(HookedStage):
     A stage's output is read there after `forward` has returned: nothing may write to its memory before the step ends,
     as replaying a CUDA graph would.
 
-    Before the first byte, all ranks compare codecs, versions, shapes and payload sizes; see `AgreementError`.
+    Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
     Args:
         submodule, stage_index, num_stages, device, and everything else without a default below: as for
@@ -59,7 +59,8 @@ class LowBitStage(HookedStage):
 
     Raises:
         TypeError, ValueError: an argument that cannot be; the text names it.
-        AgreementError: (in the first step) ranks that contradict each other or are missing, the same on every rank.
+        ValueError: (in any step) a batch that the schedule cannot cut or a codec cannot take, the same on every rank.
+        AgreementError: (in any step) ranks that contradict each other or are missing.
         DamagedError: (in any step) what a neighbour sent did not arrive as it was; with NCCL, at the end of the step.
         PeerError: (in any step, over Gloo) a peer that ended or does not answer. NCCL has a watchdog of its own.
     """
@@ -330,7 +331,7 @@ class LowBitStage(HookedStage):
             lane.use([self._slots(direction, outgoing, each, training) for each in layouts])
 
     def _expect(self, *, sure: bool) -> None:
-        """Have the transport get ready for what comes in, unless it is. sure: in this pass, and not maybe in a later one."""
+        """Have the transport get ready for what comes in, unless it is. sure: in this pass."""
         assert self._configuration is not None
         for (direction, outgoing), lane in self._lanes.items():
             key = direction, self._configuration.number, self._step.phase

@@ -51,7 +51,7 @@ class Route:
     """Where a message goes or comes from.
 
     Attributes:
-        peer: its rank in the group. tag: of the message's own within a step.
+        peer: its rank in the group. tag: of its own within the group.
         about: what it is and who sends it, in words, for errors.
     """
 
@@ -257,9 +257,13 @@ class Staged(Early):
         return self._streams.arriving()
 
     def begin(self, board: FailureBoard, number: int) -> None:
-        # What codecs keep may have been written by the computation's stream since (a checkpoint, a new shape).
-        self._streams.fence()
         super().begin(board, number)
+        # Since the last pass, the computation's stream may have read what codecs keep, or written it (a checkpoint).
+        self._streams.fence()
+
+    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+        self._streams.fence()  # the same, within this pass: a new shape
+        super().expect(messages, sure=sure)
 
     def landing(self, layout: Tensor) -> Tensor:
         return self._streams.landing(layout)
