@@ -408,6 +408,51 @@ def test_declared_layouts_stand_whatever_keywords_look_like(ranks: Ranks):
     assert ranks.run(uneven_keywords) == [0, N]
 
 
+def unfrozen() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30))
+    frozen = run.stages[0].submod.requires_grad_(run.last)
+    run.train(0)
+    frozen.requires_grad_()
+    run.train(1)
+
+
+def test_parameters_that_are_unfrozen_between_steps_are_named(ranks: Ranks):
+    first, last = timely(ranks, unfrozen)
+    assert first.kind == "ValueError"
+    assert "stage 0 wants a gradient" in first.text
+    assert last.text == f"rank 0 (stage 0) gave up: ValueError: {first.text}"
+
+
+class Replacing(toy.Block):
+    """A block with a running mean, in a new tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(toy.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean((0, 1)) + 1
+        return super().forward(x) + self.mean
+
+
+def replacing() -> None:
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Replacing)
+    x, target = data(0, ROWS, 3)
+    found = taken(run, run.runner, True, x, target)
+    model = nn.Sequential(*toy.blocks(2, Replacing))
+    expected = [
+        toy.loss_of(model(part), wanted)
+        for part, wanted in zip(x.tensor_split(N), target.tensor_split(N), strict=True)
+    ]
+    assert same(found[1], expected if run.last else [])
+    mean = model[dist.get_rank()].mean
+    assert torch.equal(run.stages[0].submod.mean, mean)  # type: ignore[arg-type]
+
+
+def test_a_trial_run_leaves_buffers_that_the_model_replaces(ranks: Ranks):
+    ranks.run(replacing)
+
+
 def mixed(codec: Codec) -> None:
     """Two runs of as many steps; then each rank goes on with the state of another one."""
     runs = []

@@ -164,6 +164,18 @@ class HookedStage(PipelineStage):
             if x is not None
         )
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        layouts = self._layouts[fwd_chunk_id].outputs
+        if self.has_backward and not self.is_last:
+            for x, layout in zip(_as_tuple(output), layouts, strict=False):  # `send` tells the rest
+                if isinstance(x, Tensor) and x.requires_grad and not layout.requires_grad:
+                    raise ValueError(
+                        f"an output of stage {self.stage_index} wants a gradient, which it did not when the ranks "
+                        "agreed on such batches; after unfreezing parameters, make the stages anew"
+                    )
+        return output
+
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         layouts = self._layouts[bwd_chunk_id].outputs
         if not self.is_remote(self.stage_index + 1):
@@ -236,7 +248,11 @@ class HookedStage(PipelineStage):
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
         """Afterwards, random numbers, buffers, and what FSDP has gathered are as before."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.submod.buffers()]
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in self.submod.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         device = torch.device(self.device)
         devices = [] if device.type in ("cpu", "meta") else [device]
         try:
@@ -245,8 +261,9 @@ class HookedStage(PipelineStage):
         finally:
             getattr(self, "_post_metadata_inference_cleanup", lambda: None)()
             with torch.no_grad():
-                for buffer, before in buffers:
+                for module, name, buffer, before in buffers:
                     buffer.copy_(before)
+                    setattr(module, name, buffer)  # modules may have put another in its place
 
 
 def layout_of(x: Any) -> Tensor:
