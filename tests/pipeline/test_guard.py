@@ -17,7 +17,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lowbit.codecs import Cast, GroupInt, SubspaceQuant
 from lowbit.collectives.agreement import Agreement, Facts
 from lowbit.pipeline import LowBitStage
-from lowbit.pipeline.numbering import pipeline_number
+from lowbit.pipeline.numbering import MOST_PIPELINES, pipeline_number
 from tests.pipeline import toy
 from tests.ranks import Failure, Ranks
 
@@ -256,6 +256,18 @@ def test_stages_find_their_pipeline_whatever_the_order_they_are_made_in():
     made = [pipeline_number(group, length, 2) for length in (4, 2, 4, 4, 8, 2, 8, 4, 8, 8, 4)]
     assert made == [0, 1, 0, 2, 3, 4, 3, 2, 3, 3, 5]
     assert pipeline_number(other, 4, 2) == 0
+
+
+def test_a_group_has_tags_for_so_many_pipelines():
+    class Group:
+        pass
+
+    group = Group()
+    for number in range(MOST_PIPELINES):
+        assert pipeline_number(group, 4, 2) == number  # type: ignore[arg-type]
+        assert pipeline_number(group, 4, 2) == number  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="has had 64 pipelines"):
+        pipeline_number(group, 4, 2)  # type: ignore[arg-type]
 
 
 def several_pipelines() -> None:

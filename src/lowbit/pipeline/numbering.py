@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+MOST_PIPELINES = 64
+"""Of a process group: each has tags of its own, since a message that was awaited in vain may still be."""
+
 # Of each pipeline that this process has begun in a group: its length, and how many of its stages are to be made yet.
 _pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]]
 _pipelines = weakref.WeakKeyDictionary()
@@ -17,12 +20,20 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
 
     Ranks that begin their pipelines in the same order count alike, even where they disagree about a length, so that
     they meet and can say so.
+
+    Raises:
+        RuntimeError: it would be one too many.
     """
     begun = _pipelines.setdefault(group, [])
     for number, (length, missing) in enumerate(begun):
         if length == num_stages and missing:
             begun[number] = (length, missing - 1)
             return number
+    if len(begun) == MOST_PIPELINES:
+        raise RuntimeError(
+            f"this process group has had {MOST_PIPELINES} pipelines, and no more are allowed: "
+            "make others in another group (torch.distributed.new_group)"
+        )
     begun.append((num_stages, max(1, num_stages // ranks) - 1))
     return len(begun) - 1
 

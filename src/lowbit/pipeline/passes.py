@@ -29,14 +29,14 @@ from lowbit.collectives.checksum import Checksums
 from lowbit.collectives.failure import AgreementError, FailureBoard, described
 from lowbit.pipeline import announce
 from lowbit.pipeline.hooks import Batch, Layouts, layout_of
-from lowbit.pipeline.numbering import rank_names, stage_names
+from lowbit.pipeline.numbering import MOST_PIPELINES, rank_names, stage_names
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage
 
-# Messages may be awaited in vain for long, so no two pipelines of a group have the same tags, if they are not too many.
+# Messages may be awaited in vain for long, so no two pipelines of a group have the same tags.
 _FIRST_TAG = 1 << 29  # away from the small ones that a program may use itself
-_PIPELINES, _MOST_TAGS = 1 << 6, 1 << 24
+_MOST_TAGS = 1 << 24
 _PHASES = 3  # see `Step.phase`
 
 
@@ -91,8 +91,8 @@ class Passes:
         checksums: Checksums,
     ) -> None:
         self._group, self._name, self._limit = group, f"pipeline {number}", limit
-        self._tag = _FIRST_TAG + number % _PIPELINES
-        self._tags = _FIRST_TAG + _PIPELINES + number % _PIPELINES * _MOST_TAGS
+        self._tag = _FIRST_TAG + number
+        self._tags = _FIRST_TAG + MOST_PIPELINES + number * _MOST_TAGS
         self._last_tag = self._tags + _MOST_TAGS
         # Only within a pass: the stages refer to this, and what refers back keeps a group's connections open.
         self._stages: Sequence[LowBitStage] = ()
