@@ -243,6 +243,35 @@ def test_a_pipeline_that_is_dropped_lets_go_of_its_connections(ranks: Ranks):
     assert ranks.run(dropped) == [[], []]
 
 
+class Masked(toy.Block):
+    """A block whose outputs have a dtype that its positional inputs do not tell."""
+
+    def forward(self, x: Tensor, given: dict[str, Tensor] | None = None) -> Tensor:
+        y = torch.tanh(self.inner(x.to(self.inner.weight.dtype)))
+        return y if given is None else y.to(given["mask"].dtype)
+
+
+def other_dtypes(by: str) -> int:
+    """Two dtypes in turn; returns how many configurations were agreed on."""
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=30), kind=Masked)
+    x, target = data(0, ROWS, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+        low = by == "autocast" and dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            if not run.first:
+                run.runner.step(target=target)
+            elif by == "autocast":
+                run.runner.step(x)
+            else:
+                run.runner.step(x, given={"mask": torch.ones(ROWS, 1, 1, dtype=dtype)})
+    return len(run.stages[0]._passes._agreed)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("by", ["autocast", "a nested keyword argument"])
+def test_dtypes_that_change_from_pass_to_pass_are_agreed_on(ranks: Ranks, by: str):
+    assert ranks.run(other_dtypes, by) == [2, 2]
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lowbit.collectives.agreement import Agreement, contradictions
 from lowbit.collectives.checksum import Checksums
@@ -199,8 +201,8 @@ class Passes:
             return (), (
                 f"micro-batch {empty[0]} of {batch.micro_batches} is empty; allowed: at least one sample for each"
             )
-        named = [[x for _, x in sorted(kwargs.items())] for kwargs in batch.kwargs]
-        return (batch.training, *zip(map(_key, layouts), map(_key, named), strict=True)), ""
+        named = [tree_leaves(sorted(kwargs.items())) for kwargs in batch.kwargs]
+        return (_mode(batch), *zip(map(_key, layouts), map(_key, named), strict=True)), ""
 
     def _facts(self, batch: Batch) -> dict[str, str]:
         return {
@@ -389,6 +391,13 @@ def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
 def _crossing(stage: LowBitStage, variants: Sequence[Layouts]) -> dict[str, str]:
     most = max(len(layouts.outputs) for layouts in variants)
     return {f"tensors from stage {stage.stage_index}": str(most)}
+
+
+def _mode(batch: Batch) -> tuple[Any, ...]:
+    """What else decides layouts: whether gradients are computed, and in what dtype autocast computes."""
+    kinds = {x.device.type for x in tree_leaves(batch.args) if isinstance(x, Tensor)}
+    cast = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+    return batch.training, *sorted(cast)
 
 
 def _key(values: Sequence[Any]) -> tuple[Any, ...]:
