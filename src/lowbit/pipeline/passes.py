@@ -289,21 +289,15 @@ class Passes:
         layouts = {index: [variants[i] for i in alike] for index, variants in chosen.items()}
         warm = self._stages[0].steps >= self._stages[0].warmup_steps
         made = Configuration(
-            number=len(self._agreed),
-            training=batch.training,
-            micro_batches=batch.micro_batches,
-            alike=tuple(alike),
-            layouts=layouts,
-            first_tag=self._tags,
-            most_tensors=max(1, most),
-            phases=1 if warm else _PHASES,
-        )
+            number=len(self._agreed), training=batch.training, micro_batches=batch.micro_batches, alike=tuple(alike),
+            layouts=layouts, first_tag=self._tags, most_tensors=max(1, most), phases=1 if warm else _PHASES,
+        )  # fmt: skip
         tags = self._tags + made.tags(self._stages[0].num_stages - 1)
         if tags > self._last_tag:
             agreement.linger()
             return (
                 None,
-                f"this pipeline has had {len(self._agreed)} configurations; no tags are left for this one",
+                f"no tags are left after {len(self._agreed)} configurations of this pipeline",
             )
         self._tags = tags
         return made, ""
