@@ -383,8 +383,7 @@ def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
 
 
 def _crossing(stage: LowBitStage, variants: Sequence[Layouts]) -> dict[str, str]:
-    most = max(len(layouts.outputs) for layouts in variants)
-    return {f"tensors from stage {stage.stage_index}": str(most)}
+    return {f"tensors from stage {stage.stage_index}": str(max(len(v.outputs) for v in variants))}
 
 
 def _mode(batch: Batch) -> tuple[Any, ...]:
