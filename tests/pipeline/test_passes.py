@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.collectives.agreement import Agreement
-from lowbit.collectives.failure import described
+from lowbit.collectives.failure import PeerError, described
 from lowbit.pipeline import LowBitStage
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
@@ -502,6 +502,30 @@ def mixed(codec: Codec) -> None:
         taken(runs[0], runs[0].runner, True, *data(50, ROWS, 3))
     finally:
         assert stage.traffic.forward_bytes + stage.traffic.backward_bytes == 0
+
+
+def interrupted() -> float:
+    """Rank 1 is interrupted in a step; the others hear of it at once."""
+    run = toy.Run("1f1b", toy.lowbit(forward=FP32, backward=FP32, timeout=60))
+    run.train(0)
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+
+        def interrupt(x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+        run.stages[0].submod.forward = interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            run.train(1)
+    else:
+        with pytest.raises(PeerError, match="gave up: KeyboardInterrupt") as caught:
+            run.train(1)
+        assert caught.value.rank == 1
+    return time.monotonic() - start
+
+
+def test_an_interrupt_is_told_to_all(ranks: Ranks):
+    assert max(ranks.run(interrupted, ranks=3)) < 20
 
 
 def loads_alone() -> None:

@@ -83,8 +83,8 @@ class Settings:
         links: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
         boundaries: formats of activations, by name or in full, or of both ways, such as "int4 / int6"; stock-fp32 and
             stock-bf16 are PyTorch's own stage.
-        backward: format of gradients beside low-bit activations that do not name their own; absent: what belongs to
-            each. fp32, bf16 and fp16 travel alike both ways.
+        backward: format of gradients beside low-bit activations that do not name their own; absent: the default of the
+            activations' format. fp32, bf16 and fp16 are used both ways.
         ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
         splits: schedule/stages on each rank/micro-batches, such as 1F1B/1/8, to measure each with every boundary in the
             place of these three.

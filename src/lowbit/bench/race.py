@@ -46,7 +46,7 @@ class Settings:
     Args:
         links: a race on each: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
         boundaries: formats of activations, by name or in full, or of both ways, such as "int4 / int6"; backward: of the
-            gradients beside few-bit activations that do not name their own; absent: what belongs to each.
+            gradients beside few-bit activations that do not name their own; absent: the default.
         ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
         dim, layers, heads, kv_heads, ffn: of the Llama that is trained (0: as usual). batch: samples in a step;
             sequence: tokens of a sample.

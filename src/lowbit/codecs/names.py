@@ -73,7 +73,7 @@ def pair_name(text: str) -> str:
     """A boundary's name for tables: of two formats of one class in full, what they share is said once.
 
     "GroupInt(bits=4, group=32) / GroupInt(bits=6, group=32)" becomes "GroupInt(bits=4/6, group=32)". Two equal formats
-    stay as they are: one name alone would say that gradients have what belongs to it (`gradients_beside`).
+    stay as they are: one name alone means that gradients use its default (`gradients_beside`).
     """
     if PAIR not in text or "(" not in text:
         return text

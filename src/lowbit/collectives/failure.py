@@ -94,7 +94,7 @@ class FailureBoard:
         except RuntimeError as error:
             raise self.blame(peer, error) from error
 
-    def give_up(self, error: Exception, sever: Callable[[], None]) -> None:
+    def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
         """Leave word of why this rank cannot go on, then end its connections, at which the others look for the reason.
 
         Args:

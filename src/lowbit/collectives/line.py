@@ -46,9 +46,8 @@ class Call:
         timeout: seconds in which the failure of a peer is to be noticed.
         work: the algorithm.
         transport: "auto": messages where the backend has tags.
-        layer: of what alike calls are about: they need no agreement of their own, but messages of different ones never
-            match, so that a rank that is in another one is found out. Without messages, which have tags, only checksums
-            tell.
+        layer: name of the layer that this call belongs to. Calls that differ in it alone share an agreement, and a rank in
+            another layer is noticed: by the messages' tags or, without messages, by the checksums.
         checksums: whether a checksum follows every payload.
     """
 

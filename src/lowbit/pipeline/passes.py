@@ -140,8 +140,6 @@ class Passes:
                 self._announcements.finish()
         except BaseException as error:
             self._broken = described(error)
-            if not isinstance(error, Exception):  # an interrupt, which ends this rank
-                raise
             if not getattr(error, "on_all_ranks", False) or isinstance(error, _Conflict):
                 self._board.give_up(error, self._stages[0].transport.sever)
             if isinstance(error, _Conflict):
@@ -295,10 +293,7 @@ class Passes:
         tags = self._tags + made.tags(self._stages[0].num_stages - 1)
         if tags > self._last_tag:
             agreement.linger()
-            return (
-                None,
-                f"no tags are left after {len(self._agreed)} configurations of this pipeline",
-            )
+            return None, f"no tags are left after the pipeline's {made.number} configurations"
         self._tags = tags
         return made, ""
 

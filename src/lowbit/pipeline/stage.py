@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +105,6 @@ class LowBitStage(HookedStage):
         self._samples: Tensor | None = None
         self._passes: Passes | None = None  # shared by the stages of this rank
         self._configuration: Configuration | None = None  # of this pass
-        self._board: FailureBoard | None = None
         self._ranks: Sequence[str] = ()
         self._told = ""
         self._expected: set[tuple[Direction, int, int]] = set()  # and not used yet
@@ -213,7 +211,7 @@ class LowBitStage(HookedStage):
             ValueError: a codec needs sample ids, which are missing or not all different.
         """
         self.transport.begin(board, number)
-        self._board, self._ranks = board, ranks
+        self._ranks = ranks
         self._told = ("" if batch.training else "evaluation before ") + f"step {self.steps}"
         self._step = Step.numbered(self.steps, self.warmup_steps, training=batch.training)
         self._step = replace(self._step, keys=self._keys(batch.micro_batches))
@@ -262,17 +260,15 @@ class LowBitStage(HookedStage):
         """What the stage before sends: the layouts of its outputs.
 
         Raises:
-            PeerError: something else came.
+            PeerError: something else came. RuntimeError: nothing did.
         """
         peer = self.rank_of(self.stage_index - 1)
-        with self._board.blaming(peer) if self._board else nullcontext():
-            return shapes.receive(self._group, peer, self.transport.device, self.limit)
+        return shapes.receive(self._group, peer, self.transport.device, self.limit)
 
     def layouts_to_above(self, layouts: Sequence[Tensor]) -> None:
         """Tell the next stage the layouts of this one's outputs."""
         peer = self.rank_of(self.stage_index + 1)
-        with self._board.blaming(peer) if self._board else nullcontext():
-            shapes.send(layouts, self._group, peer, self.transport.device, self.limit)
+        shapes.send(layouts, self._group, peer, self.transport.device, self.limit)
 
     # What `HookedStage` asks for.
 

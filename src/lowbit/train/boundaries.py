@@ -44,7 +44,7 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
 
 
 def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
-    """Names of the gradients' codecs: `pipeline.backward`, or what belongs to each of `pipeline.forward`.
+    """Names of the gradients' codecs: `pipeline.backward`, or the default beside each of `pipeline.forward`.
 
     A stock stage has none, so there it is what the configuration holds.
 
