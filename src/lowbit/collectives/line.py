@@ -46,7 +46,7 @@ class Call:
         timeout: seconds in which the failure of a peer is to be noticed.
         work: the algorithm.
         transport: "auto": messages where the backend has tags.
-        layer: name of the layer that this call belongs to. Calls that differ in it alone share an agreement, and a rank in
+        layer: name of the layer that makes this call. Calls that differ in it alone share an agreement, and a rank in
             another layer is noticed: by the messages' tags or, without messages, by the checksums.
         checksums: whether a checksum follows every payload.
     """
