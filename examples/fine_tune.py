@@ -29,7 +29,7 @@ def load(folder: str) -> tuple[Any, Any, Tensor]:
         return model.train(), tokenizer, ids
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).train(), None, torch.tensor(list(text.encode()))
 
 
@@ -52,9 +52,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="", help="local folder in Hugging Face format")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument(
-        "--lr", type=float, help="2e-5; for the tiny Llama, which starts from nothing, 2e-3"
-    )
+    parser.add_argument("--lr", type=float, help="2e-5; for the tiny Llama, which starts from nothing, 2e-3")
     parser.add_argument("--output", default="", help="folder for the fine-tuned model")
     options = parser.parse_args()
     model, tokenizer, ids = load(options.model)

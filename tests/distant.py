@@ -38,9 +38,7 @@ async def _proxy(pipe: Connection, port: int, seconds: float) -> None:
     await server.serve_forever()
 
 
-async def _carry(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float
-) -> None:
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
     """Pass on what comes, each piece `seconds` after it came, while later ones are under way already."""
     loop = asyncio.get_running_loop()
     while piece := await reader.read(1 << 16):

@@ -29,9 +29,7 @@ _IMPORTED = [
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Where to start processes: `CONTEXT.Process(target=..., args=...)`."""
-CONTEXT.set_forkserver_preload(
-    _IMPORTED
-)  # for all that this process starts so, `lowbit.bench.jobs` too
+CONTEXT.set_forkserver_preload(_IMPORTED)  # for all that this process starts so, `lowbit.bench.jobs` too
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,7 @@ class Done:
     output: str
 
 
-def run_script(
-    script: Path, *arguments: str, ranks: int = 0, timeout: float = 280, folder: Path
-) -> Done:
+def run_script(script: Path, *arguments: str, ranks: int = 0, timeout: float = 280, folder: Path) -> Done:
     """Run a script as `__main__` in `folder`, alone or as the ranks that torchrun would start; nothing outlives this.
 
     A script that takes longer ends with code -9.
@@ -84,9 +80,7 @@ def _wait(processes: Sequence[BaseProcess], timeout: float) -> None:
         process.join()
 
 
-def _run(
-    script: str, arguments: Sequence[str], environment: dict[str, str], folder: str, log: str
-) -> None:
+def _run(script: str, arguments: Sequence[str], environment: dict[str, str], folder: str, log: str) -> None:
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -106,9 +100,7 @@ class Module:
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], **pipes: Any) -> None:
         (read, write), (answers, answer) = CONTEXT.Pipe(False), CONTEXT.Pipe(False)
-        self._process = CONTEXT.Process(
-            target=_module, args=(argv[-1], dict(env), read, answer), daemon=True
-        )
+        self._process = CONTEXT.Process(target=_module, args=(argv[-1], dict(env), read, answer), daemon=True)
         self._process.start()
         self.stdin, self.stdout = (
             os.fdopen(os.dup(write.fileno()), "w"),
@@ -133,9 +125,7 @@ class Module:
             pipe.close()
 
 
-def _module(
-    name: str, environment: dict[str, str], orders: Connection, answers: Connection
-) -> None:
+def _module(name: str, environment: dict[str, str], orders: Connection, answers: Connection) -> None:
     os.dup2(orders.fileno(), 0)
     os.dup2(answers.fileno(), 1)
     orders.close()

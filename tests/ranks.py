@@ -41,20 +41,14 @@ class Ranks:
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._ready = [False] * size
 
-    def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150) -> list[Any]:
         """What `function(*args)` returned on each rank. Fails the test if it failed on any."""
         outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout)
         failures = {r: o for r, o in enumerate(outcomes) if isinstance(o, Failure)}
-        assert not failures, "\n".join(
-            f"rank {r}: {f.kind}: {f.text}\n{f.trace}" for r, f in failures.items()
-        )
+        assert not failures, "\n".join(f"rank {r}: {f.kind}: {f.text}\n{f.trace}" for r, f in failures.items())
         return outcomes
 
-    def outcomes(
-        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150
-    ) -> list[Any]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150) -> list[Any]:
         """What `function(*args)` returned on each rank, or the `Failure` that it met there."""
         self.start(ranks)
         self._runs += 1
@@ -142,9 +136,7 @@ def process_group(rank: int, ranks: int, store: Store) -> Iterator[None]:
     torch.manual_seed(1234 + rank)
     # A group whose making failed here was counted here only: the name of the next one would differ among the ranks.
     distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     try:
         dist.barrier()  # else one may end while another still connects
         yield

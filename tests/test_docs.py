@@ -22,13 +22,9 @@ from tests.forked import run_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    path
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
-    if path.exists()
+    path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()
 ]
-FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S
-)
+FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\((?!\w+:|#)([^)#\s]+)")
 
 
@@ -50,9 +46,7 @@ class Block:
 def blocks(text: str) -> Iterator[Block]:
     for found in FENCE.finditer(text):
         indent, info = found["indent"], found["info"].split() or [""]
-        body = "".join(
-            line.removeprefix(indent) for line in found["body"].splitlines(keepends=True)
-        )
+        body = "".join(line.removeprefix(indent) for line in found["body"].splitlines(keepends=True))
         line = text.count("\n", 0, found.start("body")) + 1
         yield Block(info[0], tuple(info[1:]), body, line)
 

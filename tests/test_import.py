@@ -47,9 +47,7 @@ PUBLIC = {
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "
         "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"
     ),
-    "lowbit.train": (
-        "ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"
-    ),
+    "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
 }
 
 

@@ -12,12 +12,8 @@ UNSAFE = re.compile(
     r"marshal|joblib|yaml|multiprocessing|shell"
 )
 EXCEPT = {
-    "activations/hooks.py": {
-        "multiprocessing"
-    },  # torch's, for a class that knows one storage from another
-    "bench/jobs.py": {
-        "multiprocessing"
-    },  # pipes to processes that it started itself, on this machine
+    "activations/hooks.py": {"multiprocessing"},  # torch's, for a class that knows one storage from another
+    "bench/jobs.py": {"multiprocessing"},  # pipes to processes that it started itself, on this machine
 }
 
 
@@ -73,7 +69,5 @@ def test_what_runs_code_is_seen(source: str, expected: set[str]):
 
 
 def test_nothing_received_or_read_can_run_code():
-    found = {
-        str(file.relative_to(SOURCE)): unsafe(file.read_text()) for file in SOURCE.rglob("*.py")
-    }
+    found = {str(file.relative_to(SOURCE)): unsafe(file.read_text()) for file in SOURCE.rglob("*.py")}
     assert {file: names for file, names in found.items() if names} == EXCEPT

@@ -12,8 +12,7 @@ from lowbit.activations.budget import CHOSEN, WIDTHS, StageCost, plan_bits
 from lowbit.activations.in_flight import in_flight, order_of
 
 ERRORS = {
-    kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]}
-    for kind, scale in zip(CHOSEN, (3, 1, 2), strict=True)
+    kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]} for kind, scale in zip(CHOSEN, (3, 1, 2), strict=True)
 }
 
 
@@ -33,12 +32,9 @@ def test_nothing_that_fits_loses_less():
         plan = plan_bits(flight, costs, ERRORS, device_bytes=limit)
         for stage, one in enumerate(costs):
             errors = [
-                sum((ERRORS[kind] | {16: 0})[b] ** 2 for kind, b in zip(CHOSEN, bits, strict=True))
-                / 2
+                sum((ERRORS[kind] | {16: 0})[b] ** 2 for kind, b in zip(CHOSEN, bits, strict=True)) / 2
                 for bits in itertools.product(WIDTHS, repeat=3)
-                if one.fixed
-                + flight.peak(stage) * one.per_microbatch(dict(zip(CHOSEN, bits, strict=True)))
-                <= limit
+                if one.fixed + flight.peak(stage) * one.per_microbatch(dict(zip(CHOSEN, bits, strict=True))) <= limit
             ]
             found = plan.stages[stage]
             assert found.error == pytest.approx(math.sqrt(min(errors)), rel=1e-12)
@@ -46,12 +42,8 @@ def test_nothing_that_fits_loses_less():
             assert found.saved_bytes == found.held * one.per_microbatch(found.bits)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "each"), [("1F1B", 4, 1), ("InterleavedZeroBubble", 2, 2)]
-)
-def test_more_bytes_never_lose_more_and_late_stages_get_more_bits(
-    schedule: str, ranks: int, each: int
-):
+@pytest.mark.parametrize(("schedule", "ranks", "each"), [("1F1B", 4, 1), ("InterleavedZeroBubble", 2, 2)])
+def test_more_bytes_never_lose_more_and_late_stages_get_more_bits(schedule: str, ranks: int, each: int):
     flight = held(schedule, ranks, each)
     costs = [cost() for _ in flight.stages]
     least = plan_bits(flight, costs, ERRORS, device_bytes=1 << 40).least
@@ -74,9 +66,7 @@ def test_more_bytes_never_lose_more_and_late_stages_get_more_bits(
 def test_too_little_says_how_much_would_do():
     flight, costs = held("1F1B", 2), [cost(), cost()]
     least = 5000 + 2 * (1000 + 2 * 450)
-    with pytest.raises(
-        ValueError, match=rf"device_bytes is 8,000; allowed: at least {least:,}, which rank 0 needs"
-    ):
+    with pytest.raises(ValueError, match=rf"device_bytes is 8,000; allowed: at least {least:,}, which rank 0 needs"):
         plan_bits(flight, costs, ERRORS, device_bytes=8000)
     plan = plan_bits(flight, costs, ERRORS, device_bytes=least)
     assert plan.least == least == plan.device_bytes[0]
@@ -126,9 +116,7 @@ def test_what_goes_with_the_inputs_pass_and_what_comes_with_it():
 
 
 def test_what_stays_on_a_rank_counts_once():
-    ends = in_flight(
-        {0: ["0F0", "3F0", "3I0", "3W0", "0B0"], 1: ["1F0", "2F0", "2I0", "2W0", "1B0"]}
-    )
+    ends = in_flight({0: ["0F0", "3F0", "3I0", "3W0", "0B0"], 1: ["1F0", "2F0", "2I0", "2W0", "1B0"]})
     assert [ends.stays(stage) for stage in range(4)] == [False, True, False, False]
     costs = [cost(0, 0, 0, other=0, fixed=0, output=10, inputs=7) for _ in range(4)]
     plan = plan_bits(ends, costs, ERRORS, device_bytes=1 << 40)
@@ -169,9 +157,7 @@ def test_wrong_input_is_refused():
     flight = held("1F1B", 2)
     with pytest.raises(ValueError, match="costs has 1 stages; allowed: 2"):
         plan_bits(flight, [cost()], ERRORS, device_bytes=1 << 40)
-    with pytest.raises(
-        ValueError, match="sensitivities has nothing for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"
-    ):
+    with pytest.raises(ValueError, match="sensitivities has nothing for 'mlp' at 2, 3, 4, 5, 6, 7, 8 bits"):
         plan_bits(flight, [cost(), cost()], {**ERRORS, "mlp": {}}, device_bytes=1 << 40)
     bad = {**ERRORS, "norm": ERRORS["norm"] | {2: math.nan}}
     with pytest.raises(ValueError, match="sensitivities is nan for 'norm' at 2 bits"):

@@ -188,9 +188,7 @@ def test_layer_types_by_where_they_are():
     assert layer_type([top, nn.Embedding(2, 2)]) == "embedding"
 
 
-@pytest.mark.parametrize(
-    ("linear", "types"), [(4, {"norm"}), (8, {"norm"}), (16, {"norm", "linear"})]
-)
+@pytest.mark.parametrize(("linear", "types"), [(4, {"norm"}), (8, {"norm"}), (16, {"norm", "linear"})])
 def test_a_linear_layer_takes_what_a_norm_keeps_in_more_bits(linear: int, types: set[str]):
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -51,10 +51,7 @@ class Watched(LowBitStage):
 
     def _look(self) -> None:
         if self.kept is not None:
-            found = {
-                t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                for t in held_by(self.stages)
-            }
+            found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_by(self.stages)}
             beside = sum(size for key, size in found.items() if key not in self.kept._storages)
             Watched.most = max(Watched.most, self.kept.now + beside)
 
@@ -62,13 +59,9 @@ class Watched(LowBitStage):
 def held_by(stages: list[PipelineStage]) -> Iterator[torch.Tensor]:
     """Tensors that stages of PyTorch hold, and their gradients; token ids aside."""
     for stage in stages:
-        forward = (
-            getattr(stage, "_forward_chunk_states", None) or stage.fwd_cache
-        )  # since 2.15, before
+        forward = getattr(stage, "_forward_chunk_states", None) or stage.fwd_cache  # since 2.15, before
         kept = [getattr(one, "__dict__", one) for one in forward.values()]
-        for leaf in tree_leaves(
-            [kept, *stage.backward_state.values(), *stage._handed_over.values()]
-        ):
+        for leaf in tree_leaves([kept, *stage.backward_state.values(), *stage._handed_over.values()]):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 yield leaf
                 if leaf.is_leaf and leaf.grad is not None:

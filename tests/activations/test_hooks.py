@@ -38,11 +38,7 @@ def test_each_storage_is_coded_once_however_it_is_looked_at():
     weights = [torch.randn(WIDE, WIDE, requires_grad=True) for _ in range(3)]
     with low_bit_saved(LayerAware(bits=8)), Calls() as calls:
         h = x * 1
-        y = (
-            h @ weights[0]
-            + h.transpose(0, 1).transpose(0, 1) @ weights[1]
-            + h.view(-1, WIDE).view_as(h) @ weights[2]
-        )
+        y = h @ weights[0] + h.transpose(0, 1).transpose(0, 1) @ weights[1] + h.view(-1, WIDE).view_as(h) @ weights[2]
     assert calls.count["group_int_encode"] == 1
     y.sum().backward()
     wanted = x.detach().view(-1, WIDE).t().sum(1, keepdim=True).expand(WIDE, WIDE)
@@ -79,9 +75,7 @@ def test_attention_stays_as_it_is_unless_told(attention: int, coded: int):
     wanted = attend(x_) @ torch.eye(WIDE, requires_grad=True)
     with low_bit_saved(LayerAware(bits=4, attention=attention)), Calls() as calls:
         y = attend(x) @ torch.eye(WIDE, requires_grad=True)
-    assert (
-        calls.count["group_int_encode"] == coded
-    )  # q, k, v and the output, which the product saves, too
+    assert calls.count["group_int_encode"] == coded  # q, k, v and the output, which the product saves, too
     y.square().sum().backward()
     wanted.square().sum().backward()
     assert x.grad is not None

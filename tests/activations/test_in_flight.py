@@ -28,16 +28,12 @@ def test_schedules_that_are_known_by_heart(ranks: int, microbatches: int):
         ("DualPipeV", 2, 2, 4, [4, 3, 2, 1]),
     ],
 )
-def test_schedules_of_several_stages(
-    schedule: str, ranks: int, each: int, microbatches: int, expected: list[int]
-):
+def test_schedules_of_several_stages(schedule: str, ranks: int, each: int, microbatches: int, expected: list[int]):
     assert peaks(schedule, ranks, each, microbatches) == expected
 
 
 def test_a_list_by_hand():
-    held = in_flight(
-        {3: ["0F0", None, "1F0", "0F1", "0B0", "1SEND_B0", "1I0", "1F1", "1W0", "1B1", "0B1"]}
-    )
+    held = in_flight({3: ["0F0", None, "1F0", "0F1", "0B0", "1SEND_B0", "1I0", "1F1", "1W0", "1B1", "0B1"]})
     none = {0: 0, 1: 0}
     first, last = (
         Moment(held={0: 2, 1: 1}, halfway=none),

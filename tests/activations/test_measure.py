@@ -21,9 +21,7 @@ IDS = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def model() -> Any:
-    return build_model(
-        ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=32, seed=0
-    ).train()
+    return build_model(ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=32, seed=0).train()
 
 
 def loss_of(model: Any) -> Tensor:
@@ -32,9 +30,7 @@ def loss_of(model: Any) -> Tensor:
 
 
 def test_gradients_between_two_passes_are_counted_once_and_without_those_at_the_ends():
-    layers = nn.Sequential(
-        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8)
-    )
+    layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
     x = torch.randn(5, 8, requires_grad=True)
     y = layers(x)
     assert bytes_between_passes(y, torch.ones(5, 8), x, layers.parameters()) == 4 * 5 * (16 + 24)
@@ -48,13 +44,9 @@ def test_errors_fall_with_bits_and_the_model_comes_back(model: Any):
     found = sensitivities(model, lambda: loss_of(model), widths=(3, 6, 16))
     for kind in ("norm", "mlp"):
         assert 0.02 < found[kind][3] < 0.5
-        assert found[kind][6] == pytest.approx(
-            found[kind][3] * 7 / 63, rel=0.5
-        )  # steps are 9 times finer
+        assert found[kind][6] == pytest.approx(found[kind][3] * 7 / 63, rel=0.5)  # steps are 9 times finer
         assert found[kind][16] == 0
-    assert set(found["linear"].values()) == {
-        0.0
-    }  # every linear layer's input follows from something that is kept
+    assert set(found["linear"].values()) == {0.0}  # every linear layer's input follows from something that is kept
     after = gradients(model, lambda: loss_of(model))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in model.parameters())
@@ -80,13 +72,9 @@ def test_bytes_fall_with_bits(model: Any):
 
 
 def test_a_loss_that_differs_from_call_to_call_is_refused(model: Any):
-    with pytest.raises(
-        ValueError, match="loss gives gradients that differ by .* between two calls"
-    ):
+    with pytest.raises(ValueError, match="loss gives gradients that differ by .* between two calls"):
         sensitivities(model, lambda: loss_of(model) * torch.rand(()))
-    with pytest.raises(
-        ValueError, match="loss gives gradients of norm 0.0; allowed: finite, above 0"
-    ):
+    with pytest.raises(ValueError, match="loss gives gradients of norm 0.0; allowed: finite, above 0"):
         sensitivities(model, lambda: loss_of(model) * 0)
 
 

@@ -83,9 +83,7 @@ def test_dropout_that_is_turned_on_later_drops():
 
 
 @pytest.mark.parametrize(("linear", "norm", "stored"), [(8, 4, [8]), (6, 6, [6]), (4, 8, [4, 8])])
-def test_a_norm_after_a_linear_layer_takes_what_that_kept_if_it_will_do(
-    linear: int, norm: int, stored: list[int]
-):
+def test_a_norm_after_a_linear_layer_takes_what_that_kept_if_it_will_do(linear: int, norm: int, stored: list[int]):
     plain = nn.LayerNorm(DIM)
     ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
     compress_saved_(ours, LayerAware(linear=linear, norm=norm))

@@ -104,9 +104,7 @@ def test_a_llama_keeps_a_payload_for_each_norm_gate_and_up():
     payloads = 2 * (2 * wide.nbytes((ROWS, LENGTH, DIM)) + 2 * narrow.nbytes((ROWS, LENGTH, FFN)))
     assert found[torch.uint8] == payloads + wide.nbytes((ROWS, LENGTH, DIM))
     positions = ROWS * LENGTH
-    attention = (
-        2 * 4 * positions * (3 * DIM + 4)
-    )  # q, k, v with half the heads, out, the log of its sums
+    attention = 2 * 4 * positions * (3 * DIM + 4)  # q, k, v with half the heads, out, the log of its sums
     tables = 2 * 4 * LENGTH * DIM // 4  # of positions
     loss = 4 * positions * VOCAB + 4
     assert found[torch.float32] == attention + tables + loss

@@ -27,9 +27,7 @@ def test_bytes_and_errors_of_every_method(settings: Settings, tmp_path: Path):
         found = {row["method"]: row for row in rows}
         errors = {row["method"]: row for row in summary(rows)}
         assert all(len(errors) == 2 for errors in found["low-bit"]["errors"].values())
-        assert {"norm", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "embedding"} <= errors[
-            PLAIN
-        ].keys()
+        assert {"norm", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "embedding"} <= errors[PLAIN].keys()
         assert errors[PLAIN]["all"] < 1e-5
         size = {method: row["saved_bytes"] for method, row in found.items()}
         assert size["int4-uniform"] < size["low-bit+attention-4"] < size["low-bit"] < size[PLAIN]

@@ -100,9 +100,7 @@ def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pyt
     assert len(seen) == 2
     assert len(layer.layers) == 1
     seconds = {"copy": 1.0, "encode": 2.0, "decode": 3.0, "checksum": 0.25, "layer": 100.0}
-    monkeypatch.setattr(
-        timing, "in_turn", lambda given, **_: {name: [seconds[name]] * 2 for name in given}
-    )
+    monkeypatch.setattr(timing, "in_turn", lambda given, **_: {name: [seconds[name]] * 2 for name in given})
     monkeypatch.setattr(timing, "last_level_cache", lambda device: 2**10)
     settings = Settings(
         codecs=("int4",), dtypes=("float32",), threads=(1,), data=("gaussian",), shape=(1, 32, 128),
@@ -119,7 +117,7 @@ def test_a_codec_that_sleeps_is_slow(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(GroupInt, "_encode", lambda self, x, payload: torch.arange(10**7).sum())
     settings = Settings(
         codecs=("int4",), dtypes=("float32",), threads=(1,), data=("gaussian",), shape=(1, 64, 512), rounds=3
-    )  # fmt: skip
+    )
     (row,) = run(settings).rows
     assert row["encode_share_of_copy"] < 0.1
     assert row["encode_gb_s"] < row["copy_gb_s"] / 10

@@ -74,9 +74,7 @@ def test_a_file_is_gone_on_with(settings: Settings, trained: list[str], tmp_path
     assert trained == []
 
 
-def test_rows_are_written_as_they_come(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_rows_are_written_as_they_come(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def finish(tasks: list[Any], *, jobs: int, threads: int):
         yield {"boundary": "fp32", "seed": 0, "regime": "scratch-warmup", "loss": 1.0}
         raise KeyboardInterrupt
@@ -87,19 +85,13 @@ def test_rows_are_written_as_they_come(
     assert len(Report.read_json(tmp_path / "c.json").rows) == 1
 
 
-def test_rows_of_other_settings_are_not_mixed_in(
-    settings: Settings, trained: list[str], tmp_path: Path
-):
+def test_rows_of_other_settings_are_not_mixed_in(settings: Settings, trained: list[str], tmp_path: Path):
     run(settings, file=tmp_path / "c.json")
-    with pytest.raises(
-        ValueError, match=r"holds runs with lr 0.001; this call has 0.1: name another"
-    ):
+    with pytest.raises(ValueError, match=r"holds runs with lr 0.001; this call has 0.1: name another"):
         run(dataclasses.replace(settings, lr=0.1), file=tmp_path / "c.json")
 
 
-def test_rows_of_a_boundary_with_other_formats_are_not_mixed_in(
-    settings: Settings, trained: list[str], tmp_path: Path
-):
+def test_rows_of_a_boundary_with_other_formats_are_not_mixed_in(settings: Settings, trained: list[str], tmp_path: Path):
     file = tmp_path / "c.json"
     six = "GroupInt(bits=6, group=32, symmetric=True)"  # what older files say in their settings
     run(dataclasses.replace(settings, backward=six), file=file)
@@ -127,9 +119,7 @@ def test_real_runs_in_two_processes(settings: Settings, tmp_path: Path):
 
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-    ),
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
 ]
 
 
@@ -227,9 +217,7 @@ def test_wrong_settings_are_refused(wrong: dict, message: str):
         Settings(**wrong)
 
 
-def test_missing_text_is_an_error_before_anything_is_trained(
-    settings: Settings, trained: list[str]
-):
+def test_missing_text_is_an_error_before_anything_is_trained(settings: Settings, trained: list[str]):
     with pytest.raises(ValueError, match="no such file"):
         run(dataclasses.replace(settings, finetune_text=("missing.txt",)))
     assert trained == []

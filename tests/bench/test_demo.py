@@ -38,9 +38,7 @@ def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monkey
     demo.check_output(Path("demo"))  # it may be run again
 
 
-@pytest.mark.parametrize(
-    "name", ["report.json", "demo.png", "fp32/metrics.jsonl", "tah-quant/config.json"]
-)
+@pytest.mark.parametrize("name", ["report.json", "demo.png", "fp32/metrics.jsonl", "tah-quant/config.json"])
 def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")

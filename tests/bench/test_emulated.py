@@ -79,15 +79,11 @@ def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
 
 def test_policies_have_names():
     assert activation_policy("int4") is None
-    with pytest.raises(
-        ValueError, match="boundary is 'activations:4'; allowed: activations:low-bit, act"
-    ):
+    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:low-bit, act"):
         activation_policy("activations:4")
 
 
-def first_losses(
-    recipe: Recipe, forward: Codec, backward: Codec = INT6, *, seed: int = 0
-) -> list[float]:
+def first_losses(recipe: Recipe, forward: Codec, backward: Codec = INT6, *, seed: int = 0) -> list[float]:
     losses: list[float] = []
 
     def keep(step: int, loss: float) -> None:
@@ -181,15 +177,11 @@ def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Recipe
 def test_precision_is_that_of_the_computation(recipe: Recipe):
     rounded = dataclasses.replace(recipe, precision="bf16")
     assert first_losses(rounded, FP32, FP32) != first_losses(recipe, FP32, FP32)
-    assert first_losses(rounded, FP32, FP32) == pytest.approx(
-        first_losses(recipe, FP32, FP32), rel=0.01
-    )
+    assert first_losses(rounded, FP32, FP32) == pytest.approx(first_losses(recipe, FP32, FP32), rel=0.01)
 
 
 def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
-    torch.save(
-        build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt"
-    )
+    torch.save(build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt")
     started = dataclasses.replace(recipe, start=str(tmp_path / "w.pt"))
     # The data order is the seed's, the weights are not.
     first = first_losses(started, FP32, FP32)[0]
@@ -202,7 +194,7 @@ def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
 @pytest.mark.parametrize(
     ("family", "expected"),
     [("llama", ["model.layers.1", "model.layers.3"]), ("gpt2", ["transformer.h.1", "transformer.h.3"])],
-)  # fmt: skip
+)
 def test_boundaries_lie_where_stages_are_cut(family: str, expected: list[str]):
     config = ModelConfig(family=family, dim=32, layers=5, heads=2)
     model = build_model(config, vocab=256, sequence=16, seed=0)

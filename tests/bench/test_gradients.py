@@ -46,9 +46,7 @@ def rows_of(report: Report, rate: float | None = None) -> dict[str, Any]:
 
 
 def test_rows_have_the_agreed_fields(report: Report):
-    agreed = (
-        "format link_mbit ranks numel ms speedup_fp32 speedup_bf16 bits_per_element relative_error"
-    )
+    agreed = "format link_mbit ranks numel ms speedup_fp32 speedup_bf16 bits_per_element relative_error"
     for row in report.rows:
         assert row.keys() >= set(agreed.split())
         assert row["ms_low"] <= row["ms"] <= row["ms_high"]

@@ -29,7 +29,7 @@ ROWS = [
 PAIRS = [
     row("scratch", f"SubspaceQuant(rank={r}, bits=2) / SubspaceQuant(rank={r}, bits=4)", 0, 0.9, r / 10000 - 0.1)
     for r in (8, 16)
-]  # fmt: skip
+]
 REPORT = Report(command="bench convergence", settings={}, machine={}, rows=ROWS)
 
 
@@ -71,8 +71,7 @@ def test_the_picture_has_a_panel_for_each_regime_and_a_point_for_each_boundary(
     losses.draw(dataclasses.replace(REPORT, rows=ROWS + PAIRS), tmp_path / "losses.png")
     (figure,) = figures
     panels = {
-        axes.get_title(loc="left"): {text.get_text().replace("\n", " ") for text in axes.texts}
-        for axes in figure.axes
+        axes.get_title(loc="left"): {text.get_text().replace("\n", " ") for text in axes.texts} for axes in figure.axes
     }
     names = {f"SubspaceQuant(rank={rank}, bits=2/4)" for rank in (8, 16)}
     assert panels == {"from scratch, no warm-up": {"int4", *names}}, "fp32 is the line at zero"

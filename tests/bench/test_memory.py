@@ -91,9 +91,7 @@ def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
     assert places == [(32, "bf16"), (32, "low-bit"), (64, "bf16"), (64, "low-bit")]
     assert [row["saved_vs_bf16"] for row in report.rows] == [1, 0.5, 1, 0.5]
     assert Report.read_json(file).rows == report.rows
-    with pytest.raises(
-        ValueError, match="holds rows with dim 32; this call has 64: name another file"
-    ):
+    with pytest.raises(ValueError, match="holds rows with dim 32; this call has 64: name another file"):
         run(dataclasses.replace(both, dim=64), file=file)
 
 
@@ -101,9 +99,7 @@ def test_rows_are_shown_and_drawn(settings: Settings, tmp_path: Path):
     from rich.console import Console
 
     rows = [
-        fake(settings, m, 64)
-        | dict.fromkeys(("saved_vs_bf16", "peak_vs_bf16", "time_vs_bf16"), 0.5)
-        for m in METHODS
+        fake(settings, m, 64) | dict.fromkeys(("saved_vs_bf16", "peak_vs_bf16", "time_vs_bf16"), 0.5) for m in METHODS
     ]
     report = Report(command="bench memory", settings=settings, machine={}, rows=rows)
     console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
@@ -122,9 +118,7 @@ def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
     monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
     weights = []
     for method in ("low-bit", "low-bit+8bit"):
-        model = build_model(
-            ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=16, seed=0
-        ).train()
+        model = build_model(ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=16, seed=0).train()
         updates = Updates(method, model, OptimizerConfig(lr=1e-2))
         ids = torch.arange(32).view(2, 16)
         with kept_as(method, model, 4) as around:
@@ -132,9 +126,7 @@ def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
                 with around():
                     model(input_ids=one, labels=one).loss.backward()
         parameters = sum(p.nbytes for p in model.parameters())
-        assert updates.gradient_bytes() == pytest.approx(
-            parameters / (4 if "8bit" in method else 1), rel=0.03
-        )
+        assert updates.gradient_bytes() == pytest.approx(parameters / (4 if "8bit" in method else 1), rel=0.03)
         updates.step(2)
         assert updates.state_bytes() >= 2 * parameters
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -142,9 +134,7 @@ def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
     assert 0 < moved < 0.05
 
 
-def test_what_can_not_be_measured_is_said_first(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_can_not_be_measured_is_said_first(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="no such file"):
         run(dataclasses.replace(settings, text=("missing.txt",)))
     if not torch.cuda.is_available():
@@ -157,9 +147,7 @@ def test_what_can_not_be_measured_is_said_first(
 
 
 def test_a_process_that_fails_is_an_error(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    failed = subprocess.CompletedProcess(
-        [], 1, stdout="", stderr="Traceback\nMemoryError: no more\n"
-    )
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nMemoryError: no more\n")
     monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: failed)
     with pytest.raises(ChildProcessError, match="bf16 at sequence 64 failed: MemoryError: no more"):
         run(settings)

@@ -162,9 +162,7 @@ def test_no_link_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_distance_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        SlowLink, "available", staticmethod(lambda distance=False: "No TUN." if distance else None)
-    )
+    monkeypatch.setattr(SlowLink, "available", staticmethod(lambda distance=False: "No TUN." if distance else None))
     with pytest.raises(LinkUnavailable, match="No TUN. `--link 100mbit` measures without a dist"):
         run(dataclasses.replace(TINY, links=(Link(None), Link(100.0, rtt_ms=40))))
 

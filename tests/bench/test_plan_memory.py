@@ -15,7 +15,7 @@ from lowbit.cli.options import explanations
 
 TINY = Settings(
     ranks=2, microbatches=2, sequence=32, dim=64, layers=5, heads=2, error_tokens=32, error_steps=1, max_bytes=20_000
-)  # fmt: skip
+)
 
 
 def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
@@ -46,9 +46,7 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
     assert first["pipeline_bytes"] == 2 * activation  # outputs held
     assert last["pipeline_bytes"] == logits + activation  # and what it was given
     for row in (first, last):
-        assert row["device_bytes"] == sum(
-            row[f"{what}_bytes"] for what in ("fixed", "saved", "pipeline")
-        )
+        assert row["device_bytes"] == sum(row[f"{what}_bytes"] for what in ("fixed", "saved", "pipeline"))
     assert max(first["device_bytes"], last["device_bytes"]) <= first["budget"]
     assert first["error_all"] < first["error_int4"]
     too_small = CliRunner().invoke(app, ["plan", "memory", *words, "--budget", "1mb"])

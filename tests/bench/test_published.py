@@ -35,9 +35,7 @@ def test_ours_at_the_same_settings_loses_no_more_and_sends_no_more(allocation: s
 
 def test_tiles_of_low_entropy_have_eight_levels():
     x = torch.rand(1, 1, 640) + 1
-    x[..., 64:192] *= torch.linspace(0.01, 1, 64).repeat(
-        2
-    )  # unequal magnitudes: the two tiles of least entropy
+    x[..., 64:192] *= torch.linspace(0.01, 1, 64).repeat(2)  # unequal magnitudes: the two tiles of least entropy
     levels = [len(tile.unique()) for tile in PublishedProcedure().round_trip(x)[0, 0].split(64)]
     assert [count <= 8 for count in levels] == [False, True, True] + [False] * 7
 

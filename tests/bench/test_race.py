@@ -41,9 +41,7 @@ def racer(boundary: str, curve: list[tuple[float, float]]) -> Racer:
     return made
 
 
-@pytest.mark.parametrize(
-    ("target", "seconds"), [(2.0, 0.0), (1.5, 5.0), (1.0, 10.0), (0.9, 12.0), (0.5, None)]
-)
+@pytest.mark.parametrize(("target", "seconds"), [(2.0, 0.0), (1.5, 5.0), (1.0, 10.0), (0.9, 12.0), (0.5, None)])
 def test_seconds_between_evaluations_by_a_straight_line(target: float, seconds: float | None):
     curve = [(0.0, 2.0), (10.0, 1.0), (11.0, 1.1), (13.0, 0.7)]
     found = seconds_until(curve, target)

@@ -37,8 +37,7 @@ def test_everything_that_is_rounded_is_rounded() -> None:
     total = torch.zeros(4, 8)
     for rank in range(2):
         one, other = (
-            torch.autograd.grad(loss(x[i : i + 1], y[i : i + 1]), model.weight)[0]
-            for i in (2 * rank, 2 * rank + 1)
+            torch.autograd.grad(loss(x[i : i + 1], y[i : i + 1]), model.weight)[0] for i in (2 * rank, 2 * rank + 1)
         )
         total += codec.round_trip(codec.round_trip(one) + other)
     replicas = Replicas(model, codec)
@@ -66,6 +65,4 @@ def test_formats_by_name() -> None:
     with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
         Settings(boundaries=("gradients:fp8",), batch=3)
     with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
-        Replicas(nn.Linear(2, 2), Cast()).backward(
-            mean_square(nn.Linear(2, 2)), torch.zeros(3, 2), torch.zeros(3, 2)
-        )
+        Replicas(nn.Linear(2, 2), Cast()).backward(mean_square(nn.Linear(2, 2)), torch.zeros(3, 2), torch.zeros(3, 2))

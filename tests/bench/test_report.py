@@ -69,9 +69,7 @@ def test_a_narrow_terminal_folds_words_and_no_numbers():
     text = console.export_text()
     assert text.count("123.45") == text.count("number") == 8
     assert "…" not in text
-    assert "".join(line[:24].strip() for line in text.splitlines()[4:]).replace(" ", "") == (
-        name.replace(" ", "")
-    )
+    assert "".join(line[:24].strip() for line in text.splitlines()[4:]).replace(" ", "") == (name.replace(" ", ""))
 
 
 def test_table_shows_values_and_gaps():

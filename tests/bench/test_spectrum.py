@@ -66,7 +66,7 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
         app,
         ["bench", "spectrum", str(folder), str(text), *given, "--json", str(file), "--png", str(picture)],
         env={"COLUMNS": "160", "TERM": "dumb"},
-    )  # fmt: skip
+    )
     assert result.exit_code == 0, result.output
     assert "Backward, messages of 2 x 32 x 32" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -97,9 +97,7 @@ def test_a_line_has_only_what_all_boundaries_have(monkeypatch: pytest.MonkeyPatc
          "bits_per_element": bits, "decibels": decibels}
         for boundary, rank, bits, decibels in measured
     ]  # fmt: skip
-    spectrum_views.draw(
-        Report(command="bench spectrum", settings={}, machine={}, rows=rows), tmp_path / "a.png"
-    )
+    spectrum_views.draw(Report(command="bench spectrum", settings={}, machine={}, rows=rows), tmp_path / "a.png")
     line, points = drawn[0].axes[0].lines
     assert line.get_xydata().tolist() == [[2.0, 12.0], [3.0, 21.0]]
     assert points.get_xydata().tolist() == [[2.5, 20.0]]

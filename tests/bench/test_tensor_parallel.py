@@ -25,9 +25,7 @@ TINY = Settings(
 @pytest.fixture(scope="module")
 def report() -> Report:
     seen: list[int] = []
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # hosts would be processes that import everything anew
+    with pytest.MonkeyPatch.context() as patch:  # hosts would be processes that import everything anew
         patch.setattr(SlowLink, "available", staticmethod(lambda **_: "Not here."))
         patch.setattr(launch.subprocess, "Popen", Module)
         done = run(TINY, on_rows=lambda rows: seen.append(len(rows)))

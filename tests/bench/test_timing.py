@@ -6,9 +6,7 @@ from lowbit.bench import timing
 
 def test_operations_take_turns_on_changing_buffers():
     calls: list[tuple[str, int]] = []
-    operations = {
-        name: lambda i, name=name: calls.append((name, i)) for name in ("copy", "encode", "slow")
-    }
+    operations = {name: lambda i, name=name: calls.append((name, i)) for name in ("copy", "encode", "slow")}
     seconds = timing.in_turn(operations, rounds=3, buffers=4, fewer={"slow": 1})
     assert calls[:3] == [("copy", 0), ("encode", 0), ("slow", 0)]  # not timed
     assert [name for name, _ in calls[3:]] == ["copy", "encode", "slow"] + ["copy", "encode"] * 2

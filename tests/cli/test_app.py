@@ -59,9 +59,7 @@ def test_help_lists_the_commands():
 
 def test_help_needs_no_pytorch():
     program = "import sys, lowbit.cli; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], text=True, capture_output=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     assert done.stdout == "False\n"
 
 
@@ -109,7 +107,7 @@ def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ("run.steps", "optimizer.lr"),
         ),
     ],
-)  # fmt: skip
+)
 def test_how_to_go_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

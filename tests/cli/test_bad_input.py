@@ -55,7 +55,5 @@ def test_bad_input_is_one_line(command: str, line: str):
     result = CliRunner().invoke(app, command.split(), env=WIDE)
     assert result.exit_code == 2, (result.output, result.exception)
     assert line in result.stderr
-    assert result.stderr.strip().startswith(
-        "error: "
-    )  # after a bar of progress, where there was one
+    assert result.stderr.strip().startswith("error: ")  # after a bar of progress, where there was one
     assert result.stderr.strip().count("\n") == 0

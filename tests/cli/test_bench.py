@@ -44,7 +44,7 @@ def test_a_report_is_shown_written_and_drawn(tmp_path: Path):
         *("codecs", "--codec", "bf16,GroupInt(bits=4, group=32)", "--data", "gaussian", "--dtype", "float32"),
         *("--shape", "1,4,64", "--thread", "1", "--rounds", "1", "--no-reference"),
         *("--json", str(file), "--png", str(picture)),
-    )  # fmt: skip
+    )
     assert result.exit_code == 0, result.output
     assert "GroupInt(4, 32)" in result.stdout
     written = json.loads(file.read_text())
@@ -62,9 +62,7 @@ def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
         raise ValueError("enough")
 
     monkeypatch.setattr(pipeline, "run", run)
-    assert invoke("pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith(
-        "error: enough\n"
-    )
+    assert invoke("pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith("error: enough\n")
     assert seen[0].links == (Link(25.0), Link(1000.0, rtt_ms=40), Link(None))
     assert "25mbit,100mbit" in invoke("pipeline", "--help").output
 

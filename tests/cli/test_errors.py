@@ -29,10 +29,8 @@ from lowbit.pipeline import PeerError
             'rich is missing; install it with: pip install "lowbit[train]"',
         ),
     ],
-)  # fmt: skip
-def test_errors_of_the_user_are_one_line(
-    error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]
-):
+)
+def test_errors_of_the_user_are_one_line(error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(typer.Exit) as ended, one_line_errors(traceback=False):
         raise error
     assert ended.value.exit_code == code == exit_code(error)
@@ -60,10 +58,6 @@ def test_a_fault_is_not_hidden(error: Exception):
 
 def test_without_typer_the_command_says_what_to_install():
     program = "import sys; sys.modules['typer'] = None; import lowbit.cli"
-    done = subprocess.run(
-        [sys.executable, "-c", program], text=True, capture_output=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == (
-        'error: the command line needs typer; install it with: pip install "lowbit[train]"\n'
-    )
+    assert done.stderr == ('error: the command line needs typer; install it with: pip install "lowbit[train]"\n')

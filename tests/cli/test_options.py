@@ -114,7 +114,7 @@ def test_explanations_are_found_for_every_field():
         ("AQSGD(inner=GroupInt(bits=4, group=64)),x", ["AQSGD(inner=GroupInt(bits=4, group=64))", "x"]),
         ("", []),
     ],
-)  # fmt: skip
+)
 def test_commas_within_parentheses_do_not_split(text: str, parts: list[str]):
     assert split(text) == parts
 

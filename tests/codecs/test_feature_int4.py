@@ -78,9 +78,7 @@ def test_every_element_is_what_the_formulas_say(dtype: torch.dtype):
                     y = codec.part(r).decode(payloads[r], shape=x.shape)
                     assert same(y, expected[r]), (rows, size, outliers, name)
                     total = y if r == 0 else total + y
-                    added = codec.part(r).decode(
-                        payloads[r], shape=x.shape, out=y.clone(), accumulate=True
-                    )
+                    added = codec.part(r).decode(payloads[r], shape=x.shape, out=y.clone(), accumulate=True)
                     assert same(added, y + y)
                 assert same(codec.sum(payloads, out=torch.empty(rows, size)), total)
                 halves = codec.sum(payloads, out=torch.empty(rows, size, dtype=dtype), divisor=3)
@@ -112,10 +110,7 @@ def test_backends_give_the_same_bytes_on_any_number_of_threads():
     # The fused sum of a flat piece of whole rows is that of the rows.
     payload = codec.encode(x)
     flat = codec.sum([payload, codec.part(1).encode(x)], out=torch.empty(x.numel()))
-    halves = [
-        codec.sum([codec.part(r).encode(h) for r in (0, 1)], out=torch.empty(h.shape))
-        for h in x.split(200)
-    ]
+    halves = [codec.sum([codec.part(r).encode(h) for r in (0, 1)], out=torch.empty(h.shape)) for h in x.split(200)]
     assert torch.equal(flat.view(x.shape), torch.cat(halves))
 
 
@@ -131,9 +126,7 @@ def test_what_is_cut_is_counted_for_parts_and_sums_apart():
     assert clipped.tolist() == [3, 0]
     counting.whole().encode(bad)
     assert clipped.tolist() == [3, 3]
-    with pytest.raises(
-        ValueError, match=r"clipped is torch\.float32 \(2,\); allowed: contiguous int64"
-    ):
+    with pytest.raises(ValueError, match=r"clipped is torch\.float32 \(2,\); allowed: contiguous int64"):
         codec.counting(torch.zeros(2))
 
 
@@ -150,9 +143,7 @@ def test_layout_is_the_documented_one():
 
 
 def test_bits_are_those_of_the_paper():
-    codec = FeatureInt4(
-        ranges=torch.ones(2, 4096), total=torch.ones(4096), features=tuple(range(0, 4096, 64))
-    )
+    codec = FeatureInt4(ranges=torch.ones(2, 4096), total=torch.ones(4096), features=tuple(range(0, 4096, 64)))
     assert codec.bits_per_element((128, 4096)) == (16 * 64 + 4 * 4032) / 4096 == 4.1875
 
 
@@ -164,9 +155,7 @@ def test_outliers_are_why_it_beats_plain_int4():
     exact = (parts[0] + parts[1]).double()
 
     def error(codec: FeatureInt4 | GroupInt) -> float:
-        y = codec.sum(
-            [codec.part(r).encode(p) for r, p in enumerate(parts)], out=torch.empty(256, 128)
-        )
+        y = codec.sum([codec.part(r).encode(p) for r, p in enumerate(parts)], out=torch.empty(256, 128))
         return float((y - exact).norm() / exact.norm())
 
     fitted, plain = FeatureInt4.fit(parts, outliers=2), FeatureInt4.fit(parts, outliers=0)
@@ -201,10 +190,7 @@ def test_parts_whole_identity_and_equality():
     assert other.identity() != codec.identity()
     ranges.zero_()
     assert other.ranges.all(), "what it was made of may change"
-    named = [
-        FeatureInt4(ranges=c.ranges, total=c.total, features=(1,), artifact="one")
-        for c in (codec, other)
-    ]
+    named = [FeatureInt4(ranges=c.ranges, total=c.total, features=(1,), artifact="one") for c in (codec, other)]
     assert named[0] != named[1]
     assert named[0].layer() == named[0].part(1).layer() != named[1].layer()
     assert codec.layer() == ""
@@ -248,9 +234,7 @@ def test_shapes_and_payloads_that_do_not_fit_are_refused():
     assert codec.encode(torch.empty(0, 4)).numel() == 0
     assert codec.sum([], out=torch.empty(0, 4)).shape == (0, 4)
     for shape in ((2, 3), (4, 2), (7,), ()):
-        with pytest.raises(
-            ValueError, match=r"allowed: \(..., 4\), or one dimension of a multiple of 4"
-        ):
+        with pytest.raises(ValueError, match=r"allowed: \(..., 4\), or one dimension of a multiple of 4"):
             codec.encode(torch.ones(shape))
     payload = codec.encode(torch.ones(2, 4))
     with pytest.raises(ValueError, match="payloads are 1; allowed: 2, one a rank"):

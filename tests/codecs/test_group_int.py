@@ -12,10 +12,7 @@ from .golden import check_golden
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_every_element_within_half_a_step(bits: int, symmetric: bool) -> None:
     codec = GroupInt(bits=bits, group=32, symmetric=symmetric)
-    x = (
-        torch.randn(64, 32, generator=torch.Generator().manual_seed(bits))
-        * torch.logspace(-9, 9, 64)[:, None]
-    )
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(bits)) * torch.logspace(-9, 9, 64)[:, None]
     reach = 2 * x.abs().amax(1) if symmetric else x.amax(1) - x.amin(1)
     step = reach / (2**bits - 2 if symmetric else 2**bits - 1)
     # Parameters are rounded too: the scale by 2^-9 of itself (times half the levels), the middle by 2^-9 of a range.

@@ -29,9 +29,7 @@ def test_short_names() -> None:
 
 
 def test_full_forms() -> None:
-    assert parse("GroupInt(bits=6, group=32, symmetric=True)") == GroupInt(
-        bits=6, group=32, symmetric=True
-    )
+    assert parse("GroupInt(bits=6, group=32, symmetric=True)") == GroupInt(bits=6, group=32, symmetric=True)
     assert parse("AQSGD(inner=GroupInt(bits=2))") == AQSGD(inner=GroupInt(bits=2))
 
 

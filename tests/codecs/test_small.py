@@ -77,16 +77,12 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def same(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and torch.equal(
-        x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)
-    )
+    return x.dtype == y.dtype and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(SHAPES), st.sampled_from(DTYPES))
-def test_payloads_of_codecs(
-    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_payloads_of_codecs(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     codec, x = data.draw(stateless(shape)), numbers(shape, dtype, 1)
     payload = codec.encode(x)
     assert payload.numel() == codec.nbytes(shape) <= 4 * x.numel()
@@ -101,9 +97,7 @@ def test_payloads_of_codecs(
         assert same(x, y)
         assert same(codec.decode(payload, shape=shape), x.float())
         codec.add(payload, x)
-        assert torch.equal(
-            codec.decode(payload, shape=shape).nan_to_num(), (x.float() + x.float()).nan_to_num()
-        )
+        assert torch.equal(codec.decode(payload, shape=shape).nan_to_num(), (x.float() + x.float()).nan_to_num())
         parts = [codec.part(r).encode(x) for r in range(2)]
         total = codec.sum(parts, out=torch.empty(shape), divisor=2)
         assert torch.equal(total.nan_to_num(), x.float().nan_to_num())
@@ -111,9 +105,7 @@ def test_payloads_of_codecs(
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(SHAPES), st.sampled_from(DTYPES))
-def test_messages_of_sessions(
-    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_messages_of_sessions(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     codec = data.draw(st.one_of(stateless(shape), stateful(shape)))
     sender, receiver = (codec.open(shape=shape, dtype=dtype) for _ in range(2))
     numel = math.prod(shape)
@@ -126,9 +118,7 @@ def test_messages_of_sessions(
         payload = sender.encode(x, key=key, training=training)
         assert payload.numel() <= sender.max_nbytes()
         y = receiver.decode(payload, key=key, training=training)
-        assert payload.numel() == (
-            codec.nbytes(shape, dtype) if i or not codec.needs_key else sender.max_nbytes()
-        )
+        assert payload.numel() == (codec.nbytes(shape, dtype) if i or not codec.needs_key else sender.max_nbytes())
         assert not plain or same(x, y)
         ends = sender.state_dict(), receiver.state_dict()
         assert ends[0].keys() == ends[1].keys()
@@ -142,11 +132,7 @@ def test_messages_of_sessions(
 
 def test_a_cast_is_what_was_asked_for() -> None:
     codec = Cast(dtype=torch.float32)
-    assert (
-        codec.open(shape=(3,), dtype=torch.bfloat16).nbytes()
-        == codec.nbytes((3,), torch.bfloat16)
-        == 12
-    )
+    assert codec.open(shape=(3,), dtype=torch.bfloat16).nbytes() == codec.nbytes((3,), torch.bfloat16) == 12
 
 
 def test_small_messages_between_large_ones_leave_the_directions_alone() -> None:

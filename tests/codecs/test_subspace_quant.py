@@ -70,9 +70,7 @@ def test_the_basis_is_learned_and_the_remainder_closes_the_loop() -> None:
     found = [decibels(x, crossed(sender, receiver, x)) for x in (tokens(seed=s) for s in range(8))]
     plain = decibels(tokens(seed=9), GroupInt(bits=3, group=32).round_trip(tokens(seed=9)))
     assert found[0] > plain - 3
-    assert min(found[4:]) > plain + 15, (
-        "noise of a tenth in 64 of 70 channels is all that is left to 3 bits"
-    )
+    assert min(found[4:]) > plain + 15, "noise of a tenth in 64 of 70 channels is all that is left to 3 bits"
     # Uniform noise of a group's largest magnitude / 2^3, which is 3 deviations of the noise.
     x, y = tokens(seed=9), crossed(sender, receiver, tokens(seed=9))
     assert float((x - y).std()) < 0.1 * 3 / 2**3 / math.sqrt(3) * 1.2
@@ -100,9 +98,7 @@ def test_one_message_can_bring_the_whole_basis() -> None:
 
 def test_renewed_directions_are_the_principal_ones_of_what_the_others_leave() -> None:
     x = tokens(seed=0).view(-1, 70)
-    kept = torch.nn.functional.normalize(
-        torch.randn(2, 70, generator=torch.Generator().manual_seed(1))
-    )
+    kept = torch.nn.functional.normalize(torch.randn(2, 70, generator=torch.Generator().manual_seed(1)))
     basis = torch.cat([kept, torch.zeros(3, 70)])
     new = renewed(x, basis, 3)
     assert sorted(new.slots_M.tolist()) == [2, 3, 4]
@@ -120,9 +116,7 @@ def test_every_byte_is_counted_and_sizes_do_not_depend_on_data() -> None:
     parts = (16, 2 * 4 + 8, 4 * 4, 4 * 512, 2 * 32, 2 * rows, 32 * rows, rows, 8 * rows, 128 * rows)
     assert codec.nbytes(shape) == sum(parts)
     assert codec.nbytes((0, 5, 64)) == 0
-    pair = codec.bits_per_element(shape) + SubspaceQuant(
-        rank=32, bits=4, group=64
-    ).bits_per_element(shape)
+    pair = codec.bits_per_element(shape) + SubspaceQuant(rank=32, bits=4, group=64).bits_per_element(shape)
     assert pair < 7.5, "forward and backward, at 512 channels"
     assert parse("subspace").nbytes(shape) == SubspaceQuant().nbytes(shape)
     sender, _ = ends(codec, (3, 64))
@@ -182,9 +176,7 @@ def test_a_lost_repeated_changed_or_misplaced_message_is_an_error() -> None:
     for seed in (5, 6):
         other.encode(tokens(seed=seed))
     third = other.encode(tokens(seed=2))
-    with pytest.raises(
-        ValueError, match=r"message 2 after directions .* expects training message 2"
-    ):
+    with pytest.raises(ValueError, match=r"message 2 after directions .* expects training message 2"):
         receiver.decode(third)
     receiver.load_state_dict(changed)
     receiver.decode(second)
@@ -219,9 +211,7 @@ def test_every_changed_byte_that_would_stay_is_an_error_at_once(training: bool) 
 
 @pytest.mark.parametrize("slot", [4, 32767, -2])
 @pytest.mark.parametrize("late", [False, True])
-def test_directions_beyond_the_rank_are_refused(
-    slot: int, late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directions_beyond_the_rank_are_refused(slot: int, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a sender that does not keep to the format: its digest is right."""
     sender, receiver = ends(SubspaceQuant(rank=4, refresh=2))
     payload = sender.encode(tokens(seed=0))
@@ -236,9 +226,7 @@ def test_directions_beyond_the_rank_are_refused(
     payload[12:16].view(torch.int32).copy_(Renewal(slots, lengths, codes.view(2, 70)).digest())
     if late:
         check = Headers.check
-        monkeypatch.setattr(
-            Headers, "check", lambda self, wait=False: check(self) if wait else None
-        )
+        monkeypatch.setattr(Headers, "check", lambda self, wait=False: check(self) if wait else None)
         assert receiver.decode(payload).isnan().all()
         assert not receiver._memory.directions.any()
     with pytest.raises(ValueError, match="expects training message 0 .* with new ones beyond the"):
@@ -302,9 +290,7 @@ def test_products_and_inverses_that_are_kept_give_what_the_directions_alone_give
         assert (made.t() - v @ (v.t() @ made.t())).norm() < 0.02, "but for 8 bits"
         basis = new.applied(basis)
         found = renewed_products(x, products, new, basis) @ gram_inverse(basis)
-        expected = (
-            torch.linalg.lstsq(basis.t(), x.t()).solution.t() if seed > 1 else project(x, basis)
-        )
+        expected = torch.linalg.lstsq(basis.t(), x.t()).solution.t() if seed > 1 else project(x, basis)
         assert (found - expected).norm() < 1e-3 * expected.norm()
         x = tokens(seed=seed + 1).view(-1, 70)
 
@@ -467,9 +453,7 @@ def test_a_rank_that_is_left_open_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
-def test_a_message_that_tells_nothing_gives_a_rank_nevertheless(
-    bad: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_that_tells_nothing_gives_a_rank_nevertheless(bad: float, caplog: pytest.LogCaptureFixture) -> None:
     auto = SubspaceQuant(rank="auto")
     for shape, rank in (((4, 70), 32), ((2, 3, 12), 12), ((0, 5), 5)):
         assert auto.choose(torch.full(shape, bad)) == rank
@@ -511,9 +495,7 @@ def test_bad_input() -> None:
     state = sender.state_dict()
     for other in (SubspaceQuant(rank=5), SubspaceQuant(rank=4)):
         session = other.open(shape=(2, 70 if other.rank == 5 else 64), dtype=torch.float32)
-        with pytest.raises(
-            ValueError, match=r"state has directions .* \(4, 70\); this session has rank"
-        ):
+        with pytest.raises(ValueError, match=r"state has directions .* \(4, 70\); this session has rank"):
             session.load_state_dict(state)
     with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
         sender.load_state_dict({"5": torch.zeros(2)})
@@ -573,9 +555,7 @@ def default_dtype():
     ids=["autocast", "default-dtype", "default-device", "inference", "grad"],
 )
 @pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_the_callers_modes_do_not_matter(
-    caller: Callable[[], contextlib.AbstractContextManager], backend: str
-) -> None:
+def test_the_callers_modes_do_not_matter(caller: Callable[[], contextlib.AbstractContextManager], backend: str) -> None:
     codec, xs = SubspaceQuant(rank=6, refresh=2), [tokens(seed=seed) for seed in range(4)]
     start.cache_clear()
     with ops.backend(backend):

@@ -49,12 +49,7 @@ def test_size_follows_from_the_shape_alone(allocation: str, shape: tuple[int, ..
 def test_counts_are_floored_once() -> None:
     """0.2 * 10 is 2 candidates and not 1; 1024 tokens lose none."""
     assert TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8)._geometry((1, 1, 640)).low == 2
-    assert (
-        TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation="token")
-        ._geometry((1, 1024, 64))
-        .low
-        == 204
-    )
+    assert TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation="token")._geometry((1, 1024, 64)).low == 204
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
@@ -75,9 +70,7 @@ def test_tiles_of_small_range_get_the_low_bits() -> None:
     x[0, 2, 64:128] *= 0.1
     x[0, 3, 256:320] *= 0.2
     codec = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.9)
-    error = (codec.round_trip(x) - x).view(4, 5, 64).abs().amax(-1) / x.view(4, 5, 64).abs().amax(
-        -1
-    )
+    error = (codec.round_trip(x) - x).view(4, 5, 64).abs().amax(-1) / x.view(4, 5, 64).abs().amax(-1)
     coarse = {(int(i), int(j)) for i, j in (error > 0.05).nonzero()}
     assert coarse == {(2, 1), (3, 4)}
 
@@ -93,16 +86,12 @@ def test_range_shares_the_low_bits_out_among_256_tiles_at_a_time() -> None:
 
 
 def test_tokens_and_tiles_of_low_entropy_get_the_low_bits() -> None:
-    x = torch.ones(1, 10, 640) + 0.3 * torch.randn(
-        1, 10, 640, generator=torch.Generator().manual_seed(0)
-    )
+    x = torch.ones(1, 10, 640) + 0.3 * torch.randn(1, 10, 640, generator=torch.Generator().manual_seed(0))
     x[0, 4] *= torch.where(torch.arange(640) % 64 < 8, 20.0, 1.0)
     low = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.9, allocation="token").round_trip(x)
     error = (low - x).view(10, 640).abs().amax(-1) / x.view(10, 640).abs().amax(-1)
     assert (error > 0.05).nonzero().flatten().tolist() == [4]
-    x = torch.ones(1, 2, 640) + 0.3 * torch.randn(
-        1, 2, 640, generator=torch.Generator().manual_seed(1)
-    )
+    x = torch.ones(1, 2, 640) + 0.3 * torch.randn(1, 2, 640, generator=torch.Generator().manual_seed(1))
     x[0, 0, 64:72] *= 20
     x[0, 1, 192:200] *= 20
     low = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.9, allocation="tile").round_trip(x)
@@ -150,9 +139,7 @@ def test_better_than_plain_int4_at_no_more_bits_on_heavy_tails() -> None:
 def test_range_is_no_worse_than_entropy_at_the_same_bits() -> None:
     x = heavy_tailed(2, 128, 1024, seed=3)
     error = {
-        allocation: squared_error(
-            TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation=allocation), x
-        )
+        allocation: squared_error(TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation=allocation), x)
         for allocation in ("range", "tile", "token")
     }
     assert error["range"] < min(error["tile"], error["token"])

@@ -59,9 +59,7 @@ def test_every_rank_raises_the_same(ranks: Ranks):
     outcomes = ranks.outcomes(agrees, [SAME, SAME | {"codec": "int8"}, SAME], 60.0, ranks=3)
     assert time.monotonic() - start < 20
     assert {o.kind for o in outcomes} == {"AgreementError"}
-    assert {o.text for o in outcomes} == {
-        "the ranks do not agree:\n  codec: int4 on rank 0 and rank 2; int8 on rank 1"
-    }
+    assert {o.text for o in outcomes} == {"the ranks do not agree:\n  codec: int4 on rank 0 and rank 2; int8 on rank 1"}
 
 
 def comes_late(rank: int, seconds: float, timeout: float) -> None:

@@ -40,9 +40,7 @@ def agrees_from_afar(near: int, far: int, times: int) -> list[float]:
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_an_agreement_takes_at_most_three_round_trips_whatever_the_number_of_ranks(
-    eight: Ranks, count: int
-):
+def test_an_agreement_takes_at_most_three_round_trips_whatever_the_number_of_ranks(eight: Ranks, count: int):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with distant(store.port, ROUND_TRIP / 2) as port:
         taken = eight.run(agrees_from_afar, store.port, port, 4, ranks=count)

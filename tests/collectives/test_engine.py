@@ -48,9 +48,7 @@ def test_the_package_asks_for_the_same_versions():
     ],
     ids=" ".join,
 )
-def test_commands_say_so_before_any_rank_starts(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_commands_say_so_before_any_rank_starts(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("train.json").write_text(tiny(tmp_path).to_json())
     monkeypatch.setattr(torch, "__version__", "2.16.0")

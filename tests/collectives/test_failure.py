@@ -17,9 +17,7 @@ CLOSED = RuntimeError("Connection closed by peer")
 SILENT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
 
 
-def blames(
-    suspects: dict[int, int], error: RuntimeError, timeout: float, delay: float = 0
-) -> tuple[str, int, float]:
+def blames(suspects: dict[int, int], error: RuntimeError, timeout: float, delay: float = 0) -> tuple[str, int, float]:
     """Give up on the rank that `suspects` names, each rank `delay` after the one below it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     board = FailureBoard(default_group(), "test", [f"host {i}" for i in range(ranks)], timeout)

@@ -162,11 +162,7 @@ def swapped(features: tuple[int, ...], first: bool) -> None:
     """Rank 0 in layer 0, rank 1 in layer 1, of a kind that is agreed on already, or of a new one."""
     line._SLOW = line._LOOK = 0.1  # rather than wait for seconds
     layers = [codec_of(2, "one")]
-    layers.append(
-        FeatureInt4(
-            ranges=layers[0].ranges * 2, total=layers[0].total, features=features, artifact="one"
-        )
-    )
+    layers.append(FeatureInt4(ranges=layers[0].ranges * 2, total=layers[0].total, features=features, artifact="one"))
     if not first:
         all_reduce(part(0, 4), layers[0], small=0)
     all_reduce(part(0, 4), layers[dist.get_rank()], small=0, timeout=40)

@@ -79,9 +79,7 @@ PICKLE = b"cos\nsystem\n(S'false'\ntR."
         (0, b"", "ranks state [14, 0] bytes"),
     ],
 )
-def test_a_peer_that_sends_something_else_is_an_error(
-    ranks: Ranks, length: int, text: bytes, message: str
-):
+def test_a_peer_that_sends_something_else_is_an_error(ranks: Ranks, length: int, text: bytes, message: str):
     assert ranks.run(hostile, length, text)[0].startswith(message)
 
 

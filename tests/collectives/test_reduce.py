@@ -316,12 +316,8 @@ def hangs(numel: int, options: dict[str, Any]) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize(
-    ("numel", "options"), [(1000, {}), (40_000, {"node_size": 2})], ids=["small", "nodes"]
-)
-def test_a_rank_that_hangs_ends_what_the_engine_does(
-    ranks: Ranks, numel: int, options: dict[str, Any]
-):
+@pytest.mark.parametrize(("numel", "options"), [(1000, {}), (40_000, {"node_size": 2})], ids=["small", "nodes"])
+def test_a_rank_that_hangs_ends_what_the_engine_does(ranks: Ranks, numel: int, options: dict[str, Any]):
     assert 1 < ranks.run(hangs, numel, options)[0] < 5
 
 
@@ -344,9 +340,7 @@ def refuses(codec: Any, options: dict[str, Any]) -> None:
         (INT8, {"errors": torch.ones(3)}, "ValueError", "errors is float32 (3,)"),
     ],
 )
-def test_bad_arguments_are_refused(
-    ranks: Ranks, codec: Any, options: dict[str, Any], kind: str, text: str
-):
+def test_bad_arguments_are_refused(ranks: Ranks, codec: Any, options: dict[str, Any], kind: str, text: str):
     (outcome,) = ranks.outcomes(refuses, codec, options, ranks=1)
     assert outcome.kind == kind
     assert text in outcome.text

@@ -37,25 +37,19 @@ def calibrated(folder: Path) -> Path:
 
 def settings_of(folder: Path, **more: Any) -> CalibrateSettings:
     text = (str(folder / "text.txt"),)
-    return CalibrateSettings(
-        **{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more}
-    )
+    return CalibrateSettings(**{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more})
 
 
 def evaluation(folder: Path, **more: Any) -> EvaluateSettings:
     text = (str(folder / "text.txt"),)
-    return EvaluateSettings(
-        **{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more}
-    )
+    return EvaluateSettings(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
 
 
 def invoke(*arguments: str):
     return CliRunner().invoke(app, arguments, env=WIDE)
 
 
-def test_rows_of_formats_and_ranks(
-    folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture
-):
+def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture):
     settings = evaluation(
         folder, tps=(1, 2, 4), formats=("int4", "feature-int4", "int8"),
         calibration_text=(str(folder / "text.txt"),), calibration_sequences=4,
@@ -84,9 +78,7 @@ def test_rows_of_formats_and_ranks(
 
 
 @pytest.mark.parametrize(("dtype", "own"), [("float32", 32), ("bfloat16", 16)])
-def test_what_was_not_coded_counts_as_it_travelled(
-    folder: Path, calibrated: Path, dtype: str, own: int
-):
+def test_what_was_not_coded_counts_as_it_travelled(folder: Path, calibrated: Path, dtype: str, own: int):
     settings = evaluation(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
     rows = run.run(settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
     assert [row["coded"] for row in rows] == [0.75, 0.75]
@@ -97,9 +89,7 @@ def test_what_was_not_coded_counts_as_it_travelled(
 
 
 @pytest.mark.parametrize(("native", "auto"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_a_model_computes_in_what_the_processor_has(
-    monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype
-):
+def test_a_model_computes_in_what_the_processor_has(monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
     expected = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}
     for name, dtype in expected.items():
@@ -165,7 +155,7 @@ def on_a_rank(folder: str) -> tuple[Any, str, str]:
 
 def test_a_calibration_goes_on_where_it_was_ended(
     folder: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):  # fmt: skip
+):
     settings = settings_of(folder, output=str(tmp_path / "a" / "c.safetensors"))
     whole = Calibration.load(calibrated)
     real, seen = calibrate.calibrate, []
@@ -256,9 +246,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("command", "line"), REFUSED)
-def test_bad_input_is_one_line(
-    command: str, line: str, folder: Path, calibrated: Path, tmp_path: Path
-):
+def test_bad_input_is_one_line(command: str, line: str, folder: Path, calibrated: Path, tmp_path: Path):
     short = tmp_path / "short.txt"
     short.write_text("too short")
     given = {"model": folder, "text": folder / "text.txt", "short": short}
@@ -302,9 +290,7 @@ def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
         "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
         "doc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
     )
-    settings = evaluation(
-        folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path)
-    )
+    settings = evaluation(folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path))
     rows = run.run(settings).rows
     assert [set(row["scores"]) for row in rows] == [{"letters acc"}] * 2
     right = [6 * row["scores"]["letters acc"] for row in rows]

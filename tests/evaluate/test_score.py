@@ -57,9 +57,7 @@ def test_logits_are_compared_with_those_of_the_reference():
 
 
 def test_a_batch_that_is_not_remembered_ends_the_comparison(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        score, "REMEMBERED", 4 * 16 * 8 * 4
-    )  # one batch of three windows, or the last window of four
+    monkeypatch.setattr(score, "REMEMBERED", 4 * 16 * 8 * 4)  # one batch of three windows, or the last window of four
     text, reference = some_text(8), Reference()
     perplexity(Bigram(), text, batch=3, reference=reference)
     assert [len(kept) for kept in reference.kept] == [3]

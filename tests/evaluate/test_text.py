@@ -61,10 +61,7 @@ def test_text_shorter_than_a_sequence_is_refused():
 
 def test_the_end_of_the_library_is_held_out():
     tokenizer = ByteTokenizer()
-    both = [
-        text.read((), tokenizer, length=8, max_bytes=10**9, held_out=held_out)
-        for held_out in (False, True)
-    ]
+    both = [text.read((), tokenizer, length=8, max_bytes=10**9, held_out=held_out) for held_out in (False, True)]
     used, held_out = (len(found.tokens) for found in both)
     assert held_out / (used + held_out) == pytest.approx(0.05, abs=1e-4)
     assert both[0].tokens[-1000:].tobytes() not in both[1].tokens.tobytes()

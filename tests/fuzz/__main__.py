@@ -136,9 +136,7 @@ def _side_by_side(options: argparse.Namespace, numbers: range, seconds: float) -
     jobs, total = options.jobs, Outcome()
     with ThreadPoolExecutor(jobs) as pool:
         parts = [range(numbers.start + j, numbers.stop, jobs) for j in range(jobs)]
-        work = [
-            pool.submit(attack, options.seed, p, seconds=seconds, only=options.only) for p in parts
-        ]
+        work = [pool.submit(attack, options.seed, p, seconds=seconds, only=options.only) for p in parts]
         for done in work:
             total.add(done.result())
     return total

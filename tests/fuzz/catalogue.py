@@ -42,9 +42,7 @@ TAH = [
     TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
     TAHQuant(allocation="token", tile=8, high_fraction=0.0),
     TAHQuant(allocation="tile", tile=16, high_bits=7, low_bits=6, high_fraction=0.5),
-    TAHQuant(
-        allocation="tile", tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5
-    ),
+    TAHQuant(allocation="tile", tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
     TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
     TAHQuant(high_bits=4, low_bits=4, pivot_ratio=2.0),
 ]
@@ -102,19 +100,12 @@ def _targets() -> list[Target]:
         found.append(Encoding(codec, shapes, f"encode {name}"))
     for codec in (TAHQuant.published(), GroupInt(), BlockFloat8(), Cast(dtype=torch.bfloat16)):
         found.append(Summing(codec, SMALL, f"sum of {codec!r}"))
-    found += [
-        AddingTo(codec, SMALL, f"add to {codec!r}")
-        for codec in (*FLOAT8, STOCHASTIC[1], TAHQuant.published())
-    ]
-    found += [Subspace(*pair) for pair in SUBSPACE] + [
-        SubspaceDecoding(c, s) for c, s in SUBSPACE if len(s) == 2
-    ]
+    found += [AddingTo(codec, SMALL, f"add to {codec!r}") for codec in (*FLOAT8, STOCHASTIC[1], TAHQuant.published())]
+    found += [Subspace(*pair) for pair in SUBSPACE] + [SubspaceDecoding(c, s) for c, s in SUBSPACE if len(s) == 2]
     for inner in (GroupInt(), TAHQuant.published(), BlockFloat8()):
         found.append(Differences(AQSGD(inner=inner), (3, 5, 24)))
     operators = ("norm_recompute", "norm_backward", "gated_recompute", "gated_backward")
-    found += [
-        Fused(name, *s) for name, s in itertools.product(operators, ((4, 64), (3, 8), (8, 1000)))
-    ]
+    found += [Fused(name, *s) for name, s in itertools.product(operators, ((4, 64), (3, 8), (8, 1000)))]
     encoded = [*TAH, *GROUP[::3], *FLOAT8, *CASTS, *STOCHASTIC]
     return found + [Encoding(codec, SMALL + EMPTY) for codec in encoded]
 
@@ -138,8 +129,6 @@ def case_of(seed: int, number: int, only: str = "") -> tuple[str, Case, random.R
     rng = random.Random((seed << 40) | number)
     chosen = targets(only)
     if not chosen:
-        raise ValueError(
-            f"only is {only!r}; allowed: a part of a target's name, such as 'TAHQuant'"
-        )
+        raise ValueError(f"only is {only!r}; allowed: a part of a target's name, such as 'TAHQuant'")
     target = rng.choice(chosen)
     return target.name, target.case(rng), rng

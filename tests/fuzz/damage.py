@@ -7,14 +7,8 @@ import struct
 from collections.abc import Sequence
 
 SPECIAL = [
-    *(
-        struct.pack("<H", n)
-        for n in (0x7F80, 0xFF80, 0x7FC0, 0x7FA0, 0x7F7F, 0x0001, 0x8000, 0x7FFF)
-    ),
-    *(
-        struct.pack("<f", v)
-        for v in (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-45, -0.0)
-    ),
+    *(struct.pack("<H", n) for n in (0x7F80, 0xFF80, 0x7FC0, 0x7FA0, 0x7F7F, 0x0001, 0x8000, 0x7FFF)),
+    *(struct.pack("<f", v) for v in (float("inf"), float("-inf"), float("nan"), 3.4e38, 1e-45, -0.0)),
     *(struct.pack("<i", n) for n in (0x7FA00001, -1, -(1 << 31), (1 << 31) - 1)),
     *(bytes([n]) for n in (0, 1, 0x7F, 0x80, 0x81, 0xBF, 0xC0, 0xFE, 0xFF)),
 ]
@@ -49,9 +43,7 @@ def run(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:
     """A run of bytes overwritten."""
     start = rng.randrange(len(payload))
     count = min(len(payload) - start, rng.choice((1, 2, 4, 16, 64, 1024)))
-    payload[start : start + count] = rng.choice(
-        (rng.randbytes(count), bytes(count), b"\xff" * count)
-    )
+    payload[start : start + count] = rng.choice((rng.randbytes(count), bytes(count), b"\xff" * count))
 
 
 def splice(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None:

@@ -47,9 +47,7 @@ class Room:
                 raise OSError(ctypes.get_errno(), "mprotect")
         self._slack, self._start, self._length = slice(0, 0), PAGE, 0
 
-    def place(
-        self, nbytes: int, *, at_end: bool, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def place(self, nbytes: int, *, at_end: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of `nbytes` at one end; what is left of the pages is poisoned."""
         free = self._size - nbytes
         self._start, self._length = PAGE + (free if at_end else 0), nbytes

@@ -55,10 +55,7 @@ class Subspace:
                 found += self._decode(bench, session, message, dtype, training)
             return found
 
-        kinds = [
-            f"{kind}{' forged' if forge else ''}"
-            for (kind, _), forge in zip(made, forged, strict=True)
-        ]
+        kinds = [f"{kind}{' forged' if forge else ''}" for (kind, _), forge in zip(made, forged, strict=True)]
         return Case(f"{self.name} {dtype} state {at} {kinds}", run)
 
     def _decode(
@@ -87,9 +84,7 @@ class Subspace:
             with ops.backend(backend):
                 found.append(self._follow(session, as_tensor(payload, torch.uint8), training))
         for a, b in zip(*found, strict=True):
-            assert bool(((a == b) | (a.isnan() & b.isnan())).all()), (
-                "the backends follow differently"
-            )
+            assert bool(((a == b) | (a.isnan() & b.isnan())).all()), "the backends follow differently"
         return found[0][0].numpy().tobytes() + payload[16:]
 
     def _follow(self, session: SubspaceSession, payload: Tensor, training: bool) -> list[Tensor]:

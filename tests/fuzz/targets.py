@@ -49,9 +49,7 @@ class Bench:
         self._placed.append((name, room, content))
         return tensor
 
-    def written(
-        self, name: str, content: bytes, shape: Shape, dtype: torch.dtype
-    ) -> tuple[Room, Tensor]:
+    def written(self, name: str, content: bytes, shape: Shape, dtype: torch.dtype) -> tuple[Room, Tensor]:
         """A tensor to write, and the room that has its bytes."""
         room, tensor = self._place(name, len(content), shape, dtype)
         room.content = content
@@ -62,9 +60,7 @@ class Bench:
         """A payload to read."""
         return self.read_only("the payload", content, (len(content),), torch.uint8)
 
-    def out(
-        self, shape: Shape, dtype: torch.dtype, *, base: bytes | None = None
-    ) -> tuple[Room, Tensor]:
+    def out(self, shape: Shape, dtype: torch.dtype, *, base: bytes | None = None) -> tuple[Room, Tensor]:
         """A tensor to overwrite, or to add to what its elements hold: one element's bytes."""
         size = torch.Size(shape).numel() * dtype.itemsize
         content = (base or BEFORE[self.at_end]) * size
@@ -78,9 +74,7 @@ class Bench:
                 raise AssertionError(f"{name} has changed")
         self.scratch.check()
 
-    def _place(
-        self, name: str, nbytes: int, shape: Shape, dtype: torch.dtype
-    ) -> tuple[Room, Tensor]:
+    def _place(self, name: str, nbytes: int, shape: Shape, dtype: torch.dtype) -> tuple[Room, Tensor]:
         room = self._rooms.take(nbytes)
         return room, room.place(nbytes, at_end=self.at_end, shape=shape, dtype=dtype)
 
@@ -152,9 +146,7 @@ def layout_of(codec: Codec, shape: Shape) -> Layout:
 
 def spans_of(layout: Layout) -> list[Span]:
     """Where a layout's sections lie that have bytes; those before the codes."""
-    found = [
-        (layout.offsets[n], layout.offsets[n] + size) for n, size in layout.sizes.items() if size
-    ]
+    found = [(layout.offsets[n], layout.offsets[n] + size) for n, size in layout.sizes.items() if size]
     return found[:-1] or found
 
 
@@ -206,9 +198,7 @@ class Summing(Decoding):
 
     def case(self, rng: random.Random) -> Case:
         shape, dtype, divisor = rng.choice(self._shapes), rng.choice(DTYPES), rng.choice((1, 3))
-        kinds, payloads = zip(
-            *(self.payload(rng, shape) for _ in range(self.codec.ranks or 3)), strict=True
-        )
+        kinds, payloads = zip(*(self.payload(rng, shape) for _ in range(self.codec.ranks or 3)), strict=True)
 
         def run(bench: Bench) -> bytes:
             room, out = bench.out(shape, dtype)
@@ -260,20 +250,14 @@ class Encoding:
             return self.codec.encode(x[..., 1] if strided else x, out=payload)
 
         def run(bench: Bench) -> bytes:
-            room, payload = bench.written(
-                "the payload", BEFORE[bench.at_end] * size, (size,), torch.uint8
-            )
+            room, payload = bench.written("the payload", BEFORE[bench.at_end] * size, (size,), torch.uint8)
             encode(bench.read_only("x", content, wide, dtype), payload)
             return room.content
 
         def expected() -> Tensor:
-            return encode(
-                as_tensor(content, dtype).view(wide), torch.empty(size, dtype=torch.uint8)
-            )
+            return encode(as_tensor(content, dtype).view(wide), torch.empty(size, dtype=torch.uint8))
 
-        return Case(
-            f"{self.name} {shape} {dtype} {kind}{' strided' if strided else ''}", run, expected
-        )
+        return Case(f"{self.name} {shape} {dtype} {kind}{' strided' if strided else ''}", run, expected)
 
 
 def hostile_numbers(rng: random.Random, count: int, dtype: torch.dtype) -> tuple[str, bytes]:
@@ -321,9 +305,7 @@ class Fused:
             payloads = [bench.payload(p) for _, p in made[: 1 + gated]]
             ones = base_of(dtype)
             rows = bench.read_only("grad_out", ones * (shape[0] * shape[1]), shape, dtype)
-            weight, bias = (
-                bench.read_only(n, ones * shape[1], shape[1:], dtype) for n in ("weight", "bias")
-            )
+            weight, bias = (bench.read_only(n, ones * shape[1], shape[1:], dtype) for n in ("weight", "bias"))
             arguments: list[Any] = [*payloads] if gated else [*payloads, weight, bias]
             arguments += [rows] if backward else []
             arguments += [out() for _ in range(1 + 2 * backward * gated)]

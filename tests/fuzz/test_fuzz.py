@@ -136,11 +136,7 @@ def test_directions_in_no_place_of_their_own_are_refused(damaged: str) -> None:
 
 def test_every_format_is_attacked() -> None:
     formats = [getattr(codecs, name) for name in codecs.__all__]
-    names = [
-        f.__name__
-        for f in formats
-        if isinstance(f, type) and issubclass(f, Codec) and f is not Codec
-    ]
+    names = [f.__name__ for f in formats if isinstance(f, type) and issubclass(f, Codec) and f is not Codec]
     assert len(names) > 5
     for name in names:
         assert targets(name), name

@@ -91,9 +91,7 @@ def like_full_precision(codec: Codec, options: dict[str, Any], near: float) -> N
         (INT8, {"algorithm": "one_shot"}, 0.01),
     ],
 )
-def test_ddp_learns_as_with_full_precision(
-    ranks: Ranks, codec: Codec, options: dict[str, Any], near: float
-):
+def test_ddp_learns_as_with_full_precision(ranks: Ranks, codec: Codec, options: dict[str, Any], near: float):
     """Seven buckets, rebuilt after the first step; with and without accumulation."""
     ranks.run(like_full_precision, codec, options, near, ranks=3)
 
@@ -192,10 +190,7 @@ def fsdp_like_full_precision(codec: Codec, near: float) -> None:
     plain, low = sharded(None), sharded(codec)
     start = torch.cat([p.full_tensor().detach().reshape(-1) for p in low.parameters()])
     losses = [trained(model, steps=8) for model in (plain, low)]
-    full = [
-        torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
-        for model in (plain, low)
-    ]
+    full = [torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]) for model in (plain, low)]
     assert losses[0][-1] == pytest.approx(losses[1][-1], rel=0.02)
     assert float((full[1] - full[0]).norm() / (full[0] - start).norm()) < near
 
@@ -224,9 +219,7 @@ def refused(**options: Any) -> None:
         ({"algorithm": "ring"}, "ValueError", "algorithm is 'ring'"),
     ],
 )
-def test_bad_arguments_are_refused_when_the_hook_is_made(
-    ranks: Ranks, options: dict[str, Any], kind: str, text: str
-):
+def test_bad_arguments_are_refused_when_the_hook_is_made(ranks: Ranks, options: dict[str, Any], kind: str, text: str):
     if kind == "ValueError" and "codec" in options:
         with pytest.raises(ValueError, match=text):
             LowBitReduceScatter(options["codec"])

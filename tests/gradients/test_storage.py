@@ -40,9 +40,7 @@ class Toy(nn.Module):
 
 def loss(model: nn.Module, seed: int) -> torch.Tensor:
     ids = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(seed))
-    return nn.functional.cross_entropy(
-        model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten()
-    )
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def gradients(model: nn.Module, seed: int) -> list[Any]:
@@ -187,9 +185,7 @@ def assert_steps_equal(make: Callable[[list[dict]], torch.optim.Optimizer], step
     a, b = (o.state_dict() for o in optimizers)
     assert a["param_groups"] == b["param_groups"]
     assert a["state"].keys() == b["state"].keys()
-    assert any(
-        not torch.equal(p, q) for p, q in zip(ours.parameters(), Toy().parameters(), strict=True)
-    )
+    assert any(not torch.equal(p, q) for p, q in zip(ours.parameters(), Toy().parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -344,9 +340,7 @@ def test_gradients_that_autograd_did_not_put_there() -> None:
     assert torch.equal(storage.gradient(model.gain), CODEC.round_trip(before + more))
     storage.put(model.gain, torch.tensor(0.25))
     assert storage.gradient(model.gain) == 0.25
-    with pytest.raises(
-        ValueError, match=r"gradient has shape \(2,\); its parameter is of shape \(\)"
-    ):
+    with pytest.raises(ValueError, match=r"gradient has shape \(2,\); its parameter is of shape \(\)"):
         storage.put(model.gain, torch.zeros(2))
     with pytest.raises(ValueError, match="not stored here"):
         storage.put(nn.Parameter(torch.ones(1)), torch.zeros(1))
@@ -421,9 +415,7 @@ def test_all_reduce_of_two_ranks(bucket_bytes: int, late: bool) -> None:
         parts.append(list(copied.values()))
     index = [n for n, _ in models[0].named_parameters()].index("gain")
     threads = [
-        threading.Thread(
-            target=lambda r=r: storages[r].all_reduce(total.of(r, late), bucket_bytes=bucket_bytes)
-        )
+        threading.Thread(target=lambda r=r: storages[r].all_reduce(total.of(r, late), bucket_bytes=bucket_bytes))
         for r in range(2)
     ]
     for thread in threads:

@@ -207,18 +207,14 @@ def test_a_delay_line_that_was_killed_is_missed() -> None:
 
 
 @pytest.mark.skipif(SlowLink.available() is not None, reason=f"{SlowLink.available()}")
-def test_no_tun_device_says_so_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tun_device_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "delay.py"
     source = Path(distance._PROGRAM).read_text().replace("/dev/net/tun", "/dev/net/nothing")
     program.write_text(source)
     monkeypatch.setattr(distance, "_PROGRAM", str(program))
     link = SlowLink(rtt_ms=40)
     with (
-        pytest.raises(
-            LinkUnavailable, match=r"no link with a distance.*/dev/net/nothing.*module `tun`"
-        ),
+        pytest.raises(LinkUnavailable, match=r"no link with a distance.*/dev/net/nothing.*module `tun`"),
         link,
     ):
         pass

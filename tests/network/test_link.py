@@ -61,17 +61,13 @@ def test_senseless_texts_say_what_makes_no_sense(text: str, message: str) -> Non
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(
-    "name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"]
-)
+@pytest.mark.parametrize("name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"])
 def test_no_field_takes_what_is_no_amount(name: str, bad: float) -> None:
     with pytest.raises(ValueError, match=f"{name} must be .* got {bad!r}"):
         SlowLink(**{name: bad})
 
 
-@pytest.mark.parametrize(
-    "name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"]
-)
+@pytest.mark.parametrize("name", ["rate_mbit", "back_mbit", "rtt_ms", "jitter_ms", "loss", "queue_ms"])
 @pytest.mark.parametrize("bad", ["1", True])
 def test_no_field_takes_another_type(name: str, bad: object) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a number.*, got {bad!r}"):

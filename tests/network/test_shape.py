@@ -11,9 +11,7 @@ import pytest
 
 from lowbit.network import LinkUnavailable, SlowLink, goodput, measure
 
-needs_link = pytest.mark.skipif(
-    SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}"
-)
+needs_link = pytest.mark.skipif(SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}")
 TCP_SHARE = 0.956  # what Ethernet, IP and TCP headers leave of the rate
 
 OWNER = """

@@ -39,9 +39,7 @@ KERNELS: dict[str, tuple[Codec, bool]] = {
     "BlockFloat8() decode": (BlockFloat8(), False),
 }
 NORM = 1e-6, False, 0.0, 4, 64
-FUSED: dict[
-    str, tuple[str, Any]
-] = {  # operator, and its arguments from matrices, vectors and payloads
+FUSED: dict[str, tuple[str, Any]] = {  # operator, and its arguments from matrices, vectors and payloads
     "RMSNorm + GroupInt() encode": ("norm_encode", lambda m, v, p: (m, v, None, p, m, *NORM, None)),
     "RMSNorm recompute": ("norm_recompute", lambda m, v, p: (p, v, None, m, *NORM)),
     "RMSNorm backward": ("norm_backward", lambda m, v, p: (p, v, None, m, m, v, None, None, *NORM)),
@@ -80,9 +78,7 @@ def fused_launches(operator: str, arguments: Any) -> list[tuple]:
     matrix = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta")
     payload = torch.empty(GroupInt().nbytes(matrix.shape), dtype=torch.uint8, device="meta")
     given = arguments(matrix, torch.empty(channels, dtype=torch.bfloat16, device="meta"), payload)
-    return _caught(
-        getattr(gpu, operator), given, {"gated": gated, "norm": norm}[operator.split("_")[0]]
-    )
+    return _caught(getattr(gpu, operator), given, {"gated": gated, "norm": norm}[operator.split("_")[0]])
 
 
 def feature_launches(name: str) -> list[tuple]:
@@ -104,9 +100,7 @@ def subspace_launches(operator: str, rank: int = 64) -> list[tuple]:
     """The same for tokens near to a subspace."""
     rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
     size = subspace_geometry(rows, channels, rank, 2, 64, 8).layout.nbytes
-    c, unit, directions = (
-        torch.empty(s, device="meta") for s in ((rows, rank), (rank,), (rank, channels))
-    )
+    c, unit, directions = (torch.empty(s, device="meta") for s in ((rows, rank), (rank,), (rank, channels)))
     matrix = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta")
     payload = torch.empty(size, dtype=torch.uint8, device="meta")
     given = SUBSPACE[operator](c, unit, matrix, directions, payload)
@@ -128,9 +122,7 @@ def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any],
 def _caught(function: Any, given: tuple, module: Any) -> list[tuple]:
     caught = []
 
-    def catch(
-        kernel: Any, programs: int, warps: int, shape: dict, *arguments: Any, **settings: Any
-    ) -> None:
+    def catch(kernel: Any, programs: int, warps: int, shape: dict, *arguments: Any, **settings: Any) -> None:
         caught.append((kernel, warps, shape, arguments, settings))
 
     before, module.launch = module.launch, catch
@@ -199,9 +191,7 @@ def row(name: str, found: Any, elements: int) -> dict[str, Any]:
     return {
         "kernel": name,
         "triton": triton.__version__,
-        "instructions_per_element": round(
-            instructions * 32 * found.metadata.num_warps / elements, 1
-        ),
+        "instructions_per_element": round(instructions * 32 * found.metadata.num_warps / elements, 1),
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared_bytes": found.metadata.shared,
@@ -213,9 +203,7 @@ def row(name: str, found: Any, elements: int) -> dict[str, Any]:
 
 
 def _output(*command: Any) -> str:
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stdout
 
 
 def main(names: list[str]) -> None:
@@ -237,9 +225,7 @@ def _elements(name: str, shape: dict[str, int]) -> float:
         return 2 * shape["ROWS"] * shape["WIDTH"]
     if "RANK" in shape:
         return shape["ROWS"] * shape["WIDTH"]
-    lanes = (
-        shape.get("NT") or shape.get("LANES") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
-    )
+    lanes = shape.get("NT") or shape.get("LANES") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)
     lanes *= shape["ROWS"] if name.startswith("RMSNorm") else 1
     return lanes * shape["WIDTH"] * 8
 

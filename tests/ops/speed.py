@@ -51,37 +51,25 @@ def norms(shape: tuple[int, int], dtype: torch.dtype, device: str) -> dict[str, 
         "copy": lambda i: o[i].copy_(x[i]),
         "Llama's RMSNorm": lambda i: eager_norm(x[i], w.detach()),
         "norm_encode": lambda i: ops.norm_encode(x[i], w, None, p[i], o[i], *NORM, *CODE, None),
-        "Llama's RMSNorm, backward": lambda i: torch.autograd.grad(
-            graphs[i], [leaves[i], w], g[i], retain_graph=True
-        ),
+        "Llama's RMSNorm, backward": lambda i: torch.autograd.grad(graphs[i], [leaves[i], w], g[i], retain_graph=True),
         "norm_recompute": lambda i: ops.norm_recompute(p[i], w, None, o[i], *NORM, *CODE),
-        "norm_backward": lambda i: ops.norm_backward(
-            p[i], w, None, g[i], gx[i], gw, None, None, *NORM, *CODE
-        ),
+        "norm_backward": lambda i: ops.norm_backward(p[i], w, None, g[i], gx[i], gw, None, None, *NORM, *CODE),
     }
 
 
 def gates(shape: tuple[int, int], dtype: torch.dtype, device: str) -> dict[str, Operation]:
-    x, y, g, o, gx, gy = (
-        many(lambda: torch.randn(shape, device=device).to(dtype)) for _ in range(6)
-    )
+    x, y, g, o, gx, gy = (many(lambda: torch.randn(shape, device=device).to(dtype)) for _ in range(6))
     p, q = payloads(shape, device), payloads(shape, device)
-    leaves = [
-        (a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in zip(x, y, strict=True)
-    ]
+    leaves = [(a.clone().requires_grad_(), b.clone().requires_grad_()) for a, b in zip(x, y, strict=True)]
     graphs = [functional.silu(a) * b for a, b in leaves]
     settings = "silu", *CODE
     return {
         "copy": lambda i: o[i].copy_(x[i]),
         "silu(gate) * up": lambda i: functional.silu(x[i]) * y[i],
         "gated_encode": lambda i: ops.gated_encode(x[i], y[i], p[i], q[i], o[i], *settings, None),
-        "silu(gate) * up, backward": lambda i: torch.autograd.grad(
-            graphs[i], leaves[i], g[i], retain_graph=True
-        ),
+        "silu(gate) * up, backward": lambda i: torch.autograd.grad(graphs[i], leaves[i], g[i], retain_graph=True),
         "gated_recompute": lambda i: ops.gated_recompute(p[i], q[i], o[i], *settings),
-        "gated_backward": lambda i: ops.gated_backward(
-            p[i], q[i], g[i], gx[i], gy[i], None, *settings
-        ),
+        "gated_backward": lambda i: ops.gated_backward(p[i], q[i], g[i], gx[i], gy[i], None, *settings),
     }
 
 
@@ -96,10 +84,7 @@ def gemms(shape: tuple[int, int], dtype: torch.dtype, device: str) -> dict[str, 
             part = slice(first, first + rows)
             torch.mm(x[i][part], w, out=gate[part])
             torch.mm(x[i][part], v, out=up[part])
-            p, q = (
-                torch.empty(GroupInt().nbytes(gate[part].shape), dtype=torch.uint8, device=device)
-                for _ in "ab"
-            )
+            p, q = (torch.empty(GroupInt().nbytes(gate[part].shape), dtype=torch.uint8, device=device) for _ in "ab")
             ops.gated_encode(gate[part], up[part], p, q, o[part], "silu", *CODE, None)
 
     def plain(i: int) -> None:
@@ -162,9 +147,7 @@ def main() -> None:
             ratio = statistics.median(a / b for a, b in zip(seconds, found["plain"], strict=True))
             print(f"step {name:28s} {statistics.median(seconds):8.3f} s, {ratio:.3f}x")
         return
-    cases = (
-        {"gemm": (gemms, 1408)} if given.gemm else {"norm": (norms, 1024), "gated": (gates, 1408)}
-    )
+    cases = {"gemm": (gemms, 1408)} if given.gemm else {"norm": (norms, 1024), "gated": (gates, 1408)}
     for dtype in (torch.bfloat16, torch.float32)[given.gemm :]:
         for name, (make, channels) in cases.items():
             shape = given.rows, channels

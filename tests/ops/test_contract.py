@@ -165,14 +165,10 @@ def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
             buffer = torch.zeros(offset + len(expected), dtype=torch.uint8)
             codec.encode(x, out=buffer[offset:])
             assert torch.equal(buffer[offset:], expected)
-            assert torch.equal(
-                codec.decode(buffer[offset:], shape=x.shape), codec.decode(expected, shape=x.shape)
-            )
+            assert torch.equal(codec.decode(buffer[offset:], shape=x.shape), codec.decode(expected, shape=x.shape))
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in CASES if not n.startswith(("norm", "gated", "subspace"))]
-)
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated", "subspace"))])
 def test_wrong_tensors_are_refused(name: str) -> None:
     operator = getattr(ops, name)
     first, second, *rest = CASES[name]()
@@ -279,8 +275,6 @@ def test_a_missing_backend_is_said_once_or_refused(
     with caplog.at_level(logging.WARNING):
         first = GroupInt().encode(x)
         assert torch.equal(GroupInt().encode(x), first)
-    assert [r.message for r in caplog.records if "slow reference" in r.message] == [
-        caplog.records[0].message
-    ]
+    assert [r.message for r in caplog.records if "slow reference" in r.message] == [caplog.records[0].message]
     with ops.backend("cpu"), pytest.raises(RuntimeError, match="backend 'cpu' needs numba"):
         GroupInt().encode(x)

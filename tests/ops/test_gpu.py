@@ -24,9 +24,7 @@ SHAPES = [
     (2, 3, 200),
     (1, 1, 64),
 ]  # an interpreted program takes 20 ms or more
-needs_gpu = pytest.mark.skipif(
-    DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams"
-)
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams")
 
 PUBLISHED = {"high_bits": 4, "low_bits": 3, "high_fraction": 0.8}
 TAH = [
@@ -152,9 +150,7 @@ def test_feature_int4(size: int, outliers: tuple[int, ...]) -> None:
                 clipped = torch.zeros(2, dtype=torch.int64, device=DEVICE)
                 counting = codec.counting(clipped)
                 payloads = [counting.part(r).encode(x) for r, x in enumerate(parts)]
-                sums = [
-                    codec.sum(payloads, out=torch.empty_like(parts[0]), divisor=d) for d in (1, 3)
-                ]
+                sums = [codec.sum(payloads, out=torch.empty_like(parts[0]), divisor=d) for d in (1, 3)]
                 found.append([*payloads, *sums, clipped])
         assert all(same(*pair) for pair in zip(*found, strict=True))
         assert found[0][-1][0] > 0 or size == 1
@@ -194,9 +190,7 @@ def test_a_scope_longer_than_registers() -> None:
     keys = entropy(x.view(-1, 8)).view(torch.int32)
     keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
     widths = torch.zeros_like(expected)
-    launch(
-        choose, 2, 4, {}, keys, widths, geometry.low, geometry.flag_bytes, per_scope=geometry.per_scope
-    )  # fmt: skip
+    launch(choose, 2, 4, {}, keys, widths, geometry.low, geometry.flag_bytes, per_scope=geometry.per_scope)
     assert torch.equal(widths, expected)
 
 
@@ -271,9 +265,7 @@ def test_directions_are_learned_without_waiting_and_errors_come_later() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    "codec", [TAHQuant(), TAHQuant.published(), GroupInt(), BlockFloat8()], ids=repr
-)
+@pytest.mark.parametrize("codec", [TAHQuant(), TAHQuant.published(), GroupInt(), BlockFloat8()], ids=repr)
 def test_in_a_cuda_graph(codec: Codec) -> None:
     x = torch.randn(4, 256, 1024, device=DEVICE, dtype=torch.bfloat16)
     codec.round_trip(x)

@@ -28,16 +28,12 @@ def test_one_process_compiles_and_the_others_take_what_it_left(tmp_path: Path) -
     env = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
     env.pop("NUMBA_CACHE_DIR", None)
     command = [sys.executable, "-c", SCRIPT]
-    processes = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     found = sorted(process.communicate(timeout=120)[0].split() for process in processes)
     assert found == [["0", "1"], ["1", "0"]], "cache hits and misses"
 
 
-def test_a_process_that_stopped_is_not_waited_for_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_stopped_is_not_waited_for_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jit = pytest.importorskip("lowbit.ops.cpu.jit")
     monkeypatch.setattr(jit, "PATIENCE", 0.2)
     with (tmp_path / "lock").open("w") as held, (tmp_path / "lock").open("w") as other:

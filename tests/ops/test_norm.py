@@ -92,9 +92,7 @@ def compare(
     made, read = {}, {}
     for name in ("reference", backend):
         with ops.backend(name):
-            made[name], read[name] = calls(
-                x.to(device), *given, grad, result, 1e-6, centred, offset, bits, group, seed
-            )
+            made[name], read[name] = calls(x.to(device), *given, grad, result, 1e-6, centred, offset, bits, group, seed)
     assert torch.equal(made[backend], made["reference"])
     # Any order of a sum of C terms errs by less than C half steps of their magnitudes, and rows are divided by a sum.
     share = (channels + 16) * 2.0**-24

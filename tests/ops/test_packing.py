@@ -24,9 +24,7 @@ def packed_one_by_one(codes: list[int], bits: int) -> list[int]:
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [8, 32, 64, 104])
 def test_pack_is_its_definition(bits: int, count: int) -> None:
-    codes = torch.randint(
-        0, 2**bits, (3, count), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits)
-    )
+    codes = torch.randint(0, 2**bits, (3, count), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
     packed = pack(codes, bits)
     assert packed.shape == (3, count * bits // 8)
     assert packed.tolist() == [packed_one_by_one(row, bits) for row in codes.tolist()]

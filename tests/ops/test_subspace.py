@@ -15,9 +15,7 @@ from tests.codecs.golden import check_golden_subspace
 RANK, REFRESH = 5, 4
 
 
-def inputs(
-    rows: int, channels: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def inputs(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Coefficients, units, tokens, shares of directions that are taken from them, and directions.
 
     They are of all sizes, with everything that is special; but sums of directions are exact in any order.
@@ -75,15 +73,11 @@ def run(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("near", [0, 1 << 18], ids=["engine", "kernel"])
-def test_kernels_give_the_references_bytes(
-    dtype: torch.dtype, near: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_give_the_references_bytes(dtype: torch.dtype, near: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowbit.ops.cpu.subspace.NEAR", near)  # who sums up directions
     for bits in (2, 3, 4, 6, 8):
         for rows, channels, group in ((9, 256, 64), (9, 70, 32), (8, 100, 8), (40, 1024, 32)):
-            expected, found = (
-                run(n, dtype, rows, channels, bits, group) for n in ("reference", "cpu")
-            )
+            expected, found = (run(n, dtype, rows, channels, bits, group) for n in ("reference", "cpu"))
             for a, b in zip(expected, found, strict=True):
                 assert torch.equal(a.isnan(), b.isnan())
                 assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), (bits, rows, channels, group)
@@ -107,9 +101,7 @@ def test_gpu_kernels_give_the_references_bytes(
     """On a GPU where there is one, else in Triton's interpreter."""
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    expected, found = (
-        run(n, dtype, rows, channels, bits, group, device) for n in ("reference", "gpu")
-    )
+    expected, found = (run(n, dtype, rows, channels, bits, group, device) for n in ("reference", "gpu"))
     for i, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert torch.equal(a.isnan(), b.isnan()), i
         assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), i
@@ -168,6 +160,4 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="unit has shape"):
         ops.subspace_coefficients_decode(payload, unit[1:], out, 70, 3, 32, REFRESH)
     with pytest.raises(ValueError, match="rank is 71"):
-        ops.subspace_rest_encode(
-            x, torch.zeros(9, 71), torch.zeros(71, 70), payload, 3, 32, REFRESH
-        )
+        ops.subspace_rest_encode(x, torch.zeros(9, 71), torch.zeros(71, 70), payload, 3, 32, REFRESH)

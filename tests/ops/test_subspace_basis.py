@@ -29,9 +29,7 @@ class Found(NamedTuple):
         return self.layout.section(self.payload, name, dtype)
 
 
-def renewed(
-    backend: str, x: Tensor, basis: Tensor, refresh: int, *, number: int = 5, brings: bool = True
-) -> Found:
+def renewed(backend: str, x: Tensor, basis: Tensor, refresh: int, *, number: int = 5, brings: bool = True) -> Found:
     rank = len(basis)
     layout = subspace_geometry(*x.shape, rank, BITS, GROUP, refresh).layout
     payload = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -41,9 +39,7 @@ def renewed(
     then = tuple(torch.empty_like(t) for t in now)
     with ops.backend(backend):
         ops.subspace_inverse(basis, inverse)
-        ops.subspace_renew(
-            x, *now, payload, c, unit, *then, number, True, brings, BITS, GROUP, refresh
-        )
+        ops.subspace_renew(x, *now, payload, c, unit, *then, number, True, brings, BITS, GROUP, refresh)
     return Found(layout, payload, c, unit, *then)
 
 
@@ -56,7 +52,7 @@ def followed(
     with ops.backend(backend):
         ops.subspace_follow(
             payload, basis, digest, header, directions, after, unit, rows, number, True, BITS, GROUP, refresh
-        )  # fmt: skip
+        )
     return header, directions, after, unit
 
 
@@ -142,9 +138,7 @@ def test_kernels_follow_as_the_reference_does(slots: tuple[int, int]) -> None:
         payload = torch.randint(0, 256, (layout.nbytes,), generator=g, dtype=torch.uint8)
         layout.section(payload, "slots", torch.int16).copy_(torch.tensor(slots))
         layout.section(payload, "lengths", torch.float32).copy_(torch.tensor([0.25, 1e-3]))
-        expected, found = (
-            followed(name, payload, basis, 4, 3, number) for name in ("reference", "cpu")
-        )
+        expected, found = (followed(name, payload, basis, 4, 3, number) for name in ("reference", "cpu"))
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a.nan_to_num(5), b.nan_to_num(5)), (slots, channels)
         header = found[0].tolist()
@@ -200,7 +194,7 @@ def test_inverses(rank: int, channels: int) -> None:
     basis = torch.nn.functional.normalize(torch.randn(rank, channels, generator=g))
     basis[rank // 2 :: 5] = 0  # absent
     basis[0] = basis[-1]  # twice the same
-    expected = torch.linalg.inv(basis.double() @ basis.double().t() + 1e-4 * torch.eye(rank)).float()  # fmt: skip
+    expected = torch.linalg.inv(basis.double() @ basis.double().t() + 1e-4 * torch.eye(rank)).float()
     for name in ("reference", "cpu"):
         found = torch.empty(rank, rank)
         with ops.backend(name):
@@ -212,7 +206,7 @@ def test_bad_input() -> None:
     x, basis = tokens(80, 70), torch.zeros(6, 70)
     good = renewed("cpu", x, basis, 3)
     square, digest = torch.empty(6, 6), torch.tensor(0)
-    rest = (torch.empty(80, 6), torch.empty(6), torch.empty(6, 70), torch.empty(6, 6), torch.tensor(0))  # fmt: skip
+    rest = (torch.empty(80, 6), torch.empty(6), torch.empty(6, 70), torch.empty(6, 6), torch.tensor(0))
     last = (0, True, True, BITS, GROUP, 3)
     with pytest.raises(ValueError, match=r"inverse has shape \(6, 5\)"):
         ops.subspace_renew(x, basis, square[:, :5], digest, good.payload, *rest, *last)

@@ -68,9 +68,7 @@ def test_full_precision_is_exact_in_any_dtype_and_layout(x: Tensor):
         return
     out, size = crosses(INT4, x, FULL)
     assert size == x.numel() * x.element_size()
-    assert torch.equal(
-        out.reshape(-1).view(torch.uint8), x.contiguous().reshape(-1).view(torch.uint8)
-    )
+    assert torch.equal(out.reshape(-1).view(torch.uint8), x.contiguous().reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("x", [torch.arange(6), torch.tensor([True, False]), torch.tensor([1j])])
@@ -109,9 +107,7 @@ def test_buffers_that_require_grad_are_filled_in_place():
 def test_another_shape_or_dtype_is_an_error_not_garbage():
     there = lane(INT4)
     for wrong in (torch.randn(2, 3, 65), torch.randn(SHAPE).bfloat16()):
-        with pytest.raises(
-            ValueError, match=r"boundary 1 forward: tensor 0 is .* expect float32 \(2, 3, 64\)"
-        ):
+        with pytest.raises(ValueError, match=r"boundary 1 forward: tensor 0 is .* expect float32 \(2, 3, 64\)"):
             there.encode(0, Step(), 0, wrong)
 
 
@@ -141,9 +137,7 @@ def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
     state = old.state_dict()
     early, late = Lane(1, "forward", codec, "cpu", Traffic()), lane(codec)
     early.load_state_dict(state)
-    assert (
-        early.state_dict().keys() == state.keys()
-    )  # a checkpoint right after a restart loses nothing
+    assert early.state_dict().keys() == state.keys()  # a checkpoint right after a restart loses nothing
     ready(early, SLOT)
     late.load_state_dict(state)
     x = torch.randn(SHAPE)
@@ -261,9 +255,7 @@ def test_what_was_chosen_survives_a_restart(steps_after: int):
         ready(end, SLOT)
         assert end.chosen() == old.chosen()
     for i in range(3):
-        assert torch.equal(
-            pass_on(*again, Step(), i, near(i)), pass_on(sender, receiver, Step(), i, near(i))
-        )
+        assert torch.equal(pass_on(*again, Step(), i, near(i)), pass_on(sender, receiver, Step(), i, near(i)))
     other = Lane(1, "forward", SubspaceQuant(rank=9, group=8, refresh=2), "cpu", Traffic())
     other.load_state_dict(sender.state_dict())
     with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
@@ -351,9 +343,7 @@ def test_sample_ids_are_split_like_the_batch():
 def test_bad_sample_ids(ids: Any, error: type[Exception]):
     with pytest.raises(error, match="ids"):
         checked_samples(ids)
-    assert torch.equal(
-        checked_samples(torch.tensor([2, 1], dtype=torch.int16)), torch.tensor([2, 1])
-    )
+    assert torch.equal(checked_samples(torch.tensor([2, 1], dtype=torch.int16)), torch.tensor([2, 1]))
 
 
 def test_codecs_for_boundaries():
@@ -371,12 +361,8 @@ def test_codecs_for_boundaries():
 
 def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch):
     used: list[tuple[str, torch.dtype]] = []
-    monkeypatch.setattr(
-        GroupInt, "_encode", lambda self, x, payload: used.append(("encode", x.dtype))
-    )
-    monkeypatch.setattr(
-        GroupInt, "_decode", lambda self, payload, out, add: used.append(("decode", out.dtype))
-    )
+    monkeypatch.setattr(GroupInt, "_encode", lambda self, x, payload: used.append(("encode", x.dtype)))
+    monkeypatch.setattr(GroupInt, "_decode", lambda self, payload, out, add: used.append(("decode", out.dtype)))
     slots = (torch.Size((5, 70)), torch.bfloat16), (torch.Size((5,)), torch.int64)
     for _ in range(2):
         lane(GroupInt(bits=7, group=40), *slots).warm_up(slots)

@@ -52,9 +52,7 @@ def trained(transport: str, sender: int, change: Any) -> tuple[str, str, int, in
 
 @pytest.mark.parametrize("transport", ["early", "staged", "in order"])
 @pytest.mark.parametrize(("sender", "direction"), [(0, "forward"), (1, "backward")])
-def test_a_flipped_bit_names_sender_boundary_and_step(
-    ranks: Ranks, transport: str, sender: int, direction: str
-):
+def test_a_flipped_bit_names_sender_boundary_and_step(ranks: Ranks, transport: str, sender: int, direction: str):
     announced = sender == 0  # the pass, by one more message, which is the first of step 1
     found = ranks.run(trained, transport, sender, Flip(N + announced + 2))
     error, text, culprit, step = found[1 - sender]
@@ -66,9 +64,7 @@ def test_a_flipped_bit_names_sender_boundary_and_step(
     )
     assert (culprit, step) == (sender, 1)
     error, told, culprit, _ = found[sender]  # hears why the other one ended
-    if (
-        transport == "in order" and error == "RuntimeError"
-    ):  # unless its engine is the first to notice
+    if transport == "in order" and error == "RuntimeError":  # unless its engine is the first to notice
         return
     assert (error, culprit) == ("PeerError", 1 - sender)
     assert told == f"rank {1 - sender} (stage {1 - sender}) gave up: DamagedError: {text}"
@@ -76,9 +72,7 @@ def test_a_flipped_bit_names_sender_boundary_and_step(
 
 @pytest.mark.parametrize("transport", ["early", "in order"])
 @pytest.mark.parametrize(("old", "new"), [(1, N + 2), (N + 1, N + 2)], ids=["step", "micro-batch"])
-def test_a_message_of_another_step_or_place_is_noticed(
-    ranks: Ranks, transport: str, old: int, new: int
-):
+def test_a_message_of_another_step_or_place_is_noticed(ranks: Ranks, transport: str, old: int, new: int):
     error, text, culprit, _ = ranks.run(trained, transport, 0, Replay(old, new))[1]
     assert (error, culprit) == ("DamagedError", 0)
     assert text.startswith("boundary 0 forward, micro-batch 1, tensor 0, step 1: ")
@@ -152,9 +146,7 @@ def disagreeing(checksums: dict[int, bool], secrets: dict[int, str]) -> str:
 
 
 def test_ranks_must_agree_on_checksums_and_secret(ranks: Ranks):
-    expected = (
-        "the ranks do not agree:\n  checksums: on on rank 0 (stage 0); off on rank 1 (stage 1)"
-    )
+    expected = "the ranks do not agree:\n  checksums: on on rank 0 (stage 0); off on rank 1 (stage 1)"
     assert ranks.run(disagreeing, {1: False}, {}) == [expected] * 2
     texts = ranks.run(disagreeing, {}, {0: "another"})
     assert texts[0] == texts[1]
@@ -189,9 +181,7 @@ def sizes(transport: str, checksums: bool) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["early", "staged", "in order"])
-def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(
-    ranks: Ranks, transport: str
-):
+def test_without_checksums_nothing_is_added_and_with_them_nothing_changes(ranks: Ranks, transport: str):
     off, on = (ranks.run(sizes, transport, checksums) for checksums in (False, True))
     shape = (toy.ROWS, 3, toy.WIDTH)
     plain = 4 * toy.ROWS * 3 * toy.WIDTH

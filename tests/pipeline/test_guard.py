@@ -47,9 +47,7 @@ def unlike(schedule: str, changes: Mapping[int, Mapping[str, Any]], steps: int =
         ),
     ],
 )
-def test_other_formats_are_the_same_error_everywhere(
-    ranks: Ranks, schedule: str, changes: Any, said: str
-):
+def test_other_formats_are_the_same_error_everywhere(ranks: Ranks, schedule: str, changes: Any, said: str):
     ranks.start(2)
     start = time.monotonic()
     outcomes = ranks.outcomes(unlike, schedule, changes)
@@ -148,9 +146,7 @@ def other_pass(steps: int) -> None:
     ],
     ids=["micro-batches", "first pass", "later pass"],
 )
-def test_passes_that_differ_are_the_same_error_everywhere(
-    ranks: Ranks, function: Any, args: Any, said: str
-):
+def test_passes_that_differ_are_the_same_error_everywhere(ranks: Ranks, function: Any, args: Any, said: str):
     ranks.start(2)
     start = time.monotonic()
     outcomes = ranks.outcomes(function, *args)
@@ -182,7 +178,7 @@ def other_shapes(expected: list[int]) -> None:
     x = torch.empty(toy.ROWS, expected[rank], toy.WIDTH, requires_grad=rank > 0)
     stage = LowBitStage(
         toy.Block(), rank, 2, toy.CPU, input_args=x, output_args=x.detach().requires_grad_(), timeout=30, **FIT
-    )  # fmt: skip
+    )
     runner = ScheduleGPipe(stage, toy.MICRO_BATCHES, loss_fn=toy.loss_of)
     x, target = toy.batch(0)
     runner.step(*([x] if rank == 0 else []), target=target if rank else None)
@@ -199,10 +195,7 @@ def test_shapes_that_differ_are_an_error(ranks: Ranks):
 def other_lengths(lengths: list[int]) -> None:
     """Each rank takes the pipeline to have another number of stages."""
     rank, length = dist.get_rank(), lengths[dist.get_rank()]
-    stages = [
-        LowBitStage(toy.Block(), i, length, toy.CPU, timeout=30.0, **FIT)
-        for i in range(rank, length, 2)
-    ]
+    stages = [LowBitStage(toy.Block(), i, length, toy.CPU, timeout=30.0, **FIT) for i in range(rank, length, 2)]
     if len(stages) == 1:
         runner = ScheduleGPipe(stages[0], toy.MICRO_BATCHES, loss_fn=toy.loss_of)
     else:
@@ -212,9 +205,7 @@ def other_lengths(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[2, 4], [4, 2], [4, 6]])
-def test_pipelines_of_different_lengths_are_an_error_within_seconds(
-    ranks: Ranks, lengths: list[int]
-):
+def test_pipelines_of_different_lengths_are_an_error_within_seconds(ranks: Ranks, lengths: list[int]):
     ranks.start(2)
     start = time.monotonic()
     outcomes = ranks.outcomes(other_lengths, lengths)

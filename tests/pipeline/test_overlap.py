@@ -57,9 +57,7 @@ print(json.dumps(both), flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}"
-)
+@pytest.mark.skipif(SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}")
 def test_overlap_beats_the_stock_stage_with_the_same_bytes(tmp_path: Path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)

@@ -126,9 +126,7 @@ SCHEDULES = [name for name in toy.SCHEDULES if not (OLD and name in toy.V_SHAPED
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(
-    "schedule", [name for name in SCHEDULES if name not in ("gpipe", "interleaved-4")]
-)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("gpipe", "interleaved-4")])
 def test_each_pass_equals_stages_that_were_made_for_it(ranks: Ranks, schedule: str, plan: str):
     passes = PLANS[plan]
     if schedule in ("interleaved-2", "zero-bubble"):  # take only multiples of the ranks
@@ -156,9 +154,7 @@ def coded(codec: Codec) -> Any:
     run = toy.Run("interleaved-2", toy.lowbit(forward=codec, backward=codec, timeout=30))
     runners: dict[Any, Any] = {}
     losses: list[Tensor] = []
-    for number, (name, training, n, rows, length) in enumerate(
-        PLANS["lengths"] + PLANS["same schedule"]
-    ):
+    for number, (name, training, n, rows, length) in enumerate(PLANS["lengths"] + PLANS["same schedule"]):
         runner = runners.setdefault((name, n), run.another(n))
         losses += taken(run, runner, training, *data(number, rows, length))[1]
         run.optimizer.step()
@@ -167,9 +163,7 @@ def coded(codec: Codec) -> Any:
     return losses, {state["steps"] for state in states}, lanes
 
 
-@pytest.mark.parametrize(
-    "codec", [SubspaceQuant(rank=4, group=8), TAHQuant()], ids=["subspace", "tah"]
-)
+@pytest.mark.parametrize("codec", [SubspaceQuant(rank=4, group=8), TAHQuant()], ids=["subspace", "tah"])
 def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
     (_, steps, lower), (losses, more, upper) = ranks.run(coded, codec)
     assert len(losses) == 20 * N
@@ -336,8 +330,7 @@ def raising() -> None:
     with pytest.raises(RuntimeError) as refused:
         run.train(2)
     assert str(refused.value) == (
-        f"a step of this pipeline ended early ({described(caught.value)}); "
-        "start again with a new process group"
+        f"a step of this pipeline ended early ({described(caught.value)}); start again with a new process group"
     )
     raise caught.value
 
@@ -359,9 +352,7 @@ def test_a_model_that_raises_ends_all_ranks_and_no_step_follows(ranks: Ranks, co
     assert culprit.kind != "AssertionError", culprit.text
     for outcome in outcomes:
         assert outcome.kind == "PeerError"
-        assert outcome.text.startswith(
-            "rank 1 (stage 1) gave up: ZeroDivisionError: no such token; "
-        ), outcome.text
+        assert outcome.text.startswith("rank 1 (stage 1) gave up: ZeroDivisionError: no such token; "), outcome.text
 
 
 class Unfit(toy.Block):
@@ -470,8 +461,7 @@ def replacing() -> None:
     found = taken(run, run.runner, True, x, target)
     model = nn.Sequential(*toy.blocks(2, Replacing))
     expected = [
-        toy.loss_of(model(part), wanted)
-        for part, wanted in zip(x.tensor_split(N), target.tensor_split(N), strict=True)
+        toy.loss_of(model(part), wanted) for part, wanted in zip(x.tensor_split(N), target.tensor_split(N), strict=True)
     ]
     assert same(found[1], expected if run.last else [])
     mean = model[dist.get_rank()].mean

@@ -45,7 +45,7 @@ def test_what_has_no_room_is_refused():
         shapes.send([torch.empty(2)] * 1000, None, 0, toy.CPU, 20)
 
 
-GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}  # fmt: skip
+GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}
 BAD: list[dict[str, Any]] = [
     {"shape": [2]},
     {"shape": [-2, 3]},
@@ -109,7 +109,7 @@ def hostile(text: bytes) -> str:
         (b"[null]", "rank 0 sent no layouts of tensors: None is no layout"),
     ],
     ids=["pickled", "deep", "huge", "missing"],
-)  # fmt: skip
+)
 def test_a_peer_that_sends_something_else_is_named(ranks: Ranks, text: bytes, message: str):
     assert ranks.run(hostile, text)[1].startswith(message)
 

@@ -79,16 +79,12 @@ def test_what_arrives_waits_for_a_fence_only_and_is_waited_for(log: list[str]):
     ]
 
 
-def test_where_a_payload_lands_is_kept_for_the_computation(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_where_a_payload_lands_is_kept_for_the_computation(log: list[str], monkeypatch: pytest.MonkeyPatch):
     streams, layout = CudaStreams(CUDA), torch.empty(2, 3, device="meta")
     monkeypatch.setattr(side_streams.torch, "empty_strided", lambda *args, **kwargs: Tensor(log))
     with streams.arriving():
         # As within the block: what is current there is the arriving stream.
-        monkeypatch.setattr(
-            side_streams.torch.cuda, "current_stream", lambda device: Stream("arriving", log)
-        )
+        monkeypatch.setattr(side_streams.torch.cuda, "current_stream", lambda device: Stream("arriving", log))
         streams.landing(layout)
     assert log == [
         "on arriving",

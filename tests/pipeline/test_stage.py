@@ -48,9 +48,7 @@ def equals_stock(schedule: str, evaluate: bool) -> int:
     return len(ours.losses)
 
 
-@pytest.mark.parametrize(
-    "schedule", [name for name in toy.SCHEDULES if not (OLD and name in toy.V_SHAPED)]
-)
+@pytest.mark.parametrize("schedule", [name for name in toy.SCHEDULES if not (OLD and name in toy.V_SHAPED)])
 def test_an_fp32_wire_changes_no_loss_and_no_gradient(ranks: Ranks, schedule: str):
     stock_evaluates = schedule not in toy.V_SHAPED  # stock V schedules cannot
     losses = ranks.run(equals_stock, schedule, stock_evaluates)
@@ -220,12 +218,7 @@ def reference_of_several() -> tuple[list[Tensor], list[Tensor]]:
     for x, target in zip(*(t.split(toy.ROWS) for t in toy.batch(0)), strict=True):
         losses.append(toy.loss_of(last(*first(x)), target))
         losses[-1].backward()
-    grads = [
-        p.grad / toy.MICRO_BATCHES
-        for m in (first, last)
-        for p in m.parameters()
-        if p.grad is not None
-    ]
+    grads = [p.grad / toy.MICRO_BATCHES for m in (first, last) for p in m.parameters() if p.grad is not None]
     return [loss.detach() for loss in losses], grads
 
 
@@ -252,9 +245,7 @@ def test_integers_and_masks_are_never_coded(ranks: Ranks):
     expected_bytes = 2 * INT4.nbytes(shape) + 11 * rows + 4 * CHECKSUM_BYTES
     assert traffic.forward_bytes == toy.MICRO_BATCHES * expected_bytes
     for found, expected in zip(losses, reference_of_several()[0], strict=True):
-        assert found.item() == pytest.approx(
-            expected.item(), rel=0.05
-        )  # wrong positions would be far off
+        assert found.item() == pytest.approx(expected.item(), rel=0.05)  # wrong positions would be far off
 
 
 class Poison(nn.Module):

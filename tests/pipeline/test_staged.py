@@ -136,9 +136,7 @@ def trained(schedule: str, staged: tuple[int, ...], options: Any) -> Any:
         ("gpipe", (0,), FIT | {"forward": AQSGD()}),
     ],
 )
-def test_staging_changes_no_loss(
-    ranks: Ranks, schedule: str, staged: tuple[int, ...], options: Any
-):
+def test_staging_changes_no_loss(ranks: Ranks, schedule: str, staged: tuple[int, ...], options: Any):
     found = ranks.run(trained, schedule, staged, options)
     expected = ranks.run(trained, schedule, (), options)
     for rank in range(2):
@@ -171,10 +169,7 @@ def without_waiting() -> None:
         copy()
     for tag in (1, 0):
         with transport.arriving():
-            assert (
-                transport.landing(torch.empty(2, 3, dtype=torch.float16, device="meta")).dtype
-                == torch.float16
-            )
+            assert transport.landing(torch.empty(2, 3, dtype=torch.float16, device="meta")).dtype == torch.float16
             assert transport.take(Route(other, tag), 64).unique().tolist() == [7 + tag]
     transport.drain()
     assert len(transport._outbox) == 0

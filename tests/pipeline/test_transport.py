@@ -342,9 +342,7 @@ def in_order() -> Any:
 
 
 def with_tags() -> Any:
-    runs = [
-        toy.Run(name, toy.lowbit(forward=INT4, backward=INT6)) for name in ("1f1b", "interleaved-2")
-    ]
+    runs = [toy.Run(name, toy.lowbit(forward=INT4, backward=INT6)) for name in ("1f1b", "interleaved-2")]
     for step in range(2):
         for run in runs:
             run.train(step)

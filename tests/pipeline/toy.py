@@ -115,9 +115,7 @@ class Run:
         x, target = (t.to(self.device) for t in batch(step))
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
-        self.runner.step(
-            *([x] if self.first else []), target=target if self.last else None, losses=losses
-        )
+        self.runner.step(*([x] if self.first else []), target=target if self.last else None, losses=losses)
         self.losses += [loss.detach() for loss in losses]
         parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         grads = [p.grad.clone() for p in parameters if p.grad is not None]
@@ -128,9 +126,7 @@ class Run:
         """Outputs of the last stage, where this rank has it."""
         x, target = (t.to(self.device) for t in batch(step))
         with torch.no_grad():
-            return self.runner.eval(
-                *([x] if self.first else []), target=target if self.last else None, losses=[]
-            )
+            return self.runner.eval(*([x] if self.first else []), target=target if self.last else None, losses=[])
 
 
 def lowbit(**options: Any) -> Callable[..., PipelineStage]:

@@ -23,10 +23,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = [
-            f(x).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2)
-            for f in (self.q, self.k, self.v)
-        ]
+        heads = [f(x).view(*x.shape[:2], -1, WIDTH // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v)]
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.o(y.transpose(1, 2).reshape(*x.shape[:2], -1))
 

@@ -87,9 +87,7 @@ def test_features_go_where_they_take_away_most_error_for_the_same_bits():
     assert len(many["peaked"]) <= 32
 
 
-def test_a_break_or_a_batch_changes_nothing_and_a_calibration_goes_on(
-    calibration: Calibration, tmp_path: Path
-):
+def test_a_break_or_a_batch_changes_nothing_and_a_calibration_goes_on(calibration: Calibration, tmp_path: Path):
     state, done = tmp_path / "state", []
 
     def stop(count: int) -> None:
@@ -99,14 +97,10 @@ def test_a_break_or_a_batch_changes_nothing_and_a_calibration_goes_on(
 
     model = Toy().train()
     with pytest.raises(KeyboardInterrupt):
-        calibrate(
-            model, sequences(), ranks=2, state=state, save_every=2, progress=stop, text="toy text"
-        )
+        calibrate(model, sequences(), ranks=2, state=state, save_every=2, progress=stop, text="toy text")
     assert done == [1, 2, 3]
     assert model.training
-    again = calibrate(
-        model, sequences(), ranks=2, state=state, text="toy text", progress=done.append
-    )
+    again = calibrate(model, sequences(), ranks=2, state=state, text="toy text", progress=done.append)
     assert done == [1, 2, 3, 3, 4]
     assert again.fingerprint() == calibration.fingerprint()
     first = calibrate(Toy(), sequences()[:3], ranks=2, text="toy text")
@@ -115,9 +109,7 @@ def test_a_break_or_a_batch_changes_nothing_and_a_calibration_goes_on(
     batched = calibrate(Toy(), [torch.stack(sequences())], ranks=2)
     for name in BOUNDARIES:  # matrix products of other shapes
         torch.testing.assert_close(batched.ranges[name], calibration.ranges[name])
-    with pytest.raises(
-        CalibrationError, match="state of a calibration with momentum '0.99'; this one has '0.5'"
-    ):
+    with pytest.raises(CalibrationError, match="state of a calibration with momentum '0.99'; this one has '0.5'"):
         calibrate(Toy(), sequences(), ranks=2, state=state, momentum=0.5, text="toy text")
     with pytest.raises(CalibrationError, match="a world of 2, this one is for 4"):
         calibrate(Toy(), sequences(), ranks=4, start=first)
@@ -193,9 +185,7 @@ def test_other_models_and_worlds_are_told_apart(calibration: Calibration, tmp_pa
         model = Toy()
         with torch.no_grad():
             model.get_parameter(edited).view(-1)[-3] += 0.1
-        with pytest.raises(
-            CalibrationError, match=r"for the model Toy \[\w+\], this is Toy \[\w+\]"
-        ):
+        with pytest.raises(CalibrationError, match=r"for the model Toy \[\w+\], this is Toy \[\w+\]"):
             calibration.check(model, 2)
     model = Toy()
     with torch.no_grad():
@@ -226,9 +216,7 @@ def test_zero_features_get_a_floor_and_zero_boundaries_an_error(caplog: pytest.L
     ]
     with torch.no_grad():
         model.layers[1].mlp.down.weight.zero_()
-    with pytest.raises(
-        ValueError, match=r"features 0 to 63 of layers.1.mlp.down were zero in all 2 sequences"
-    ):
+    with pytest.raises(ValueError, match=r"features 0 to 63 of layers.1.mlp.down were zero in all 2 sequences"):
         calibrate(model, sequences(2), ranks=2)
 
 
@@ -257,9 +245,7 @@ def test_a_model_that_is_not_finite_is_told_so():
     model = Toy()
     with torch.no_grad():
         model.layers[0].mlp.down.weight[3] = torch.inf
-    with pytest.raises(
-        ValueError, match="sequence 0 makes feature 3 of layers.0.mlp.down on rank 0"
-    ):
+    with pytest.raises(ValueError, match="sequence 0 makes feature 3 of layers.0.mlp.down on rank 0"):
         calibrate(model, sequences(1), ranks=2)
     assert "forward" not in vars(model.layers[0].mlp.down)  # whole again
 

@@ -24,9 +24,7 @@ def test_shares_and_errors_are_those_of_the_values(caplog: pytest.LogCaptureFixt
         seen.extend([torch.stack(list(partials))] if name == NAME else [])
 
     settings = Settings(small=0, algorithm="two_shot")
-    with emulate_tensor_parallel_(
-        model, 2, calibration, settings=settings, drift=drift, watch=watch
-    ):
+    with emulate_tensor_parallel_(model, 2, calibration, settings=settings, drift=drift, watch=watch):
         for _ in range(2):
             logits(model, ids(rows=1, length=4))  # so few rows that all are sampled
         inside = drift.report()

@@ -149,9 +149,7 @@ def test_bad_input():
     calibration = calibrated()
     with pytest.raises(ValueError, match="for 2 ranks, this is a group of 4"):
         emulate_tensor_parallel_(model, 4, calibration)
-    with pytest.raises(
-        ValueError, match="codec is for 2 ranks and 64 features; layers.0.attn.o has 4 ranks"
-    ):
+    with pytest.raises(ValueError, match="codec is for 2 ranks and 64 features; layers.0.attn.o has 4 ranks"):
         emulate_tensor_parallel_(model, 4, calibration.codec(BOUNDARIES[0]))
     model.config = Config()
     with pytest.raises(ValueError, match="ranks is 4 and the model has num_key_value_heads 2"):

@@ -79,9 +79,7 @@ def in_one_process(ranks: int, dtype_name: str) -> dict[str, Any]:
             ("gate", calibration, GATE, None),
             ("int8", INT8, TWO, None),
         ):
-            with emulate_tensor_parallel_(
-                model, ranks, source, settings=settings, drift=watching
-            ) as emulation:
+            with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching) as emulation:
                 found[f"{dtype} {name}"] = logits(model, ids())
             if source is not None:
                 found[f"{dtype} {name} traffic"] = emulation.traffic
@@ -141,9 +139,7 @@ def hugging_face(folder: str, path: str) -> dict[str, Any]:
     }
 
 
-def test_hugging_face_models_run_by_plan_and_generate(
-    ranks: Ranks, tmp_path: Path, one_thread: None
-):
+def test_hugging_face_models_run_by_plan_and_generate(ranks: Ranks, tmp_path: Path, one_thread: None):
     model = llama()
     model.save_pretrained(tmp_path / "model")
     calibration = calibrate(model, sequences(), ranks=2)
@@ -255,9 +251,7 @@ def pytorch_styles() -> dict[str, Any]:
         assert drift.report().rows[0].values == ids().numel() * WIDTH
         whole_input = {
             "embed": LowBitRowwiseParallel(codec, input_layouts=Replicate()),
-            "down": LowBitRowwiseParallel(
-                codec, settings=ONE, input_layouts=Replicate(), use_local_output=False
-            ),
+            "down": LowBitRowwiseParallel(codec, settings=ONE, input_layouts=Replicate(), use_local_output=False),
         }
         module = parallelize_module(Pair(), mesh, whole_input)
         output = module.down(module.up(module.embed(ids())).relu())

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before PyTorch is imported: no threads, so that processes can fork
-)
+os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported: no threads, so that processes can fork
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as the command line sets it
 
@@ -88,9 +86,7 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.torture", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.torture", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--trials", type=int, default=100, help="how many")
     add("--seed", type=int, default=0, help="of moments and victims")
@@ -168,8 +164,7 @@ def _warm_up(folder: Path) -> None:
 
 def _references(pool: ProcessPoolExecutor, shapes: set[str], folder: Path) -> dict[str, Reference]:
     futures: dict[str, Future[Reference]] = {
-        name: pool.submit(reference, SHAPES[name], folder / f"whole-{name}")
-        for name in sorted(shapes)
+        name: pool.submit(reference, SHAPES[name], folder / f"whole-{name}") for name in sorted(shapes)
     }
     return {name: future.result() for name, future in futures.items()}
 

@@ -37,9 +37,7 @@ class Attempt:
         nan: forward pass that goes wrong on the trial's victim.
     """
 
-    def __init__(
-        self, shape: Shape, link: SlowLink, folder: Path, *, name: str, words: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, shape: Shape, link: SlowLink, folder: Path, *, name: str, words: tuple[str, ...] = ()) -> None:
         self.shape, self.link, self.folder, self.name, self.words = shape, link, folder, name, words
         self.nan: dict[int, int] = {}
         self.nan_at = folder / "nan-at"

@@ -12,9 +12,7 @@ from tests.torture.plan import EVERY, GRACE, REJOIN_GONE, STEPS, TIMEOUT
 
 LIMIT = TIMEOUT + GRACE
 _ERROR = re.compile(r"^(?:rank \d+: )?error: (.*)$")
-_HARMLESS = re.compile(
-    r"^(warning: |step \d+|boundary \d+|no checkpoint in )|hostname of the client socket cannot"
-)
+_HARMLESS = re.compile(r"^(warning: |step \d+|boundary \d+|no checkpoint in )|hostname of the client socket cannot")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +67,13 @@ class Ending:
 
 def endings(attempt: Attempt, fault: Fault) -> list[Ending]:
     """Of all ranks that the fault has left a voice."""
-    return [
-        _ending(attempt, fault, r) for r in range(attempt.shape.ranks) if r not in fault.silenced
-    ]
+    return [_ending(attempt, fault, r) for r in range(attempt.shape.ranks) if r not in fault.silenced]
 
 
 def _ending(attempt: Attempt, fault: Fault, rank: int) -> Ending:
     end, lines = attempt.ends.get(rank), attempt.errors(rank)
     errors = [match[1] for line in lines if (match := _ERROR.match(line))]
-    noise = [
-        line
-        for line in lines
-        if not _ERROR.match(line) and not _HARMLESS.search(line) and line.strip()
-    ]
+    noise = [line for line in lines if not _ERROR.match(line) and not _HARMLESS.search(line) and line.strip()]
     return Ending(
         rank=rank,
         seconds=None if end is None else round(end.at - _could_know(attempt, fault, rank), 2),
@@ -116,9 +108,7 @@ def complaints(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]
         if end.code and end.code > 0 and len(end.errors) != 1:
             said.append(f"words: rank {end.rank} said {len(end.errors)} error lines")
         if end.noise:
-            said.append(
-                f"noise: rank {end.rank} printed {len(end.noise)} more lines: {end.noise[-1][:100]}"
-            )
+            said.append(f"noise: rank {end.rank} printed {len(end.noise)} more lines: {end.noise[-1][:100]}")
     if attempt.curve():  # all had met: then the cause can be known
         said += _about_causes(attempt, fault, [end for end in found if end.errors])
     return said
@@ -144,9 +134,7 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
     """Those that can hear each other must say the same, and it must name whom the fault has hit."""
     said = []
     cut = fault.trial.fault in ("cut", "cut5")
-    if (
-        fault.trial.fault == "stop20"
-    ):  # which wakes up when the others are gone, with what they knew
+    if fault.trial.fault == "stop20":  # which wakes up when the others are gone, with what they knew
         found = [end for end in found if end.rank != fault.trial.victim]
     host = attempt.shape.host
     # Ranks hear each other through rank 0, which keeps the store: those without it find the cause each for itself.
@@ -161,15 +149,9 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
         if fault.trial.fault == "nan":
             guilty = ["nan", "inf"]
         elif cut:
-            guilty = [
-                f"rank {r}" for r in range(attempt.shape.ranks) if host(r) != host(side[0].rank)
-            ]
+            guilty = [f"rank {r}" for r in range(attempt.shape.ranks) if host(r) != host(side[0].rank)]
         elif fault.trial.fault == "disk":  # which the ranks of a machine share
-            guilty = [
-                f"rank {r}"
-                for r in range(attempt.shape.ranks)
-                if host(r) == host(fault.trial.victim)
-            ]
+            guilty = [f"rank {r}" for r in range(attempt.shape.ranks) if host(r) == host(fault.trial.victim)]
         else:
             guilty = [f"rank {fault.trial.victim}"]
         if blind := [c for c in causes if not any(re.search(rf"\b{g}\b", c) for g in guilty)]:

@@ -43,9 +43,7 @@ class Fault:
             self.silenced = {trial.victim} if trial.fault == "stop" else set()
         elif trial.fault == "gone":
             attempt.link.cut(self.host)
-            self.silenced = {
-                r for r in range(attempt.shape.ranks) if attempt.shape.host(r) == self.host
-            }
+            self.silenced = {r for r in range(attempt.shape.ranks) if attempt.shape.host(r) == self.host}
             for rank in self.silenced:
                 attempt.signal(rank, signal.SIGKILL, whole=True)
         elif trial.fault in CUT_SECONDS:
@@ -110,9 +108,7 @@ def fill(disk: Path) -> None:
 
 def mount(disk: Path) -> None:
     """A small disk at a folder, in this process's own view of the files."""
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "torture", str(disk)], check=True
-    )
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "torture", str(disk)], check=True)
 
 
 def unmount(disk: Path) -> None:

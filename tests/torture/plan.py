@@ -107,14 +107,10 @@ class Trial:
         return f"{self.number:03d}-{mode}-{self.fault}-{self.shape}"
 
 
-def plan(
-    *, seed: int, trials: int, faults: Sequence[str], ranks: Sequence[int], supervised: bool
-) -> list[Trial]:
+def plan(*, seed: int, trials: int, faults: Sequence[str], ranks: Sequence[int], supervised: bool) -> list[Trial]:
     """So many trials, shared evenly among faults and shapes; a trial depends on its number and the seed only."""
     kinds = [(fault, count) for count in ranks for fault in faults if supervised or fault in PLAIN]
-    return [
-        _trial(i, seed, *kinds[i % len(kinds)], i // len(kinds), supervised) for i in range(trials)
-    ]
+    return [_trial(i, seed, *kinds[i % len(kinds)], i // len(kinds), supervised) for i in range(trials)]
 
 
 def _trial(number: int, seed: int, fault: str, ranks: int, turn: int, supervised: bool) -> Trial:
@@ -140,7 +136,5 @@ def write_config(config: TrainConfig, path: Path) -> None:
     lines = []
     for section, values in sections.items():
         lines.append(f"[{section}]")
-        lines += [
-            f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None
-        ]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     path.write_text("\n".join(lines) + "\n")

@@ -27,9 +27,7 @@ import torch
 from lowbit.network import SlowLink
 from lowbit.train.model import StageModule
 
-PAUSE = (
-    0.03  # seconds in each forward pass of the first stage: a run should last long enough to be hit
-)
+PAUSE = 0.03  # seconds in each forward pass of the first stage: a run should last long enough to be hit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +71,7 @@ class Command:
 
     def _redirect(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(
-                number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler
-            )
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(os.open(f"{self.log}.out", flags, 0o644), 1)

@@ -115,11 +115,7 @@ def _words(group: Sequence[Row]) -> str:
     for row in group:
         for kind in {wrong.partition(":")[0] for wrong in row["wrong"]}:
             kinds[f"FAILED {kind}"] = kinds.get(f"FAILED {kind}", 0) + 1
-    return ", ".join(
-        kind if "FAILED" not in kind else f"{kind} {count}"
-        for kind, count in kinds.items()
-        if count
-    )
+    return ", ".join(kind if "FAILED" not in kind else f"{kind} {count}" for kind, count in kinds.items() if count)
 
 
 if __name__ == "__main__":

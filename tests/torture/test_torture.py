@@ -49,9 +49,7 @@ def test_the_configuration_survives_its_file(tmp_path: Path):
 
 def _broken(fault: str, tmp_path: Path, said: dict[int, str], after: dict[int, float]) -> Fault:
     """A run of two ranks whose victim is rank 1, ended with these lines after so many seconds."""
-    trial = Trial(
-        number=0, seed=0, fault=fault, shape="2", supervised=False, step=3, share=0.5, victim=1, pause=1.0
-    )  # fmt: skip
+    trial = Trial(number=0, seed=0, fault=fault, shape="2", supervised=False, step=3, share=0.5, victim=1, pause=1.0)
     attempt = Attempt(SHAPES["2"], cast(Any, SimpleNamespace()), tmp_path, name="first")
     (tmp_path / "host-0" / "run").mkdir(parents=True)
     for rank, text in said.items():
@@ -87,9 +85,7 @@ GOOD = "step 3 loss 5\nrank 0: error: rank 1 stopped answering\n"
         ("", 9.0, ["words"]),
     ],
 )
-def test_a_survivor_ends_in_time_with_one_clear_error(
-    tmp_path: Path, said: str, after: float, wrong: list[str]
-):
+def test_a_survivor_ends_in_time_with_one_clear_error(tmp_path: Path, said: str, after: float, wrong: list[str]):
     assert _complaints(_broken("kill", tmp_path, {0: said}, {0: after})) == wrong
 
 
@@ -103,9 +99,7 @@ def test_who_was_stopped_has_its_own_clock_and_cause(tmp_path: Path):
 
 
 def test_ranks_that_hear_each_other_say_the_same(tmp_path: Path):
-    fault = _broken(
-        "disk", tmp_path, {0: GOOD, 1: "rank 1: error: rank 1: full\n"}, {0: 2.0, 1: 1.0}
-    )
+    fault = _broken("disk", tmp_path, {0: GOOD, 1: "rank 1: error: rank 1: full\n"}, {0: 2.0, 1: 1.0})
     assert _complaints(fault) == ["causes"]
     ends = _ends(fault)
     ends[0].errors, ends[1].errors = ["rank 1 failed: OSError: full"], ["full"]
@@ -129,9 +123,7 @@ def test_files_of_several_runs_make_one_table(
         outcomes[1].wrong = ["hang: rank 0 did not end by itself"]
         told = {"seconds": 60, "rows": report.rows(outcomes)}
         (tmp_path / name).write_text(json.dumps(told))
-    monkeypatch.setattr(
-        sys, "argv", ["report", str(tmp_path / "plain"), str(tmp_path / "supervised")]
-    )
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "plain"), str(tmp_path / "supervised")])
     report.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "| kill | 2 | plain | 1 | 1 | 1 ended | 4.0 | 4.0 |  |  |"

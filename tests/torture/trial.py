@@ -114,9 +114,7 @@ def _run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
         words = SUPERVISE if trial.supervised else ()
         attempt = Attempt(shape, link, folder, name="first", words=words)
         if trial.fault == "nan":
-            attempt.nan[trial.victim] = int(
-                ((trial.step or 0) % STEPS + trial.share) * MICROBATCHES
-            )
+            attempt.nan[trial.victim] = int(((trial.step or 0) % STEPS + trial.share) * MICROBATCHES)
         fault = Fault(trial, attempt)
         _disturb(attempt, fault, expected, outcome)
         _judge(attempt, fault, expected, outcome)
@@ -158,9 +156,7 @@ def _disturb(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outco
     fault.begin()
     assert fault.began is not None
     outcome.began = round(fault.began - attempt.began, 2)
-    rest = 2 * expected.seconds + (
-        faults.CUT_SECONDS["cut"] + 3 * LIMIT if trial.supervised else LIMIT
-    )
+    rest = 2 * expected.seconds + (faults.CUT_SECONDS["cut"] + 3 * LIMIT if trial.supervised else LIMIT)
 
     def watch(now: float) -> bool:
         fault.tick(now)
@@ -224,9 +220,7 @@ def _judge_gone(attempt: Attempt, fault: Fault, expected: Reference, outcome: Ou
 def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcome: Outcome) -> None:
     """Start all ranks once more, and see whether they take the run to the same end."""
     outcome.to_recovery = None
-    outcome.to_error = max(
-        (end.seconds for end in outcome.ends if end.seconds is not None), default=None
-    )
+    outcome.to_error = max((end.seconds for end in outcome.ends if end.seconds is not None), default=None)
     again = Attempt(attempt.shape, attempt.link, attempt.folder, name="resumed", words=words)
     again.start()
     again.wait(again.began + 2 * expected.seconds + PATIENCE)
@@ -243,17 +237,13 @@ def _go_on(attempt: Attempt, words: tuple[str, ...], expected: Reference, outcom
     outcome.resumed_from = STEPS - summary.steps_here if summary else None
 
 
-def _judge_supervised(
-    attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome
-) -> None:
+def _judge_supervised(attempt: Attempt, fault: Fault, expected: Reference, outcome: Outcome) -> None:
     """The run reached its last step by itself."""
     outcome.wrong += expected.differences(attempt.curve(), attempt.summary())
     for rank in range(attempt.shape.ranks):
         end = attempt.ends.get(rank)
         if end is None or end.code:
-            outcome.wrong.append(
-                f"supervised: rank {rank} {'hangs' if end is None else f'ended with {end.code}'}"
-            )
+            outcome.wrong.append(f"supervised: rank {rank} {'hangs' if end is None else f'ended with {end.code}'}")
         outcome.restarts += max(0, len(attempt.started(rank)) - 1)
     if attempt.ends:
         whole = max(end.at for end in attempt.ends.values()) - attempt.began

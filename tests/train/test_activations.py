@@ -47,12 +47,8 @@ def test_what_can_not_be_is_one_line(wrong: dict[str, Any], says: str):
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_a_split_backward_needs_a_newer_pytorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
-):
-    config = tiny(
-        tmp_path, pipeline={"stages_per_rank": 2, "schedule": schedule}, activations={"bits": 4}
-    )
+def test_a_split_backward_needs_a_newer_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str):
+    config = tiny(tmp_path, pipeline={"stages_per_rank": 2, "schedule": schedule}, activations={"bits": 4})
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     prepare(config, ranks=2)
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
@@ -96,9 +92,7 @@ def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_pipeline_learns_with_few_bits_what_it_learns_without(
-    ranks: Ranks, tmp_path: Path, family: str
-):
+def test_a_pipeline_learns_with_few_bits_what_it_learns_without(ranks: Ranks, tmp_path: Path, family: str):
     schedule = "InterleavedZeroBubble" if version() >= (2, 13) else "Interleaved1F1B"
     pipeline = {"stages_per_rank": 2, "schedule": schedule}
     model = {"family": family, "dropout": 0.0}

@@ -40,9 +40,7 @@ def test_gradients_without_a_name_get_what_belongs_to_the_activations():
         ("SubspaceQuant(rank='auto')", "int8", 32, []),
     ],
 )
-def test_more_directions_than_pay_are_told_once(
-    forward: str, backward: str, width: int, told: list[str]
-):
+def test_more_directions_than_pay_are_told_once(forward: str, backward: str, width: int, told: list[str]):
     pipeline = PipelineConfig(forward=(forward,), backward=(backward,))
     lines = costly(make_codecs(pipeline, 3), (2, 256, width))
     assert len(lines) == len(told)

@@ -49,9 +49,7 @@ def newest(folder: Path) -> tuple[Found | None, list[str]]:
 
 
 def shares(folder: Path) -> list[str]:
-    return sorted(
-        str(p.relative_to(folder / "checkpoints")) for p in folder.glob("checkpoints/*/*")
-    )
+    return sorted(str(p.relative_to(folder / "checkpoints")) for p in folder.glob("checkpoints/*/*"))
 
 
 @pytest.fixture
@@ -95,22 +93,16 @@ def _damage(share: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "manifest", "pickle"])
-def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(
-    tmp_path: Path, alone: None, how: str
-):
+def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(tmp_path: Path, alone: None, how: str):
     save(tmp_path, [2, 4])
     told = _damage(tmp_path / "checkpoints" / step_name(4) / "rank-0", how)
     found, warned = newest(tmp_path)
     assert found is not None
     assert found.step == 2
     [line] = warned
-    assert line.startswith(
-        f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {told}"
-    )
+    assert line.startswith(f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {told}")
     _damage(tmp_path / "checkpoints" / step_name(2) / "rank-0", how)
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "):
         newest(tmp_path)
 
 
@@ -131,9 +123,7 @@ def test_what_a_foreign_checkpoint_holds_is_never_executed(tmp_path: Path, alone
     with pytest.raises(checkpoint.CheckpointError, match=r"holds \.metadata"):
         newest(tmp_path)
     (share / MANIFEST).unlink()
-    with pytest.raises(
-        checkpoint.CheckpointError, match="is of an older lowbit and is not read, because"
-    ) as caught:
+    with pytest.raises(checkpoint.CheckpointError, match="is of an older lowbit and is not read, because") as caught:
         newest(tmp_path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "executed").exists()
@@ -274,9 +264,7 @@ def _save_where_one_fails(folder: Path, failing: int) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_ends_all_ranks_with_one_line_and_costs_no_older_step(
-    ranks: Ranks, tmp_path: Path, failing: int
-):
+def test_a_full_disk_ends_all_ranks_with_one_line_and_costs_no_older_step(ranks: Ranks, tmp_path: Path, failing: int):
     outcomes = ranks.outcomes(_save_where_one_fails, tmp_path, failing)
     where = tmp_path / "checkpoints" / step_name(6) / f"rank-{failing}"
     for outcome in outcomes:

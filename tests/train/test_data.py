@@ -71,9 +71,7 @@ def test_a_fingerprint_tells_texts_apart(tmp_path):
 
 def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypatch):
     (tmp_path / "text.txt").write_text("few bits " * 100)
-    config = DataConfig(
-        text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0
-    )
+    config = DataConfig(text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0)
     first = load_data(config, cache=tmp_path / "cache")
     assert first.train.tokens[:4].tolist() == [2, 3, 2, 3]
     monkeypatch.setattr("lowbit.train.data._encode", lambda *_: pytest.fail("encoded again"))
@@ -84,9 +82,7 @@ def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypat
 
 def test_token_ids_that_cannot_be_read_are_made_anew(tmp_path, folder, caplog):
     (tmp_path / "text.txt").write_text("few bits " * 100)
-    config = DataConfig(
-        text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0
-    )
+    config = DataConfig(text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0)
     first = load_data(config, cache=tmp_path / "cache").fingerprint()
     [kept] = (tmp_path / "cache").iterdir()
     assert f"cache/{kept.name}" in RunFolder(tmp_path).made()
@@ -102,9 +98,7 @@ def test_token_ids_that_cannot_be_read_are_made_anew(tmp_path, folder, caplog):
 
 def test_ids_of_a_tokenizer_that_was_replaced_are_not_taken(tmp_path, folder):
     (tmp_path / "text.txt").write_text("few bits " * 100)
-    config = DataConfig(
-        text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0
-    )
+    config = DataConfig(text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0)
     load_data(config, cache=tmp_path / "cache")
     file = Path(folder) / "tokenizer.json"
     file.write_text(file.read_text().replace('"few"', '"many"'))

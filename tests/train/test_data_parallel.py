@@ -46,9 +46,7 @@ def assert_replicas_equal(config: TrainConfig) -> None:
 def test_shares_of_a_batch_teach_what_the_whole_does(ranks: Ranks, tmp_path: Path):
     alone = run(ranks, tiny(tmp_path / "one", run={"steps": 5}))
     side = {"pipeline": TWO, "gradients": {"all_reduce": "fp32"}}
-    assert run(ranks, tiny(tmp_path / "two", run={"steps": 5}, **side)) == pytest.approx(
-        alone, rel=1e-4
-    )
+    assert run(ranks, tiny(tmp_path / "two", run={"steps": 5}, **side)) == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,7 @@ def test_it_goes_on_exactly_where_it_stopped(ranks: Ranks, tmp_path: Path):
     ranks.outcomes(stops_after, first, 3, ranks=4, timeout=120)
     run(ranks, again(first, run={"resume": True, "overwrite": False}))
     assert curve(first) == curve(whole)
-    changed = again(
-        first, run={"resume": True, "overwrite": False}, gradients={"all_reduce": "int8"}
-    )
+    changed = again(first, run={"resume": True, "overwrite": False}, gradients={"all_reduce": "int8"})
     outcomes = ranks.outcomes(losses, changed, ranks=4, timeout=60)
     assert {o.kind for o in outcomes} == {"CheckpointError"}
     assert "gradients.all_reduce was BlockFloat8(" in outcomes[0].text

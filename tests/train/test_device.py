@@ -47,15 +47,11 @@ def test_each_rank_has_its_device(machine, name, devices, here, rank, expected):
     assert str(choose_device(name, ranks=4)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("LOCAL_RANK", "x"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0")]
-)
+@pytest.mark.parametrize(("name", "text"), [("LOCAL_RANK", "x"), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "0")])
 def test_numbers_of_a_launcher_are_checked(machine, monkeypatch, name: str, text: str):
     machine(devices=2, here=2)
     monkeypatch.setenv(name, text)
-    with pytest.raises(
-        ConfigError, match=f"{name} is '{text}' in the environment; allowed: an int"
-    ):
+    with pytest.raises(ConfigError, match=f"{name} is '{text}' in the environment; allowed: an int"):
         choose_device("cuda", ranks=2)
 
 
@@ -122,9 +118,7 @@ def test_ranks_that_share_a_gpu_train_as_on_the_cpu(tmp_path: Path, ranks: Ranks
     stages = 1 if schedule == "1f1b" else 2
     pipeline = {"schedule": schedule, "stages_per_rank": stages}
     on = {
-        device: ranks.run(
-            losses, tiny(tmp_path / device, pipeline=pipeline, run={"device": device}), timeout=180
-        )
+        device: ranks.run(losses, tiny(tmp_path / device, pipeline=pipeline, run={"device": device}), timeout=180)
         for device in ("cpu", "cuda")
     }
     for rank in range(2):

@@ -42,9 +42,7 @@ def test_needless_crossings_are_told_where_they_cost_time(
 
 
 def test_only_pairs_between_which_a_step_waits_count():
-    plan = make_plan(
-        PipelineConfig(schedule="Interleaved1F1B", stages_per_rank=2), ranks=3, layers=6
-    )
+    plan = make_plan(PipelineConfig(schedule="Interleaved1F1B", stages_per_rank=2), ranks=3, layers=6)
     trips = {(0, 1): 0.001, (1, 2): 0.001, (0, 2): 0.2}
     line = needless(plan, "Interleaved1F1B", trips)
     assert line is not None

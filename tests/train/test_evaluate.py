@@ -47,9 +47,7 @@ def _evaluated(config: TrainConfig, bytes_of_rounds: list[int]) -> Any:
     return -(-len(trainer.prepared.data.held_out) // config.data.batch), losses, done
 
 
-@pytest.mark.parametrize(
-    ("schedule", "per_rank", "legs"), [("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 1)]
-)
+@pytest.mark.parametrize(("schedule", "per_rank", "legs"), [("Interleaved1F1B", 2, 2), ("ZBVZeroBubble", 2, 1)])
 def test_a_far_neighbour_is_waited_for_once_a_round(
     ranks: Ranks, tmp_path: Path, schedule: str, per_rank: int, legs: int
 ):
@@ -68,7 +66,5 @@ def test_a_far_neighbour_is_waited_for_once_a_round(
     whole, in_pairs = outcomes[0][2]
     assert whole[: count + 1] == ["send"] * count + ["wait"]
     assert in_pairs[:3] == ["send"] * 2 + ["wait"]
-    activations = (
-        2 * legs * count
-    )  # of both evaluations; a V's first rank has the sums to tell, too
+    activations = 2 * legs * count  # of both evaluations; a V's first rank has the sums to tell, too
     assert whole.count("send") == activations + (2 * count if schedule == "ZBVZeroBubble" else 0)

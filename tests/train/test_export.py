@@ -27,9 +27,7 @@ class Module:
         shapes = {"matrix": (3 + rank, 50), "vector": (7,), "empty": (0, 4), "number": ()}
         self.names = {
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)): f"{rank}.{name}"
-            for (name, shape), dtype in zip(
-                shapes.items(), (torch.float32, torch.bfloat16) * 2, strict=True
-            )
+            for (name, shape), dtype in zip(shapes.items(), (torch.float32, torch.bfloat16) * 2, strict=True)
         }
 
 

@@ -101,9 +101,7 @@ def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
     (staging / "new").write_text("newer")
     (staging / "precious").write_text("lowbit's")
     (tmp_path / "model" / "precious").write_text("mine")
-    with pytest.raises(
-        FileExistsError, match=r"model/precious is not lowbit's and stays; .* lies in"
-    ):
+    with pytest.raises(FileExistsError, match=r"model/precious is not lowbit's and stays; .* lies in"):
         folder.adopt(staging, "model")
     assert (tmp_path / "model" / "precious").read_text() == "mine"
     assert (tmp_path / "model" / "new").read_text() == "new"
@@ -114,12 +112,8 @@ def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
         folder.staging("model")
 
 
-def test_a_run_overwrites_itself_and_leaves_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    config = tiny(
-        tmp_path, pipeline=ONE, run={"checkpoint_every": 1, "save_model": True, "tensorboard": True}
-    )
+def test_a_run_overwrites_itself_and_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny(tmp_path, pipeline=ONE, run={"checkpoint_every": 1, "save_model": True, "tensorboard": True})
     output = Path(config.run.output)
     train(config)
     first = everything(output)

@@ -99,9 +99,7 @@ def test_a_format_that_is_no_more_is_another(tmp_path: Path):
     now = identity(tiny(tmp_path))
     gone = Change("pipeline.forward", ["Quant9(bits=9)"], now["pipeline.forward"])
     assert changes_between(now | {gone.key: gone.before}, now, step=2) == [gone]
-    assert str(gone) == (
-        "pipeline.forward was ['Quant9(bits=9)'] and is ['Cast(dtype=torch.float32)'] now"
-    )
+    assert str(gone) == ("pipeline.forward was ['Quant9(bits=9)'] and is ['Cast(dtype=torch.float32)'] now")
 
 
 def test_what_a_checkpoint_does_not_record_is_a_change(tmp_path: Path):

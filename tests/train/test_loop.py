@@ -120,9 +120,7 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     line = generate(here.model, "def ", tokens=8, temperature=0)
     assert line.startswith("def ")
     assert line == generate(here.model, "def ", tokens=8, temperature=0, seed=5)
-    assert generate(here.model, "def ", tokens=30) != generate(
-        here.model, "def ", tokens=30, seed=5
-    )
+    assert generate(here.model, "def ", tokens=30) != generate(here.model, "def ", tokens=30, seed=5)
 
 
 class _Said(Recorder):
@@ -195,9 +193,7 @@ def _loss_of_saved(config: TrainConfig) -> float:
 
 def test_a_finished_run_can_be_prolonged_and_fine_tuned(tmp_path: Path):
     """In one process, whose resumed half equals the second half of a run in one go."""
-    config = tiny(
-        tmp_path, pipeline=ONE, run={"steps": 4, "checkpoint_every": 2, "save_model": True}
-    )
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 4, "checkpoint_every": 2, "save_model": True})
     whole = again(config, run={"output": str(tmp_path / "whole")})
     train(whole)
     train(again(config, run={"steps": 2}))
@@ -254,9 +250,7 @@ def _fail_on_one(config: TrainConfig, failing: int) -> None:
 
 
 @pytest.mark.parametrize(("failing", "boundary"), [(1, "lowbit"), (0, "stock-fp32")])
-def test_a_rank_that_fails_is_named_by_the_other(
-    ranks: Ranks, tmp_path: Path, failing: int, boundary: str
-):
+def test_a_rank_that_fails_is_named_by_the_other(ranks: Ranks, tmp_path: Path, failing: int, boundary: str):
     config = tiny(tmp_path, pipeline={"boundary": boundary})
     outcomes = ranks.outcomes(_fail_on_one, config, failing, timeout=LIMIT)
     assert outcomes[failing].kind == "OSError"
@@ -279,9 +273,7 @@ def _damaged(config: TrainConfig, sender: int, number: int) -> None:
         (1, 26, "saving, names of weights, number 1: the message from rank 1 is damaged"),
     ],
 )
-def test_damage_is_noticed_wherever_it_happens(
-    ranks: Ranks, tmp_path: Path, sender: int, number: int, where: str
-):
+def test_damage_is_noticed_wherever_it_happens(ranks: Ranks, tmp_path: Path, sender: int, number: int, where: str):
     config = tiny(tmp_path, run={"save_model": True, "timeout_seconds": 10})
     outcomes = ranks.outcomes(_damaged, config, sender, number, timeout=LIMIT)
     # Whoever raises the alarm first says it for all: the rank that noticed, or the one that it gave up on.

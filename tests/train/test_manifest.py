@@ -134,15 +134,11 @@ def test_the_newest_step_is_the_newest_that_is_whole(tmp_path: Path):
 
 def test_it_is_read_without_pytorch():
     program = "import sys, lowbit.train.manifest; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], text=True, capture_output=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     assert done.stdout == "False\n"
 
 
-def test_a_step_that_another_rank_drops_meanwhile_has_no_shares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_step_that_another_rank_drops_meanwhile_has_no_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = tmp_path / step_name(4)
     monkeypatch.setattr(Path, "is_dir", lambda path: True)  # it still was when somebody looked
     assert shares_in(step) == {}

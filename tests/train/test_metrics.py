@@ -9,9 +9,7 @@ from lowbit.train.metrics import Recorder, Work, bits, describe, read_metrics, s
 
 def _metrics(step: int, loss: float = 2.5):
     work = Work(1000, 2000, 700, 800, 3.0, 1.0, 0.2, 0.5)
-    return step_metrics(
-        step=step, loss=loss, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=work
-    )
+    return step_metrics(step=step, loss=loss, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=work)
 
 
 def test_metrics_follow_from_the_sums_over_ranks():
@@ -31,9 +29,7 @@ def test_metrics_follow_from_the_sums_over_ranks():
 
 def test_gradients_between_pipelines_count():
     work = Work(1000, 2000, 700, 800, gradient_bytes=300.0, gradient_elements=300.0)
-    metrics = step_metrics(
-        step=0, loss=2.0, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=work
-    )
+    metrics = step_metrics(step=0, loss=2.0, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=work)
     assert metrics.bits_gradients == 8.0
     assert (metrics.bytes_sent, metrics.bytes_saved) == (2000, 4 * 3100 - 2000)
     assert "gradients 8.00" in describe(metrics)
@@ -72,9 +68,7 @@ def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path
 
 def test_bad_lines_are_left_out_with_a_warning(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(
-        b'{"step": 0, "loss": 1}\n{"step": 1, "lo\xff\n[]\n{"step": "x"}\n{"step": 2, "loss": 1}\n'
-    )
+    path.write_bytes(b'{"step": 0, "loss": 1}\n{"step": 1, "lo\xff\n[]\n{"step": "x"}\n{"step": 2, "loss": 1}\n')
     assert [line["step"] for line in read_metrics(path)] == [0, 2]
     assert caplog.messages == [f"{path}: lines 2, 3, 4 cannot be read and are left out"]
     _recorder(tmp_path, 2).close()

@@ -47,9 +47,7 @@ def _stages(model, cuts: list[int], **kwargs) -> list[StageModule]:
     """Stages that end before these layers."""
     bounds = [0, *cuts, model.config.num_hidden_layers]
     return [
-        StageModule(
-            model, layers=range(low, high), first=low == 0, last=high == bounds[-1], **kwargs
-        )
+        StageModule(model, layers=range(low, high), first=low == 0, last=high == bounds[-1], **kwargs)
         for low, high in itertools.pairwise(bounds)
     ]
 

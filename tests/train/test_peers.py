@@ -20,9 +20,7 @@ SECRET = b"known to the ranks"
 
 def _peers(timeout: float, secret: bytes = SECRET) -> Peers:
     store = PrefixStore("peers", default_group().get_group_store())
-    return Peers(
-        store, rank=dist.get_rank(), ranks=dist.get_world_size(), timeout=timeout, secret=secret
-    )
+    return Peers(store, rank=dist.get_rank(), ranks=dist.get_world_size(), timeout=timeout, secret=secret)
 
 
 def _explanation(silent: list[int], failing: int) -> tuple[str, int] | None:
@@ -131,9 +129,7 @@ def test_errors_are_told_in_one_line():
     assert first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize(
-    "written", ['[Infinity, "a", "b"]', "[" * 100_000, '[0, "a", "\u00e4"]', "", "7"]
-)
+@pytest.mark.parametrize("written", ['[Infinity, "a", "b"]', "[" * 100_000, '[0, "a", "\u00e4"]', "", "7"])
 def test_what_a_stranger_writes_is_no_cause(written: str):
     assert Cause.read(written.encode(), SECRET) is None
 
@@ -144,8 +140,4 @@ def test_a_watch_that_is_closed_leaves_no_thread(ranks: Ranks):
 
 def _threads_after_closing() -> list[str]:
     _peers(10).close()
-    return [
-        thread.name
-        for thread in threading.enumerate()
-        if thread.name in ("lowbit-beat", "lowbit-guard")
-    ]
+    return [thread.name for thread in threading.enumerate() if thread.name in ("lowbit-beat", "lowbit-guard")]

@@ -152,18 +152,14 @@ def test_boundaries_at_the_same_place_go_on_as_they_were(ranks: Ranks, tmp_path:
     lines = ranks.run(part, two, 100, timeout=LIMIT)[0]
     assert not any("afresh" in line for line in lines), lines
     [(place, codec)] = [
-        (name, codec)
-        for name, codec in read_summary_of_choices(config, 8).items()
-        if "forward" in name
+        (name, codec) for name, codec in read_summary_of_choices(config, 8).items() if "forward" in name
     ]
     assert (place, codec) == ("after layer 1 forward", chosen["after layer 1 forward"])
     longer = {"steps": 10, "allow_change": ["run.steps"]}
     four = again(two, pipeline={"ranks": 4}, run=longer)
     lines = ranks.run(part, four, 100, ranks=4, timeout=LIMIT)[0]
     [line] = [line for line in lines if "afresh" in line]
-    assert (
-        "boundary 0 forward, boundary 0 backward, boundary 2 forward, boundary 2 backward" in line
-    )
+    assert "boundary 0 forward, boundary 0 backward, boundary 2 forward, boundary 2 backward" in line
     assert len(read_summary_of_choices(config, 10)) == 3, "taken from the nearest boundary"
 
 
@@ -188,10 +184,7 @@ def test_a_choice_that_nobody_made_is_missed_in_one_line(ranks: Ranks, tmp_path:
     two = again(config, pipeline={"ranks": 2}, run=RESUME)
     for outcome in ranks.outcomes(losses, two, timeout=LIMIT):
         assert outcome.kind == "CheckpointError"
-        assert (
-            "chose in the warm-up, which boundary 0 forward (after layer 1) needs; allowed:"
-            in outcome.text
-        )
+        assert "chose in the warm-up, which boundary 0 forward (after layer 1) needs; allowed:" in outcome.text
 
 
 CHANGES: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
@@ -243,17 +236,13 @@ def test_a_resume_with_something_else_is_refused_by_name(
     lines = str(caught.value).splitlines()
     assert sorted(line.split()[0] for line in lines[1:-1]) == sorted(keys)
     if any(key.startswith("model.") for key in keys):
-        assert (
-            "cannot change: the weights belong to it; allowed: the same, or a new run" in lines[-1]
-        )
+        assert "cannot change: the weights belong to it; allowed: the same, or a new run" in lines[-1]
     else:
         assert all(f"--allow-change {key}" in lines[-1] for key in keys)
 
 
 @pytest.mark.parametrize("changes", FREE, ids=str)
-def test_what_is_the_same_run_goes_on(
-    written: TrainConfig, tmp_path: Path, changes: dict[str, Any]
-):
+def test_what_is_the_same_run_goes_on(written: TrainConfig, tmp_path: Path, changes: dict[str, Any]):
     shutil.copytree(written.run.output, tmp_path / "run")
     values = changes | {"run": changes.get("run", {}) | {"output": str(tmp_path / "run")}}
     summary = train(again(written, **values))
@@ -266,9 +255,7 @@ def test_the_text_is_known_by_its_content(written: TrainConfig, tmp_path: Path):
     moved.write_bytes(Path(written.data.text[0]).read_bytes())
     other.write_bytes(moved.read_bytes().replace(b"a", b"b"))
     here = again(written, run={"output": str(tmp_path / "run")})
-    with pytest.raises(
-        ConfigError, match=r"data.text was \d+ tokens with digest \w+ and is \d+ tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"data.text was \d+ tokens with digest \w+ and is \d+ tokens"):
         train(again(here, data={"text": [str(other)]}))
     assert train(again(here, data={"text": [str(moved)]})).steps_here == 1
 
@@ -309,9 +296,7 @@ def test_keys_that_can_not_be_allowed(written: TrainConfig, key: str, text: str)
         train(again(written, run={"allow_change": [key]}))
 
 
-def test_other_versions_are_told_and_recorded(
-    written: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_versions_are_told_and_recorded(written: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copytree(written.run.output, tmp_path / "run")
     monkeypatch.setattr(preparation, "versions", lambda: {"torch": "9.9"})
     config = again(written, run={"output": str(tmp_path / "run")})
@@ -361,8 +346,5 @@ def test_a_broken_newest_step_costs_no_more_than_itself(tmp_path: Path):
     data[-5] ^= 4
     file.write_bytes(data)
     lines = part(again(config, run=RESUME), 100)
-    assert any(
-        "step-00000004 is skipped: rank-0 has a tensors.safetensors that was ch" in line
-        for line in lines
-    )
+    assert any("step-00000004 is skipped: rank-0 has a tensors.safetensors that was ch" in line for line in lines)
     assert curve(config) == curve(whole)

@@ -28,9 +28,7 @@ def compiled(config: TrainConfig) -> set[int]:
     return used
 
 
-def test_kernels_of_a_ranks_own_boundaries_are_compiled_before_the_first_step(
-    ranks: Ranks, tmp_path: Path
-):
+def test_kernels_of_a_ranks_own_boundaries_are_compiled_before_the_first_step(ranks: Ranks, tmp_path: Path):
     # A group that no other test has, since each codec is used once in a process.
     forward = ["GroupInt(bits=2, group=88)", "GroupInt(bits=3, group=88)"]
     config = tiny(

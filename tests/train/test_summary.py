@@ -21,9 +21,7 @@ def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
 
 
 def _summary(steps: list[StepMetrics], **pipeline: object) -> Summary:
-    config = TrainConfig(
-        pipeline=PipelineConfig(warmup_steps=3, **pipeline), run=RunConfig(steps=20)
-    )  # pyright: ignore[reportArgumentType]
+    config = TrainConfig(pipeline=PipelineConfig(warmup_steps=3, **pipeline), run=RunConfig(steps=20))  # pyright: ignore[reportArgumentType]
     plan = make_plan(config.pipeline, ranks=2, layers=8)
     return summarize(config, plan, steps, {"held_out_loss": 2.0}, chosen=CHOSEN, model=None)
 

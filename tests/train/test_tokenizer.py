@@ -40,9 +40,7 @@ def test_a_folder_tokenizer_ends_documents(folder):
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"data.tokenizer is 'nowhere'; allowed: bytes, or a folder"
-    ):
+    with pytest.raises(ConfigError, match=r"data.tokenizer is 'nowhere'; allowed: bytes, or a folder"):
         load_tokenizer("nowhere")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))

@@ -67,9 +67,7 @@ class StageCost:
                 f"early is {self.early}; allowed: at most other and output together ({self.other + self.output})"
             )
         if set(self.saved) != set(CHOSEN) or not all(self.saved.values()):
-            raise ValueError(
-                f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(CHOSEN)}"
-            )
+            raise ValueError(f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(CHOSEN)}")
 
     def per_microbatch(self, bits: Bits) -> int:
         """Bytes that autograd keeps of one micro-batch with these bits."""
@@ -128,9 +126,7 @@ class MemoryPlan:
         """
         check_int("stage", stage, 0, len(self.stages) - 1)
         bits = self.stages[stage].bits
-        return LayerAware(
-            norm=bits["norm"], mlp=bits["mlp"], linear=bits["linear"], group=self.group
-        )
+        return LayerAware(norm=bits["norm"], mlp=bits["mlp"], linear=bits["linear"], group=self.group)
 
 
 def plan_bits(
@@ -217,9 +213,7 @@ class _Rank:
         moments = held.moments[rank]
         self.stages = sorted(moments[0].held)
         if len(self.stages) > MOST_STAGES:
-            raise ValueError(
-                f"held has {len(self.stages)} stages on a rank; allowed: up to {MOST_STAGES}"
-            )
+            raise ValueError(f"held has {len(self.stages)} stages on a rank; allowed: up to {MOST_STAGES}")
         most = int(MOST_COMBINATIONS ** (1 / len(self.stages)) + 1e-9)
         self.fronts = [_thinned(fronts[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed for stage in self.stages)
@@ -228,9 +222,7 @@ class _Rank:
         every = [torch.arange(len(front)) for front in self.fronts]
         self.picked = torch.cartesian_prod(*every).view(-1, len(every))
         sizes = self._table([[point.size for point in front] for front in self.fronts], torch.int64)
-        losses = self._table(
-            [[point.loss for point in front] for front in self.fronts], torch.float64
-        )
+        losses = self._table([[point.loss for point in front] for front in self.fronts], torch.float64)
         self.loss = losses.sum(1)
         # A rank's memory is highest at one of its moments; integers are exact up to 2^63.
         at_moments = (sizes[:, None, :] * counts[None]).sum(2) + beside
@@ -252,9 +244,7 @@ class _Rank:
         return torch.stack(columns, dim=1)
 
 
-def beside_autograd(
-    held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()
-) -> int:
+def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
     """Bytes that the pipeline holds for the micro-batches of a moment, less what autograd frees early.
 
     What a stage hands to the next one of its own rank is what that one is given.
@@ -305,9 +295,7 @@ def _front(cost: StageCost, errors: Mapping[str, Mapping[int, float]], layers: i
     return found
 
 
-def _combinations(
-    cost: StageCost, errors: Mapping[str, Mapping[int, float]], share: float
-) -> Iterator[_Point]:
+def _combinations(cost: StageCost, errors: Mapping[str, Mapping[int, float]], share: float) -> Iterator[_Point]:
     widths = [sorted(cost.saved[kind]) for kind in CHOSEN]
     for chosen in itertools.product(*widths):
         bits: dict[str, int] = dict(zip(CHOSEN, chosen, strict=True))

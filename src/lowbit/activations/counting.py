@@ -145,9 +145,7 @@ class _Watch:
 
     def count(self, tensor: Tensor) -> list[int]:
         """Count a tensor's storages and return their keys, to release them by."""
-        if (
-            torch._C._current_graph_task_id() != -1
-        ):  # what backward computes again is not kept until then
+        if torch._C._current_graph_task_id() != -1:  # what backward computes again is not kept until then
             return []
         modules = [module for _, module in self.path]
         name = self.path[-1][0] if self.path else ""

@@ -60,9 +60,7 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
         yield
 
 
-def coded_by(
-    codec: Codec | None, *, attention: Codec | None
-) -> contextlib.AbstractContextManager[None]:
+def coded_by(codec: Codec | None, *, attention: Codec | None) -> contextlib.AbstractContextManager[None]:
     """`low_bit_saved` with any format without state, and one for what attention saves; None: as it is."""
     return _Packing(codec, attention).active()
 

@@ -102,9 +102,7 @@ def in_flight(order: Order) -> InFlight:
     moments = {rank: found for rank, found in moments.items() if found}
     stages = [stage for found in moments.values() for stage in found[0].held]
     if not stages or len(set(stages)) < len(stages):
-        raise ValueError(
-            f"order has stages {sorted(stages)}; allowed: each on one rank, at least one"
-        )
+        raise ValueError(f"order has stages {sorted(stages)}; allowed: each on one rank, at least one")
     return InFlight(moments=MappingProxyType(moments))
 
 
@@ -128,9 +126,7 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
     several = issubclass(kind, PipelineScheduleMulti)
     if not several and stages_per_rank != 1:
         raise ValueError(f"stages_per_rank is {stages_per_rank}; allowed with {schedule}: 1")
-    stages = [
-        _Stage(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)
-    ]
+    stages = [_Stage(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)]
     return actions_of(kind(stages if several else stages[0], microbatches, loss_fn=_no_loss))
 
 
@@ -160,10 +156,7 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
     Numbers of micro-batches are not looked at: PyTorch's 1F1B lists the last stage's forwards one too high.
     """
     steps = [
-        (int(stage), kind)
-        for action in actions
-        if action is not None
-        for stage, kind in _ACTION.findall(str(action))
+        (int(stage), kind) for action in actions if action is not None for stage, kind in _ACTION.findall(str(action))
     ]
     held = {stage: 0 for stage, _ in sorted(steps)}
     halfway = held.copy()
@@ -173,18 +166,12 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
         if kind in "FBW":
             held[stage] += 1 if kind == "F" else -1
         if min(held[stage], halfway[stage]) < 0:
-            raise ValueError(
-                f"order of rank {rank} ends more micro-batches of stage {stage} than it has begun"
-            )
+            raise ValueError(f"order of rank {rank} ends more micro-batches of stage {stage} than it has begun")
         if kind in "FI":
-            yield Moment(
-                held=MappingProxyType(held.copy()), halfway=MappingProxyType(halfway.copy())
-            )
+            yield Moment(held=MappingProxyType(held.copy()), halfway=MappingProxyType(halfway.copy()))
     for stage, count in held.items():
         if count:
-            raise ValueError(
-                f"order of rank {rank} leaves {count} micro-batches of stage {stage} without backward"
-            )
+            raise ValueError(f"order of rank {rank} leaves {count} micro-batches of stage {stage} without backward")
 
 
 def _most(moments: Iterator[Moment]) -> tuple[Moment, ...]:
@@ -193,8 +180,5 @@ def _most(moments: Iterator[Moment]) -> tuple[Moment, ...]:
     return tuple(
         one
         for numbers, one in different.items()
-        if not any(
-            other != numbers and all(b >= a for a, b in zip(numbers, other, strict=True))
-            for other in different
-        )
+        if not any(other != numbers and all(b >= a for a, b in zip(numbers, other, strict=True)) for other in different)
     )

@@ -57,9 +57,7 @@ def default_eps(dtype: torch.dtype, device: str) -> float:
     tiny = torch.full((8,), 1e-3, dtype=dtype, device=device)
     narrow = torch.finfo(dtype).eps
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        is_wide = bool(
-            functional.rms_norm(tiny, (8,))[0] > 0.5
-        )  # 0.94 with float32's, less than 0.04 with others
+        is_wide = bool(functional.rms_norm(tiny, (8,))[0] > 0.5)  # 0.94 with float32's, less than 0.04 with others
     return torch.finfo(torch.float32).eps if is_wide else narrow
 
 
@@ -247,10 +245,7 @@ def itself(x: Tensor, codec: GroupInt | None) -> tuple[Kept, GroupInt | None] | 
 
 def takes(*tensors: Tensor | None) -> bool:
     """Whether these can be coded: plain tensors of a dtype that codecs know, none of them empty."""
-    return all(
-        t is None or (t.dtype in FLOATS and t.numel() > 0 and not hasattr(t, "to_local"))
-        for t in tensors
-    )
+    return all(t is None or (t.dtype in FLOATS and t.numel() > 0 and not hasattr(t, "to_local")) for t in tensors)
 
 
 def room(codec: GroupInt | None, x: Tensor) -> Tensor:

@@ -84,9 +84,7 @@ def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     known = itself(x, layer.codec)
     kept, codec = known or ((room(layer.codec, x),), layer.codec)
     form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x))
-    out = NormFunction.apply(
-        x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x)
-    )
+    out = NormFunction.apply(x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x))
     if known is None and recipe_of(x) is None:
         attach(x, Recipe(Itself(x.numel(), codec), kept, weak=True))
     _tell(out, Recipe(form, (*kept, weight, bias)))
@@ -165,11 +163,7 @@ def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
         return False
     # PyTorch refuses most mixtures of dtypes here: its own functions shall say so.
     takes_all = layer.kind != "linear" and not isinstance(module, nn.LayerNorm)
-    return (
-        takes_all
-        or torch.is_autocast_enabled(x.device.type)
-        or len({t.dtype for t in tensors}) == 1
-    )
+    return takes_all or torch.is_autocast_enabled(x.device.type) or len({t.dtype for t in tensors}) == 1
 
 
 def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Kept]:

@@ -35,9 +35,7 @@ def bytes_by_width(
     """
     found: dict[int, Kept] = {}
     for bits in widths:
-        compressed = compress_saved_(
-            model, LayerAware(bits=bits, norm=bits, group=group), report=False
-        )
+        compressed = compress_saved_(model, LayerAware(bits=bits, norm=bits, group=group), report=False)
         try:
             with counted(model) as found[bits]:
                 graph = forward()

@@ -102,11 +102,7 @@ def matches(name: str, pattern: str) -> bool:
 def means_itself(name: str, pattern: str) -> bool:
     """Whether a pattern that matches a module means this very module, not all that is somewhere: by its last part."""
     last = pattern.rpartition(".")[2]
-    return (
-        fnmatchcase(name, pattern)
-        and last.strip("*") != ""
-        and fnmatchcase(name.rpartition(".")[2], last)
-    )
+    return fnmatchcase(name, pattern) and last.strip("*") != "" and fnmatchcase(name.rpartition(".")[2], last)
 
 
 def check_bits(name: str, value: object) -> None:

@@ -30,9 +30,7 @@ log = logging.getLogger(__name__)
 _LIGHT = (nn.Embedding, nn.Identity, nn.modules.dropout._DropoutNd)
 
 
-def compress_saved_(
-    model: nn.Module, policy: LayerAware | None = None, *, report: bool = True
-) -> Compressed:
+def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed:
     """Have a model keep its activations for backward in few bits, in place.
 
     Forward computes what it did, from unrounded activations; in bfloat16 and float16 all but exactly, because norms,
@@ -71,12 +69,8 @@ def compress_saved_(
         wrong = ("policy", policy) if isinstance(model, nn.Module) else ("model", model)
         raise TypeError(f"{wrong[0]} is {type(wrong[1]).__name__}; allowed: Module and LayerAware")
     if twice := [n for n, m in model.named_modules() if _MARK in vars(m)]:
-        raise ValueError(
-            f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first"
-        )
-    found = {
-        name: plan for name, m in model.named_modules() if (plan := _plan(name, m, model, policy))
-    }
+        raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
+    found = {name: plan for name, m in model.named_modules() if (plan := _plan(name, m, model, policy))}
     if not found:
         raise ValueError(
             f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
@@ -112,9 +106,7 @@ class Compressed:
         left: how many modules there are of each type that is not understood, and whose activations stay as they are.
     """
 
-    def __init__(
-        self, model: nn.Module, policy: LayerAware, plans: dict[str, _Plan], report: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, policy: LayerAware, plans: dict[str, _Plan], report: bool) -> None:
         self.bits: dict[str, tuple[str, int]] = {}
         self._modules: list[nn.Module] = []
         for name, (kind, forward, what) in plans.items():

@@ -84,9 +84,7 @@ def norm_like(module: nn.Module) -> NormLike | None:
     return None
 
 
-def _computes(
-    module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tensor, scale: float
-) -> bool:
+def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tensor, scale: float) -> bool:
     """Whether a module is this norm for inputs of some size: small ones show its epsilon, and where it is added."""
     if "bias" in weights:  # a large one would hide the rest
         weights = weights | {"bias": weights["bias"] * scale}
@@ -142,10 +140,7 @@ def _has_more(module: nn.Module, linears: list[str]) -> bool:
     Dropout may be there as long as it does nothing, which is looked at in every call (`passive`).
     """
     rest = [child for name, child in module.named_children() if name not in linears]
-    known = all(
-        isinstance(child, nn.Identity | nn.Dropout) or type(child).__module__ in _ACTIVATIONS
-        for child in rest
-    )
+    known = all(isinstance(child, nn.Identity | nn.Dropout) or type(child).__module__ in _ACTIVATIONS for child in rest)
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return not known or bool(tensors) or any([*c.parameters(), *c.buffers()] for c in rest)
 
@@ -161,9 +156,7 @@ def passive(module: nn.Module, parts: FeedForward) -> bool:
         if isinstance(child, nn.Dropout) and child.training and child.p > 0:
             return False
         hooks = [hook for kind in _HOOKS for hook in getattr(child, kind).values()]
-        if not all(
-            getattr(hook, "__module__", "").startswith("lowbit.activations") for hook in hooks
-        ):
+        if not all(getattr(hook, "__module__", "").startswith("lowbit.activations") for hook in hooks):
             return False
     return True
 
@@ -182,9 +175,7 @@ def in_attention(name: str, model: nn.Module) -> bool:
 
 def _has_features(module: nn.Module) -> bool:
     """Linear layers, and adapters around them."""
-    return linear_like(module) is not None or all(
-        hasattr(module, name) for name in ("in_features", "out_features")
-    )
+    return linear_like(module) is not None or all(hasattr(module, name) for name in ("in_features", "out_features"))
 
 
 def _samples() -> tuple[Tensor, Tensor, Tensor]:

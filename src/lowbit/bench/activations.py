@@ -191,9 +191,7 @@ def _measure(
         for batch, wanted in zip(batches, exact, strict=True):
             given = gradients(model, lambda batch=batch: _loss(model, *batch))
             for where, names in groups.items():
-                found[where].append(
-                    relative_error(given, {n: wanted[n] for n in names if n in wanted})
-                )
+                found[where].append(relative_error(given, {n: wanted[n] for n in names if n in wanted}))
     finally:
         if compressed is not None:
             compressed.remove()

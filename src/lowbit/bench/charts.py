@@ -43,9 +43,7 @@ def bars(
     for i, (name, heights) in enumerate(series.items()):
         places = [g + (i - (len(series) - 1) / 2) * thickness for g in range(len(groups))]
         shown = [(p, h) for p, h in zip(places, heights, strict=True) if h is not None]
-        drawn = axes.bar(
-            *zip(*shown, strict=True), width=thickness * 0.92, color=_colour(i), label=name
-        )
+        drawn = axes.bar(*zip(*shown, strict=True), width=thickness * 0.92, color=_colour(i), label=name)
         axes.bar_label(drawn, fmt=_short, fontsize=6, padding=1)
     axes.set_xticks(range(len(groups)), groups)
     _finish(axes, label=label, title=title, legend=len(series) > 1)
@@ -68,9 +66,7 @@ def stacks(
     """
     below = [0.0] * len(groups)
     for i, (name, heights) in enumerate(series.items()):
-        drawn = axes.bar(
-            range(len(groups)), heights, bottom=below, width=0.7, color=_colour(i), label=name
-        )
+        drawn = axes.bar(range(len(groups)), heights, bottom=below, width=0.7, color=_colour(i), label=name)
         below = [low + height for low, height in zip(below, heights, strict=True)]
         if i == len(series) - 1:
             axes.bar_label(drawn, [_short(height) for height in below], fontsize=7, padding=1)
@@ -122,11 +118,7 @@ def points(
 
 
 # Where a name may stand, from its point: points to the right and upwards, and how it is aligned.
-_BESIDE = [
-    (x, y, "left" if x > 0 else "right")
-    for y in (0, 8, -8, 16, -16, 24, -24, 34, -34)
-    for x in (6, -6)
-]
+_BESIDE = [(x, y, "left" if x > 0 else "right") for y in (0, 8, -8, 16, -16, 24, -24, 34, -34) for x in (6, -6)]
 
 
 def _write_beside(
@@ -194,14 +186,10 @@ def heights(
     """
     from matplotlib.colors import LogNorm
 
-    drawn = axes.imshow(
-        rows, aspect="auto", norm=LogNorm(), cmap="viridis", interpolation="nearest"
-    )
+    drawn = axes.imshow(rows, aspect="auto", norm=LogNorm(), cmap="viridis", interpolation="nearest")
     points = [(column, row + 0.42) for row, columns in enumerate(marks) for column in columns]
     if points:
-        axes.plot(
-            *zip(*points, strict=True), linestyle="", marker="^", markersize=4, color=_colour(1)
-        )
+        axes.plot(*zip(*points, strict=True), linestyle="", marker="^", markersize=4, color=_colour(1))
     figure.colorbar(drawn, ax=axes, label=label)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

@@ -127,9 +127,7 @@ def run(settings: Settings) -> Report:
     from rich.progress import track
 
     plan = (row for data in settings.data for row in _rows(settings, data))
-    total = math.prod(
-        map(len, (settings.data, settings.dtypes, settings.codecs, _counts(settings)))
-    )
+    total = math.prod(map(len, (settings.data, settings.dtypes, settings.codecs, _counts(settings))))
     console = Console(stderr=True)
     rows = list(track(plan, "measuring codecs", total=total, console=console, transient=True))
     return Report(command="bench codecs", settings=settings, machine=machine(), rows=rows)
@@ -176,9 +174,7 @@ class _Inputs:
         self.nbytes = x.numel() * x.element_size()
 
 
-def _speed(
-    codec: Codec, inputs: _Inputs, rounds: int, *, reference: bool, layer: nn.Module | None
-) -> dict[str, float]:
+def _speed(codec: Codec, inputs: _Inputs, rounds: int, *, reference: bool, layer: nn.Module | None) -> dict[str, float]:
     """Speeds and their spreads."""
     xs, outs = inputs.tensors, inputs.outs
     encode, decode, size = (_session_of if codec.stateful else _without_session)(codec, inputs)
@@ -196,9 +192,7 @@ def _speed(
     fewer = {name: REFERENCE_ROUNDS for name in operations if name.startswith("reference")}
     if layer is not None:
         operations["layer"], fewer["layer"] = _there_and_back(layer, xs), LAYER_ROUNDS
-    seconds = timing.in_turn(
-        operations, rounds=rounds, buffers=inputs.count, fewer=fewer, device=xs[0].device
-    )
+    seconds = timing.in_turn(operations, rounds=rounds, buffers=inputs.count, fewer=fewer, device=xs[0].device)
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     coding, checksum = medians["encode"] + medians["decode"], medians.pop("checksum")
     found = {"checksum_gb_s": size / checksum / 1e9, "checksum_share": 2 * checksum / coding}
@@ -224,9 +218,7 @@ def _checksum(size: int, count: int, device: torch.device) -> timing.Operation:
     return lambda i: seal(messages[i], i)
 
 
-def _without_session(
-    codec: Codec, inputs: _Inputs
-) -> tuple[timing.Operation, timing.Operation, int]:
+def _without_session(codec: Codec, inputs: _Inputs) -> tuple[timing.Operation, timing.Operation, int]:
     """Encoding, decoding, and the bytes of a payload."""
     xs, outs = inputs.tensors, inputs.outs
     payloads = [codec.encode(xs[0])]
@@ -330,9 +322,7 @@ def _codec(name: str) -> Codec | PublishedProcedure:
     """
     found = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(found, Codec) and found.needs_key:
-        raise ValueError(
-            f"codec is {name!r}, which needs samples that come back; allowed: other codecs"
-        )
+        raise ValueError(f"codec is {name!r}, which needs samples that come back; allowed: other codecs")
     if isinstance(found, Codec) and not found.settled:
         raise ValueError(
             f"codec is {name!r}, which a pipeline's warm-up settles; allowed: codecs that leave nothing to choose"

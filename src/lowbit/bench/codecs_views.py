@@ -41,10 +41,7 @@ def show(report: Report) -> Group:
         if row["data"] == first["data"] and "copy_gb_s" in row:
             speeds.setdefault((row["dtype"], row["threads"]), []).append(row)
     titles = [f"GB of {dtype} a second, {n} thread(s), {first['data']}" for dtype, n in speeds]
-    parts = [
-        table(rows, SPEED_COLUMNS, title=title)
-        for title, rows in zip(titles, speeds.values(), strict=True)
-    ]
+    parts = [table(rows, SPEED_COLUMNS, title=title) for title, rows in zip(titles, speeds.values(), strict=True)]
     columns = [
         Column(title="codec", field="codec", show=_label),
         Column(title="bits", field="bits", show="{:.2f}".format),

@@ -228,9 +228,7 @@ def recipe(settings: Settings, regime: str) -> Recipe:
             sequence=settings.sequence,
             batch=settings.batch,
         ),
-        optimizer=OptimizerConfig(
-            lr=lr, lr_warmup_steps=10 if finetune else settings.lr_warmup_steps
-        ),
+        optimizer=OptimizerConfig(lr=lr, lr_warmup_steps=10 if finetune else settings.lr_warmup_steps),
         steps=steps.get(regime, settings.steps),
         warmup_steps=warmup_steps(settings, regime),
         stages=settings.stages,
@@ -306,9 +304,7 @@ def _train_all(settings: Settings, jobs: list[Job], recipes: dict[str, Recipe]) 
 
 
 def _report(settings: Settings, rows: Sequence[Row]) -> Report:
-    reference = {
-        (row["regime"], row["seed"]): row["loss"] for row in rows if row["boundary"] == REFERENCE
-    }
+    reference = {(row["regime"], row["seed"]): row["loss"] for row in rows if row["boundary"] == REFERENCE}
     compared = []
     for row in rows:
         against = reference.get((row["regime"], row["seed"]))
@@ -326,17 +322,12 @@ def _read(file: Path, settings: Settings) -> list[Row]:
     """Rows of an earlier call with the same settings."""
     if not file.exists():
         return []
-    earlier = Report.read_json(
-        file, command="bench convergence", fields=("regime", "boundary", "seed", "loss")
-    )
-    found = (
-        Settings().identity() | earlier.settings
-    )  # a setting that is newer than the file was as by default
+    earlier = Report.read_json(file, command="bench convergence", fields=("regime", "boundary", "seed", "loss"))
+    found = Settings().identity() | earlier.settings  # a setting that is newer than the file was as by default
     for name, value in settings.identity().items():
         if found[name] != value:
             raise ValueError(
-                f"{file} holds runs with {name} {found[name]!r}; this call has {value!r}: "
-                "name another file"
+                f"{file} holds runs with {name} {found[name]!r}; this call has {value!r}: name another file"
             )
     rows = []
     for row in earlier.rows:  # older files tell formats by their settings

@@ -96,9 +96,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     report = Report(command="demo", settings=about, machine=machine(), rows=rows)
     report.write_json(output / "report.json")
     draw(report, output / "demo.png")
-    console.print(
-        table([_shown(row) for row in rows], COLUMNS, title="The same time, side by side")
-    )
+    console.print(table([_shown(row) for row in rows], COLUMNS, title="The same time, side by side"))
     _say_what_it_wrote(console, output)
     return report
 
@@ -266,10 +264,7 @@ def _progress(console: Console) -> Iterator[Callable[[Contestant, StepMetrics], 
         TextColumn("{task.description}"),
     )  # fmt: skip
     with Progress(*columns, console=console) as bars:
-        tasks = {
-            c.name: bars.add_task("", total=c.steps, title=c.title, start=False)
-            for c in CONTESTANTS
-        }
+        tasks = {c.name: bars.add_task("", total=c.steps, title=c.title, start=False) for c in CONTESTANTS}
 
         def show(contestant: Contestant, metrics: StepMetrics) -> None:
             task = tasks[contestant.name]

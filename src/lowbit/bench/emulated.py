@@ -93,9 +93,7 @@ def gradient_codec(boundary: str) -> Codec | None:
         return None
     codec = parse(boundary.removeprefix(GRADIENTS))
     if codec.stateful:
-        raise ValueError(
-            f"{boundary!r} keeps something between messages; allowed: codecs without state"
-        )
+        raise ValueError(f"{boundary!r} keeps something between messages; allowed: codecs without state")
     return codec
 
 
@@ -179,9 +177,7 @@ def evaluate(model: PreTrainedModel, held_out: Windows, recipe: Recipe) -> float
     count = min(recipe.eval_windows, len(held_out))
     ids = torch.arange(count) * len(held_out) // count
     model.eval()
-    total = sum(
-        _loss(model, *held_out.batch(part), recipe).item() * len(part) for part in ids.split(8)
-    )
+    total = sum(_loss(model, *held_out.batch(part), recipe).item() * len(part) for part in ids.split(8))
     model.train()
     return total / count
 
@@ -242,9 +238,7 @@ def _steps(
 
 
 def _since(earlier: Traffic, later: Traffic) -> Traffic:
-    return Traffic(
-        **{f.name: getattr(later, f.name) - getattr(earlier, f.name) for f in fields(Traffic)}
-    )
+    return Traffic(**{f.name: getattr(later, f.name) - getattr(earlier, f.name) for f in fields(Traffic)})
 
 
 def _loss(model: PreTrainedModel, inputs: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:

@@ -63,13 +63,9 @@ class Settings:
     algorithm: str = "two_shot"
 
     def __post_init__(self) -> None:
-        check_at_least(
-            self, rounds=1, steps=0, dim=1, layers=1, heads=1, ffn=1, batch=1, sequence=1
-        )
+        check_at_least(self, rounds=1, steps=0, dim=1, layers=1, heads=1, ffn=1, batch=1, sequence=1)
         if self.dim % (2 * self.heads):
-            raise ValueError(
-                f"dim is {self.dim}; allowed with {self.heads} heads: multiples of {2 * self.heads}"
-            )
+            raise ValueError(f"dim is {self.dim}; allowed with {self.heads} heads: multiples of {2 * self.heads}")
         for name in ("links", "formats", "ranks"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -118,9 +114,7 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
     for count in settings.ranks:
         with started(count, settings.links, _PROGRAM) as (network, ranks):
             _measure(measured, network, ranks, count, on_rows)
-    return Report(
-        command="bench gradients", settings=settings, machine=machine(), rows=measured.rows()
-    )
+    return Report(command="bench gradients", settings=settings, machine=machine(), rows=measured.rows())
 
 
 def _measure(
@@ -146,9 +140,7 @@ def _measure(
         measured.links[count, link] = set_link(network, link)
         for _ in range(settings.rounds):
             for name in settings.formats:
-                measured.take(
-                    count, link, name, ranks.ask("average", name=name), network is not None
-                )
+                measured.take(count, link, name, ranks.ask("average", name=name), network is not None)
             if on_rows:
                 on_rows(measured.rows())
         for _ in range(settings.steps if trains else 0):
@@ -168,9 +160,7 @@ class Measurements:
         self._steps: dict[tuple[int, Link, str], list[float]] = {}
         self._held: dict[str, int] = {}
 
-    def take(
-        self, count: int, link: Link, name: str, answers: Sequence[Any], own_hosts: bool
-    ) -> None:
+    def take(self, count: int, link: Link, name: str, answers: Sequence[Any], own_hosts: bool) -> None:
         """Note an average: seconds and sent bytes of each rank, which all see all bytes on a common host."""
         key = (count, link, name)
         self._ms.setdefault(key, []).append(1e3 * max(a["seconds"] for a in answers))

@@ -93,9 +93,7 @@ class Rank:
         elif name == "powersgd":
             model.register_comm_hook(_power_state(), powerSGD_hook.powerSGD_hook)
         elif name not in ENGINE:
-            model.register_comm_hook(
-                None, all_reduce_hook(codec_of(name), algorithm=self._algorithm)
-            )
+            model.register_comm_hook(None, all_reduce_hook(codec_of(name), algorithm=self._algorithm))
         generator = torch.Generator().manual_seed(dist.get_rank())
         tokens = torch.randint(256, (batch, sequence + 1), generator=generator)
         before = payload_bytes()
@@ -180,9 +178,7 @@ def sent_bytes() -> int:
 
 
 def _power_state() -> powerSGD_hook.PowerSGDState:
-    return powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2
-    )
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,7 @@ def finish(tasks: list[Task], *, jobs: int, threads: int) -> Iterator[dict[str, 
     workers = min(jobs, max(1, len(tasks)))
     for number in range(workers):
         numbers.put(number)
-    pool = ProcessPoolExecutor(
-        workers, context, initializer=_start, initargs=(reports, numbers, threads)
-    )
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(reports, numbers, threads))
     with _progress(tasks, reports):
         try:
             futures = [pool.submit(_work, task) for task in tasks]
@@ -137,9 +135,7 @@ def _progress(tasks: Iterable[Task], reports: SimpleQueue) -> Iterator[None]:
         def listen() -> None:
             while (told := reports.get()) is not None:
                 name, step, loss = told
-                bar.update(
-                    all_steps, advance=1, description=f"{name}: step {step}, loss {loss:.3f}"
-                )
+                bar.update(all_steps, advance=1, description=f"{name}: step {step}, loss {loss:.3f}")
 
         listener = threading.Thread(target=listen, daemon=True)
         listener.start()

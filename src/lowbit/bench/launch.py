@@ -31,9 +31,7 @@ class Ranks:
         program: module that each of them runs.
     """
 
-    def __init__(
-        self, link: SlowLink | None, count: int, program: str = "lowbit.bench.rank"
-    ) -> None:
+    def __init__(self, link: SlowLink | None, count: int, program: str = "lowbit.bench.rank") -> None:
         self._link, self._count, self._program = link, count, program
         self._processes: list[subprocess.Popen[str]] = []
         self._errors: list[IO[str]] = []
@@ -113,9 +111,7 @@ class Ranks:
         file = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._errors.append(self._files.enter_context(file))  # `close` closes it
         argv = [sys.executable, "-m", self._program]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True
-        }  # fmt: skip
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
         if self._link:
             environment["GLOO_SOCKET_IFNAME"] = self._link.interface(rank)
             process = self._link.popen(rank, argv, env=environment, **pipes)
@@ -188,9 +184,7 @@ def check_available(links: Sequence[Link]) -> None:
         raise LinkUnavailable(f"{reason} `--link unlimited` measures without a limit.")
     far = next((link for link in limited if link.far), None)
     if far and (reason := SlowLink.available(distance=True)):
-        raise LinkUnavailable(
-            f"{reason} `--link {Link(far.rate_mbit)}` measures without a distance."
-        )
+        raise LinkUnavailable(f"{reason} `--link {Link(far.rate_mbit)}` measures without a distance.")
 
 
 def set_link(network: SlowLink | None, link: Link) -> dict[str, Any]:

@@ -197,14 +197,10 @@ def _measure(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
 
 
 def _compared(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    of = next(
-        (r for r in rows if r["method"] == REFERENCE and r["sequence"] == row["sequence"]), None
-    )
+    of = next((r for r in rows if r["method"] == REFERENCE and r["sequence"] == row["sequence"]), None)
     names = {
         "saved_vs_bf16": "saved_bytes",
         "peak_vs_bf16": "peak_bytes",
         "time_vs_bf16": "step_seconds",
     }
-    return dict(row) | {
-        to: row[name] / of[name] if of and of[name] else None for to, name in names.items()
-    }
+    return dict(row) | {to: row[name] / of[name] if of and of[name] else None for to, name in names.items()}

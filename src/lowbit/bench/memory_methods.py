@@ -109,9 +109,7 @@ class Updates:
         return sum(_nbytes(value) for value in values if isinstance(value, Tensor))
 
 
-def eight_bit_adamw(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
+def eight_bit_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """torchao's AdamW with states of 8 bits; on a CPU not compiled, for which there may be no compiler."""
     import torchao.optim  # pyright: ignore[reportMissingImports]
 

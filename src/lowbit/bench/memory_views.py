@@ -51,25 +51,17 @@ def show(report: Report) -> Group:
     from rich.console import Group
 
     places = (Column(title="sequence", field="sequence"), Column(title="method", field="method"))
-    parts = [
-        Column(title=f"{part}\nMB", field=field, show=_megabytes) for part, field in PARTS.items()
-    ]
+    parts = [Column(title=f"{part}\nMB", field=field, show=_megabytes) for part, field in PARTS.items()]
     saved = [{**row, **row["saved"]} for row in report.rows]
     kinds = [kind for kind in TYPES if any(kind in row for row in saved)]
     bytes_of = [Column(title=f"{kind}\nMB", field=kind, show=_megabytes) for kind in kinds]
     errors = [{**row, **row["gradient_error"]} for row in report.rows]
-    of = [
-        kind
-        for kind in ("all", *TYPES)
-        if any(kind in row["gradient_error"] for row in report.rows)
-    ]
+    of = [kind for kind in ("all", *TYPES) if any(kind in row["gradient_error"] for row in report.rows)]
     error_of = [Column(title=kind, field=kind, show="{:.4f}".format) for kind in of]
     return Group(
         table_of(report.rows),
         table(report.rows, [*places, *parts], title="What the peak is made of"),
-        table(
-            saved, [*places, *bytes_of], title="Kept by autograd for a micro-batch, by layer type"
-        ),
+        table(saved, [*places, *bytes_of], title="Kept by autograd for a micro-batch, by layer type"),
         table(
             errors,
             [*places, *error_of],

@@ -59,13 +59,9 @@ class Split:
             ValueError: it is not one.
         """
         match text.split("/"):
-            case [schedule, stages, micro_batches] if (
-                stages.isdecimal() and micro_batches.isdecimal()
-            ):
+            case [schedule, stages, micro_batches] if stages.isdecimal() and micro_batches.isdecimal():
                 return cls(schedule, int(stages), int(micro_batches))
-        raise ValueError(
-            f"split is {text!r}; allowed: schedule/stages on each rank/micro-batches, such as 1F1B/1/8"
-        )
+        raise ValueError(f"split is {text!r}; allowed: schedule/stages on each rank/micro-batches, such as 1F1B/1/8")
 
     def __str__(self) -> str:
         return f"{self.schedule}/{self.stages_per_rank}/{self.microbatches}"
@@ -125,9 +121,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_at_least(self, ranks=2, rounds=1, steps=1, batch=1, samples=self.batch, evaluations=0)
         if self.samples % self.batch:
-            raise ValueError(
-                f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})"
-            )
+            raise ValueError(f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})")
         for name in ("links", "boundaries"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -175,9 +169,7 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
                     measured.take(ranks, link, split, boundary)
                     if on_rows:
                         on_rows(measured.rows())
-    return Report(
-        command="bench pipeline", settings=settings, machine=machine(), rows=measured.rows()
-    )
+    return Report(command="bench pipeline", settings=settings, machine=machine(), rows=measured.rows())
 
 
 def _open(settings: Settings, ranks: Ranks) -> None:
@@ -235,10 +227,7 @@ class Measurements:
                 "fp32": speed.get((link, split, "fp32")),
                 "best_stock_fp32": max(filter(None, stock), default=None),
             }
-            row |= {
-                f"speedup_{name}": speed[key] / other if other else None
-                for name, other in others.items()
-            }
+            row |= {f"speedup_{name}": speed[key] / other if other else None for name, other in others.items()}
             row["share_of_unlimited"] = speed[key] / unlimited if unlimited else None
             taken = self.evaluations.get(key)
             row["evaluation_seconds"] = statistics.median(taken) if taken else None

@@ -97,7 +97,7 @@ class Settings:
         """Micro-batches that the stages hold."""
         order = order_of(
             self.schedule, ranks=self.ranks, stages_per_rank=self.stages_per_rank, microbatches=self.microbatches
-        )  # fmt: skip
+        )
         return in_flight(order)
 
     @property
@@ -120,9 +120,7 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(found[1]) * _UNITS[found[2]])  # pyright: ignore[reportOptionalSubscript]
     except (TypeError, ValueError, KeyError):
-        raise ValueError(
-            f"budget is {text!r}; allowed: bytes, such as 24gb, 1.5gib or 800mb"
-        ) from None
+        raise ValueError(f"budget is {text!r}; allowed: bytes, such as 24gb, 1.5gib or 800mb") from None
 
 
 def run(settings: Settings) -> Report:

@@ -136,8 +136,7 @@ class _TwoLayers:
     def times(self, layers: int) -> MeasuredStage:
         """The same stage with so many layers."""
         saved = {
-            kind: {bits: self._bytes(kept, layers, (kind,)) for bits, kept in self.widths.items()}
-            for kind in CHOSEN
+            kind: {bits: self._bytes(kept, layers, (kind,)) for bits, kept in self.widths.items()} for kind in CHOSEN
         }
         kept = self.widths[max(self.widths)]
         others = tuple({kind for kind, _ in kept.modules} - {*CHOSEN, "weights"})
@@ -156,9 +155,7 @@ class _TwoLayers:
 
     def _bytes(self, kept: Kept, layers: int, kinds: tuple[str, ...]) -> int:
         found = kept.modules.items()
-        return sum(
-            size * self._times(name, layers) for (kind, name), size in found if kind in kinds
-        )
+        return sum(size * self._times(name, layers) for (kind, name), size in found if kind in kinds)
 
     def _times(self, name: str, layers: int) -> int:
         """How often what has this name is there in a stage of so many layers."""

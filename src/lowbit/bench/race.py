@@ -99,9 +99,7 @@ class Settings:
             eval_batches=1,
         )
         if self.samples % self.batch:
-            raise ValueError(
-                f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})"
-            )
+            raise ValueError(f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})")
         if self.evaluations > self.samples // self.batch:
             raise ValueError(
                 f"evaluations is {self.evaluations}; "
@@ -250,9 +248,7 @@ def _run_facts(racer: Racer) -> dict[str, Any]:
 def _start_recipe(settings: Settings, output: str) -> dict[str, Any]:
     """The run that makes the weights that all start from."""
     data = {"text": list(settings.start_text)}
-    return recipe(
-        settings, "fp32", data=data, run={"output": output, "steps": settings.start_steps}
-    )
+    return recipe(settings, "fp32", data=data, run={"output": output, "steps": settings.start_steps})
 
 
 def _race_recipe(settings: Settings, boundary: str, output: str, start: Path) -> dict[str, Any]:
@@ -291,9 +287,7 @@ COLUMNS = (
 
 def table_of(rows: Sequence[Row]) -> Table:
     """Who reached the loss when."""
-    shown = [
-        {**row, "link": link_name(row["link"]), "state": row["state_bytes"] / 1e6} for row in rows
-    ]
+    shown = [{**row, "link": link_name(row["link"]), "state": row["state_bytes"] / 1e6} for row in rows]
     return table(shown, COLUMNS, title="Seconds of training until the same held-out loss")
 
 

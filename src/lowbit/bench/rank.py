@@ -76,9 +76,7 @@ class Rank:
             codecs = trainer.prepared.codecs.forward
         dist.barrier()
         start = time.perf_counter()
-        trainer.evaluation.loss(
-            held_out, batch=trainer.config.data.batch, batches=run.eval_batches, codecs=codecs
-        )
+        trainer.evaluation.loss(held_out, batch=trainer.config.data.batch, batches=run.eval_batches, codecs=codecs)
         return time.perf_counter() - start
 
     def state_bytes(self, name: str) -> int:

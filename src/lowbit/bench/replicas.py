@@ -26,9 +26,7 @@ class Replicas:
     def __init__(self, model: nn.Module, codec: Codec) -> None:
         self.codec, self.storage = codec, GradientStorage(model, codec=codec)
 
-    def backward(
-        self, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
-    ) -> Tensor:
+    def backward(self, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
         """Leave the mean gradient of a batch in the storage.
 
         Args:

@@ -55,9 +55,7 @@ class Report:
             part.unlink(missing_ok=True)
 
     @classmethod
-    def read_json(
-        cls, path: Path | str, *, command: str = "", fields: Collection[str] = ()
-    ) -> Report:
+    def read_json(cls, path: Path | str, *, command: str = "", fields: Collection[str] = ()) -> Report:
         """A report that `write_json` wrote: of any command, or of this one, with at least these fields in each row.
 
         Raises:
@@ -105,8 +103,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], *, title: str = "") ->
     columns = [c for c in columns if any(row.get(c.field) is not None for row in rows)]
     lines = [[_cell(row, column) for column in columns] for row in rows]
     wide = sum(
-        max(map(len, (*column.title.split("\n"), *(line[i] for line in lines)))) + 2
-        for i, column in enumerate(columns)
+        max(map(len, (*column.title.split("\n"), *(line[i] for line in lines)))) + 2 for i, column in enumerate(columns)
     )
     result = Table(
         title=title or None,

@@ -44,9 +44,7 @@ def drawn(kind: str, shape: Sequence[int], *, seed: int = 0) -> Tensor:
         return x / (squares.mean(0)).sqrt()
     if kind == "outliers":
         channels = shape[-1]
-        chosen = torch.randperm(channels, generator=generator)[
-            : max(1, round(channels * OUTLIER_CHANNELS))
-        ]
+        chosen = torch.randperm(channels, generator=generator)[: max(1, round(channels * OUTLIER_CHANNELS))]
         x[..., chosen] *= OUTLIER_SCALE
         return x
     raise ValueError(f"kind is {kind!r}; allowed: 'gaussian', 'student-t', 'outliers'")
@@ -67,22 +65,16 @@ def real(source: str, *, steps: int) -> list[Tensor]:
     if source.endswith((".pt", ".safetensors")):
         return _from_file(Path(source))
     if source and not Path(source).is_dir():
-        raise ValueError(
-            f"activations are {source!r}; allowed: a .pt or .safetensors file, or a folder with a model"
-        )
-    data = DataConfig(
-        tokenizer=source or "bytes", sequence=SEQUENCE, batch=BATCH, max_bytes=4_000_000
-    )
+        raise ValueError(f"activations are {source!r}; allowed: a .pt or .safetensors file, or a folder with a model")
+    data = DataConfig(tokenizer=source or "bytes", sequence=SEQUENCE, batch=BATCH, max_bytes=4_000_000)
     config = ModelConfig(pretrained=source)
     if source:
         tokenizer = load_data(data).tokenizer
-        model = build_model(
-            config, vocab=vocabulary(config, tokenizer.size), sequence=SEQUENCE, seed=0
-        )
+        model = build_model(config, vocab=vocabulary(config, tokenizer.size), sequence=SEQUENCE, seed=0)
     else:
         recipe = Recipe(
             model=config, data=data, optimizer=OptimizerConfig(), steps=steps, warmup_steps=0, stages=2, eval_windows=1
-        )  # fmt: skip
+        )
         model, _ = train(recipe, forward=Cast(), backward=Cast(), seed=0)
     inputs, _ = load_data(data).held_out.batch(torch.arange(BATCH))
     return capture(model, inputs, stages=count_layers(config))
@@ -96,10 +88,7 @@ def capture(model: PreTrainedModel, inputs: Tensor, *, stages: int) -> list[Tens
     def keep(module: Any, args: Any, output: Any) -> None:
         sent.append((output if isinstance(output, Tensor) else output[0]).float().clone())
 
-    handles = [
-        model.get_submodule(name).register_forward_hook(keep)
-        for name in boundary_modules(model, stages)
-    ]
+    handles = [model.get_submodule(name).register_forward_hook(keep) for name in boundary_modules(model, stages)]
     model.eval()
     model(input_ids=inputs, use_cache=False)
     for handle in handles:
@@ -122,14 +111,10 @@ def _from_file(path: Path) -> list[Tensor]:
         raise
     except Exception as error:  # of several libraries, and of kinds of their own
         reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"activations are {str(path)!r}, which cannot be read: {reason}"
-        ) from error
+        raise ValueError(f"activations are {str(path)!r}, which cannot be read: {reason}") from error
     found = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
     if not found:
-        raise ValueError(
-            f"{path} has no floating tensor with two or more dimensions, channels last"
-        )
+        raise ValueError(f"{path} has no floating tensor with two or more dimensions, channels last")
     return [t if t.dim() == 3 else t.reshape(1, -1, t.shape[-1]) for t in found]
 
 
@@ -146,8 +131,4 @@ def _tensors(content: Any) -> list[Tensor]:
     if isinstance(content, Tensor):
         return [content]
     parts = content.values() if isinstance(content, Mapping) else content
-    return (
-        [t for part in parts for t in _tensors(part)]
-        if isinstance(content, Mapping | list | tuple)
-        else []
-    )
+    return [t for part in parts for t in _tensors(part)] if isinstance(content, Mapping | list | tuple) else []

@@ -65,9 +65,7 @@ class Settings:
         for name in self.codecs:
             codec = parse(name)
             if codec.needs_key:
-                raise ValueError(
-                    f"codecs has {name!r}, which learns from epoch to epoch; allowed: others"
-                )
+                raise ValueError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
             if not codec.settled:
                 raise ValueError(
                     f"codecs has {name!r}, which a pipeline's warm-up settles; allowed: those that leave nothing to "
@@ -120,9 +118,7 @@ class _Boundary:
             made[SubspaceQuant.fitted(x, **more).directions, bits] = True
         self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
         for (rank, bits), fitted in sorted(made.items(), key=lambda item: item[0][::-1]):
-            codec = SubspaceQuant(
-                rank=rank, bits=bits, group=settings.group, refresh=settings.refresh
-            )
+            codec = SubspaceQuant(rank=rank, bits=bits, group=settings.group, refresh=settings.refresh)
             self.trials.append(self._trial("subspace", codec, x, fitted))
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
@@ -170,9 +166,7 @@ def run(settings: Settings, on_rows: Callable[[list[Row]], None] | None = None) 
     )  # fmt: skip
     config = ModelConfig(pretrained=settings.model)
     if settings.stages > (layers := count_layers(config)):
-        raise ValueError(
-            f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many"
-        )
+        raise ValueError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
     found = load_data(data)
     vocab = vocabulary(config, found.tokenizer.size)
     model = build_model(config, vocab=vocab, sequence=settings.sequence, seed=0)
@@ -222,9 +216,7 @@ def capture(
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
     try:
         logits = model(input_ids=inputs, use_cache=False).logits
-        torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten()
-        ).backward()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
     finally:
         for handle in handles:
             handle.remove()

@@ -64,9 +64,7 @@ def draw(report: Report, path: Path) -> None:
         rows = [row for row in report.rows if row["direction"] == direction]
         series: dict[str, dict[float, list[float]]] = {}
         for row in rows:
-            series.setdefault(_name(row), {}).setdefault(row["bits_per_element"], []).append(
-                row["decibels"]
-            )
+            series.setdefault(_name(row), {}).setdefault(row["bits_per_element"], []).append(row["decibels"])
         for i, (name, points) in enumerate(series.items()):
             colour = charts.COLOURS[i % len(charts.COLOURS)]
             bits = [b for b in sorted(points) if len(points[b]) == boundaries]

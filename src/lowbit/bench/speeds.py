@@ -95,10 +95,7 @@ def draw(report: Report, path: Path | str) -> None:
     """Tokens per second, and their ratio to PyTorch's own stage in FP32 where that was measured."""
     links = list(dict.fromkeys(row["link"] for row in report.rows))
     splits = len({row["split"] for row in report.rows}) > 1
-    found = {
-        (row["link"], f"{row['split']} " * splits + pair_name(row["boundary"])): row
-        for row in report.rows
-    }
+    found = {(row["link"], f"{row['split']} " * splits + pair_name(row["boundary"])): row for row in report.rows}
     boundaries = list(dict.fromkeys(boundary for _, boundary in found))
 
     def series(field: str) -> dict[str, list[float | None]]:

@@ -69,27 +69,19 @@ class Settings:
                 raise ValueError(f"{name} is {values}; allowed: one or more, each once")
         for name, allowed in (("formats", FORMATS), ("algorithms", (*ALGORITHMS, "auto"))):
             if unknown := set(getattr(self, name)) - set(allowed):
-                raise ValueError(
-                    f"{name} has {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}"
-                )
+                raise ValueError(f"{name} has {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
         if min(self.ranks) < 2 or min(self.tokens) < 1:
-            raise ValueError(
-                f"ranks is {self.ranks}, tokens {self.tokens}; allowed: at least 2, at least 1"
-            )
+            raise ValueError(f"ranks is {self.ranks}, tokens {self.tokens}; allowed: at least 2, at least 1")
         if self.prefill:
             self._check_model()
 
     def _check_model(self) -> None:
         if self.dim % (2 * self.heads):  # rotary embeddings turn pairs
-            raise ValueError(
-                f"dim is {self.dim}; allowed with {self.heads} heads: multiples of {2 * self.heads}"
-            )
+            raise ValueError(f"dim is {self.dim}; allowed with {self.heads} heads: multiples of {2 * self.heads}")
         for name in ("heads", "ffn"):
             value = getattr(self, name)
             if any(value % count for count in self.ranks):
-                raise ValueError(
-                    f"{name} is {value}, ranks {self.ranks}; allowed: multiples of each number of ranks"
-                )
+                raise ValueError(f"{name} is {value}, ranks {self.ranks}; allowed: multiples of each number of ranks")
 
     def contenders(self) -> Iterator[tuple[str, str]]:
         """Format and algorithm of everything that takes a turn; the engine's algorithm is its ring."""
@@ -118,9 +110,7 @@ def sample(tokens: int, width: int, rank: int, draw: int = 0) -> Tensor:
     """
     sizes = torch.randn(width, generator=torch.Generator().manual_seed(0)).mul(0.5).exp()
     sizes[::64] *= 30
-    own = torch.randn(
-        tokens, width, generator=torch.Generator().manual_seed(1 + rank + 1000 * draw)
-    )
+    own = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1 + rank + 1000 * draw))
     return (own * sizes).bfloat16()
 
 
@@ -182,9 +172,7 @@ def _measure(
             calls = min(_MOST_CALLS, max(1, _CALLS // (tokens * settings.width)))
             for turn in range(settings.rounds + 1):
                 for name, algorithm in settings.contenders():
-                    answers = ranks.ask(
-                        "reduce", name=name, algorithm=algorithm, tokens=tokens, calls=calls
-                    )
+                    answers = ranks.ask("reduce", name=name, algorithm=algorithm, tokens=tokens, calls=calls)
                     if turn:  # the first time ranks agree, and buffers are made
                         key = (count, link, tokens, name, algorithm)
                         measured.take(key, answers, network is not None)
@@ -221,9 +209,7 @@ class Measurements:
         sums = [self._row(*key) for key in self._ms if key[2]]
         return sums + [self._prefill(*key) for key in self._ms if not key[2]]
 
-    def _prefill(
-        self, count: int, link: Link, none: int, name: str, algorithm: str
-    ) -> dict[str, Any]:
+    def _prefill(self, count: int, link: Link, none: int, name: str, algorithm: str) -> dict[str, Any]:
         times = self._ms[count, link, none, name, algorithm]
         base = self._ms.get((count, link, none, "bf16", algorithm))
         middle = statistics.median(times)
@@ -243,9 +229,7 @@ class Measurements:
             "rounds": len(times),
         }
 
-    def _row(
-        self, count: int, link: Link, tokens: int, name: str, algorithm: str
-    ) -> dict[str, Any]:
+    def _row(self, count: int, link: Link, tokens: int, name: str, algorithm: str) -> dict[str, Any]:
         key = (count, link, tokens, name, algorithm)
         times, numel = self._ms[key], tokens * self.settings.width
         share = 2 * (count - 1) / count * numel

@@ -91,11 +91,7 @@ def draw(report: Report, path: Path) -> None:
         charts.bars(
             axes,
             [f"{size:,}" for size in sizes],
-            {
-                " ".join(name): [found.get((*name, size)) for size in sizes]
-                for name in names
-                if name[0] != "bf16"
-            },
+            {" ".join(name): [found.get((*name, size)) for size in sizes] for name in names if name[0] != "bf16"},
             label="speed over the engine's BF16",
             title=f"Tokens of an all-reduce, {count} ranks, {link_name(link)}",
         )

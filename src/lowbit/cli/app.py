@@ -71,9 +71,7 @@ class _Resumable(TyperCommand):
 
 @app.command(cls=_Resumable)
 def train(
-    config: Annotated[
-        Path | None, typer.Argument(help="TOML file; what it leaves out keeps its default.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file; what it leaves out keeps its default.")] = None,
     override: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,9 +80,7 @@ def train(
             help="Override a value, such as pipeline.forward=int4; may be repeated.",
         ),
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Local processes to start: sets pipeline.ranks.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Local processes to start: sets pipeline.ranks.")] = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -129,9 +125,7 @@ def train(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for tables, picture and models.")] = Path(
-        "runs/demo"
-    ),
+    output: Annotated[Path, typer.Option(help="Folder for tables, picture and models.")] = Path("runs/demo"),
     traceback: Traceback = False,
 ) -> None:
     """Train a small Llama over a 100 Mbit/s link, in FP32 and in TAH-Quant, side by side."""

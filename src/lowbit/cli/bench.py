@@ -58,24 +58,16 @@ def _run_live(table_of: str, *, goes_on: bool = False) -> Callable[[Any, Any, Pa
 BENCHMARKS = {
     "pipeline": Benchmark("pipeline", "speeds", _run_live("speeds")),
     "race": Benchmark("race", "race", _run_live("race")),
-    "codecs": Benchmark(
-        "codecs", "codecs_views", lambda module, settings, file: module.run(settings)
-    ),
+    "codecs": Benchmark("codecs", "codecs_views", lambda module, settings, file: module.run(settings)),
     "gradients": Benchmark("gradients", "gradients_views", _run_live("gradients_views")),
-    "tensor-parallel": Benchmark(
-        "tensor_parallel", "tensor_parallel_views", _run_live("tensor_parallel_views")
-    ),
-    "convergence": Benchmark(
-        "convergence", "losses", lambda module, settings, file: module.run(settings, file=file)
-    ),
+    "tensor-parallel": Benchmark("tensor_parallel", "tensor_parallel_views", _run_live("tensor_parallel_views")),
+    "convergence": Benchmark("convergence", "losses", lambda module, settings, file: module.run(settings, file=file)),
     "memory": Benchmark("memory", "memory_views", _run_live("memory_views", goes_on=True)),
     "activations": Benchmark("activations", "activations_views", _run_live("activations_views")),
     "spectrum": Benchmark("spectrum", "spectrum_views", _run_live("spectrum_views")),
 }
 PLANS = {
-    "memory": Benchmark(
-        "plan_memory", "plan_memory_views", lambda module, settings, file: module.run(settings)
-    ),
+    "memory": Benchmark("plan_memory", "plan_memory_views", lambda module, settings, file: module.run(settings)),
 }
 
 
@@ -130,9 +122,7 @@ def command_of(
         summary: what the help says.
     """
 
-    def command(
-        json: Json = None, png: Png = None, traceback: Traceback = False, **given: Any
-    ) -> None:
+    def command(json: Json = None, png: Png = None, traceback: Traceback = False, **given: Any) -> None:
         with one_line_errors(traceback):
             chosen = build(settings, given)
             check_output(json)
@@ -142,9 +132,7 @@ def command_of(
                 conclude(importlib.import_module(views), report, json, png)
 
     own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
-    signature = inspect.Signature(
-        [*parameters(settings), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
-    )
+    signature = inspect.Signature([*parameters(settings), *(p.replace(kind=p.KEYWORD_ONLY) for p in own)])
     command.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {}
     command.__doc__ = summary
@@ -172,19 +160,13 @@ def check_output(path: Path | None, *, picture: bool = False) -> None:
     if path is None:
         return
     if picture:
-        kinds = sorted(
-            importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes
-        )
+        kinds = sorted(importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes)
         if path.suffix[1:].lower() not in kinds:
-            raise ValueError(
-                f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}"
-            )
+            raise ValueError(f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a device would be replaced by a file
-            raise ValueError(
-                f"{path} cannot be written: it is a folder or a device; allowed: a file"
-            )
+            raise ValueError(f"{path} cannot be written: it is a folder or a device; allowed: a file")
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
             pass
     except OSError as error:

@@ -10,9 +10,12 @@ from typing import Annotated
 
 import typer
 
-EXTRAS = dict.fromkeys(
-    ("transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib"), "train"
-) | {"datasets": "datasets", "torchao": "8bit", "lm_eval": "tasks", "accelerate": "tasks"}
+EXTRAS = dict.fromkeys(("transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib"), "train") | {
+    "datasets": "datasets",
+    "torchao": "8bit",
+    "lm_eval": "tasks",
+    "accelerate": "tasks",
+}
 USAGE, FAILURE = 2, 1
 
 Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]

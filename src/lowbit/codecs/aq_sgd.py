@@ -46,9 +46,7 @@ class AQSGD(Codec):
         batch, sample = (shape[0], shape[1:]) if shape else (1, ())
         return batch * self.inner.format_nbytes(sample) if math.prod(shape) else 0
 
-    def open(
-        self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> Session:
+    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         if not len(shape):
             raise ValueError("shape is (); AQSGD needs a first dimension, the samples")
         return AQSGDSession(self, torch.Size(shape), dtype, torch.device(device))
@@ -65,9 +63,7 @@ class AQSGDSession(Session):
 
     codec: AQSGD
 
-    def __init__(
-        self, codec: AQSGD, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, codec: AQSGD, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(codec, shape, dtype, device)
         self._memory: dict[int, Tensor] = {}
         self._first = Cast(dtype=dtype)
@@ -106,18 +102,12 @@ class AQSGDSession(Session):
             if not isinstance(m, Tensor):
                 raise ValueError(f"state of sample {i} is {type(m).__name__}; allowed: a tensor")
             if m.shape != self.shape[1:]:
-                raise ValueError(
-                    f"state of sample {i} has shape {tuple(m.shape)}; expected {tuple(self.shape[1:])}"
-                )
-        self._memory = {
-            int(i): m.to(self.device, torch.float32, copy=True) for i, m in state.items()
-        }
+                raise ValueError(f"state of sample {i} has shape {tuple(m.shape)}; expected {tuple(self.shape[1:])}")
+        self._memory = {int(i): m.to(self.device, torch.float32, copy=True) for i, m in state.items()}
 
     def _ids(self, key: Key | None) -> Key:
         if key is None or len(key) != self.shape[0] or len(set(key)) != len(key):
-            raise ValueError(
-                f"key is {key}; AQSGD needs {self.shape[0]} different sample ids, one for each entry"
-            )
+            raise ValueError(f"key is {key}; AQSGD needs {self.shape[0]} different sample ids, one for each entry")
         return key
 
     def _sizes(self, ids: Key) -> list[int]:

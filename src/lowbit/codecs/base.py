@@ -246,9 +246,7 @@ class Codec(ABC):
             add_up(payloads, out, divisor, scratch)
         return out
 
-    def _sum(
-        self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None
-    ) -> None:
+    def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
         """`sum` into a tensor that is not empty; formats that need no float32 copy for it do better."""
         total = out if out.dtype == torch.float32 else scratch
         if total is None:
@@ -277,9 +275,7 @@ class Codec(ABC):
         text = f"{type(self).__name__}/{self.wire_version}/{self!r}{inner}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def open(
-        self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> Session:
+    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         """Start a session for messages of one shape and dtype, in one direction of one boundary."""
         return Session(self, torch.Size(shape), dtype, torch.device(device))
 

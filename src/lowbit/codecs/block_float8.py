@@ -62,14 +62,10 @@ class BlockFloat8(Codec):
         return block_float8_layout(math.prod(shape), self.block).nbytes
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        ops.block_float8_encode(
-            x.view(-1), payload, self.format, self.block, draw_seed(self.rounding, x.device), False
-        )
+        ops.block_float8_encode(x.view(-1), payload, self.format, self.block, draw_seed(self.rounding, x.device), False)
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
         ops.block_float8_decode(payload, out.view(-1), self.format, self.block, accumulate)
 
     def _add(self, payload: Tensor, x: Tensor) -> None:
-        ops.block_float8_encode(
-            x.view(-1), payload, self.format, self.block, draw_seed(self.rounding, x.device), True
-        )
+        ops.block_float8_encode(x.view(-1), payload, self.format, self.block, draw_seed(self.rounding, x.device), True)

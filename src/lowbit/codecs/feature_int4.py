@@ -88,9 +88,7 @@ class FeatureInt4(Codec):
         object.__setattr__(self, "_tables", _Tables(self.ranges, self.total, self.features))
 
     @classmethod
-    def fit(
-        cls, parts: Sequence[Tensor], *, outliers: int | None = None, artifact: str = ""
-    ) -> FeatureInt4:
+    def fit(cls, parts: Sequence[Tensor], *, outliers: int | None = None, artifact: str = "") -> FeatureInt4:
         """A codec for the very partial sums that are given: ranges are their largest magnitudes.
 
         Args:
@@ -104,9 +102,7 @@ class FeatureInt4(Codec):
         """
         shapes = [tuple(part.shape) for part in parts]
         if len(set(shapes)) != 1 or not shapes[0] or not math.prod(shapes[0]):
-            raise ValueError(
-                f"parts have shapes {shapes}; allowed: one or more of one (..., E), not empty"
-            )
+            raise ValueError(f"parts have shapes {shapes}; allowed: one or more of one (..., E), not empty")
         size = parts[0].shape[-1]
         rows = [part.detach().float().reshape(-1, size) for part in parts]
         ranges = torch.stack([r.abs().amax(0) for r in rows])
@@ -135,9 +131,7 @@ class FeatureInt4(Codec):
 
     def whole(self) -> FeatureInt4:
         tables, (_, second) = self._tables.whole(), self._counters
-        return self._like(
-            ranges=self.total[None], rank=0, _tables=tables, _counters=(second, second)
-        )
+        return self._like(ranges=self.total[None], rank=0, _tables=tables, _counters=(second, second))
 
     def counting(self, clipped: Tensor) -> FeatureInt4:
         """The same codec, which in every `encode` adds to a counter on the device of what it codes.
@@ -153,9 +147,7 @@ class FeatureInt4(Codec):
             ValueError: another dtype or shape.
         """
         if clipped.dtype != torch.int64 or clipped.shape != (2,) or not clipped.is_contiguous():
-            raise ValueError(
-                f"clipped is {clipped.dtype} {tuple(clipped.shape)}; allowed: contiguous int64 (2,)"
-            )
+            raise ValueError(f"clipped is {clipped.dtype} {tuple(clipped.shape)}; allowed: contiguous int64 (2,)")
         return self._like(_counters=(clipped[:1], clipped[1:]))
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
@@ -201,23 +193,20 @@ class FeatureInt4(Codec):
             len(self.features), accumulate,
         )  # fmt: skip
 
-    def _sum(
-        self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None
-    ) -> None:
+    def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
         self._rows(out.shape)
         scales, all_of_them = self._tables.on(out.device), list(payloads)
         if len(all_of_them) != self.ranks:
             raise ValueError(f"payloads are {len(all_of_them)}; allowed: {self.ranks}, one a rank")
         ops.feature_int4_sum(
             all_of_them, out.view(-1, self.grain), scales.scale, scales.order, len(self.features), divisor
-        )  # fmt: skip
+        )
 
     def _rows(self, shape: Sequence[int]) -> int:
         numel, size = math.prod(shape), self.grain
         if numel % size or (len(shape) > 1 and shape[-1] != size):
             raise ValueError(
-                f"shape is {tuple(shape)}; allowed: (..., {size}), "
-                f"or one dimension of a multiple of {size} elements"
+                f"shape is {tuple(shape)}; allowed: (..., {size}), or one dimension of a multiple of {size} elements"
             )
         return numel // size
 
@@ -293,9 +282,7 @@ def _check_ranges(name: str, x: object, shape: tuple[int, ...]) -> None:
         row, feature = bad.nonzero()[0].tolist()
         where = f"{name}[{row}, {feature}]" if len(shape) > 1 else f"{name}[{feature}]"
         value = float(rows[row, feature])
-        raise ValueError(
-            f"{where}, the range of feature {feature}, is {value:g}; allowed: finite and above 0"
-        )
+        raise ValueError(f"{where}, the range of feature {feature}, is {value:g}; allowed: finite and above 0")
 
 
 def _check_features(features: object, size: int) -> None:
@@ -303,7 +290,5 @@ def _check_features(features: object, size: int) -> None:
         raise TypeError(f"features is {features!r}; allowed: a tuple of integers")
     if len(features) >= size:
         raise ValueError(f"features are {len(features)}; allowed: fewer than the {size} there are")
-    if list(features) != sorted(set(features)) or (
-        features and not 0 <= features[0] <= features[-1] < size
-    ):
+    if list(features) != sorted(set(features)) or (features and not 0 <= features[0] <= features[-1] < size):
         raise ValueError(f"features is {features}; allowed: ascending, from 0 to {size - 1}")

@@ -63,6 +63,4 @@ class GroupInt(Codec):
         ops.group_int_encode(x.view(-1), payload, self.bits, self.group, self.symmetric, seed)
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        ops.group_int_decode(
-            payload, out.view(-1), self.bits, self.group, self.symmetric, accumulate
-        )
+        ops.group_int_decode(payload, out.view(-1), self.bits, self.group, self.symmetric, accumulate)

@@ -29,9 +29,7 @@ NAMES: dict[str, Callable[[], Codec]] = {
     "subspace": SubspaceQuant,
     "subspace-backward": lambda: SubspaceQuant(bits=4),
 }
-CLASSES: dict[str, type[Codec]] = {
-    c.__name__: c for c in (Cast, GroupInt, BlockFloat8, TAHQuant, AQSGD, SubspaceQuant)
-}
+CLASSES: dict[str, type[Codec]] = {c.__name__: c for c in (Cast, GroupInt, BlockFloat8, TAHQuant, AQSGD, SubspaceQuant)}
 PAIR = " / "
 """Between the formats of activations and of gradients, where the name of a boundary tells both."""
 

@@ -56,9 +56,7 @@ def check_payload(name: str, payload: Tensor, size: int, device: torch.device) -
         found = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
         raise ValueError(f"{name} is {found}; allowed: a uint8 tensor")
     if payload.dim() != 1 or payload.numel() != size:
-        raise ValueError(
-            f"{name} has shape {tuple(payload.shape)}; expected one dimension of {size} bytes"
-        )
+        raise ValueError(f"{name} has shape {tuple(payload.shape)}; expected one dimension of {size} bytes")
     if payload.device != device:
         raise ValueError(f"{name} is on {payload.device}; expected {device}")
 
@@ -67,6 +65,4 @@ def check_out(out: Tensor, shape: torch.Size, device: torch.device) -> None:
     """Raise unless a tensor of this shape can be decoded to `out`."""
     check_float("out", out)
     if out.shape != shape or out.device != device:
-        raise ValueError(
-            f"out has shape {tuple(out.shape)} on {out.device}; expected {tuple(shape)} on {device}"
-        )
+        raise ValueError(f"out has shape {tuple(out.shape)} on {out.device}; expected {tuple(shape)} on {device}")

@@ -26,9 +26,7 @@ class Session:
     it. Subclasses implement `_encode` and `_decode` for all others.
     """
 
-    def __init__(
-        self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         if dtype not in FLOATS:
             raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
         self.codec = codec
@@ -49,9 +47,7 @@ class Session:
         """A session for messages of another shape that shares what this one keeps; see `Codec.shared_by`."""
         return self.codec.open(shape=shape, dtype=dtype, device=self.device)
 
-    def encode(
-        self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None
-    ) -> Tensor:
+    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None) -> Tensor:
         """Payload of `x`, whose shape must be the session's.
 
         Args:

@@ -94,9 +94,7 @@ class SubspaceQuant(Codec):
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, str) and self.rank != "auto":
-            raise ValueError(
-                f"rank is {self.rank!r}; allowed: an integer from 1 to 32768, or 'auto'"
-            )
+            raise ValueError(f"rank is {self.rank!r}; allowed: an integer from 1 to 32768, or 'auto'")
         if self.settled:
             check_int("rank", self.rank, 1, 1 << 15)  # slots are int16
         check_int("bits", self.bits, 2, 8)
@@ -104,9 +102,7 @@ class SubspaceQuant(Codec):
         check_int("refresh", self.refresh, 1, 65536)
 
     @classmethod
-    def fitted(
-        cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int = 8
-    ) -> SubspaceQuant:
+    def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int = 8) -> SubspaceQuant:
         """The codec whose rank suits messages like this one: least noise for the bits that directions cost.
 
         Both ends need the same rank: measure once, as `lowbit bench spectrum` does, and configure the result.
@@ -153,9 +149,7 @@ class SubspaceQuant(Codec):
         rank = best_rank(x.detach().reshape(rows, channels), self.bits, self.refresh)
         if not rank:
             rank = max(1, min(FALLBACK, channels))
-            log.warning(
-                "a message of %s is zeros, or has NaN or Inf: rank %d", tuple(x.shape), rank
-            )
+            log.warning("a message of %s is zeros, or has NaN or Inf: rank %d", tuple(x.shape), rank)
         return rank
 
     def settle(self, choice: int) -> SubspaceQuant:
@@ -174,17 +168,14 @@ class SubspaceQuant(Codec):
         rank = self.directions
         if rank > channels:
             raise ValueError(
-                f"rank is {rank}, and the last dimension of {tuple(shape)} is {channels}; "
-                f"allowed: 1 to {channels}"
+                f"rank is {rank}, and the last dimension of {tuple(shape)} is {channels}; allowed: 1 to {channels}"
             )
         return subspace_geometry(rows, channels, rank, self.bits, self.group, self.refresh)
 
     def shared_by(self, shape: Sequence[int]) -> int:
         return _folded(shape)[1]
 
-    def open(
-        self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> Session:
+    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
         self.geometry(shape)
         memory = Memory(self.directions, _folded(shape)[1], torch.device(device))
         return SubspaceSession(self, torch.Size(shape), dtype, torch.device(device), memory)
@@ -238,10 +229,8 @@ class SubspaceSession(Session):
         c_RK, unit_K = inverse_KK.new_empty(geo.rows, rank), inverse_KK.new_empty(rank)
         self._compute("renew")(
             x_RC, *now, payload, c_RK, unit_K, *then, memory.messages, training, brings, *self._settings
-        )  # fmt: skip
-        self._compute("coefficients_encode")(
-            c_RK, unit_K, payload, c_RK, geo.channels, *self._settings
         )
+        self._compute("coefficients_encode")(c_RK, unit_K, payload, c_RK, geo.channels, *self._settings)
         directions_KC, inverse_KK, digest = then
         self._compute("rest_encode")(x_RC, c_RK, directions_KC, payload, *self._settings)
         if training:

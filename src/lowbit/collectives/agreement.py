@@ -135,9 +135,7 @@ class Agreement:
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._append(ended=why)
 
-    def _state(
-        self, facts: Mapping[int, Facts], names: Sequence[str], over: Sequence[str] = ()
-    ) -> None:
+    def _state(self, facts: Mapping[int, Facts], names: Sequence[str], over: Sequence[str] = ()) -> None:
         members = {i: [names[i], dict(stated)] for i, stated in facts.items()}
         self._append(rank=self._rank, count=len(names), members=members, over=over)
         self._stated = True
@@ -223,9 +221,7 @@ class _Log:
             ArithmeticError,
             RecursionError,
         ):
-            self._end(
-                f"the store holds {line[:80]!r}, which is no statement of a rank: damaged, or not ours"
-            )
+            self._end(f"the store holds {line[:80]!r}, which is no statement of a rank: damaged, or not ours")
 
     def _add(self, written: dict[str, Any]) -> None:
         if "ended" in written:
@@ -251,9 +247,7 @@ class _Log:
     def problem(self, ranks: Sequence[str]) -> str:
         """How the statements so far contradict each other; empty if they do not. ranks: their names."""
         said = [
-            (member, ranks[rank], *told)
-            for rank, each in self.stated.items()
-            for member, told in each.members.items()
+            (member, ranks[rank], *told) for rank, each in self.stated.items() for member, told in each.members.items()
         ]
         said.sort()
         if problem := contradictions({name: facts for _, _, name, facts in said}):

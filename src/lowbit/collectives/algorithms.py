@@ -27,9 +27,7 @@ def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
     return "one_shot" if ranks <= 2 or nbytes <= ONE_SHOT_BYTES else "two_shot"
 
 
-def two_shot(
-    x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None
-) -> None:
+def two_shot(x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
 
     Every rank codes its share of each shard for the rank that owns the shard (all-to-all), which adds them up in
@@ -84,9 +82,7 @@ def _spread(
     wire.send(shards.chunks + k)
 
 
-def one_shot(
-    x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None
-) -> None:
+def one_shot(x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but everything goes to everybody.
 
     Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
@@ -98,13 +94,9 @@ def one_shot(
         add_up(x[shards.piece(0, k)], codec, wire, k, divisor, total)
 
 
-def reduce_scatter(
-    x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int
-) -> None:
+def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int) -> None:
     """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
-    shards = Shards(
-        numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel(), grain=codec.grain
-    )
+    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel(), grain=codec.grain)
     open_scatter(codec, wire, shards)
     for k in range(shards.chunks):
         scatter(x, codec, wire, shards, k, None)
@@ -132,9 +124,7 @@ def open_scatter(codec: Codec, wire: Wire, shards: Shards) -> None:
         wire.open(k, [sizes[wire.rank]] * wire.ranks, sizes)
 
 
-def scatter(
-    x: Tensor, codec: Codec, wire: Wire, shards: Shards, k: int, errors: Tensor | None
-) -> None:
+def scatter(x: Tensor, codec: Codec, wire: Wire, shards: Shards, k: int, errors: Tensor | None) -> None:
     """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
     mine = codec.part(wire.rank)
     for step in range(1, wire.ranks + 1):  # each rank begins with another, and itself comes last
@@ -157,9 +147,7 @@ def gather(x: Tensor, codec: Codec, wire: Wire, shards: Shards, errors: Tensor |
         wire.send(k)
 
 
-def add_up(
-    out: Tensor, codec: Codec, wire: Wire, lane: int, divisor: int, scratch: Tensor | None = None
-) -> Tensor:
+def add_up(out: Tensor, codec: Codec, wire: Wire, lane: int, divisor: int, scratch: Tensor | None = None) -> Tensor:
     """Decode what all ranks sent on a lane and write its sum to `out`, in the order of the ranks.
 
     `scratch`: at least as many float32 elements, where `out` is not float32.

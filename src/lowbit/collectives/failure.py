@@ -61,9 +61,7 @@ class FailureBoard:
         timeout: seconds from the start of a wait in vain to the error.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:
         self._store = group.get_group_store()
         self.topic = topic
         self._prefix = f"lowbit/failure/{topic}"
@@ -150,9 +148,7 @@ class FailureBoard:
             if self._rank == self._host:
                 self._linger(self._rank, min(_LINGER, 0.1 * self._timeout))
 
-    def _trace(
-        self, chain: list[int], silent: bool, finished: threading.Event, reason: dict[str, Any]
-    ) -> None:
+    def _trace(self, chain: list[int], silent: bool, finished: threading.Event, reason: dict[str, Any]) -> None:
         """Extend `chain` by following notes, for as long as new ones may come, and take the last one's reason."""
         with contextlib.suppress(RuntimeError):  # the store ended with its rank
             self._note(f"{self._rank}", {"suspect": chain[0], "silent": silent})

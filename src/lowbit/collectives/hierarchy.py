@@ -22,9 +22,7 @@ class Nodes:
     between: dist.ProcessGroup
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, float], Nodes]] = (
-    weakref.WeakKeyDictionary()
-)
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, float], Nodes]] = weakref.WeakKeyDictionary()
 
 
 def nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> Nodes:
@@ -44,9 +42,7 @@ def nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> Nodes:
     return known[key]
 
 
-def sum_by_nodes(
-    x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], timeout: float
-) -> None:
+def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], timeout: float) -> None:
     """Replace `x` by its sum over all ranks.
 
     Bytes that leave each node, for n elements: those of `between` for n, divided among the ranks of the node. Inside
@@ -71,8 +67,6 @@ def sum_by_nodes(
 
 
 def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
-    made = dist.new_group(
-        ranks=ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
-    )
+    made = dist.new_group(ranks=ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -176,9 +176,7 @@ class Messages:
         """
         size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
         if not 0 < size <= MOST_BYTES:
-            raise ValueError(
-                f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}"
-            )
+            raise ValueError(f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}")
         text = self.receive(size, source, about).numpy().tobytes()
         try:
             return json.loads(text)

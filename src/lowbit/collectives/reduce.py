@@ -139,9 +139,7 @@ def all_reduce(
             tensor.copy_(flat.view(tensor.shape))
         wire.finish()
 
-    return _submit(
-        facts, group, tensor.device, timeout, work, transport, async_op, codec.layer(), checksums
-    )
+    return _submit(facts, group, tensor.device, timeout, work, transport, async_op, codec.layer(), checksums)
 
 
 def all_reduce_bytes(
@@ -219,9 +217,7 @@ def reduce_scatter(
             output.copy_(target.view(output.shape))
         wire.finish()
 
-    return _submit(
-        facts, group, input.device, timeout, work, transport, async_op, codec.layer(), checksums
-    )
+    return _submit(facts, group, input.device, timeout, work, transport, async_op, codec.layer(), checksums)
 
 
 def all_gather(
@@ -268,9 +264,7 @@ def all_gather(
             output.copy_(target.view(output.shape))
         wire.finish()
 
-    return _submit(
-        facts, group, input.device, timeout, work, transport, async_op, codec.layer(), checksums
-    )
+    return _submit(facts, group, input.device, timeout, work, transport, async_op, codec.layer(), checksums)
 
 
 def check_summable(codec: object) -> Codec:
@@ -280,9 +274,7 @@ def check_summable(codec: object) -> Codec:
         TypeError: it is none, keeps something between messages, or is made for tokens of activations.
     """
     if not isinstance(codec, Codec):
-        raise TypeError(
-            f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)"
-        )
+        raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
     reason = ""
     if codec.stateful:
         reason = "keeps something between messages"

@@ -24,9 +24,7 @@ def check_fit(name: str, x: Tensor, codec: Codec, ranks: int, node_size: int = 1
             f"{name} is {described(x)}; allowed with {codec}: (..., {codec.grain}), or flat rows of as many"
         )
     if codec.device not in (None, x.device):
-        raise ValueError(
-            f"{name} is on {x.device}; allowed with a codec that counts there: {codec.device}"
-        )
+        raise ValueError(f"{name} is on {x.device}; allowed with a codec that counts there: {codec.device}")
 
 
 def check_written(name: str, x: Tensor) -> None:
@@ -44,9 +42,7 @@ def check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:
     if node_size > 1:
         raise ValueError(f"errors is given and node_size is {node_size}; allowed: one of the two")
     if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
-        raise ValueError(
-            f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
     check_written("errors", errors)
 
 

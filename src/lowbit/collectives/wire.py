@@ -138,9 +138,7 @@ class _Lane:
 class _Buffered:
     """Buffers of lanes, alike on every kind of wire."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._device, self._scratch = group, device, scratch
         self._marks, self._checksums = marks, marks.checksums
@@ -219,9 +217,7 @@ class Mail(_Buffered):
         for peer in peers:
             if peer != self.rank and size:
                 with self._blaming(peer):
-                    work = dist.isend(
-                        payload, group=self._group, group_dst=peer, tag=self._base + lane
-                    )
+                    work = dist.isend(payload, group=self._group, group_dst=peer, tag=self._base + lane)
                 assert work is not None
                 self._leaving.append((peer, work))
 
@@ -259,9 +255,7 @@ class Rounds(_Buffered):
 
     name = "collectives"
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
         super().__init__(group, device, scratch, marks)
         self._verdicts = Verdicts()
         self._taken: set[tuple[int, int]] = set()
@@ -288,9 +282,7 @@ class Rounds(_Buffered):
                 flat = made.incoming.view(-1), made.outgoing.view(-1)
                 work = engine.gather(*flat, self._group, async_op=True)
             else:
-                work = dist.all_to_all_single(
-                    made.incoming, made.outgoing, group=self._group, async_op=True
-                )
+                work = dist.all_to_all_single(made.incoming, made.outgoing, group=self._group, async_op=True)
             assert work is not None
             made.arriving[self.rank] = work
 

@@ -61,9 +61,7 @@ def run(settings: CalibrateSettings) -> Report:
         found.save(settings.path)
         for state in _states(settings.path):
             state.unlink(missing_ok=True)
-    return Report(
-        command="calibrate", settings=settings, machine=machine(), rows=list(rows_of(found))
-    )
+    return Report(command="calibrate", settings=settings, machine=machine(), rows=list(rows_of(found)))
 
 
 @contextlib.contextmanager
@@ -111,9 +109,7 @@ def draw(settings: CalibrateSettings) -> text.Sequences:
         ConfigError: it is missing or shorter than one sequence.
     """
     tokenizer, begin = text.find_tokenizer(settings.tokenizer, settings.model)
-    found = text.read(
-        settings.text, tokenizer, length=settings.length, begin=begin, max_bytes=settings.max_bytes
-    )
+    found = text.read(settings.text, tokenizer, length=settings.length, begin=begin, max_bytes=settings.max_bytes)
     found.draw(1, settings.seed)
     return found
 
@@ -235,9 +231,7 @@ def _state_file(settings: CalibrateSettings, described: str, start: Calibration 
     name = hashlib.sha256(key.encode()).hexdigest()[:8]
     state = settings.path.with_name(f".{settings.path.name}.{name}.state")
     if world()[0] == 0 and _states(settings.path) and not state.exists():
-        log.warning(
-            "a calibration with other options or text was ended before: this one begins anew"
-        )
+        log.warning("a calibration with other options or text was ended before: this one begins anew")
     return state
 
 

@@ -47,9 +47,7 @@ def zero_shot(
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    logging.getLogger("lm_eval").setLevel(
-        logging.ERROR
-    )  # its warnings are about options of its own command line
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about options of its own command line
     manager = TaskManager(include_path=folder or None)
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
@@ -57,9 +55,7 @@ def zero_shot(
         raise ConfigError(f"task is {unknown[0]!r}; allowed: what lm-eval knows{where}")
     if tokenizer.eos_token_id is None:  # lm-eval pads with it; what it pads is masked
         tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(0)})
-    wrapped = HFLM(
-        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch, max_length=length
-    )
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch, max_length=length)
     try:
         loaded = manager.load(list(tasks))
     except (FileNotFoundError, ConnectionError) as error:
@@ -68,15 +64,11 @@ def zero_shot(
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=shots)
         task.set_fewshot_seed(seed=_SEED)
-    found: Any = evaluate(
-        lm=wrapped, task_dict=loaded, limit=limit or None, bootstrap_iters=0, log_samples=False
-    )
+    found: Any = evaluate(lm=wrapped, task_dict=loaded, limit=limit or None, bootstrap_iters=0, log_samples=False)
     return scores_of(found["results"], found["higher_is_better"])
 
 
-def scores_of(
-    results: dict[str, dict[str, Any]], higher_is_better: dict[str, dict[str, bool]]
-) -> dict[str, float]:
+def scores_of(results: dict[str, dict[str, Any]], higher_is_better: dict[str, dict[str, bool]]) -> dict[str, float]:
     """Scores among lm-eval's results by "task metric": what is the better the higher, without standard errors."""
     found: dict[str, float] = {}
     for task, metrics in results.items():

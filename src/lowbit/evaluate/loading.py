@@ -91,9 +91,7 @@ def check_length(folder: str, length: int) -> None:
     """
     longest = getattr(model_config(folder), "max_position_embeddings", None)
     if longest is not None and length > longest:
-        raise ConfigError(
-            f"length is {length}; the model knows {longest} positions; allowed: at most as many"
-        )
+        raise ConfigError(f"length is {length}; the model knows {longest} positions; allowed: at most as many")
 
 
 def possible_ranks(folder: str, wanted: tuple[int, ...] = (1, 2, 4, 8)) -> tuple[int, ...]:

@@ -45,9 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(
-    settings: EvaluateSettings, *, on_rows: Callable[[Sequence[Row]], None] | None = None
-) -> Report:
+def run(settings: EvaluateSettings, *, on_rows: Callable[[Sequence[Row]], None] | None = None) -> Report:
     """Measure every format on every number of ranks.
 
     In one process ranks are played (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and the
@@ -87,9 +85,7 @@ class _Case:
 class Evaluation:
     """The evaluation of one model."""
 
-    def __init__(
-        self, settings: EvaluateSettings, on_rows: Callable[[Sequence[Row]], None] | None = None
-    ) -> None:
+    def __init__(self, settings: EvaluateSettings, on_rows: Callable[[Sequence[Row]], None] | None = None) -> None:
         formats.check(settings.compared)
         self.settings, self._on_rows = settings, on_rows
         self.rank, self.ranks = world()
@@ -195,7 +191,7 @@ class Evaluation:
             text=settings.calibration_text,
             sequences=settings.calibration_sequences,
             **{name: getattr(settings, name) for name in ("length", "tokenizer", "seed", "max_bytes")},
-        )  # fmt: skip
+        )
         if self.rank == 0:
             log.warning(
                 "no calibration for %d ranks is given: making one from %s (lowbit calibrate keeps it)",
@@ -259,9 +255,7 @@ class Evaluation:
         if self.ranks > 1:
             parallel: Any = low_bit_(model, case.low_bit, **given)
         else:
-            parallel = emulate_tensor_parallel_(
-                model, case.tp, case.low_bit, watch=watch.errors, **given
-            )
+            parallel = emulate_tensor_parallel_(model, case.tp, case.low_bit, watch=watch.errors, **given)
         watch.traffic = parallel.traffic
         with parallel:
             yield
@@ -283,9 +277,7 @@ class Evaluation:
             length=settings.length,
         )
 
-    def _row(
-        self, case: _Case, score: Score, watch: _Watch, scores: dict[str, float] | None
-    ) -> dict[str, Any]:
+    def _row(self, case: _Case, score: Score, watch: _Watch, scores: dict[str, float] | None) -> dict[str, Any]:
         traffic = watch.traffic
         row = {
             "format": case.format,

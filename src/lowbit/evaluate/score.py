@@ -129,9 +129,7 @@ class BoundaryErrors:
         error = (total.float() - exact).square().sum(dtype=torch.float64)
         power = exact.square().sum(dtype=torch.float64)
         before = self._squares.get(boundary)
-        self._squares[boundary] = (
-            (error, power) if before is None else (before[0] + error, before[1] + power)
-        )
+        self._squares[boundary] = (error, power) if before is None else (before[0] + error, before[1] + power)
 
     def relative(self) -> dict[str, float]:
         """By boundary."""

@@ -184,6 +184,4 @@ def one_of(settings: object, **choices: tuple[str, ...]) -> None:
     """
     for name, allowed in choices.items():
         if getattr(settings, name) not in allowed:
-            raise ConfigError(
-                f"{name} is {getattr(settings, name)!r}; allowed: {', '.join(allowed)}"
-            )
+            raise ConfigError(f"{name} is {getattr(settings, name)!r}; allowed: {', '.join(allowed)}")

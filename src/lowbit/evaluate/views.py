@@ -64,7 +64,7 @@ def show(report: Report) -> Group:
             *MAIN[:2],
             *(Column(title=name.replace(" ", "\n"), field=name, show="{:.4f}".format) for name in names),
             Column(title="kept", field="scores_kept", show=_percent),
-        )  # fmt: skip
+        )
         tables.append(table(scored, columns, title="Zero-shot scores"))
     return Group(*tables)
 
@@ -75,9 +75,7 @@ def draw(report: Report, path: Path) -> None:
     measured = [row for row in rows if row["boundary_error"] is not None]
     names = list(dict.fromkeys(row["format"] for row in rows))
     curves: dict[str, list[tuple[float, float]]] = {}
-    for (
-        row
-    ) in measured:  # a format may go by another algorithm on more ranks, and errs otherwise then
+    for row in measured:  # a format may go by another algorithm on more ranks, and errs otherwise then
         name = ", ".join(filter(None, (row["format"], row["algorithm"])))
         curves.setdefault(name, []).append((row["tp"], 100 * row["boundary_error"]))
     figure = charts.new_figure(panels=2 if measured else 1)

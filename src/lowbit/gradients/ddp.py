@@ -62,13 +62,11 @@ def all_reduce_hook(
     check_flat(codec)
     check_call(
         codec, group, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout, checksums=checksums
-    )  # fmt: skip
+    )
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
     if error_feedback and node_size > 1:
-        raise ValueError(
-            f"error_feedback is True and node_size is {node_size}; allowed: one of the two"
-        )
+        raise ValueError(f"error_feedback is True and node_size is {node_size}; allowed: one of the two")
     # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
     own = dist.new_group(
         dist.get_process_group_ranks(group),
@@ -138,7 +136,5 @@ class Lost:
 
     def nbytes(self) -> int:
         """Bytes held."""
-        storages = {
-            p.untyped_storage().data_ptr(): p.untyped_storage() for p in self._parts.values()
-        }
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self._parts.values()}
         return sum(storage.nbytes() for storage in storages.values())

@@ -36,9 +36,7 @@ class LowBitReduceScatter(ReduceScatter):
         check_call(codec, None, timeout=timeout, checksums=checksums)
         self._codec, self._timeout, self._checksums = codec, timeout, checksums
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for inputs and outputs."""
         return torch.empty(*size, dtype=dtype, device=device)
 

@@ -61,14 +61,10 @@ class GradientStorage:
             module wrapped in `DistributedDataParallel`.
     """
 
-    def __init__(
-        self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None
-    ) -> None:
+    def __init__(self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None) -> None:
         self.codec = BlockFloat8() if codec is None else codec
         if not isinstance(self.codec, Codec) or self.codec.stateful:
-            raise TypeError(
-                f"codec is {self.codec!r}; allowed: a codec without state, such as BlockFloat8()"
-            )
+            raise TypeError(f"codec is {self.codec!r}; allowed: a codec without state, such as BlockFloat8()")
         self._nearest = self.codec
         if getattr(self.codec, "rounding", "nearest") != "nearest":
             self._nearest = dataclasses.replace(self.codec, rounding="nearest")  # pyright: ignore[reportCallIssue]
@@ -118,9 +114,7 @@ class GradientStorage:
         found = self.codec.decode(stored.payload, shape=parameter.shape, dtype=torch.float32)
         return found.mul_(stored.factor).to(dtype)
 
-    def gradients(
-        self, parameters: Iterable[nn.Parameter] | None = None
-    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Parameters (None: all) with their gradients in float32, decoded one at a time; those without are left out."""
         for parameter in self._stored if parameters is None else parameters:
             found = self.gradient(parameter, torch.float32)
@@ -166,9 +160,7 @@ class GradientStorage:
             self.scale_(max_norm / (norm + 1e-6))
         return norm
 
-    def all_reduce(
-        self, reduce: Callable[[Tensor], Any], *, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def all_reduce(self, reduce: Callable[[Tensor], Any], *, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Replace the gradients by sums or means over ranks, a bucket of parameters at a time.
 
         Every rank makes the same calls, whatever its gradients are: one with a flag for each parameter, then one for
@@ -362,13 +354,9 @@ def _named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if hasattr(parameter, "to_local"):
-        raise TypeError(
-            f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole ones"
-        )
+        raise TypeError(f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole ones")
     if parameter.dtype not in FLOATS:
-        raise TypeError(
-            f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}"
-        )
+        raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
 
 
 def _portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:

@@ -125,9 +125,7 @@ class Line:
         self._arrival[path] = arrival = max(arrival, self._arrival.get(path, 0.0))
         self._expect(arrival, True, source, destination, packet)
 
-    def _expect(
-        self, at: float, arrived: bool, source: int, destination: int, packet: bytes
-    ) -> None:
+    def _expect(self, at: float, arrived: bool, source: int, destination: int, packet: bytes) -> None:
         event = (at, next(self._order), arrived, source, destination, packet)
         heapq.heappush(self._events, event)
 

@@ -91,9 +91,7 @@ class Distance:
         try:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _PRIORITY)
         except PermissionError:
-            log.warning(
-                "a link with a distance shares the processor with all others: no priority without root"
-            )
+            log.warning("a link with a distance shares the processor with all others: no priority without root")
 
     def _tell(self, **order: Any) -> None:
         assert self._process.stdin is not None
@@ -106,9 +104,7 @@ class Distance:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if not select.select([self._process.stdout], [], [], _SECONDS_TO_ANSWER)[0]:
-            raise LinkUnavailable(
-                f"the process that delays packets has not answered for {_SECONDS_TO_ANSWER:g} s"
-            )
+            raise LinkUnavailable(f"the process that delays packets has not answered for {_SECONDS_TO_ANSWER:g} s")
         if self._process.stdout.readline() != "ok\n":
             reason = self._process.stderr.read().strip().splitlines()[-1:]
             raise LinkUnavailable(

@@ -45,9 +45,7 @@ class Link:
         _check_rate("rate_mbit", self.rate_mbit)
         _check_rate("back_mbit", self.back_mbit)
         if self.back_mbit is not None and self.rate_mbit is None:
-            raise ValueError(
-                f"back_mbit must be None where rate_mbit is unlimited, got {self.back_mbit!r}"
-            )
+            raise ValueError(f"back_mbit must be None where rate_mbit is unlimited, got {self.back_mbit!r}")
         if self.back_mbit == self.rate_mbit:
             object.__setattr__(self, "back_mbit", None)
         _check_number("rtt_ms", self.rtt_ms, most=_MOST_RTT_MS)

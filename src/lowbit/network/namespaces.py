@@ -97,8 +97,7 @@ def open_namespaces(count: int) -> list[Namespace]:
         return _open_all(count, privileged=False)
     except LinkUnavailable as error:
         raise LinkUnavailable(
-            f"no shaped link: {reason}, and without root: {error}. "
-            "Run as root, or allow user namespaces."
+            f"no shaped link: {reason}, and without root: {error}. Run as root, or allow user namespaces."
         ) from None
 
 

@@ -215,15 +215,11 @@ class SlowLink:
         for kind in self._namespace(host).kinds:
             with open(f"/proc/{self._namespace(host).pid}/ns/{kind}") as file:
                 if libc.setns(file.fileno(), 0):
-                    raise OSError(
-                        ctypes.get_errno(), f"cannot enter the {kind} namespace of host {host}"
-                    )
+                    raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of host {host}")
 
     def _connect(self, host: int, connected: bool) -> None:
         if self.hosts > 2:
-            self._namespaces[-1].ip(
-                f"link set port{host} {'master switch' if connected else 'nomaster'}"
-            )
+            self._namespaces[-1].ip(f"link set port{host} {'master switch' if connected else 'nomaster'}")
             return
         for namespace in self._namespaces:
             # Without ARP an interface takes its own hardware address for everybody's: the other end drops the packets.

@@ -20,13 +20,9 @@ def _check(x: Tensor, payload: Tensor, dims: int, nbytes: int, name: str = "tens
     if x.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {x.dtype}; allowed: float32, bfloat16, float16")
     if x.dim() != dims or not x.is_contiguous() or x.numel() == 0:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; allowed: {dims}-D, contiguous, not empty"
-        )
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {dims}-D, contiguous, not empty")
     if payload.dtype != torch.uint8 or payload.shape != (nbytes,) or not payload.is_contiguous():
-        raise ValueError(
-            f"payload is {payload.dtype} {tuple(payload.shape)}; expected {nbytes} contiguous uint8"
-        )
+        raise ValueError(f"payload is {payload.dtype} {tuple(payload.shape)}; expected {nbytes} contiguous uint8")
     if x.device != payload.device:
         raise ValueError(f"payload is on {payload.device}; the tensor is on {x.device}")
 
@@ -39,8 +35,7 @@ def _check_group_int(x: Tensor, payload: Tensor, bits: int, group: int, symmetri
 def _check_block_float8(x: Tensor, payload: Tensor, format: str, block: int) -> None:
     if format not in FORMATS or block < 32 or block % 32:
         raise ValueError(
-            f"format is {format!r}, block {block}; "
-            f"allowed: {', '.join(map(repr, FORMATS))}, and a multiple of 32"
+            f"format is {format!r}, block {block}; allowed: {', '.join(map(repr, FORMATS))}, and a multiple of 32"
         )
     _check(x, payload, 1, block_float8_layout(x.numel(), block).nbytes)
 
@@ -84,9 +79,7 @@ def _check_tah(
     if allocation not in ("token", "tile", "range") or not 0 <= low_fraction <= 1:
         raise ValueError(f"allocation is {allocation!r}, low_fraction {low_fraction}")
     if x.dim() != 3:
-        raise ValueError(
-            f"tensor has shape {tuple(x.shape)}; allowed: (sequences, length, channels)"
-        )
+        raise ValueError(f"tensor has shape {tuple(x.shape)}; allowed: (sequences, length, channels)")
     geo = tah_geometry(
         *x.shape,
         tile=tile,
@@ -108,9 +101,7 @@ def _check_payload(name: str, payload: Tensor, like: Tensor, bits: int, group: i
     """Of `like`'s elements."""
     nbytes = group_int_layout(like.numel(), bits, group, symmetric=False).nbytes
     if payload.dtype != torch.uint8 or payload.shape != (nbytes,) or not payload.is_contiguous():
-        raise ValueError(
-            f"{name} is {payload.dtype} {tuple(payload.shape)}; expected {nbytes} contiguous uint8"
-        )
+        raise ValueError(f"{name} is {payload.dtype} {tuple(payload.shape)}; expected {nbytes} contiguous uint8")
     if payload.device != like.device:
         raise ValueError(f"{name} is on {payload.device}; the tensor is on {like.device}")
 
@@ -176,9 +167,7 @@ def _check_gated(
 ) -> None:  # fmt: skip
     _check_settings(bits, group)
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"activation is {activation!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}"
-        )
+        raise ValueError(f"activation is {activation!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
     _check_like(x.shape, x.device, **tensors)
     _check_payload("payload_gate", payload_gate, x, bits, group)
     if payload_up is not None:
@@ -187,18 +176,14 @@ def _check_gated(
 
 def _gated_encode(gate, up, payload_gate, payload_up, out, activation, bits, group, seed) -> None:
     _check_both(up=up, payload_up=payload_up)
-    _check_gated(
-        gate, payload_gate, payload_up, activation, bits, group, gate=gate, up=up, out=out
-    )  # fmt: skip
+    _check_gated(gate, payload_gate, payload_up, activation, bits, group, gate=gate, up=up, out=out)
 
 
 def _gated_recompute(payload_gate, payload_up, out, activation, bits, group) -> None:
     _check_gated(out, payload_gate, payload_up, activation, bits, group, out=out)
 
 
-def _gated_backward(
-    payload_gate, payload_up, grad_out, grad_gate, grad_up, out, activation, bits, group
-) -> None:
+def _gated_backward(payload_gate, payload_up, grad_out, grad_gate, grad_up, out, activation, bits, group) -> None:
     _check_both(payload_up=payload_up, grad_up=grad_up)
     _check_gated(
         grad_gate, payload_gate, payload_up, activation, bits, group,
@@ -275,9 +260,7 @@ def _subspace_follow(
     _check_table("header", header, torch.int32, (4,), payload.device)
 
 
-def _check_table(
-    name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
+def _check_table(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if t.dtype != dtype or t.shape != shape or t.device != device or not t.is_contiguous():
         raise ValueError(
             f"{name} is {t.dtype} {tuple(t.shape)} on {t.device}, contiguous: {t.is_contiguous()}; "
@@ -324,12 +307,8 @@ CHECKS: dict[str, Callable[..., None]] = {
     "block_float8_decode": lambda payload, out, *a: _check_block_float8(out, payload, *a[:2]),
     "feature_int4_encode": lambda x, payload, *a: _check_feature_int4(x, [payload], *a),
     "feature_int4_decode": lambda payload, out, *a: _check_feature_int4(out, [payload], *a[:3]),
-    "feature_int4_sum": lambda payloads, out, *a: _check_feature_int4(
-        out, payloads, *a[:3], divisor=a[3]
-    ),
-    "tah_quant_encode": lambda x, payload, *a: _check_tah(
-        x, payload, *a[:5], pivot=a[5] is not None
-    ),
+    "feature_int4_sum": lambda payloads, out, *a: _check_feature_int4(out, payloads, *a[:3], divisor=a[3]),
+    "tah_quant_encode": lambda x, payload, *a: _check_tah(x, payload, *a[:5], pivot=a[5] is not None),
     "tah_quant_decode": lambda payload, out, *a: _check_tah(out, payload, *a[:6]),
     "subspace_renew": _subspace_renew,
     "subspace_inverse": _subspace_inverse,

@@ -70,14 +70,10 @@ from lowbit.ops.layout import ALIGNMENT
 log = logging.getLogger(__name__)
 
 SCHEMAS = {
-    "group_int_encode": "(Tensor x, Tensor(a!) payload, int bits, int group, bool symmetric, "
-    "int? seed) -> ()",
-    "group_int_decode": "(Tensor payload, Tensor(a!) out, int bits, int group, bool symmetric, "
-    "bool accumulate) -> ()",
-    "block_float8_encode": "(Tensor x, Tensor(a!) payload, str format, int block, int? seed, "
-    "bool accumulate) -> ()",
-    "block_float8_decode": "(Tensor payload, Tensor(a!) out, str format, int block, "
-    "bool accumulate) -> ()",
+    "group_int_encode": "(Tensor x, Tensor(a!) payload, int bits, int group, bool symmetric, int? seed) -> ()",
+    "group_int_decode": "(Tensor payload, Tensor(a!) out, int bits, int group, bool symmetric, bool accumulate) -> ()",
+    "block_float8_encode": "(Tensor x, Tensor(a!) payload, str format, int block, int? seed, bool accumulate) -> ()",
+    "block_float8_decode": "(Tensor payload, Tensor(a!) out, str format, int block, bool accumulate) -> ()",
     "feature_int4_encode": "(Tensor x, Tensor(a!) payload, Tensor inverse, Tensor order, int outliers, "
     "Tensor(b!)? clipped) -> ()",
     "feature_int4_decode": "(Tensor payload, Tensor(a!) out, Tensor scale, Tensor order, int outliers, "

@@ -78,9 +78,7 @@ def feature_int4_sum(
     store(total / total.new_full((), divisor) if divisor > 1 else total, out, False)
 
 
-def _decoded(
-    payload: Tensor, shape: torch.Size, scale: Tensor, order: Tensor, outliers: int
-) -> Tensor:
+def _decoded(payload: Tensor, shape: torch.Size, scale: Tensor, order: Tensor, outliers: int) -> Tensor:
     """float32 (N, E)."""
     rows, features = shape
     layout = feature_int4_layout(rows, features, outliers)

@@ -72,9 +72,7 @@ def block_float8_encode(
     layout.section(payload, "codes").copy_(code_GL.view(-1)[: x.numel()])
 
 
-def block_float8_decode(
-    payload: Tensor, out: Tensor, format: str, block: int, accumulate: bool
-) -> None:
+def block_float8_decode(payload: Tensor, out: Tensor, format: str, block: int, accumulate: bool) -> None:
     """See `lowbit.codecs.BlockFloat8`."""
     store(_decoded(payload, out.numel(), format, block), out, accumulate)
 

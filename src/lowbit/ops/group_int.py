@@ -20,9 +20,7 @@ SMALLEST = 2.0**-126  # scales are normal numbers, whatever the mode for denorma
 NAN_SCALE = 0x7FC0  # the bfloat16 scale of a group with NaN or Inf, whose codes and middle are zero
 
 
-def group_int_encode(
-    x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None
-) -> None:
+def group_int_encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None) -> None:
     """See `lowbit.codecs.GroupInt` for formulas and layout."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     x_GL = _grouped(x.float(), group)
@@ -47,9 +45,7 @@ def group_int_encode(
     zero_gaps(payload, layout)
 
 
-def group_int_decode(
-    payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
-) -> None:
+def group_int_decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool) -> None:
     """See `lowbit.codecs.GroupInt`."""
     layout = group_int_layout(out.numel(), bits, group, symmetric)
     codes_GL = _unpack_ragged(layout.section(payload, "codes"), out.numel(), group, bits)
@@ -69,9 +65,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
     return torch.cat([x, x[-1:].expand(missing)]).view(-1, group)
 
 
-def _group_parameters(
-    x_GL: Tensor, bits: int, symmetric: bool
-) -> tuple[Tensor, Tensor, Tensor, float]:
+def _group_parameters(x_GL: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, float]:
     low_G = x_GL.amin(-1).clamp(min=-LARGEST)
     high_G = x_GL.amax(-1).clamp(max=LARGEST)
     finite_G = x_GL.isfinite().all(-1)

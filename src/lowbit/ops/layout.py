@@ -183,9 +183,7 @@ def renewals(rows: int, rank: int, refresh: int) -> int:
     return min(rows, ceil_div(rank, refresh))
 
 
-def subspace_geometry(
-    rows: int, channels: int, rank: int, bits: int, group: int, refresh: int
-) -> SubspaceGeometry:
+def subspace_geometry(rows: int, channels: int, rank: int, bits: int, group: int, refresh: int) -> SubspaceGeometry:
     """Sizes of the payload of `rows` tokens of `channels` elements."""
     groups, ragged = ceil_div(channels, group), channels % group
     row_bytes = (channels // group * group + ceil_div(ragged, 8) * 8) * bits // 8

@@ -198,9 +198,7 @@ def _extents(x_RTE: Tensor, mid_width: int) -> tuple[Tensor, Tensor]:
     return torch.maximum(half_RT, mid_RT.abs() * MID_SHARE[mid_width]), mid_RT
 
 
-def _keys(
-    x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry, allocation: str
-) -> Tensor:
+def _keys(x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry, allocation: str) -> Tensor:
     """What each scope's candidates are ordered by, (scopes, per_scope); NaN, Inf and what is missing come last."""
     if allocation == "range":
         key = torch.where(finite_RT, extent_RT, math.inf)[:, : geo.full]
@@ -210,9 +208,7 @@ def _keys(
         x_RC = x_RTE.reshape(geo.rows, -1)[:, : geo.channels]
         key = torch.where(finite_RT.all(-1), entropy(x_RC), math.inf)
     missing = geo.per_scope - geo.per_last
-    return torch.nn.functional.pad(key.reshape(-1), (0, missing), value=math.inf).view(
-        geo.scopes, geo.per_scope
-    )
+    return torch.nn.functional.pad(key.reshape(-1), (0, missing), value=math.inf).view(geo.scopes, geo.per_scope)
 
 
 def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,9 +225,7 @@ def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tenso
     return exponent_R, torch.where(octave_RT > 0, below_RT, 255)
 
 
-def _quantize(
-    x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_width: int
-) -> tuple[Tensor, Tensor]:
+def _quantize(x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_width: int) -> tuple[Tensor, Tensor]:
     """Integer middles, and codes relative to them; both 0 where the step is 0."""
     inverse_RT = inverse(step_RT)
     cells_RT = torch.exp2(bits_RT.float())

@@ -40,18 +40,14 @@ class Renewal(NamedTuple):
         """No new directions, in the place of so many."""
         slots_M = torch.full((count,), -1, dtype=torch.int16, device=device)
         lengths_M = torch.zeros(count, dtype=torch.float32, device=device)
-        return Renewal(
-            slots_M, lengths_M, torch.zeros(count, channels, dtype=torch.int8, device=device)
-        )
+        return Renewal(slots_M, lengths_M, torch.zeros(count, channels, dtype=torch.int8, device=device))
 
     def applied(self, directions_KC: Tensor) -> Tensor:
         """A basis with the new directions in it."""
         new_MC = self.codes_MC.float() * self.lengths_M[:, None]
         rank = len(directions_KC)
         index_M = torch.where(self.slots_M < 0, rank, self.slots_M.long())
-        room = torch.cat(
-            [directions_KC, torch.zeros_like(directions_KC[:1])]
-        )  # for those of no slot
+        room = torch.cat([directions_KC, torch.zeros_like(directions_KC[:1])])  # for those of no slot
         return room.index_copy(0, index_M, new_MC)[:rank]
 
     def fits(self, rank: int) -> Tensor:
@@ -249,9 +245,7 @@ def gram_inverse(directions_KC: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram_KK)[0])
 
 
-def renewed_products(
-    x_RC: Tensor, products_RK: Tensor, renewal: Renewal, directions_KC: Tensor
-) -> Tensor:
+def renewed_products(x_RC: Tensor, products_RK: Tensor, renewal: Renewal, directions_KC: Tensor) -> Tensor:
     """Products (R, K) of tokens and a basis with new directions in it, from those before: new columns alone."""
     index_M = renewal.slots_M.long().clamp(min=0)
     return products_RK.index_copy(1, index_M, x_RC @ directions_KC[index_M].t())

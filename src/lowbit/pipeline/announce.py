@@ -44,9 +44,7 @@ class Announcements(Protocol):
         ...
 
 
-def choose(
-    group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int
-) -> Announcements:
+def choose(group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int) -> Announcements:
     """The way of a group: Gloo's messages from rank `source`; the group's store where there is no Gloo.
 
     Args:
@@ -131,9 +129,7 @@ class _ThroughStore:
         while not (text := self._store.read(self._key(number))):
             waited = time.monotonic() - start
             if waited > self._limit:
-                raise PeerError(
-                    f"rank {self._source} announced no pass within {self._limit:g} s", self._source
-                )
+                raise PeerError(f"rank {self._source} announced no pass within {self._limit:g} s", self._source)
             time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * waited)))
         return _parsed(text, self._source)
 

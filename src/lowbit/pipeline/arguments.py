@@ -14,9 +14,7 @@ from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.traffic import Traffic
 
 
-def check_warm_up(
-    argument: str, codecs: Codec | Mapping[int, Codec], warmup_steps: int, prefix: str = ""
-) -> None:
+def check_warm_up(argument: str, codecs: Codec | Mapping[int, Codec], warmup_steps: int, prefix: str = "") -> None:
     """Raise unless there is a warm-up, or nothing in these codecs that it would have to settle.
 
     Raises:
@@ -30,9 +28,7 @@ def check_warm_up(
             )
 
 
-def codec_at(
-    argument: str, codecs: Codec | Mapping[int, Codec], boundary: int, boundaries: int
-) -> Codec:
+def codec_at(argument: str, codecs: Codec | Mapping[int, Codec], boundary: int, boundaries: int) -> Codec:
     """The codec of one of so many boundaries, from one for all or a mapping.
 
     Raises:
@@ -44,9 +40,7 @@ def codec_at(
         if boundary not in codecs:
             raise ValueError(f"{argument} has no codec for boundary {boundary}; given: {given}")
         if not set(codecs) <= set(range(boundaries)):
-            raise ValueError(
-                f"{argument} has codecs for boundaries {given}; there are 0 to {boundaries - 1}"
-            )
+            raise ValueError(f"{argument} has codecs for boundaries {given}; there are 0 to {boundaries - 1}")
         codecs = codecs[boundary]
     if not isinstance(codecs, Codec):
         raise TypeError(

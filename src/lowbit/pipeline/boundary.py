@@ -141,9 +141,7 @@ class Lane:
             return _plain_bytes(slot) + _CHOICE_BYTES * self._tells_choice(slot, step)
         return self.session(index, *slot).nbytes(self._key(step, micro_batch))
 
-    def encode(
-        self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0
-    ) -> Tensor:
+    def encode(self, index: int, step: Step, micro_batch: int, x: Tensor, *, room: int = 0) -> Tensor:
         """The bytes of a tensor: uint8, one dimension, memory of its own; empty if there is nothing to send.
 
         Args:
@@ -176,9 +174,7 @@ class Lane:
         self._traffic.count(self._direction, size + self._overhead * bool(size), x.numel())
         return message
 
-    def decode(
-        self, index: int, step: Step, micro_batch: int, payload: Tensor, out: Tensor
-    ) -> None:
+    def decode(self, index: int, step: Step, micro_batch: int, payload: Tensor, out: Tensor) -> None:
         """Write the tensor in `payload` to `out`, which has the shape and dtype of this slot."""
         with self._aside():
             out, slot = out.detach(), self._slots[micro_batch][index]
@@ -201,9 +197,7 @@ class Lane:
         ]
         return {
             f"{self.name} tensors": _listed(map(_described, slots)),
-            f"{self.name} payload bytes": _listed(
-                s.max_nbytes() if s else "open" for s in sessions
-            ),
+            f"{self.name} payload bytes": _listed(s.max_nbytes() if s else "open" for s in sessions),
             f"{self.name} state bytes": _listed(s.state_bytes() if s else "open" for s in sessions),
             f"{self.name} state": self._digest(),
         }

@@ -57,18 +57,13 @@ def emulate_(
     check_int("warmup_steps", warmup_steps, 0, 2**63 - 1)
     modules = dict(model.named_modules())
     if isinstance(at, str) or not at:
-        raise ValueError(
-            f"at is {at!r}; allowed: a list of names of submodules, such as {_some(modules)}"
-        )
+        raise ValueError(f"at is {at!r}; allowed: a list of names of submodules, such as {_some(modules)}")
     if unknown := [name for name in at if name not in modules or not name]:
-        raise ValueError(
-            f"at has {unknown}, which the model has not; it has names such as {_some(modules)}"
-        )
+        raise ValueError(f"at has {unknown}, which the model has not; it has names such as {_some(modules)}")
     if len(set(at)) != len(at):
         raise ValueError(f"at is {list(at)}; a name must not occur twice")
     codecs = [
-        (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at)))
-        for i in range(len(at))
+        (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at))) for i in range(len(at))
     ]
     check_warm_up("forward", forward, warmup_steps)
     check_warm_up("backward", backward, warmup_steps)
@@ -145,9 +140,7 @@ class Emulation:
         if type(steps) is not int or steps < 0:
             raise ValueError(f"state has steps {steps!r}; allowed: an integer of at least 0")
         if type(warmup_steps) is not int or warmup_steps != self._warmup_steps:
-            raise ValueError(
-                f"state has warmup_steps {warmup_steps!r}; this emulation has {self._warmup_steps}"
-            )
+            raise ValueError(f"state has warmup_steps {warmup_steps!r}; this emulation has {self._warmup_steps}")
         _check_keys("state", state["boundaries"], set(wires))
         for name, wire in wires.items():
             wire.check_state(state["boundaries"][name])
@@ -232,15 +225,11 @@ class _Wire:
         """Raise a ValueError unless `state` may be one of this codec."""
         _check_keys(self.name, state, {"codec", *_ENDS})
         if state["codec"] != self._identity():
-            raise ValueError(
-                f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity()}"
-            )
+            raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity()}")
         choices = []
         for end in _ENDS:
             if not _is_state(state[end]):
-                raise ValueError(
-                    f"{self.name}: state of the {end} is none; allowed: what state_dict gave"
-                )
+                raise ValueError(f"{self.name}: state of the {end} is none; allowed: what state_dict gave")
             choices.append({name: s[CHOICE] for name, s in state[end].items() if CHOICE in s})
         for choice in choices[0].values():
             self._codec.settle(choice)
@@ -261,15 +250,11 @@ class _Wire:
         if len(self._ends) > 1:
             devices = ", ".join(map(str, self._ends))
             raise RuntimeError(f"{self.name} has been on {devices}; allowed for states: one device")
-        return {
-            e: lane for lanes in self._ends.values() for e, lane in zip(_ENDS, lanes, strict=True)
-        }
+        return {e: lane for lanes in self._ends.values() for e, lane in zip(_ENDS, lanes, strict=True)}
 
     def _ends_on(self, device: torch.device) -> tuple[Lane, Lane]:
         if device not in self._ends:
-            sender, receiver = (
-                Lane(*self._args, device, self._traffic, CHECKSUM_BYTES) for _ in range(2)
-            )
+            sender, receiver = (Lane(*self._args, device, self._traffic, CHECKSUM_BYTES) for _ in range(2))
             if self._restored:
                 sender.load_state_dict(self._restored["sender"])
                 receiver.load_state_dict(self._restored["receiver"])
@@ -295,11 +280,7 @@ def _check_keys(what: str, state: Any, keys: set[str]) -> None:
     """Raise a ValueError unless `state` is a dictionary with these keys."""
     found = set(state) if isinstance(state, Mapping) else None
     if found != keys:
-        held = (
-            type(state).__name__
-            if found is None
-            else ", ".join(sorted(map(str, found))) or "nothing"
-        )
+        held = type(state).__name__ if found is None else ", ".join(sorted(map(str, found))) or "nothing"
         raise ValueError(f"{what} has {held}; allowed: {', '.join(sorted(keys))}")
 
 
@@ -309,8 +290,7 @@ def _is_state(lane: Any) -> bool:
         isinstance(name, str)
         and isinstance(kept, Mapping)
         and all(
-            isinstance(k, str) and (type(v) is int or (isinstance(v, Tensor) and k != CHOICE))
-            for k, v in kept.items()
+            isinstance(k, str) and (type(v) is int or (isinstance(v, Tensor) and k != CHOICE)) for k, v in kept.items()
         )
         for name, kept in lane.items()
     )

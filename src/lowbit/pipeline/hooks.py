@@ -73,9 +73,7 @@ class HookedStage(PipelineStage):
         self._handed_over: dict[tuple[Direction, int], tuple[Tensor | None, ...]] = {}
 
     @abstractmethod
-    def run_pass(
-        self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]
-    ) -> None:
+    def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         """Run a pass, training or not: `body` is the schedule's part.
 
         To be called before it, on all stages: `use`, with the layouts of what crosses.
@@ -85,9 +83,7 @@ class HookedStage(PipelineStage):
         """
 
     @abstractmethod
-    def send(
-        self, direction: Direction, micro_batch: int, tensors: list[Tensor]
-    ) -> list[dist.P2POp]:
+    def send(self, direction: Direction, micro_batch: int, tensors: list[Tensor]) -> list[dist.P2POp]:
         """Send tensors to the neighbour; returns operations that the schedule shall run."""
 
     @abstractmethod
@@ -110,9 +106,7 @@ class HookedStage(PipelineStage):
         """Whether there is such a stage, and on another rank."""
         return 0 <= stage < self.num_stages and self.rank_of(stage) != self.group_rank
 
-    def trial(
-        self, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool
-    ) -> tuple[Tensor, ...]:
+    def trial(self, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
         """Layouts of the outputs for such inputs, found by running the module once; it is left as it was.
 
         Args:
@@ -285,9 +279,7 @@ def _calling_step() -> Mapping[str, Any]:
         if isinstance(frame.f_locals.get("self"), _PipelineSchedule):
             return frame.f_locals
         frame = frame.f_back
-    raise RuntimeError(
-        "a stage of lowbit is run by `step` or `eval` of a schedule of torch.distributed.pipelining"
-    )
+    raise RuntimeError("a stage of lowbit is run by `step` or `eval` of a schedule of torch.distributed.pipelining")
 
 
 def _take_over(schedule: _PipelineSchedule) -> None:
@@ -300,14 +292,10 @@ def _take_over(schedule: _PipelineSchedule) -> None:
         schedule = this()
         assert schedule is not None  # one of its methods is running
         held = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-        stages = sorted(
-            (stage for stage in held if isinstance(stage, HookedStage)), key=lambda s: s.stage_index
-        )
+        stages = sorted((stage for stage in held if isinstance(stage, HookedStage)), key=lambda s: s.stage_index)
         if len(stages) < len(held):
             kinds = ", ".join(sorted({type(stage).__name__ for stage in held}))
-            raise TypeError(
-                f"stages of this rank are {kinds}; allowed: all of lowbit, or all of PyTorch"
-            )
+            raise TypeError(f"stages of this rank are {kinds}; allowed: all of lowbit, or all of PyTorch")
         count, training = schedule._n_microbatches, schedule._has_backward
         for prefix in ("_stage", "_stages"):
             setattr(schedule, f"{prefix}_forward_initialized", True)

@@ -37,9 +37,7 @@ class Inbox(Generic[Key]):
         traffic: where bytes that are held are counted.
     """
 
-    def __init__(
-        self, post: Callable[[Key, int], tuple[dist.Work, Tensor]], traffic: Traffic
-    ) -> None:
+    def __init__(self, post: Callable[[Key, int], tuple[dist.Work, Tensor]], traffic: Traffic) -> None:
         # Weakly: what posts has this inbox, and a circle would keep the group's connections open.
         self._post, self._traffic = WeakMethod(post), traffic
         self._expected: dict[Key, tuple[int, _Lane[Key]]] = {}  # to be posted

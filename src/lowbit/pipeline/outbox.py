@@ -86,17 +86,13 @@ class Outbox:
             self._entries.append(_Entry(sent.peer, sent))
             self._nbytes += sent.message.numel()
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._reap, name="lowbit-outbox", daemon=True
-                )
+                self._thread = threading.Thread(target=self._reap, name="lowbit-outbox", daemon=True)
                 self._thread.start()
                 _running.add(self)
             if self._nbytes >= _BATCH_BYTES:
                 self._changed.notify_all()
 
-    def drain(
-        self, patience: timedelta, blaming: Callable[[int], AbstractContextManager[None]]
-    ) -> None:
+    def drain(self, patience: timedelta, blaming: Callable[[int], AbstractContextManager[None]]) -> None:
         """Wait until everything has left.
 
         Args:
@@ -125,9 +121,7 @@ class Outbox:
             with contextlib.nullcontext() if entry.ours else blaming(entry.peer):
                 if entry.sent is not None:
                     self.sever()
-                    raise RuntimeError(
-                        f"Timed out waiting {round(1000 * limit)}ms for a message to be taken"
-                    )
+                    raise RuntimeError(f"Timed out waiting {round(1000 * limit)}ms for a message to be taken")
                 if entry.error is not None:
                     raise entry.error
 

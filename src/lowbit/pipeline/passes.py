@@ -67,9 +67,7 @@ class Configuration:
     def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
         """Of a message: tensor `index` of a micro-batch. phase: of the step, 0 to 2, since sizes change with it."""
         lane = (boundary * 2 + backward) * self.phases + phase % self.phases
-        return (
-            self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
-        )
+        return self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 
     def tags(self, boundaries: int) -> int:
         """How many tags it takes."""
@@ -189,12 +187,8 @@ class Passes:
                 f"the batch gives {len(batch.args)} micro-batches, and the schedule has {batch.micro_batches}; "
                 "allowed: at least one sample for each"
             )
-        layouts = [
-            tuple(layout_of(x) for x in args if isinstance(x, Tensor)) for args in batch.args
-        ]
-        empty = [
-            i for i, tensors in enumerate(layouts) if any(x.dim() and not len(x) for x in tensors)
-        ]
+        layouts = [tuple(layout_of(x) for x in args if isinstance(x, Tensor)) for args in batch.args]
+        empty = [i for i, tensors in enumerate(layouts) if any(x.dim() and not len(x) for x in tensors)]
         if empty:
             return (), (
                 f"micro-batch {empty[0]} of {batch.micro_batches} is empty; allowed: at least one sample for each"
@@ -212,9 +206,7 @@ class Passes:
     def _told(self, batch: Batch, seen: Any, problem: str) -> tuple[int | None, str]:
         """Which configuration this pass has, None for a new one, and what is wrong with the batch: told or heard."""
         if self._announcements is None:
-            self._announcements = announce.choose(
-                self._group, self._source, self._board, self._checksums, self._tag
-            )
+            self._announcements = announce.choose(self._group, self._source, self._board, self._checksums, self._tag)
         facts = self._facts(batch)
         if self._is_source:
             number = self._known.get(seen)
@@ -260,14 +252,11 @@ class Passes:
             return None, problem
         alike = _alike(everybody[0], batch.micro_batches)
         static = everybody[0]["as declared"] == "True" and all(
-            stated.get(f"declared by stage {index}") == "True"
-            for index, stated in everybody.items()
+            stated.get(f"declared by stage {index}") == "True" for index, stated in everybody.items()
         )
         if static:
             alike = [0] * batch.micro_batches
-            chosen = {
-                s.stage_index: {0: d} for s, d in zip(self._stages, declared, strict=True) if d
-            }
+            chosen = {s.stage_index: {0: d} for s, d in zip(self._stages, declared, strict=True) if d}
         else:
             chosen = self._try_out(batch, sorted(set(alike)))
             agreement = self._agreement()
@@ -328,9 +317,7 @@ class Passes:
                         inputs = stage.layouts_from_below()
                 outputs = ()
                 if not stage.is_last:  # whose outputs may be anything, and go nowhere
-                    outputs = stage.trial(
-                        inputs, batch.kwargs[micro_batch], training=batch.training
-                    )
+                    outputs = stage.trial(inputs, batch.kwargs[micro_batch], training=batch.training)
                 if stage.is_remote(stage.stage_index + 1):
                     with self._board.blaming(stage.rank_of(stage.stage_index + 1)):
                         stage.layouts_to_above(outputs)
@@ -358,8 +345,7 @@ def _source_facts(seen: Any, problem: str, declared: Layouts | None) -> dict[str
     """What only the rank with the first stage knows of a batch."""
     alike = [] if problem else [seen[1:].index(key) for key in seen[1:]]
     known = declared is not None and all(
-        [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared.inputs]
-        for given, _ in seen[1:]
+        [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared.inputs] for given, _ in seen[1:]
     )
     return {"alike": json.dumps(alike), "as declared": str(known), "problem": problem}
 
@@ -372,9 +358,7 @@ def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
         and all(type(i) is int and 0 <= i < micro_batches for i in alike)
     ):
         return alike
-    raise ValueError(
-        f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each"
-    )
+    raise ValueError(f"stage 0 states micro-batches {str(alike)[:80]}; allowed: one number for each")
 
 
 def _crossing(stage: LowBitStage, variants: Sequence[Layouts]) -> dict[str, str]:
@@ -390,6 +374,4 @@ def _mode(batch: Batch) -> tuple[Any, ...]:
 
 def _key(values: Sequence[Any]) -> tuple[Any, ...]:
     """What decides layouts further on."""
-    return tuple(
-        (x.shape, x.dtype, x.stride(), x.requires_grad) for x in values if isinstance(x, Tensor)
-    )
+    return tuple((x.shape, x.dtype, x.stride(), x.requires_grad) for x in values if isinstance(x, Tensor))

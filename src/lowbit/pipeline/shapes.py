@@ -54,9 +54,7 @@ def send(
     _run(dist.isend, message.to(device), group, peer, timeout)
 
 
-def receive(
-    group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
-) -> list[Tensor]:
+def receive(group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float) -> list[Tensor]:
     """What a peer told by `send`: tensors without memory (on the meta device).
 
     Raises:
@@ -99,7 +97,7 @@ def _tensor(stated: Any) -> Tensor:
             and all(type(n) is int and 0 <= n <= MOST_ELEMENTS for n in (*shape, *stride))
             and _can_be(shape, stride)
             and (not grad or _DTYPES[dtype].is_floating_point or _DTYPES[dtype].is_complex)
-        ):  # fmt: skip
+        ):
             x = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
             return x.requires_grad_(grad)
     raise ValueError(f"{str(stated)[:200]} is no layout of a tensor")
@@ -111,12 +109,8 @@ def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n) < MOST_ELEMENTS
 
 
-def _run(
-    operation: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float
-) -> None:
+def _run(operation: Callable[..., Any], message: Tensor, group: Any, peer: int, timeout: float) -> None:
     """In a batch, as PyTorch does it: with NCCL, messages outside of batches open a connection of their own."""
     limit = (timedelta(seconds=timeout),) if message.device.type == "cpu" else ()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(operation, message, group=group, group_peer=peer)]
-    ):
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
         work.wait(*limit)

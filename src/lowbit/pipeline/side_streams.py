@@ -108,9 +108,7 @@ class CudaStreams:
         # there again as soon as the tensor is gone, and the next arrival would overwrite it while the computation,
         # which runs behind the host, still reads it. With it, the memory stays away until the computation launched by
         # then is done. Its last use on the arriving stream itself comes before any later one by the stream's order.
-        tensor = torch.empty_strided(
-            layout.shape, layout.stride(), dtype=layout.dtype, device=self._device
-        )
+        tensor = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self._device)
         tensor.record_stream(self._computation)
         return tensor
 

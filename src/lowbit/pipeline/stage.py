@@ -140,9 +140,7 @@ class LowBitStage(HookedStage):
         """Bytes that the codecs keep on this stage between steps."""
         return sum(lane.state_bytes() for lane in self._lanes.values())
 
-    def forward_session(
-        self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype
-    ) -> Session:
+    def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
         """A session for activations of any shape that shares what the training's keep, if the codec allows that.
 
         For evaluation passes outside the schedule: encode and decode with `training=False`, once the warm-up is over.
@@ -188,10 +186,7 @@ class LowBitStage(HookedStage):
 
     def identity(self) -> dict[str, str]:
         """What all stages must hold alike, whatever they carry."""
-        formats = {
-            f"{lane.name} codec": f"{lane.codec} [{lane.codec.fingerprint()}]"
-            for lane in self._lanes.values()
-        }
+        formats = {f"{lane.name} codec": f"{lane.codec} [{lane.codec.fingerprint()}]" for lane in self._lanes.values()}
         return {
             "lowbit version": __version__,
             # Its schedules may order messages otherwise, which matters where they have no tags.
@@ -272,20 +267,14 @@ class LowBitStage(HookedStage):
 
     # What `HookedStage` asks for.
 
-    def run_pass(
-        self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]
-    ) -> None:
+    def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         held = [stage for stage in stages if isinstance(stage, LowBitStage)]
-        passes = self._passes or Passes(
-            held, self._group, self._number, self.limit, self._checksums
-        )
+        passes = self._passes or Passes(held, self._group, self._number, self.limit, self._checksums)
         for stage in held:
             stage._passes = passes
         passes.run(held, batch, body)
 
-    def send(
-        self, direction: Direction, micro_batch: int, tensors: list[Tensor]
-    ) -> list[dist.P2POp]:
+    def send(self, direction: Direction, micro_batch: int, tensors: list[Tensor]) -> list[dist.P2POp]:
         lane, ops = self._lanes[direction, True], []
         for index, tensor in enumerate(tensors):
             with self.transport.leaving(tensor):
@@ -311,16 +300,12 @@ class LowBitStage(HookedStage):
                     lane.decode(index, self._step, micro_batch, payload, tensors[-1])
         return tensors
 
-    def _slots(
-        self, direction: Direction, outgoing: bool, layouts: Layouts, training: bool
-    ) -> list[Slot]:
+    def _slots(self, direction: Direction, outgoing: bool, layouts: Layouts, training: bool) -> list[Slot]:
         """Shapes and dtypes of the tensors that cross on one side of this stage; none for a neighbour on this rank."""
         if not self._leads_away(direction, outgoing):
             return []
         both = layouts.outputs if (direction == "forward") == outgoing else layouts.inputs
-        crossing = (
-            both if direction == "forward" else [x for x in both if x.requires_grad and training]
-        )
+        crossing = both if direction == "forward" else [x for x in both if x.requires_grad and training]
         return [(x.shape, x.dtype) for x in crossing]
 
     def _adopt(self, configuration: Configuration) -> None:
@@ -347,11 +332,7 @@ class LowBitStage(HookedStage):
         if not self._step.training:
             return None
         samples, self._samples = self._samples, None
-        keyed = [
-            lane
-            for way, lane in self._lanes.items()
-            if lane.codec.needs_key and self._leads_away(*way)
-        ]
+        keyed = [lane for way, lane in self._lanes.items() if lane.codec.needs_key and self._leads_away(*way)]
         if not keyed or self._step.full_precision:
             return None
         if samples is None:
@@ -363,18 +344,14 @@ class LowBitStage(HookedStage):
         lane = self._lanes[direction, False]
         sizes = [lane.nbytes(i, self._step, micro_batch) for i in range(lane.messages(micro_batch))]
         return [
-            (self._route(direction, False, micro_batch, index), nbytes)
-            for index, nbytes in enumerate(sizes)
-            if nbytes
+            (self._route(direction, False, micro_batch, index), nbytes) for index, nbytes in enumerate(sizes) if nbytes
         ]
 
     def _route(self, direction: Direction, outgoing: bool, micro_batch: int, index: int) -> Route:
         assert self._configuration is not None  # within a pass
         upward = (direction == "forward") == outgoing
         boundary = self.stage_index if upward else self.stage_index - 1
-        tag = self._configuration.tag(
-            boundary, direction == "backward", self._step.phase, micro_batch, index
-        )
+        tag = self._configuration.tag(boundary, direction == "backward", self._step.phase, micro_batch, index)
         peer = self.rank_of(self.stage_index + 1 if upward else self.stage_index - 1)
         about = (
             f"boundary {boundary} {direction}, micro-batch {micro_batch}, tensor {index}, {self._told}: "
@@ -389,7 +366,5 @@ class LowBitStage(HookedStage):
 
     def _forward_lane(self, outgoing: bool) -> Lane:
         if ("forward", outgoing) not in self._lanes:
-            raise ValueError(
-                f"outgoing is {outgoing}; stage {self.stage_index} ends the pipeline there"
-            )
+            raise ValueError(f"outgoing is {outgoing}; stage {self.stage_index} ends the pipeline there")
         return self._lanes["forward", outgoing]

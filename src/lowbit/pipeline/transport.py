@@ -102,9 +102,7 @@ class Transport(Protocol):
 
         layout: on the meta device.
         """
-        return torch.empty_strided(
-            layout.shape, layout.stride(), dtype=layout.dtype, device=self.device
-        )
+        return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self.device)
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         """The payload of a message, as soon as it is there: uint8 (nbytes,).
@@ -243,9 +241,7 @@ class Staged(Early):
         streams: of the device.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: SideStreams
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: SideStreams) -> None:
         super().__init__(group, traffic, checksums)
         self._streams = streams
         self.room = 0  # on the device; there is some on the host

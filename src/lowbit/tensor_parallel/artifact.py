@@ -47,15 +47,11 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise CalibrationError(
-            f"{path}: {error.strerror}; allowed: a file that `lowbit calibrate` wrote"
-        ) from error
+        raise CalibrationError(f"{path}: {error.strerror}; allowed: a file that `lowbit calibrate` wrote") from error
     header = _header(path, data)
     metadata = header.get("__metadata__", {})
     if metadata.get("format") != kind:
-        raise CalibrationError(
-            f"{path} has the format {metadata.get('format')!r}; expected {kind!r}"
-        )
+        raise CalibrationError(f"{path} has the format {metadata.get('format')!r}; expected {kind!r}")
     try:
         return load(data), metadata
     except (SafetensorError, KeyError) as error:
@@ -77,7 +73,5 @@ def _header(path: str | Path, data: bytes) -> dict[str, dict]:
         raise CalibrationError(f"{path} is no safetensors file: {error}") from error
     whole = size + max(ends, default=0)
     if whole != len(data):
-        raise CalibrationError(
-            f"{path} is cut short: it has {len(data)} bytes, and its header tells of {whole}"
-        )
+        raise CalibrationError(f"{path} is cut short: it has {len(data)} bytes, and its header tells of {whole}")
     return header

@@ -121,9 +121,7 @@ def calibrate(
     ).select(k=k, features=features)  # fmt: skip
 
 
-def _check_arguments(
-    k: int | None, features: str, momentum: float, save_every: int, widths: Mapping[str, int]
-) -> None:
+def _check_arguments(k: int | None, features: str, momentum: float, save_every: int, widths: Mapping[str, int]) -> None:
     check_choice("features", features, ("fixed", "distributed"))
     if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
@@ -158,9 +156,7 @@ def _agreed(
         facts |= found | {"sequences seen before": str(observer.count)}
         facts["sequences"] = _digest(sequences)
         facts["ready"] = "yes"
-    except (
-        Exception
-    ) as failed:  # whatever it is: the other ranks wait for this one to say something
+    except Exception as failed:  # whatever it is: the other ranks wait for this one to say something
         error, facts["ready"] = failed, f"no ({failed})"
     agree(group, facts, topic="calibration")
     if error is not None:
@@ -182,9 +178,7 @@ def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
     if group is not None:
         size = dist.get_world_size(group)
         if ranks not in (None, size):
-            raise ValueError(
-                f"ranks is {ranks} and the model is on {size}; allowed: {size}, or None"
-            )
+            raise ValueError(f"ranks is {ranks} and the model is on {size}; allowed: {size}, or None")
         return size
     check_int("ranks", ranks, 1, 1 << 16)
     assert ranks is not None
@@ -201,9 +195,7 @@ def _continue(observer: Observer, start: Calibration | None, name: str) -> int:
         ("a momentum of", start.momentum, observer.momentum),
     ):
         if told != here:
-            raise CalibrationError(
-                f"start is a calibration for {what} {told}, this one is for {here}"
-            )
+            raise CalibrationError(f"start is a calibration for {what} {told}, this one is for {here}")
     observer.take(join(start.lows, start.highs), start.count)
     return start.count
 

@@ -74,9 +74,7 @@ class Calibration:
             CalibrationError: a boundary that was not calibrated.
         """
         if boundary not in self.features:
-            raise CalibrationError(
-                f"boundary is {boundary!r}; calibrated: {', '.join(self.features)}"
-            )
+            raise CalibrationError(f"boundary is {boundary!r}; calibrated: {', '.join(self.features)}")
         if boundary not in self._codecs:
             self._codecs[boundary] = FeatureInt4(
                 ranges=self.ranges[boundary],
@@ -113,9 +111,7 @@ class Calibration:
         self._made.append(digest.hexdigest()[:16])
         return self._made[0]
 
-    def check(
-        self, model: nn.Module, world: int, rows: Mapping[str, nn.Module] | None = None
-    ) -> None:
+    def check(self, model: nn.Module, world: int, rows: Mapping[str, nn.Module] | None = None) -> None:
         """Raise unless it is for this model on so many ranks; on real ranks, all of them must call it.
 
         Args:

@@ -96,9 +96,7 @@ class Drift:
             TypeError: a codec without calibrated ranges.
         """
         if not isinstance(codec, FeatureInt4):
-            raise TypeError(
-                f"drift watches calibrated ranges; codec is {codec}; allowed: a FeatureInt4"
-            )
+            raise TypeError(f"drift watches calibrated ranges; codec is {codec}; allowed: a FeatureInt4")
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         squares = torch.zeros(2, dtype=torch.float64, device=device)
         self._seen[boundary] = _Seen(codec, counts, squares)

@@ -88,11 +88,7 @@ def _sums(model: nn.Module) -> Sums:
     for name, parameter in _parameters(model):
         part, starts = _part(parameter)
         bits = part.to(torch.bfloat16).contiguous().view(torch.int16)
-        bits = (
-            bits.reshape(len(bits) if bits.dim() else 1, -1)
-            if bits.numel()
-            else bits.new_zeros(1, 1)
-        )
+        bits = bits.reshape(len(bits) if bits.dim() else 1, -1) if bits.numel() else bits.new_zeros(1, 1)
         sums = [_weighted(bits.sum(1 - dim, dtype=torch.int16), starts[dim]) for dim in (0, 1)]
         found[name] = (any(starts) or part.shape != parameter.shape, sums[0], sums[1])
     return found

@@ -74,9 +74,7 @@ def low_bit_(
     return install(rows, codecs, group, chosen, drift=drift)
 
 
-def load_agreed(
-    source: Source, group: dist.ProcessGroup, settings: Settings
-) -> Calibration | Codec:
+def load_agreed(source: Source, group: dist.ProcessGroup, settings: Settings) -> Calibration | Codec:
     """A calibration or codec that is the same on all ranks; to be called by all of them.
 
     Raises:
@@ -91,9 +89,7 @@ def load_agreed(
         elif not isinstance(source, Calibration):
             check_codec("calibration", source)
         stated = f"{type(found).__name__} [{found.fingerprint()}]"
-    except (
-        Exception
-    ) as failed:  # whatever it is: the other ranks wait for this one to say something
+    except Exception as failed:  # whatever it is: the other ranks wait for this one to say something
         error, stated = failed, f"none ({failed})"
     facts = {"calibration": stated, "settings": str(settings)}
     agree(group, facts, settings.timeout, topic="tensor parallel")
@@ -127,9 +123,7 @@ def low_bit_styles(
             "LowBitRowwiseParallel(codec))"
         )
     if found.world != mesh.size():
-        raise CalibrationError(
-            f"the calibration is for {found.world} ranks, this mesh has {mesh.size()}"
-        )
+        raise CalibrationError(f"the calibration is for {found.world} ranks, this mesh has {mesh.size()}")
     styles = {
         name: LowBitRowwiseParallel(found.codec(name), settings=chosen, drift=drift, name=name)
         for name in found.features

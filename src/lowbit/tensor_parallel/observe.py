@@ -69,9 +69,7 @@ class Observer:
                 batch = len(low)
                 for i in range(batch):
                     self.lows[name][rank].mul_(self.momentum).add_(low[i], alpha=1 - self.momentum)
-                    self.highs[name][rank].mul_(self.momentum).add_(
-                        high[i], alpha=1 - self.momentum
-                    )
+                    self.highs[name][rank].mul_(self.momentum).add_(high[i], alpha=1 - self.momentum)
             seen.clear()
         self.count += batch
 
@@ -134,9 +132,7 @@ def corrected(averages: Mapping[str, Tensor], count: int, momentum: float) -> di
 
 def join(lows: Mapping[str, Tensor], highs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One dictionary for a file."""
-    return {f"{name}.low": t for name, t in lows.items()} | {
-        f"{name}.high": t for name, t in highs.items()
-    }
+    return {f"{name}.low": t for name, t in lows.items()} | {f"{name}.high": t for name, t in highs.items()}
 
 
 def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

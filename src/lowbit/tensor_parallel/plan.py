@@ -100,9 +100,7 @@ def check_linear(name: str, module: nn.Module) -> nn.Linear:
         ValueError: it is something else.
     """
     if type(module) is not nn.Linear:
-        raise ValueError(
-            f"{name} is {type(module).__name__}; allowed for tensor parallelism here: torch.nn.Linear"
-        )
+        raise ValueError(f"{name} is {type(module).__name__}; allowed for tensor parallelism here: torch.nn.Linear")
     return module
 
 
@@ -119,9 +117,7 @@ def check_heads(model: nn.Module, ranks: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)
         if isinstance(heads, int) and heads % ranks:
-            raise ValueError(
-                f"ranks is {ranks} and the model has {key} {heads}; allowed: a divisor of it"
-            )
+            raise ValueError(f"ranks is {ranks} and the model has {key} {heads}; allowed: a divisor of it")
 
 
 def shards(x: Tensor, ranks: int, dim: int) -> list[Tensor]:

@@ -62,9 +62,7 @@ class Settings:
         return -(-numel // ranks) if two else 0
 
 
-def sum_over_ranks(
-    partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, settings: Settings
-) -> Tensor:
+def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, settings: Settings) -> Tensor:
     """The sum of every rank's partial sums, bit-identical on all ranks.
 
     Args:
@@ -132,9 +130,7 @@ def _add_up(flats: Sequence[Tensor], piece: slice, codec: Codec, out: Tensor) ->
     codec.sum(payloads, out=out)
 
 
-def check_codec(
-    name: str, codec: Codec, width: int | None = None, ranks: int | None = None
-) -> None:
+def check_codec(name: str, codec: Codec, width: int | None = None, ranks: int | None = None) -> None:
     """Raise unless a codec can sum a boundary of so many features and ranks.
 
     Raises:

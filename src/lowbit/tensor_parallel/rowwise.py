@@ -79,9 +79,7 @@ def install(
     """
     installed = Installed()
     forwards = {  # all of them, or none
-        module: row_forward(
-            name, module, codecs.get(name), group, settings, watch, drift, installed.traffic
-        )
+        module: row_forward(name, module, codecs.get(name), group, settings, watch, drift, installed.traffic)
         for name, module in rows.items()
     }
     for module, forward in forwards.items():

@@ -63,10 +63,7 @@ def _count(name: str, k: int | None, width: int) -> int:
 def _distributed(gains: Mapping[str, Tensor], count: int) -> dict[str, int]:
     """How many of the `count` largest gains each boundary has."""
     names = list(gains)
-    best = {
-        name: gain.sort(descending=True).values[: max(1, len(gain) // _MOST)]
-        for name, gain in gains.items()
-    }
+    best = {name: gain.sort(descending=True).values[: max(1, len(gain) // _MOST)] for name, gain in gains.items()}
     owners = torch.cat([torch.full((len(best[name]),), i) for i, name in enumerate(names)])
     order = torch.cat([best[name] for name in names]).argsort(descending=True, stable=True)
     taken = torch.bincount(owners[order[:count]], minlength=len(names))

@@ -33,9 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name == "train"
-    ):  # imports PyTorch, which whoever only reads a configuration need not wait for
+    if name == "train":  # imports PyTorch, which whoever only reads a configuration need not wait for
         from lowbit.train.loop import train
 
         return train

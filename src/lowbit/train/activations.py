@@ -26,8 +26,7 @@ def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
     """
     values = {name: _each(config, name, stages) for name in ("bits", "norm", "mlp", "linear")}
     return tuple(
-        _policy(config, {name: each[stage] for name, each in values.items() if each})
-        for stage in range(stages)
+        _policy(config, {name: each[stage] for name, each in values.items() if each}) for stage in range(stages)
     )
 
 

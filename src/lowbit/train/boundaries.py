@@ -35,9 +35,7 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
         return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
 
     if pipeline.boundary == "lowbit":
-        forward = each(
-            "forward", pipeline.forward
-        )  # first: what follows from it takes it for sound
+        forward = each("forward", pipeline.forward)  # first: what follows from it takes it for sound
         return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)))
     plain = (Cast(dtype=stock_dtype(pipeline)),) * boundaries
     return Codecs(forward=plain, backward=plain)
@@ -67,8 +65,7 @@ def in_full(pipeline: PipelineConfig) -> PipelineConfig:
     if pipeline.boundary != "lowbit":
         return pipeline
     forward, backward = (
-        tuple(repr(parse(text)) for text in texts)
-        for texts in (pipeline.forward, backward_formats(pipeline))
+        tuple(repr(parse(text)) for text in texts) for texts in (pipeline.forward, backward_formats(pipeline))
     )
     return replace(pipeline, forward=forward, backward=backward)
 

@@ -30,8 +30,7 @@ from lowbit.train.state import Snapshot
 
 FOLDER = "checkpoints"
 NO_CHECKPOINT = (
-    "run.resume is true; {} has no checkpoint; "
-    "allowed: run.resume=auto (--resume=auto) to begin where there is none"
+    "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin where there is none"
 )
 _BEAT_SECONDS = 1.0
 
@@ -69,9 +68,7 @@ class Checkpoints:
         self.folder, self.rank, self.keep = output / FOLDER, rank, keep
         self._output = RunFolder(output)
 
-    def save(
-        self, step: int, snapshot: Snapshot, about: About, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def save(self, step: int, snapshot: Snapshot, about: About, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's share of a step, and drop what is older than the last `keep`.
 
         A share takes its place only when those of all ranks are on their disks. So if any of them is seen in its place
@@ -124,19 +121,13 @@ class Checkpoints:
         self._output.note(*(f"{step}/{name}/{file}" for name in folders for file in FILES))
 
     def _foreign(self, share: Path) -> bool:
-        return bool(
-            self._output.foreign(f"{FOLDER}/{share.parent.name}/{share.name}/{f}" for f in FILES)
-        )
+        return bool(self._output.foreign(f"{FOLDER}/{share.parent.name}/{share.name}/{f}" for f in FILES))
 
     def _drop_all_but(self, newest: int) -> None:
         """Drop steps of this run that are older than the last `keep`: all shares that are here, of ranks gone, too."""
         made = self._output.made()
         own = {
-            step: [
-                s
-                for s in shares_in(path).values()
-                if f"{FOLDER}/{path.name}/{s.name}/{FILES[0]}" in made
-            ]
+            step: [s for s in shares_in(path).values() if f"{FOLDER}/{path.name}/{s.name}/{FILES[0]}" in made]
             for step, path in steps_in(self.folder).items()
             if step <= newest
         }

@@ -75,9 +75,7 @@ class ModelConfig(Section):
                 "with an even width for each head"
             )
         if self.kv_heads and self.heads % self.kv_heads:
-            raise ConfigError(
-                f"model.kv_heads is {self.kv_heads}; allowed: a divisor of model.heads ({self.heads})"
-            )
+            raise ConfigError(f"model.kv_heads is {self.kv_heads}; allowed: a divisor of model.heads ({self.heads})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +160,7 @@ class PipelineConfig(Section):
         super().__post_init__()
         schedule = SCHEDULES.get(self.schedule.lower())
         if schedule is None:
-            raise ConfigError(
-                f"pipeline.schedule is {self.schedule!r}; allowed: {', '.join(SCHEDULES.values())}"
-            )
+            raise ConfigError(f"pipeline.schedule is {self.schedule!r}; allowed: {', '.join(SCHEDULES.values())}")
         object.__setattr__(self, "schedule", schedule)
         if self.backward == ("",):
             object.__setattr__(self, "backward", ())
@@ -311,9 +307,7 @@ class RunConfig(Section):
         if self.resume and self.overwrite:
             raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
         if self.supervise and self.overwrite:
-            raise ConfigError(
-                "run.supervise and run.overwrite are both true; allowed: one of the two"
-            )
+            raise ConfigError("run.supervise and run.overwrite are both true; allowed: one of the two")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,9 +40,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Train
         sections = hints(TrainConfig)
         _refuse_unknown([section], sections, "")
         _refuse_unknown([name], hints(sections[section]), f"{section}.")
-        values.setdefault(section, {})[name] = _parse_value(
-            text.strip(), hints(sections[section])[name]
-        )
+        values.setdefault(section, {})[name] = _parse_value(text.strip(), hints(sections[section])[name])
     return from_mapping(values)
 
 

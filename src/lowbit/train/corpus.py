@@ -65,9 +65,7 @@ def _find(patterns: tuple[str, ...], where: str) -> list[Path]:
         elif path.exists():
             found = [path]
         else:
-            found = sorted(
-                Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()
-            )
+            found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         if not found:
             raise ConfigError(f"{where} {pattern!r}: no such file, folder or pattern with a match")
         files.extend(found)
@@ -95,19 +93,13 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f"data.dataset is {data.dataset!r}, which needs: pip install 'lowbit[datasets]'"
-        ) from error
+        raise ConfigError(f"data.dataset is {data.dataset!r}, which needs: pip install 'lowbit[datasets]'") from error
     try:
         if not Path(data.dataset).is_dir():
-            return datasets.load_dataset(
-                data.dataset, data.dataset_config or None, split=data.dataset_split
-            )
+            return datasets.load_dataset(data.dataset, data.dataset_config or None, split=data.dataset_split)
         found = datasets.load_from_disk(data.dataset)
     except Exception as error:  # the package raises many kinds, its own and those of its storage
-        raise ConfigError(
-            f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}"
-        ) from error
+        raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}") from error
     if isinstance(found, datasets.Dataset):
         return found
     if data.dataset_split not in found:  # a DatasetDict

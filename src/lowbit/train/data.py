@@ -88,9 +88,7 @@ class Data:
         """16 hexadecimal digits by which ranks see that they have the same tokens."""
         digest = hashlib.sha256()
         for windows in (self.train, self.held_out):
-            digest.update(
-                f"{windows.tokens.dtype} {windows.sequence} {len(windows.tokens)}".encode()
-            )
+            digest.update(f"{windows.tokens.dtype} {windows.sequence} {len(windows.tokens)}".encode())
             digest.update(np.ascontiguousarray(windows.tokens).data)
         return digest.hexdigest()[:16]
 
@@ -110,9 +108,7 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
     if data.held_out:
-        held_out = _tokens(
-            corpus.capped(corpus.held_out_documents(data), data.max_bytes), tokenizer, cache
-        )
+        held_out = _tokens(corpus.capped(corpus.held_out_documents(data), data.max_bytes), tokenizer, cache)
     else:
         split = len(tokens) - int(len(tokens) * data.held_out_share)
         tokens, held_out = tokens[:split], tokens[split:]
@@ -139,8 +135,7 @@ def _check_lengths(data: DataConfig, found: Data) -> None:
         )
     if data.held_out and not len(found.held_out):
         raise ConfigError(
-            f"data.held_out has {len(found.held_out.tokens)} tokens; "
-            f"allowed: more than data.sequence ({data.sequence})"
+            f"data.held_out has {len(found.held_out.tokens)} tokens; allowed: more than data.sequence ({data.sequence})"
         )
 
 

@@ -32,9 +32,7 @@ def _launched(name: str, otherwise: int, *, least: int) -> int:
     """
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(
-            f"{name} is {text!r} in the environment; allowed: an integer of at least {least}"
-        )
+        raise ConfigError(f"{name} is {text!r} in the environment; allowed: an integer of at least {least}")
     return int(text)
 
 

@@ -40,9 +40,7 @@ def round_trips(messages: Messages) -> dict[int, float]:
     return found
 
 
-def needless(
-    plan: Plan, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE
-) -> str | None:
+def needless(plan: Plan, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
     """A line about a schedule that loses time on the way between ranks; None where it loses little.
 
     A micro-batch passes all stages forward and back, so each step takes at least a round trip for each boundary between
@@ -53,11 +51,7 @@ def needless(
         trips: seconds of a round trip between two ranks, the lower one first.
         least: seconds of a step that are worth a line.
     """
-    crossed = [
-        _pair(plan.rank_of(i), plan.rank_of(i + 1))
-        for i in range(plan.stages - 1)
-        if plan.crosses(i)
-    ]
+    crossed = [_pair(plan.rank_of(i), plan.rank_of(i + 1)) for i in range(plan.stages - 1) if plan.crosses(i)]
     needed = [(rank, rank + 1) for rank in range(plan.ranks - 1)]
     lost, fewest = (sum(trips[pair] for pair in pairs) for pairs in (crossed, needed))
     if lost - fewest <= least:
@@ -70,9 +64,7 @@ def needless(
     )
 
 
-def _exchange(
-    messages: Messages, arriving: list[Expected], other: int, *, starts: bool
-) -> list[float]:
+def _exchange(messages: Messages, arriving: list[Expected], other: int, *, starts: bool) -> list[float]:
     times, sent = [], []
     for message in arriving:
         begin = time.perf_counter()

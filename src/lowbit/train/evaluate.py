@@ -101,9 +101,7 @@ class Evaluation:
                 self._legs.append([stage])
 
     @torch.no_grad()
-    def loss(
-        self, windows: Windows, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
-    ) -> float:
+    def loss(self, windows: Windows, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None) -> float:
         """Mean loss of a token, the same number on every rank; NaN if there are no windows.
 
         Args:
@@ -136,9 +134,7 @@ class Evaluation:
                 module.train(training)
                 module.wire = wire
 
-    def _sums(
-        self, windows: Windows, batches: Sequence[Tensor], codecs: Sequence[Codec]
-    ) -> Iterator[Tensor]:
+    def _sums(self, windows: Windows, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
         """Sum of losses and number of tokens of each batch of window ids, the same on every rank.
 
         A round's batches pass one stage after the other, so that a far neighbour makes a round wait for the way through
@@ -225,9 +221,7 @@ class Evaluation:
         payload = arriving.message.wait().to(self._device)
         return arriving.session.decode(payload, key=arriving.key, training=False)
 
-    def _session(
-        self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool
-    ) -> Session:
+    def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
         """One with what training has taught the boundary; a fresh one where that belongs to samples or another codec.
 
         During the warm-up, which has taught nothing yet, it is one at full precision instead.

@@ -27,9 +27,7 @@ MODEL_FILES = re.compile(
 """Names of the files that a saved model may have, with any of the tokenizers there are."""
 
 
-def gather_weights(
-    modules: dict[int, StageModule], messages: Messages | None = None
-) -> dict[str, Tensor]:
+def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
     """All parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
 
     Empty on the other ranks. Weights travel in pieces of 8 MiB, of each rank one in turn, so that nobody waits longer
@@ -47,9 +45,7 @@ def gather_weights(
     if messages is None:
         return weights
     if messages.rank != 0:
-        described = [
-            (n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()
-        ]
+        described = [(n, list(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
         messages.send_json(described, 0)
         for tensor in weights.values():
             for piece in tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE_BYTES):
@@ -65,25 +61,19 @@ def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> I
     """Add a rank's weights; stops after each piece."""
     for name, shape, dtype in messages.receive_json(rank, "names of weights"):
         if dtype not in _DTYPES or name in weights:
-            raise ValueError(
-                f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}"
-            )
+            raise ValueError(f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}")
         weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         for piece in weights[name].view(-1).view(torch.uint8).split(_PIECE_BYTES):
             piece.copy_(messages.receive(piece.numel(), rank, name))
             yield
 
 
-def save_model(
-    folder: Path, weights: dict[str, Tensor], config: PretrainedConfig, tokenizer: Tokenizer
-) -> None:
+def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfig, tokenizer: Tokenizer) -> None:
     """Write model and tokenizer so that `from_pretrained(folder)` loads both."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    if (
-        config.tie_word_embeddings
-    ):  # the last stage's copy; Hugging Face ties it again when it loads
+    if config.tie_word_embeddings:  # the last stage's copy; Hugging Face ties it again when it loads
         weights = {name: w for name, w in weights.items() if name != "lm_head.weight"}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

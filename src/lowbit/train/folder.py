@@ -127,7 +127,7 @@ class RunFolder:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     log.warning(
                         "%s cannot be locked (%s): take care that no other run writes there", self.path, error.strerror
-                    )  # fmt: skip
+                    )
                     return True
             if time.monotonic() > deadline:
                 return False
@@ -154,13 +154,9 @@ class RunFolder:
         descriptor = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             size = os.fstat(descriptor).st_size
-            if (
-                size and os.pread(descriptor, 1, size - 1) != b"\n"
-            ):  # a crash cut the last line short
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash cut the last line short
                 line = "\n" + line
-            os.write(
-                descriptor, line.encode()
-            )  # a single write, so that processes do not mix theirs
+            os.write(descriptor, line.encode())  # a single write, so that processes do not mix theirs
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -186,9 +182,7 @@ class RunFolder:
             if name.endswith(_STAGING) and self._leads_inside(path) and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             elif name.endswith("/") and self._leads_inside(path) and not path.is_symlink():
-                with contextlib.suppress(
-                    OSError
-                ):  # it holds something that is not ours, or is gone
+                with contextlib.suppress(OSError):  # it holds something that is not ours, or is gone
                     path.rmdir()
         if self.marked:
             self._append({"made": [], "cleared": True})
@@ -198,9 +192,7 @@ class RunFolder:
         return sorted(
             name
             for name in self.made()
-            if not name.endswith("/")
-            and os.path.lexists(self.path / name)
-            and not self._leads_inside(self.path / name)
+            if not name.endswith("/") and os.path.lexists(self.path / name) and not self._leads_inside(self.path / name)
         )
 
     def adopt(self, staging: Path, name: str) -> None:
@@ -210,9 +202,7 @@ class RunFolder:
             FileExistsError: a file of that name is not lowbit's; then nothing was moved.
         """
         files = [
-            f"{name}/{path.relative_to(staging).as_posix()}"
-            for path in sorted(staging.rglob("*"))
-            if path.is_file()
+            f"{name}/{path.relative_to(staging).as_posix()}" for path in sorted(staging.rglob("*")) if path.is_file()
         ]
         in_the_way = files if (self.path / name).is_dir() else [name]
         if others := self.foreign(in_the_way):

@@ -45,9 +45,7 @@ class Gradients:
         microbatches: whose gradients add up to their mean.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], codec: Codec | None, *, microbatches: int
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], codec: Codec | None, *, microbatches: int) -> None:
         self.parameters = list(parameters)
         self.microbatches = microbatches
         self.storage: GradientStorage | None = None

@@ -68,9 +68,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     identity |= {
         "model.dropout": model.dropout,
         "model.pretrained": pretrained_digest(model.pretrained),
-        "data.text": _digest(
-            data.train.tokens, *([] if config.data.held_out else [data.held_out.tokens])
-        ),
+        "data.text": _digest(data.train.tokens, *([] if config.data.held_out else [data.held_out.tokens])),
         "data.held_out": _digest(data.held_out.tokens) if config.data.held_out else "",
         "data.held_out_share": config.data.held_out_share,
         "data.tokenizer": _tokenizer(config, data),
@@ -111,9 +109,7 @@ def versions() -> dict[str, str]:
     return {"lowbit": lowbit.__version__, "torch": torch.__version__}
 
 
-def changes_between(
-    before: Mapping[str, Any], after: Mapping[str, Any], *, step: int
-) -> list[Change]:
+def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:
     """Keys whose values mean something else, for a run that goes on after `step` steps.
 
     What means nothing in either is the same, and so is a warm-up that is over by then.
@@ -146,24 +142,18 @@ def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-            raise ConfigError(
-                f"run.allow_change has {key!r}, which a resume does not compare; {advice}"
-            )
+            raise ConfigError(f"run.allow_change has {key!r}, which a resume does not compare; {advice}")
 
 
 def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str:
     """What to say where a run differs in more than it was allowed to; empty if it does not."""
-    refused = [
-        change for change in changes if change.key in FIXED or change.key not in set(allowed)
-    ]
+    refused = [change for change in changes if change.key in FIXED or change.key not in set(allowed)]
     if not refused:
         return ""
     lines = [f"{where} is of a run that differs from this one:"]
     lines += [f"  {change};" for change in refused]
     if never := [change.key for change in refused if change.key in FIXED]:
-        lines.append(
-            f"  {', '.join(never)} cannot change: the weights belong to it; allowed: the same, or a new run"
-        )
+        lines.append(f"  {', '.join(never)} cannot change: the weights belong to it; allowed: the same, or a new run")
     else:
         options = " ".join(f"--allow-change {change.key}" for change in refused)
         lines.append(f"  allowed: the same, or {options} (run.allow_change)")

@@ -94,9 +94,7 @@ def start_ranks(config: TrainConfig) -> None:
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", SECRET: secret,
     }  # fmt: skip
-    processes = [
-        Process(config, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)
-    ]
+    processes = [Process(config, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
 
     def first_failed(failed: Process) -> None:
         if failed.killed_or_stopped:  # else it has told the others itself

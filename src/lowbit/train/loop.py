@@ -102,9 +102,7 @@ class Trainer:
         if prepared.device.type == "cuda":
             torch.cuda.set_device(prepared.device)  # where NCCL and kernels go that are not told
         self._agree()
-        self.side = new_group(
-            timeout=self.config.run.timeout_seconds
-        )  # for everything but the training traffic
+        self.side = new_group(timeout=self.config.run.timeout_seconds)  # for everything but the training traffic
         self.replicas = Replicas(
             self.plan.ranks,
             self.config.pipeline.data_parallel,
@@ -118,9 +116,7 @@ class Trainer:
         device = prepared.device
         owned = [(p, m) for m in self.modules.values() for p in m.parameters()]
         self.parameters = [p for p, _ in owned]
-        self.gradients = Gradients(
-            self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches
-        )
+        self.gradients = Gradients(self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches)
         self.pipeline = Pipeline(
             self.config, self.plan, self.modules, prepared.codecs, device, self.gradients.storage,
             self.replicas.pipeline,
@@ -133,7 +129,7 @@ class Trainer:
         costs = len(dataclasses.fields(Work))
         self._sums = Sums(
             self.side, 2 + costs, timeout=self.config.run.timeout_seconds, checksums=self.config.run.checksums
-        )  # fmt: skip
+        )
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         run, data = self.config.run, self.config.data
@@ -143,9 +139,7 @@ class Trainer:
             for line in costly(prepared.codecs, (self.config.rows, data.sequence, width)):
                 log.warning("%s", line)
         self.round_trip = self._measure_distance()
-        self.about = prepared.about(
-            gather_json(secrets.token_hex(8), self.side)[0], ranks=self.ranks
-        )
+        self.about = prepared.about(gather_json(secrets.token_hex(8), self.side)[0], ranks=self.ranks)
         self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
         try:
             self.start = self._begin()
@@ -196,9 +190,7 @@ class Trainer:
             self.tied.sum_gradients()
         loss, norm, work = self._sum_over_ranks(loss, work)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(
-                f"step {step}: the loss is {loss}, the norm of the gradients {norm}"
-            )
+            raise DivergedError(f"step {step}: the loss is {loss}, the norm of the gradients {norm}")
         self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
         self.gradients.step(self.optimizer)
         return step_metrics(
@@ -222,9 +214,7 @@ class Trainer:
         data, run = self.prepared.data.held_out, self.config.run
         if not len(data):
             return {}
-        measure = partial(
-            self.evaluation.loss, data, batch=self.config.data.batch, batches=run.eval_batches
-        )
+        measure = partial(self.evaluation.loss, data, batch=self.config.data.batch, batches=run.eval_batches)
         losses = {"held_out_loss": measure()}
         if self.plan.stages > 1:
             losses["held_out_loss_codecs"] = measure(codecs=self.prepared.codecs.forward)
@@ -259,9 +249,7 @@ class Trainer:
         facts["backend"] = self.prepared.backend
         for section, values in dataclasses.asdict(self.config).items():
             names = (f"{section}.{key}" for key in values)
-            facts |= {
-                n: str(v) for n, v in zip(names, values.values(), strict=True) if n not in _LOCAL
-            }
+            facts |= {n: str(v) for n, v in zip(names, values.values(), strict=True) if n not in _LOCAL}
         agree(None, facts, self.config.run.timeout_seconds, topic="training run")
 
     def _measure_distance(self) -> float | None:
@@ -269,9 +257,7 @@ class Trainer:
         if self.plan.ranks == 1:
             return None
         run = self.config.run
-        messages = Messages(
-            self.replicas.side, "distance", timeout=run.timeout_seconds, checksums=run.checksums
-        )
+        messages = Messages(self.replicas.side, "distance", timeout=run.timeout_seconds, checksums=run.checksums)
         own = list(round_trips(messages).items())
         trips: list[dict[tuple[int, int], float]] = [{} for _ in range(self.replicas.count)]
         for rank, measured in enumerate(gather_json(own, self.side)):
@@ -366,9 +352,7 @@ class Trainer:
 
     def _gather_weights(self) -> dict[str, Tensor]:
         run = self.config.run
-        messages = Messages(
-            self.replicas.side, "saving", timeout=run.timeout_seconds, checksums=run.checksums
-        )
+        messages = Messages(self.replicas.side, "saving", timeout=run.timeout_seconds, checksums=run.checksums)
         return export.gather_weights(self.modules, messages)
 
     def _save_model(self, weights: dict[str, Tensor]) -> None:

@@ -91,9 +91,7 @@ class Manifest:
         values = dict(values)
         written = values.pop("format", FORMAT)
         if written != FORMAT:
-            raise DamagedError(
-                f"has format {written!r}; this version of lowbit reads format {FORMAT}"
-            )
+            raise DamagedError(f"has format {written!r}; this version of lowbit reads format {FORMAT}")
         fields = {field.name: str(field.type) for field in dataclasses.fields(cls)}
         if unlike := fields.keys() ^ values.keys():
             raise DamagedError(f"has a manifest that lacks or has {', '.join(sorted(unlike))}")

@@ -74,12 +74,8 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            log.warning(
-                "%s is no address of this machine: listening on all of its interfaces", host
-            )
-            everywhere, host = (
-                ("::", "::1") if family == socket.AF_INET6 else ("0.0.0.0", "127.0.0.1")
-            )
+            log.warning("%s is no address of this machine: listening on all of its interfaces", host)
+            everywhere, host = ("::", "::1") if family == socket.AF_INET6 else ("0.0.0.0", "127.0.0.1")
             listener.bind((everywhere, port))
         listener.listen(4096)
     except OSError:
@@ -164,9 +160,7 @@ def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float
     store.set(f"proof/{rank}", _proof(secret, run, rank))
     proofs = _everybody(store, "proof", rank, ranks, patience)
     strangers = [
-        f"rank {r}"
-        for r, proof in enumerate(proofs)
-        if not hmac.compare_digest(proof, _proof(secret, run, r).encode())
+        f"rank {r}" for r, proof in enumerate(proofs) if not hmac.compare_digest(proof, _proof(secret, run, r).encode())
     ]
     if strangers:
         raise MeetingError(
@@ -210,9 +204,7 @@ def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStor
 
 
 def _connect(host: str, port: int, timeout: float) -> TCPStore:
-    return TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
 def _await_listener(host: str, port: int, patience: float) -> None:
@@ -239,9 +231,7 @@ def _warn_without_secret() -> None:
 
 
 def _alone(rank: int, ranks: int, patience: float, reason: str) -> AloneError:
-    return AloneError(
-        f"rank {rank} did not meet all {ranks} ranks at {_where()} within {patience:g} s: {reason}"
-    )
+    return AloneError(f"rank {rank} did not meet all {ranks} ranks at {_where()} within {patience:g} s: {reason}")
 
 
 def _where() -> str:

@@ -117,9 +117,7 @@ class Recorder:
         steps: in the whole run; tensorboard, progress: what to write and show.
     """
 
-    def __init__(
-        self, folder: Path, *, start: int, steps: int, tensorboard: bool, progress: bool
-    ) -> None:
+    def __init__(self, folder: Path, *, start: int, steps: int, tensorboard: bool, progress: bool) -> None:
         path = folder / "metrics.jsonl"
         _keep_steps_before(path, start)
         self._file = path.open("a", encoding="utf-8")

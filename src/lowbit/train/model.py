@@ -100,9 +100,7 @@ def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
         "heads": ("num_attention_heads", "n_head"), "kv_heads": ("num_key_value_heads",),
         "ffn": ("intermediate_size", "n_inner"), "vocab": ("vocab_size",), "tied": ("tie_word_embeddings",),
     }  # fmt: skip
-    return {
-        key: next((values[n] for n in each if n in values), None) for key, each in names.items()
-    }
+    return {key: next((values[n] for n in each if n in values), None) for key, each in names.items()}
 
 
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
@@ -125,9 +123,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
         )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model.pretrained {model.pretrained!r} cannot be loaded: {reason}"
-        ) from error
+        raise ConfigError(f"model.pretrained {model.pretrained!r} cannot be loaded: {reason}") from error
 
 
 def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> PretrainedConfig:

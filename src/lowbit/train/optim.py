@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from lowbit.train.config import OptimizerConfig
 
 
-def make_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.AdamW:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves vectors (norms, biases) alone."""
     every = list(parameters)
     groups = [

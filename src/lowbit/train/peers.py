@@ -37,9 +37,7 @@ ALARM = "alarm"
 _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2
 _LONGEST_TURN = 1.0  # of a turn that took longer, this process slept through the rest
-_SHARE = (
-    0.9  # of the time limit: silence that ends the run, so that it has ended when the limit is over
-)
+_SHARE = 0.9  # of the time limit: silence that ends the run, so that it has ended when the limit is over
 _CLOSE_SECONDS = 0.5  # for each thread to end, unless the store holds it up
 _LAST_WORDS_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
 
@@ -86,9 +84,7 @@ class Peers:
         secret: what alarms are signed with; others' are ignored.
     """
 
-    def __init__(
-        self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b""
-    ) -> None:
+    def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
         self.rank, self.ranks = rank, ranks
         self._limit = _SHARE * timeout
         self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
@@ -193,12 +189,8 @@ class Peers:
 
     def _store_gone(self) -> Cause:
         if self.rank == 0:
-            return Cause(
-                -1, "the store that the ranks meet in stopped answering: its launcher is gone"
-            )
-        return Cause(
-            0, "rank 0 stopped answering: it, its launcher, or the network to its machine is gone"
-        )
+            return Cause(-1, "the store that the ranks meet in stopped answering: its launcher is gone")
+        return Cause(0, "rank 0 stopped answering: it, its launcher, or the network to its machine is gone")
 
     # The beat.
 
@@ -223,9 +215,7 @@ class Peers:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         heard = [r for r in others if r in self._beats or self._store.check([f"beat/{r}"])]
         if heard:
-            for rank, beat in zip(
-                heard, self._store.multi_get([f"beat/{r}" for r in heard]), strict=True
-            ):
+            for rank, beat in zip(heard, self._store.multi_get([f"beat/{r}" for r in heard]), strict=True):
                 if self._beats.get(rank) != beat:
                     self._beats[rank], self._silence[rank] = beat, 0.0
         if self._alarm is not None:

@@ -145,19 +145,13 @@ def check_output(config: TrainConfig) -> None:
         raise ConfigError(f"run.output {str(output)!r} cannot be written to: {reason}") from error
     folder = RunFolder(output)
     if os.path.lexists(output / MARK) and not folder.marked:
-        raise ConfigError(
-            f"run.output {str(output)!r} has a {MARK} that is no regular file; allowed: another folder"
-        )
+        raise ConfigError(f"run.output {str(output)!r} has a {MARK} that is no regular file; allowed: another folder")
     if not _launched() and (holder := folder.in_use()):
         raise ConfigError(IN_USE.format(str(output), holder))
     if run.resume:
         _refuse_older(output / FOLDER)
     if foreign := _in_the_way(config, folder):
-        known = (
-            ""
-            if folder.marked
-            else f" (there is no {MARK}: lowbit has not run here, or an older one)"
-        )
+        known = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here, or an older one)"
         raise ConfigError(
             f"run.output {str(output)!r} holds {', '.join(foreign)}, which lowbit has no record of making{known}; "
             "nothing was touched; allowed: another folder, or to move these away"
@@ -217,9 +211,7 @@ def _refuse_older(folder: Path) -> None:
         except DamagedError as error:
             reasons.append((share, str(error)))
     if reasons and all(reason == OLDER for _, reason in reasons):
-        raise ConfigError(
-            f"checkpoint {reasons[0][0]} {OLDER}; allowed: a new run in another folder"
-        )
+        raise ConfigError(f"checkpoint {reasons[0][0]} {OLDER}; allowed: a new run in another folder")
 
 
 def _shares(folder: Path) -> list[Path]:

@@ -37,9 +37,7 @@ class Process:
         self._pulse, theirs = os.pipe()
         os.set_blocking(self._pulse, False)
         together = os.environ | dict(environment) | {PULSE: str(theirs)}
-        together.setdefault(
-            "OMP_NUM_THREADS", str(config.run.threads or threads_per_rank(config.ranks))
-        )
+        together.setdefault("OMP_NUM_THREADS", str(config.run.threads or threads_per_rank(config.ranks)))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lowbit.train.worker"],
             env=together,

@@ -56,9 +56,7 @@ def _number(name: str) -> int:
 
 
 @contextlib.contextmanager
-def joined(
-    timeout: float, *, backend: str = "gloo", patience: float | None = None
-) -> Iterator[None]:
+def joined(timeout: float, *, backend: str = "gloo", patience: float | None = None) -> Iterator[None]:
     """Be part of the default process group: the one there is, or one made from the environment for this block.
 
     From the first contact on, every wait has a limit: calls of the group and of its store their own, and all else a
@@ -151,9 +149,7 @@ def _choose_interface() -> None:
 
     Left to itself it takes the one that the host's own name resolves to, which often leads nowhere.
     """
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (
-        name := interface_towards(os.environ["MASTER_ADDR"])
-    ):
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 

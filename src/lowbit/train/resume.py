@@ -266,9 +266,7 @@ def _remembered(found: Found) -> dict[int, dict[End, _Memory]]:
         for unit in manifest.codecs:
             end = End.of(unit)
             items = {
-                name.removeprefix(end.prefix): (rank, name)
-                for name in manifest.tensors
-                if name.startswith(end.prefix)
+                name.removeprefix(end.prefix): (rank, name) for name in manifest.tensors if name.startswith(end.prefix)
             }
             of_pipeline[end] = _Memory(codec=unit["codec"], values=unit["values"], items=items)
     return known
@@ -288,9 +286,7 @@ class _Exchange:
     waits for it, nor for longer than a piece of everybody takes. All together may take longer than the time limit.
     """
 
-    def __init__(
-        self, found: Found, folder: Path, rank: int, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, found: Found, folder: Path, rank: int, group: dist.ProcessGroup | None) -> None:
         self._found, self._rank, self._group = found, rank, group
         self._step = folder / step_name(found.step)
         own = [share for share, holder in found.holders.items() if holder == rank]

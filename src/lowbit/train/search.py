@@ -128,9 +128,7 @@ class Search:
             return self._verified[key]
         shares: dict[int, Manifest] = {}
         holders: dict[int, int] = {}
-        waiting = {
-            rank: self._by_preference(rank, copies) for rank, copies in self._copies[key].items()
-        }
+        waiting = {rank: self._by_preference(rank, copies) for rank, copies in self._copies[key].items()}
         while any(waiting.values()):
             chosen = {rank: copies[0] for rank, copies in waiting.items() if copies}
             waiting = {
@@ -147,9 +145,7 @@ class Search:
                         shares[rank] = Manifest.from_values(outcome)
                         holders[rank] = chosen[rank].holder
                         waiting.pop(rank, None)
-        self._verified[key] = Found(
-            step=key[0], shares=dict(sorted(shares.items())), holders=holders
-        )
+        self._verified[key] = Found(step=key[0], shares=dict(sorted(shares.items())), holders=holders)
         return self._verified[key]
 
     def _read(self, step: int, ranks: list[int]) -> list[tuple[int, Any]]:
@@ -178,9 +174,7 @@ class Search:
         if self._rank == 0:
             steps = {step for step, _ in self._copies} | self._reasons.keys()
             for step in sorted((s for s in steps if s > found.step), reverse=True):
-                log.warning(
-                    "checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step)
-                )
+                log.warning("checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step))
             if not found.complete:
                 log.warning(
                     "checkpoint %s: %s; the whole model is in the others",
@@ -190,9 +184,7 @@ class Search:
 
     def _why(self, step: int) -> str:
         """What keeps a step from being intact."""
-        reasons = [
-            f"{share} {reason}" for share, reason in sorted(self._reasons.get(step, {}).items())
-        ]
+        reasons = [f"{share} {reason}" for share, reason in sorted(self._reasons.get(step, {}).items())]
         for key, found in ((k, v) for k, v in self._copies.items() if k[0] == step):
             absent = sorted(set(range(self._ranks[key])) - found.keys())
             told = self._reasons.get(step, {})
@@ -212,9 +204,7 @@ class Search:
 
 def _finish(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Put the remaining shares of a step in their places, where a crash came when some were there already."""
-    there = [
-        (step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share
-    ]
+    there = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
     begun = {tuple(key) for told in gather_json(there, group) for key in told}
     for step, path in steps_in(folder).items():
         for rank, share in staged_in(path).items():

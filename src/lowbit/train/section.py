@@ -32,9 +32,7 @@ class Section:
                 raise ConfigError(f"{self.name}.{key} is {value}; allowed: at least {low:g}{top}")
         for key, allowed in self.choices.items():
             if getattr(self, key) not in allowed:
-                raise ConfigError(
-                    f"{self.name}.{key} is {getattr(self, key)!r}; allowed: {', '.join(allowed)}"
-                )
+                raise ConfigError(f"{self.name}.{key} is {getattr(self, key)!r}; allowed: {', '.join(allowed)}")
 
 
 def hints(cls: type) -> dict[str, Any]:
@@ -71,9 +69,7 @@ def _check_items(value: Any, where: str) -> None:
         if isinstance(item, str) and "\0" in item:
             raise ConfigError(f"{where} is {value!r}; allowed: text without null bytes")
         if isinstance(item, int) and not -(2**63) <= item < 2**63:
-            raise ConfigError(
-                f"{where} takes {item.bit_length() + 1} bits; allowed: integers of 64 bits"
-            )
+            raise ConfigError(f"{where} takes {item.bit_length() + 1} bits; allowed: integers of 64 bits")
 
 
 _NAMES = {

@@ -137,9 +137,7 @@ class Pipeline:
         shapes = _examples(self.modules[index], self.config.rows, self.config.data.sequence)
         common = (self.modules[index], index, self.plan.stages, self.device)
         if self.config.pipeline.boundary != "lowbit":
-            return StockStage(
-                *common, input_args=shapes[0], output_args=shapes[1], group=self._group
-            )
+            return StockStage(*common, input_args=shapes[0], output_args=shapes[1], group=self._group)
         return LowBitStage(
             *common,
             input_args=shapes[0],

@@ -23,9 +23,7 @@ class Sums:
         timeout, checksums: as for `Messages`.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, count: int, *, timeout: float, checksums: bool
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, count: int, *, timeout: float, checksums: bool) -> None:
         self._messages = Messages(group, "sums", timeout=timeout, checksums=checksums)
         self._nbytes = count * torch.float64.itemsize
         self._others = range(1, self._messages.ranks)
@@ -59,8 +57,4 @@ class Sums:
     def _expect(self) -> None:
         """Make room for what comes next: a message that is not expected takes a round trip more."""
         sources = self._others if self._messages.rank == _FIRST else [_FIRST]
-        self._coming = [
-            self._messages.expect(self._nbytes, rank)
-            for rank in sources
-            if self._messages.ranks > 1
-        ]
+        self._coming = [self._messages.expect(self._nbytes, rank) for rank in sources if self._messages.ranks > 1]

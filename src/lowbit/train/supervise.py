@@ -55,14 +55,10 @@ def supervise(config: TrainConfig) -> None:
                 raise
             step = newest_step(checkpoints)
             if error.code == ALONE and step == config.run.steps:
-                log.warning(
-                    "%s. All %d steps are done: the other ranks must have finished", error, step
-                )
+                log.warning("%s. All %d steps are done: the other ranks must have finished", error, step)
                 return
             if reason := attempts.give_up(error.code, step):
-                how = (
-                    "" if error.code == USAGE else f". The same command goes on from {_place(step)}"
-                )
+                how = "" if error.code == USAGE else f". The same command goes on from {_place(step)}"
                 raise LaunchError(f"{error}; {reason}{how}", error.code) from error
             log.warning(
                 "%s. Starting again from %s (attempt %d without a new checkpoint, at most %d)",

@@ -30,9 +30,7 @@ class TiedWeights:
         copies: those of the weight that this rank has.
     """
 
-    def __init__(
-        self, modules: dict[int, StageModule], plan: Plan, replicas: Replicas, *, tied: bool
-    ) -> None:
+    def __init__(self, modules: dict[int, StageModule], plan: Plan, replicas: Replicas, *, tied: bool) -> None:
         ends = (plan.rank_of(0), plan.rank_of(plan.stages - 1))
         self._group: dist.ProcessGroup | None = None
         self.copies: list[nn.Parameter] = []
@@ -41,9 +39,7 @@ class TiedWeights:
         if ends[0] != ends[1]:
             for index in range(replicas.count):
                 members = replicas.members(index)
-                group = new_group(
-                    [members[place] for place in sorted(ends)], timeout=replicas.timeout
-                )
+                group = new_group([members[place] for place in sorted(ends)], timeout=replicas.timeout)
                 self._group = group or self._group
         if 0 in modules:
             self.copies.append(_weight(modules[0].decoder.get_input_embeddings()))  # pyright: ignore

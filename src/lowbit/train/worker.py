@@ -63,9 +63,7 @@ def complain(error: Exception) -> None:
         traceback.print_exception(error)
     text, rank = " ".join(str(error).split()), int(os.environ.get("RANK", "0"))
     sys.stderr.write(f"rank {rank}: error: {text}\n")
-    names_its_cause = isinstance(
-        error, AgreementError | CheckpointError | DivergedError | PeerError
-    )
+    names_its_cause = isinstance(error, AgreementError | CheckpointError | DivergedError | PeerError)
     _raise_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
 
 

@@ -63,9 +63,7 @@ def block_float8_encode(
     over_rows(work, ceil_div(x.numel(), block), x.nbytes)
 
 
-def block_float8_decode(
-    payload: Tensor, out: Tensor, format: str, block: int, accumulate: bool
-) -> None:
+def block_float8_decode(payload: Tensor, out: Tensor, format: str, block: int, accumulate: bool) -> None:
     """The reference's numbers."""
     at, form = sections(payload, block_float8_layout(out.numel(), block)), FORMATS[format]
 
@@ -194,9 +192,7 @@ def _encode(
 
 
 @kernel
-def _decode(
-    scales, codes, target, kind, total, bits, block, accumulate, scratch, start, stop
-) -> None:
+def _decode(scales, codes, target, kind, total, bits, block, accumulate, scratch, start, stop) -> None:
     line, spare = scratch, scratch + 4 * block
     for g in range(start, stop):
         begin = g * block
@@ -250,7 +246,5 @@ def _store(b: Any, values: Any, address: Any) -> None:
 
 
 def _spread(b: Any, value: Any) -> Any:
-    one = b.insert_element(
-        ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, I32(0)
-    )
+    one = b.insert_element(ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, I32(0))
     return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))

@@ -136,9 +136,7 @@ def _code(b: Any, x: Any, inverse: Any) -> tuple[Any, Any]:
     """Codes of numbers as bytes, and whether each is beyond them."""
     v = b.fmul(x, inverse)
     beyond = b.fcmp_unordered(">=", formulas.magnitude(b, v), constant(F32, BEYOND, v))
-    v = formulas.lesser(
-        b, formulas.greater(b, v, constant(F32, -LIMIT, v)), constant(F32, LIMIT, v)
-    )
+    v = formulas.lesser(b, formulas.greater(b, v, constant(F32, -LIMIT, v)), constant(F32, LIMIT, v))
     finite = b.fcmp_ordered("<", formulas.magnitude(b, x), constant(F32, float("inf"), x))
     v = b.select(finite, v, constant(F32, NAN_CODE, v))
     rounded = formulas.float_bits(b, b.fadd(v, constant(F32, TO_SIGNED, v)))
@@ -250,9 +248,7 @@ def _bf16_of(x, kind, j):
 
 
 @kernel
-def _encode(
-    source, kind, features, inverse, order, outliers, to_features, to_codes, scratch, start, stop
-) -> int:
+def _encode(source, kind, features, inverse, order, outliers, to_features, to_codes, scratch, start, stop) -> int:
     line, codes = scratch, scratch + 4 * features
     kept = codes + features + 2 * LANES
     chosen, rest = order + 4 * (features - outliers), features - outliers

@@ -83,9 +83,7 @@ def gated_backward(
     )  # fmt: skip
 
 
-def _run(
-    kernel, like: Tensor, *arguments, activation: str, gated: bool, bits: int, group: int
-) -> None:
+def _run(kernel, like: Tensor, *arguments, activation: str, gated: bool, bits: int, group: int) -> None:
     """Call a kernel on ranges of groups, with scratch for each."""
     at_once, code = max(1, AT_ONCE // group), ACTIVATIONS.index(activation)
     nbytes = 7 * 4 * at_once * group + max(encode_scratch(group, at_once), decode_scratch(group))

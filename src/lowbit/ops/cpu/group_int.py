@@ -50,9 +50,7 @@ from lowbit.ops.layout import ceil_div, group_int_layout
 BLOCK = 4096  # elements whose parameters are computed together: they stay in the first cache
 
 
-def group_int_encode(
-    x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None
-) -> None:
+def group_int_encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None) -> None:
     """The reference's bytes."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     at = sections(payload, layout)
@@ -70,9 +68,7 @@ def group_int_encode(
     over_rows(work, ceil_div(x.numel(), group), x.nbytes)
 
 
-def group_int_decode(
-    payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
-) -> None:
+def group_int_decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool) -> None:
     """The reference's numbers."""
     at = sections(payload, group_int_layout(out.numel(), bits, group, symmetric))
 
@@ -124,9 +120,7 @@ def encode_groups(
         for g in range(groups):
             count = min(group, length - g * group)
             put_extremes(x + 4 * g * group, count, low + 4 * g, high + 4 * g)
-        _parameters(
-            low, high, groups, bits, symmetric, inverse, shift, top, scales + 2 * first, middle
-        )
+        _parameters(low, high, groups, bits, symmetric, inverse, shift, top, scales + 2 * first, middle)
         if not symmetric:
             for g in range(groups):
                 put_half(mids, first + g, get_int(middle, g))

@@ -44,9 +44,7 @@ def helper(function: Callable[..., Any]) -> Any:
 
 def summing(function: Callable[..., Any]) -> Any:
     """The same for one whose sums may be taken in any order, and thus by vectors: nobody computes the same again."""
-    return numba.njit(
-        forceinline=True, no_cpython_wrapper=True, fastmath={"reassoc", "contract"}, **OPTIONS
-    )(function)
+    return numba.njit(forceinline=True, no_cpython_wrapper=True, fastmath={"reassoc", "contract"}, **OPTIONS)(function)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -54,9 +52,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     before, config.CACHE_DIR = config.CACHE_DIR, _cache_folder()
     try:
         dispatcher: Any = numba.njit(cache=True, **OPTIONS)(function)
-        dispatcher.compile = _in_turn(
-            dispatcher.compile, f"{function.__module__}.{function.__name__}"
-        )
+        dispatcher.compile = _in_turn(dispatcher.compile, f"{function.__module__}.{function.__name__}")
         return dispatcher
     except (RuntimeError, OSError) as error:
         log.info("kernels are compiled anew in every process: %s", error)

@@ -84,9 +84,7 @@ def norm_backward(
     """Gradients of norm at x', and norm(x') if it is wanted."""
     channels = grad_x.shape[1]
     factor, added = _affine(weight, bias, offset, channels)
-    sums: dict[
-        int, Tensor
-    ] = {}  # of each range of rows: they are added in order, whichever ends first
+    sums: dict[int, Tensor] = {}  # of each range of rows: they are added in order, whichever ends first
     lock = threading.Lock()
 
     def work(scratch: Tensor, start: int, stop: int) -> None:
@@ -108,9 +106,7 @@ def norm_backward(
         grad_bias.copy_(bias_sum)
 
 
-def _affine(
-    weight: Tensor | None, bias: Tensor | None, offset: float, channels: int
-) -> tuple[Tensor, Tensor]:
+def _affine(weight: Tensor | None, bias: Tensor | None, offset: float, channels: int) -> tuple[Tensor, Tensor]:
     """What normalised rows are multiplied by, and what is added to them."""
     factor = torch.ones(channels) if weight is None else weight.float() + offset
     return factor, torch.zeros(channels) if bias is None else bias.float()

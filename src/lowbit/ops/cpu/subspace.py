@@ -58,16 +58,14 @@ from lowbit.ops.subspace import FARTHEST, NAN_STEP, ZERO_STEP
 from lowbit.ops.subspace import rounding as rounding_of
 
 FAR, NAN = np.float32(FARTHEST), np.float32(np.nan)
-NEAR = (
-    1 << 18
-)  # bytes of directions that stay in a core's cache; with more, the engine's products are faster
+NEAR = 1 << 18  # bytes of directions that stay in a core's cache; with more, the engine's products are faster
 STEPS, STEP = np.float32(127), np.float32(1 / 127)
 geometry = functools.lru_cache(subspace_geometry)
 
 
 def subspace_coefficients_encode(
     c: Tensor, unit: Tensor, payload: Tensor, out: Tensor, channels: int, bits: int, group: int, refresh: int
-) -> None:  # fmt: skip
+) -> None:
     """The reference's bytes."""
     rows, rank = c.shape
     at = geometry(rows, channels, rank, bits, group, refresh).layout.offsets
@@ -110,9 +108,7 @@ def subspace_rest_encode(
     base = None if directions.nbytes <= NEAR else c @ directions
 
     def work(first: int, last: int) -> None:
-        scratch = torch.empty(
-            8 * channels + 8 * geo.groups + group, dtype=torch.uint8, device="cpu"
-        )
+        scratch = torch.empty(8 * channels + 8 * geo.groups + group, dtype=torch.uint8, device="cpu")
         _encode_rest(
             x.data_ptr(), KINDS[x.dtype], c.data_ptr(), directions.data_ptr(), rank, _address(base),
             start + at["exponents"], start + at["steps"], start + at["codes"],
@@ -124,7 +120,7 @@ def subspace_rest_encode(
 
 def subspace_rest_decode(
     payload: Tensor, c: Tensor, directions: Tensor, out: Tensor, bits: int, group: int, refresh: int, accumulate: bool
-) -> None:  # fmt: skip
+) -> None:
     """The reference's numbers, but for the last bits of sums."""
     rank, channels = directions.shape
     geo = geometry(len(out), channels, rank, bits, group, refresh)
@@ -223,9 +219,7 @@ def _encode_rest(
             inverse = ONE / (step if octave > 0 else ONE)
             count = min(group, channels - g * group)
             limit = last if octave > 0 else ZERO
-            to = encode_run(
-                line + 4 * g * group, count, inverse, last * HALF, limit, bits, to, codes
-            )
+            to = encode_run(line + 4 * g * group, count, inverse, last * HALF, limit, bits, to, codes)
 
 
 @summing

@@ -83,9 +83,7 @@ def subspace_renew(
                 share.data_ptr(), count, staying, rows, channels, scale,
             )  # fmt: skip
             torch.mm(along, x, out=new)
-            _orthonormal(
-                new.data_ptr(), share.data_ptr(), taken.data_ptr(), count, staying, channels, scale
-            )
+            _orthonormal(new.data_ptr(), share.data_ptr(), taken.data_ptr(), count, staying, channels, scale)
         _put_directions(new.data_ptr(), lengths, codes, count, channels)
     else:
         _put_nothing(slots, lengths, codes, count, channels)

@@ -73,9 +73,7 @@ def _decode(
             scope, left = row // scope_rows, rows - row // scope_rows * scope_rows
             given = low_count if left > scope_rows else low_last
             candidates = min(left, scope_rows) * in_row
-            intact = read_checked_flags(
-                widths + scope * flag_bytes, flag_bytes, candidates, given, flags
-            )
+            intact = read_checked_flags(widths + scope * flag_bytes, flag_bytes, candidates, given, flags)
             before = scope * low_count + count_flags(flags, row % scope_rows * in_row)
             at = codes_at + row * row_bytes - before * saved
         chosen = flags + row % scope_rows * in_row

@@ -170,9 +170,7 @@ def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
             widen(m.source, m.kind, row * channels, channels, line)
             x = line
         for t in range(tiles):
-            put_extremes(
-                x + 4 * t * tile, min(tile, channels - t * tile), low + 4 * t, high + 4 * t
-            )
+            put_extremes(x + 4 * t * tile, min(tile, channels - t * tile), low + 4 * t, high + 4 * t)
         for t in range(tiles):
             _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
         if mode == TILE:
@@ -312,9 +310,7 @@ def _set_octaves(extents, tiles, bits, octave) -> Any:
 @helper
 def _parameters(octave, top, bits, extents, mids, tiles, width, scales, inverse, shift, middle):
     """Each tile's scale as it travels, 1 / step, what is added to x / step, and its middle as an integer."""
-    units, limit = (
-        (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
-    )
+    units, limit = (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
     nan = -128 if width == 1 else -32768
     for t in range(tiles):
         below = steps_below(get_int(octave, t), top)

@@ -25,18 +25,13 @@ AT_ONCE = 32  # elements of a run of 64 that are in registers together
 
 
 @operation(none, intp, intp, float32, float32, float32, intp, intp)
-def encode_words(
-    b: Any, x: Any, part: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any
-) -> None:
+def encode_words(b: Any, x: Any, part: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any) -> None:
     """Codes of x[0], x[part], x[2 * part], ... and their seven neighbours each, written to planes from byte `to` on."""
     scale = [_spread(b, v, 8) for v in (inverse, shift, top)]
 
     def build(bits: int) -> None:
         parts = 8 // (bits & -bits)
-        codes = [
-            b.bitcast(_codes(b, _floats(b, x, b.mul(part, I64(k)), 8), *scale), I64)
-            for k in range(parts)
-        ]
+        codes = [b.bitcast(_codes(b, _floats(b, x, b.mul(part, I64(k)), 8), *scale), I64) for k in range(parts)]
         for width, done, words, first in _planes(bits, parts):
             for j in range(words):
                 word = _join(b, codes[j::words], width, done)
@@ -51,9 +46,7 @@ def encode_64(b: Any, x: Any, inverse: Any, shift: Any, top: Any, bits: Any, to:
     """The same for 64 elements: their codes are eight words, which the planes take next to each other."""
     scale = [_spread(b, v, AT_ONCE) for v in (inverse, shift, top)]
     words = ir.VectorType(I64, AT_ONCE // 8)
-    low, high = (
-        b.bitcast(_codes(b, _floats(b, x, I64(i), AT_ONCE), *scale), words) for i in (0, AT_ONCE)
-    )
+    low, high = (b.bitcast(_codes(b, _floats(b, x, I64(i), AT_ONCE), *scale), words) for i in (0, AT_ONCE))
 
     def build(bits: int) -> None:
         for width, done, count, first in _planes(bits, 8):
@@ -144,9 +137,7 @@ def _floats(b: Any, x: Any, index: Any, count: int) -> Any:
 
 
 def _spread(b: Any, value: Any, count: int) -> Any:
-    one = b.insert_element(
-        ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0)
-    )
+    one = b.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0))
     return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
 

@@ -37,9 +37,7 @@ def block_float8_encode(
     )  # fmt: skip
 
 
-def block_float8_decode(
-    payload: Tensor, out: Tensor, format: str, block: int, accumulate: bool
-) -> None:
+def block_float8_decode(payload: Tensor, out: Tensor, format: str, block: int, accumulate: bool) -> None:
     """The reference's numbers."""
     launch(
         _decode, *_shape(out.numel(), format, block), payload, out, out.numel(),

@@ -118,14 +118,10 @@ def _recompute(
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
     there = group * GROUP < numel
-    x = decode_parts(
-        payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False
-    )  # fmt: skip
+    x = decode_parts(payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     y = x
     if GATED:
-        y = decode_parts(
-            payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False
-        )  # fmt: skip
+        y = decode_parts(payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     z = ()
     for k in tl.static_range(8):
         value, _ = activate(x[k], ACTIVATION)
@@ -145,14 +141,10 @@ def _backward(
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
     there = group * GROUP < numel
     g = eighths.load(grad_out, at, v, keep, count, j, RAGGED)
-    x = decode_parts(
-        payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False
-    )  # fmt: skip
+    x = decode_parts(payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     y = x
     if GATED:
-        y = decode_parts(
-            payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False
-        )  # fmt: skip
+        y = decode_parts(payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     of_gate, of_up, product = (), (), ()
     for k in tl.static_range(8):
         value, slope = activate(x[k], ACTIVATION)

@@ -28,9 +28,7 @@ LARGEST_, SMALLEST_, NAN_SCALE_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, 
 AT_ONCE = 16384  # elements that a program holds in registers
 
 
-def group_int_encode(
-    x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None
-) -> None:
+def group_int_encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, seed: int | None) -> None:
     """The reference's bytes."""
     layout = group_int_layout(x.numel(), bits, group, symmetric)
     launch(
@@ -40,9 +38,7 @@ def group_int_encode(
     )  # fmt: skip
 
 
-def group_int_decode(
-    payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool
-) -> None:
+def group_int_decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool) -> None:
     """The reference's numbers."""
     layout = group_int_layout(out.numel(), bits, group, symmetric)
     launch(
@@ -51,9 +47,7 @@ def group_int_decode(
     )  # fmt: skip
 
 
-def shape_of(
-    numel: int, group: int, at_once: int = AT_ONCE
-) -> tuple[int, int, dict[str, int | bool]]:
+def shape_of(numel: int, group: int, at_once: int = AT_ONCE) -> tuple[int, int, dict[str, int | bool]]:
     """Programs, warps, and the shape of a program's tensors."""
     width = power_of_two_from(group // 8)
     groups = max(1, at_once // (8 * width))
@@ -62,9 +56,7 @@ def shape_of(
 
 
 @triton.jit
-def lanes(
-    numel, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr
-):
+def lanes(numel, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr):
     """A program's groups (GROUPS,); and, with a second dimension for an eighth: lanes that exist, elements, eighths."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     begin = group * GROUP
@@ -108,9 +100,7 @@ def encode_parts(
     limit = tl.where(finite, top, 0.0)
 
     scales = payload.to(tl.pointer_type(tl.int16))
-    tl.store(
-        scales + group, tl.where(finite, bits_of(scale) >> 16, NAN_SCALE_).to(tl.int16), mask=there
-    )
+    tl.store(scales + group, tl.where(finite, bits_of(scale) >> 16, NAN_SCALE_).to(tl.int16), mask=there)
     if not SYMMETRIC:
         mids = section(payload, mids_16).to(tl.pointer_type(tl.int16))
         tl.store(mids + group, tl.where(finite, m, 0.0).to(tl.int16), mask=there)
@@ -182,7 +172,5 @@ def _decode(
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
     there = group * GROUP < numel
-    y = decode_parts(
-        payload, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, SYMMETRIC
-    )  # fmt: skip
+    y = decode_parts(payload, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, SYMMETRIC)
     eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

@@ -10,18 +10,14 @@ from torch import Tensor
 from lowbit.ops.layout import ALIGNMENT, Layout
 
 
-def launch(
-    kernel: Any, programs: int, warps: int, shape: dict[str, Any], *arguments: Any, **settings: Any
-) -> None:
+def launch(kernel: Any, programs: int, warps: int, shape: dict[str, Any], *arguments: Any, **settings: Any) -> None:
     """Queue `programs` programs of a kernel; the first argument that is a tensor names the device.
 
     For a CPU tensor, in Triton's interpreter, device -1 is none.
     """
     tensor = next(a for a in arguments if isinstance(a, Tensor))
     with torch.cuda.device(tensor.device if tensor.is_cuda else -1):
-        kernel[(programs,)](
-            *arguments, **settings, **shape, num_warps=warps, enable_fp_fusion=False
-        )
+        kernel[(programs,)](*arguments, **settings, **shape, num_warps=warps, enable_fp_fusion=False)
 
 
 def starts(layout: Layout, *names: str) -> tuple[int, ...]:

@@ -122,9 +122,7 @@ def _given(weight: Tensor | None, bias: Tensor | None, instead: Tensor) -> tuple
     return instead if weight is None else weight, instead if bias is None else bias
 
 
-def _source(
-    payload: Tensor, like: Tensor, bits: int, group: int
-) -> tuple[Tensor, tl.constexpr, int]:
+def _source(payload: Tensor, like: Tensor, bits: int, group: int) -> tuple[Tensor, tl.constexpr, int]:
     """Where rows come from, how, and how they are cut."""
     if _is_whole(like, group):
         return like, DECODE, group
@@ -233,13 +231,9 @@ def _normal(
 
 
 @triton.jit
-def _decoded(
-    payload, group, there, j, keep, mids_16, codes_16, BITS: tl.constexpr, GROUP: tl.constexpr
-):
+def _decoded(payload, group, there, j, keep, mids_16, codes_16, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Eight float32 tensors, 0 where there is nothing."""
-    found = decode_parts(
-        payload, group, there, j, GROUP // 8, keep, mids_16, codes_16, BITS, GROUP, False
-    )
+    found = decode_parts(payload, group, there, j, GROUP // 8, keep, mids_16, codes_16, BITS, GROUP, False)
     parts = ()
     for k in tl.static_range(8):
         parts = parts + (tl.where(keep, found[k], 0.0),)
@@ -273,9 +267,7 @@ def _forward(
     BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    group, there, column, at, keep, count, j = _lanes(
-        tl.program_id(0), rows, channels, GROUP, ROWS, GROUPS, WIDTH
-    )
+    group, there, column, at, keep, count, j = _lanes(tl.program_id(0), rows, channels, GROUP, ROWS, GROUPS, WIDTH)
     if MODE == DECODE:
         parts = _decoded(payload, group, there, j, keep, mids_16, codes_16, BITS, GROUP)
     else:
@@ -307,29 +299,21 @@ def _backward(
     of_weight = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     of_bias = of_weight
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        group, there, column, at, keep, count, j = _lanes(
-            block, rows, channels, GROUP, ROWS, GROUPS, WIDTH
-        )
+        group, there, column, at, keep, count, j = _lanes(block, rows, channels, GROUP, ROWS, GROUPS, WIDTH)
         if MODE == DECODE:
             parts = _decoded(payload, group, there, j, keep, mids_16, codes_16, BITS, GROUP)
         else:
             parts = eighths.load(x, at, GROUP // 8, keep, count, j, RAGGED)
-        normal, inverse = _normal(
-            parts, channels, eps, keep, count, j, CENTRED, GROUP, ROWS, GROUPS, RAGGED
-        )
+        normal, inverse = _normal(parts, channels, eps, keep, count, j, CENTRED, GROUP, ROWS, GROUPS, RAGGED)
         grads = eighths.load(grad_out, at, GROUP // 8, keep, count, j, RAGGED)
         if OF_WEIGHT:
             of_weight = _added(of_weight, grads, normal)
         if OF_BIAS:
             of_bias = _added(of_bias, grads, None)
         if AGAIN:
-            again = _affine(
-                normal, weight, bias, offset, column, keep, count, j, WEIGHT, BIAS, GROUP, RAGGED
-            )
+            again = _affine(normal, weight, bias, offset, column, keep, count, j, WEIGHT, BIAS, GROUP, RAGGED)
             eighths.store(again, out, at, GROUP // 8, keep, count, j, RAGGED)
-        scaled = _affine(
-            grads, weight, bias, offset, column, keep, count, j, WEIGHT, False, GROUP, RAGGED
-        )
+        scaled = _affine(grads, weight, bias, offset, column, keep, count, j, WEIGHT, False, GROUP, RAGGED)
         along, level = nothing, nothing
         for k in tl.static_range(8):
             along = tl.fma(scaled[k], normal[k], along)

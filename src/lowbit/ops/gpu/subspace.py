@@ -36,14 +36,12 @@ LARGEST_, SMALLEST_, FARTHEST_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, F
 ZERO_STEP_, NAN_STEP_ = tl.constexpr(ZERO_STEP), tl.constexpr(NAN_STEP)
 COEFFICIENTS = 4096  # that a program holds in registers
 ELEMENTS, GROUPS = 16384, 256  # the same, of the remainder; but one token at least
-WIDEST = (
-    1 << 17
-)  # elements of a token, its groups rounded up: more do not fit into a program's registers
+WIDEST = 1 << 17  # elements of a token, its groups rounded up: more do not fit into a program's registers
 
 
 def subspace_coefficients_encode(
     c: Tensor, unit: Tensor, payload: Tensor, out: Tensor, channels: int, bits: int, group: int, refresh: int
-) -> None:  # fmt: skip
+) -> None:
     """The reference's bytes."""
     rows, rank = c.shape
     layout = subspace_geometry(rows, channels, rank, bits, group, refresh).layout
@@ -83,15 +81,13 @@ def subspace_rest_encode(
 
 def subspace_rest_decode(
     payload: Tensor, c: Tensor, directions: Tensor, out: Tensor, bits: int, group: int, refresh: int, accumulate: bool
-) -> None:  # fmt: skip
+) -> None:
     """The reference's numbers, but for the last bits of sums."""
     geo = subspace_geometry(*out.shape, c.shape[1], bits, group, refresh)
     shape = _group_shape(geo)
     if shape is None:
         _say_wide(geo.channels, group)
-        reference.subspace_rest_decode(
-            payload, c, directions, out, bits, group, refresh, accumulate
-        )
+        reference.subspace_rest_decode(payload, c, directions, out, bits, group, refresh, accumulate)
         return
     # The remainder may be added in place, so that nothing else of this size is needed.
     into = out if out.dtype == torch.float32 and not accumulate else None
@@ -219,9 +215,7 @@ def _encode_rest(
     inverse = inverse_of(of_bits(step_of(below, exponent)))
     top = tl.where(octave > 0, 2.0**BITS - 1, 0.0)
 
-    tl.store(
-        section(payload, exponents_16) + first + row, exponent.to(tl.uint8), mask=there & (t == 0)
-    )
+    tl.store(section(payload, exponents_16) + first + row, exponent.to(tl.uint8), mask=there & (t == 0))
     steps = section(payload, steps_16) + first * G + tl.arange(0, LANES)
     tl.store(steps, tl.where(finite, below, NAN_STEP_).to(tl.uint8), mask=there)
     codes = ()

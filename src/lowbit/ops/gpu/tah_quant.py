@@ -74,9 +74,7 @@ def tah_quant_encode(
     )  # fmt: skip
     if geo.channels > WIDEST:
         _say_wide(geo.channels)
-        reference.tah_quant_encode(
-            x, payload, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio
-        )
+        reference.tah_quant_encode(x, payload, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)
         return
     mode = allocation if geo.low else "none"
     at = geo.layout.offsets
@@ -114,9 +112,7 @@ def tah_quant_decode(
     )  # fmt: skip
     if geo.channels > WIDEST:
         _say_wide(geo.channels)
-        reference.tah_quant_decode(
-            payload, out, tile, high_bits, low_bits, low_fraction, allocation, pivot, accumulate
-        )
+        reference.tah_quant_decode(payload, out, tile, high_bits, low_bits, low_fraction, allocation, pivot, accumulate)
         return
     width = 2 if pivot else 1
     mode = allocation if geo.low else "none"
@@ -135,9 +131,7 @@ def _say_wide(channels: int) -> None:
     )
 
 
-def _shape(
-    geo: TAHGeometry, mode: str, high_bits: int, low_bits: int
-) -> tuple[int, int, dict[str, Any]]:
+def _shape(geo: TAHGeometry, mode: str, high_bits: int, low_bits: int) -> tuple[int, int, dict[str, Any]]:
     """Programs, warps, and the shape of a program's tensors."""
     # Whatever the number of tokens: a shorter message shall not need kernels of its own.
     rows = {"tile": 1, "range": SCOPE_TILES // max(1, geo.full)}.get(mode, SCOPE_TILES // geo.tiles)
@@ -215,9 +209,7 @@ def _encode(
         bits = tl.where(flags > 0, LOW, HIGH)
         before = low_before(section(payload, widths_16), first, length, low, flag_bytes, False)
     if MODE == "token":
-        flags = load_flags(
-            section(payload, widths_16), first, row, t, there, length, flag_bytes, C, TILE, True
-        )
+        flags = load_flags(section(payload, widths_16), first, row, t, there, length, flag_bytes, C, TILE, True)
         bits = tl.where(flags > 0, LOW, HIGH)
         before = low_before(section(payload, widths_16), first, length, low, flag_bytes, True)
 
@@ -244,9 +236,7 @@ def _encode(
             code = tl.where(k * v + j < count, code, 0)
         codes = codes + (code,)
     start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, MODE == "token")
-    eighths.store_codes(
-        section(payload, codes_16) + start + j, codes, v, bits[:, None], keep, HIGH | LOW
-    )
+    eighths.store_codes(section(payload, codes_16) + start + j, codes, v, bits[:, None], keep, HIGH | LOW)
     if tl.program_id(0) == 0:
         zero_gap(payload, exponents_end, scales_16)
         zero_gap(payload, scales_end, mids_16)
@@ -329,9 +319,7 @@ def _decode(
         bits = tl.where(flags > 0, LOW, HIGH)
         damaged = intact == 0
     start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, BY_TOKEN)
-    codes = eighths.load_codes(
-        section(payload, codes_16) + start + j, v, bits[:, None], keep, HIGH | LOW
-    )
+    codes = eighths.load_codes(section(payload, codes_16) + start + j, v, bits[:, None], keep, HIGH | LOW)
 
     exponent = tl.load(payload + first + row, mask=there, other=0).to(tl.int32)
     below = tl.load(section(payload, scales_16) + index, mask=there, other=0).to(tl.int32)

@@ -35,9 +35,7 @@ def lanes(
 
 
 @triton.jit
-def row_maximum(
-    value, row, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr
-):
+def row_maximum(value, row, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr):
     """The largest of each token's values, which are not negative, at each of its tiles."""
     if ROWS == 1:
         return tl.full((NT,), 0, tl.int32) + tl.max(value, axis=0)
