@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.pipeline import LowBitStage
-from lowbit.train.config_file import from_mapping
+from lowbit.train.config import from_mapping
 from lowbit.train.data import Order
 from lowbit.train.loop import Trainer, threads_per_rank
 from lowbit.train.peers import first_line
