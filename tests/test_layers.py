@@ -30,7 +30,7 @@ MAY_IMPORT = {
         "network",
     },
     "evaluate": {"config", "bench", "train", "tensor_parallel", "collectives", "codecs"},
-    "cli": {"config", "evaluate", "bench", "train", "activations", "codecs"},
+    "cli": {"config", "evaluate", "bench", "train", "collectives", "ranks", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -42,8 +42,6 @@ class Parser(argparse.ArgumentParser):
         self.words: dict[str, str] = {}
         self._fields: list[str] = []
         self._add_section(settings, "", self)
-        arguments = "".join(f" {action.metavar}" for action in self._get_positional_actions())
-        self.usage = f"%(prog)s{arguments} [options]"
 
     def add_flag(self, option: str, value: str, *, dest: str, help: str) -> None:
         """Add an option that takes no value, or one behind "=", and stands for `value` without.
@@ -60,6 +58,10 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an unknown option (the closest known one is named), or one without its value.
         """
+        arguments = [
+            f"[{action.dest}]" if action.nargs else action.metavar for action in self._get_positional_actions()
+        ]
+        self.usage = " ".join(["%(prog)s", *map(str, arguments), "[options]"])
         known, unknown = self.parse_known_args(self._normalized(words))
         if unknown:
             self._refuse(unknown[0])
@@ -97,11 +99,10 @@ class Parser(argparse.ArgumentParser):
         for setting in settings:
             if is_section(setting.hint):
                 key = f"{prefix}{setting.name}"
-                about = _escape(setting.meaning or (setting.hint.__doc__ or "").partition("\n")[0])
-                self._add_section(setting.hint, f"{key}.", self.add_argument_group(key, about))
+                self._add_section(setting.hint, f"{key}.", self.add_argument_group(key, _escape(setting.meaning)))
 
     def _add_setting(self, setting: Setting, prefix: str, group: Any) -> None:
-        key, help = f"{prefix}{setting.name}", _escape(_help(setting))
+        key, help = f"{prefix}{setting.name}", _help(setting)
         self._fields.append(key)
         if setting.default is dataclasses.MISSING:
             group.add_argument(key, metavar=setting.name.upper(), help=help)
@@ -112,7 +113,7 @@ class Parser(argparse.ArgumentParser):
             self.words[option] = f"{option}=true"
             negative = f"--{prefix}no-{_word(setting)}" if not prefix else f"--{prefix}no_{setting.name}"
             self.words[negative] = f"{option}=false"
-            help = f"{help} (off: {negative})" if setting.default else help
+            help = help if setting.default is False else _help(setting, f"off: {negative}")
         group.add_argument(option, dest=key, metavar=_metavar(setting), help=help)
 
     def _normalized(self, words: Sequence[str]) -> list[str]:
@@ -151,14 +152,16 @@ def _word(setting: Setting) -> str:
 def _metavar(setting: Setting) -> str:
     element = element_of(setting.hint)
     kinds = union_of(setting.hint if element is None else element)
-    return "" if bool in kinds else _METAVARS.get(getattr(kinds[0], "__origin__", kinds[0]), "TEXT")
+    kind = getattr(kinds[0], "__origin__", kinds[0])
+    word = kind.__name__.upper() if hasattr(kind, "parse") else _METAVARS.get(kind, "TEXT")
+    return "" if bool in kinds else word if element is None else f"{word},..."
 
 
-def _help(setting: Setting) -> str:
-    notes = setting.allowed
-    if setting.default not in (None, (), "", dataclasses.MISSING):
-        notes += f"; default: {shown(setting.default)}"
-    return f"{setting.meaning} [{notes}]"
+def _help(setting: Setting, *more: str) -> str:
+    given = setting.default not in (None, (), "", dataclasses.MISSING)
+    notes = [setting.limits, f"default: {shown(setting.default)}" if given else ""]
+    noted = "; ".join(filter(None, [*notes, *more]))
+    return _escape(f"{setting.meaning} [{noted}]" if noted else setting.meaning)
 
 
 def _escape(text: str) -> str:

@@ -83,7 +83,11 @@ def _demo_parser(program: str, summary: str) -> Parser:
 
 
 def _train(parser: Parser, words: Sequence[str]) -> None:
-    config, _options = _read(parser, words)
+    config, options = _read(parser, words)
+    if options.get("dry_run"):
+        from lowbit.cli.dry_run import dry_run
+
+        return dry_run(config)
     from lowbit.cli.show import show_summary
     from lowbit.train import run
 
@@ -95,7 +99,7 @@ def _config(parser: Parser, words: Sequence[str]) -> None:
     from lowbit.config import to_toml
 
     config, _ = _read(parser, words)
-    print(to_toml(config), end="")  # noqa: T201
+    print(to_toml(config), end="")
 
 
 def _demo(parser: Parser, words: Sequence[str]) -> None:

@@ -41,19 +41,19 @@ def kind_of(hint: Any) -> str:
     return " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
 
 
-def choices_of(hint: Any) -> list[str]:
-    """The values of a `Literal[...]`; none of anything else."""
-    bare = _bare(hint)
-    return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
-
-
 def _words(kind: Any) -> list[str]:
     return choices_of(kind) or _KINDS.get(kind) or [f"a {kind.__name__.lower()}"]
 
 
+def choices_of(hint: Any) -> list[str]:
+    """The values of a `Literal[...]`, of a list of them or of an optional one; none of anything else."""
+    bare = _bare(hint if (element := element_of(hint)) is None else element)
+    return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
+
+
 def range_of(hint: Any) -> str:
     """The range of an annotation: "at least 0 and at most 1"; empty if it has none."""
-    return " and ".join(f"{_BOUNDS[name]} {limit:g}" for name, limit in _limits(hint))
+    return " and ".join(f"{_BOUNDS[name]} {limit:,}" for name, limit in _limits(hint))
 
 
 def _limits(hint: Any) -> Iterator[tuple[str, float]]:
