@@ -24,9 +24,7 @@ PUBLIC = {
     "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "Report",
     "lowbit.cli": "main",
-    "lowbit.config": (
-        "ConfigError NonNegative Positive Setting build override read_toml resolve section settings_of to_toml"
-    ),
+    "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
         "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant gradients_beside parse "
         "parse_pair"
