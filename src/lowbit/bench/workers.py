@@ -1,145 +1,180 @@
-"""The ranks of a benchmark: processes on the hosts of a slow link, or on this machine."""
+"""Processes that follow the orders of a benchmark: on the hosts of a slow link, or on this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import selectors
+import queue
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any
 
-from lowbit.collectives.engine import check_torch
 from lowbit.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
 
 UNLIMITED = Link(None)
 _CONNECTING = Link(1000.0)
 _PROBE_SECONDS = 1.0
 
+OnProgress = Callable[[Any], None]
 
-class Ranks:
-    """One process for each rank of a job, which finds the others; a context manager that ends them all.
+
+class Workers:
+    """Processes that follow orders; a context manager that ends them all. Their side is `lowbit.bench.worker`.
 
     Args:
-        link: an open link, whose host i gets rank i; None: all on this machine's loopback.
+        program: the module that each of them runs.
         count: how many.
-        program: module that each of them runs.
+        grouped: they join one process group.
+        network: an open link, whose host i gets process i; None: all on this machine's loopback.
+        environment: more variables for them.
     """
 
-    def __init__(self, link: SlowLink | None, count: int, program: str = "lowbit.bench.rank") -> None:
-        self._link, self._count, self._program = link, count, program
+    def __init__(
+        self,
+        program: str,
+        count: int = 1,
+        *,
+        grouped: bool = False,
+        network: SlowLink | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._program, self._count, self._grouped, self._network = program, count, grouped, network
+        self._environment = environment or {}
         self._processes: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
         self._errors: list[IO[str]] = []
         self._files = contextlib.ExitStack()
+        self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
-    def __enter__(self) -> Ranks:
-        port = "29500" if self._link else str(_free_port())
+    def __enter__(self) -> Workers:
+        port = "29500" if self._network else str(_free_port())
         try:
-            for rank in range(self._count):
-                self._start(rank, port)
+            for index in range(self._count):
+                self._start(index, port)
         except BaseException:
             self.close()
             raise
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
-    def ask(self, method: str, **arguments: Any) -> list[Any]:
-        """Give all ranks an order (of `lowbit.bench.rank`) and collect their answers, by rank.
+    def ask(self, method: str, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
+        """Give all processes an order and collect their answers, by process.
+
+        Args:
+            method: of what the program serves; arguments: its keyword arguments, as JSON has them.
+            on_progress: called with what processes tell in between.
 
         Raises:
-            ChildProcessError: a rank failed; the message says how.
+            ChildProcessError: one failed; the message says how.
         """
-        self.tell(json.dumps([method, arguments]))
-        results: dict[int, Any] = {}
-        with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._processes):
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(results) < self._count:  # whoever fails first ends the waiting
-                for key, _ in selector.select():
-                    selector.unregister(key.fileobj)
-                    results[key.data] = self._answer(key.data)
-        return [results[rank] for rank in range(self._count)]
+        for index in range(self._count):
+            self._tell(index, method, arguments)
+        results = dict(self._answers(set(range(self._count)), on_progress))
+        return [results[index] for index in range(self._count)]
 
-    def tell(self, line: str) -> None:
-        """Write a line to the standard input of all ranks."""
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # waiting for it will tell why it ended
-                process.stdin.write(line + "\n")
-                process.stdin.flush()
-
-    def ended(self) -> bool:
-        """Whether all ranks have ended, and well.
+    def share(
+        self, method: str, orders: Sequence[Mapping[str, Any]], *, on_progress: OnProgress | None = None
+    ) -> Iterator[Any]:
+        """Give each order to the next process that is free, and yield answers as they come.
 
         Raises:
-            ChildProcessError: one ended with an error; the message has its last words.
+            ChildProcessError: a process failed; the message says how.
         """
-        codes = [process.poll() for process in self._processes]
-        for rank, code in enumerate(codes):
-            if code:
-                raise _failure(rank, self._last_words(rank))
-        return None not in codes
+        left = list(orders)[::-1]
+        busy = set(range(min(self._count, len(left))))
+        for index in busy:
+            self._tell(index, method, left.pop())
+        while busy:
+            index, answer = next(self._answers(busy, on_progress))
+            busy.discard(index)
+            if left:
+                busy.add(index)
+                self._tell(index, method, left.pop())
+            yield answer
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes; what they hold is thrown away, or on disk."""
         for process in self._processes:
-            process.kill()  # what they hold is thrown away, or on disk
-        for process in self._processes:
-            process.communicate()
+            process.kill()
+        for process, reader in zip(self._processes, self._readers, strict=True):
+            process.wait()
+            reader.join()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
         self._files.close()
         self._processes.clear()
+        self._readers.clear()
 
-    def _start(self, rank: int, port: str) -> None:
-        count = str(self._count)
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": self._link.address(0) if self._link else "127.0.0.1", "MASTER_PORT": port,
-        }  # fmt: skip
+    def _start(self, index: int, port: str) -> None:
+        environment = os.environ | self._environment | {"LOWBIT_WORKER": str(index)}
+        if self._grouped:
+            environment |= {"RANK": str(index), "LOCAL_RANK": str(index)}
+            environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self._count))
+            environment |= {"MASTER_ADDR": self._network.address(0) if self._network else "127.0.0.1"}
+            environment |= {"MASTER_PORT": port}
         file = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._errors.append(self._files.enter_context(file))  # `close` closes it
         argv = [sys.executable, "-m", self._program]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
-        if self._link:
-            environment["GLOO_SOCKET_IFNAME"] = self._link.interface(rank)
-            process = self._link.popen(rank, argv, env=environment, **pipes)
+        if self._network:
+            environment["GLOO_SOCKET_IFNAME"] = self._network.interface(index)
+            process = self._network.popen(index, argv, env=environment, **pipes)
         else:
             process = subprocess.Popen(argv, env=environment, **pipes)
         self._processes.append(process)
+        self._readers.append(threading.Thread(target=self._read, args=(index, process.stdout), daemon=True))
+        self._readers[-1].start()
 
-    def _answer(self, rank: int) -> Any:
-        stdout = self._processes[rank].stdout
-        assert stdout is not None
-        line = stdout.readline()
-        if not line:
-            self._processes[rank].wait()
-            raise _failure(rank, self._last_words(rank))
-        answer = json.loads(line)
-        if "error" in answer:
-            raise _failure(rank, answer["error"])
-        return answer["result"]
+    def _read(self, index: int, stdout: IO[str]) -> None:
+        for line in stdout:
+            self._lines.put((index, line))
+        self._lines.put((index, ""))  # the process has ended
 
-    def _last_words(self, rank: int) -> str:
-        """The end of what a rank that has ended said on standard error, and its exit status."""
-        self._errors[rank].seek(0)
-        said = self._errors[rank].read().strip().splitlines()
-        return f"exit status {self._processes[rank].returncode}" + (f", {said[-1]}" if said else "")
+    def _tell(self, index: int, method: str, arguments: Mapping[str, Any]) -> None:
+        stdin = self._processes[index].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # waiting for the answer tells why the process ended
+            stdin.write(json.dumps([method, arguments]) + "\n")
+            stdin.flush()
 
+    def _answers(self, waiting: set[int], on_progress: OnProgress | None) -> Iterator[tuple[int, Any]]:
+        """Process and answer, as they come; whoever fails first ends the waiting."""
+        left = set(waiting)
+        while left:
+            index, line = self._lines.get()
+            if not line:
+                self._processes[index].wait()
+                raise self._failure(index, self._last_words(index))
+            match json.loads(line):
+                case {"progress": told}:
+                    if on_progress:
+                        on_progress(told)
+                case {"error": reason}:
+                    raise self._failure(index, reason)
+                case {"result": result}:
+                    left.discard(index)
+                    yield index, result
 
-def _failure(rank: int, reason: str) -> ChildProcessError:
-    return ChildProcessError(f"rank {rank} failed: {reason}")
+    def _failure(self, index: int, reason: str) -> ChildProcessError:
+        return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
+
+    def _last_words(self, index: int) -> str:
+        """The end of what a process that has ended said on standard error, and its exit status."""
+        self._errors[index].seek(0)
+        said = self._errors[index].read().strip().splitlines()
+        return f"exit status {self._processes[index].returncode}" + (f", {said[-1]}" if said else "")
 
 
 def _free_port() -> int:
@@ -149,9 +184,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(
-    count: int, links: Sequence[Link], program: str = "lowbit.bench.rank"
-) -> Iterator[tuple[SlowLink | None, Ranks]]:
+def started(program: str, count: int, links: Sequence[Link]) -> Iterator[tuple[SlowLink | None, Workers]]:
     """Ranks on the hosts of a link that `set_link` changes; on loopback if no link has to be limited or can be.
 
     Where one of `links` is limited, the ranks connect on a limited one: that fixes how large the trains of packets are
@@ -162,15 +195,18 @@ def started(
         EngineError: this PyTorch is not known to work.
         LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
+    from lowbit.collectives.engine import check_torch
+
     check_torch()
     check_available(links)
     if SlowLink.available():
-        with Ranks(None, count, program) as ranks:
+        with Workers(program, count, grouped=True) as ranks:
             yield None, ranks
     else:
         first = UNLIMITED if set(links) == {UNLIMITED} else _CONNECTING
-        with SlowLink(count, first.rate_mbit) as network, Ranks(network, count, program) as ranks:
-            yield network, ranks
+        with SlowLink(count, first.rate_mbit) as network:
+            with Workers(program, count, grouped=True, network=network) as ranks:
+                yield network, ranks
 
 
 def check_available(links: Sequence[Link]) -> None:
