@@ -51,8 +51,8 @@ class MemoryBenchmark:
     device: Device = "cpu"
     """cuda: the current device."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """fp32: master weights, and matrix products in bfloat16 by autocast, as in `lowbit train`; bf16: the model itself in
-    bfloat16, without master weights."""
+    """fp32: master weights, and matrix products in bfloat16 by autocast, as in `lowbit train`; bf16: the model itself
+    in bfloat16, without master weights."""
     model: ModelConfig = ModelConfig(layers=4, vocab=256)
     """What is trained. Logits and their gradient take some 14 bytes for each entry of `model.vocab` and token, whatever
     the method."""
