@@ -94,15 +94,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
 
     console = console or Console()
     check_output(output)
-    link = UNLIMITED if (reason := SlowLink.available()) else LINK
-    if reason:
-        console.print(
-            f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: both runs use this machine's loopback, "
-            "where few bits gain nothing.",
-            highlight=False,
-        )
-    else:
-        console.print(f"Two hosts on this machine, joined by {LINK.title}.", highlight=False)
+    link = choose_link(console)
     rows = []
     with started(PROGRAM, SETTINGS.pipeline.ranks, [link]) as (network, ranks), _progress(console) as show:
         about = set_link(network, link)
@@ -119,6 +111,19 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     console.print(TABLE.render(report.rows))
     _print_outputs(console, output)
     return report
+
+
+def choose_link(console: Console) -> Link:
+    """The slow link; where this machine does not permit one, none, and a word about it."""
+    if reason := SlowLink.available():
+        console.print(
+            f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: both runs use this machine's loopback, "
+            "where few bits gain nothing.",
+            highlight=False,
+        )
+        return UNLIMITED
+    console.print(f"Two hosts on this machine, joined by {LINK.title}.", highlight=False)
+    return LINK
 
 
 def check_output(output: Path) -> None:
