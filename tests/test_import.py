@@ -22,7 +22,7 @@ HEAVY = (
 PUBLIC = {
     "lowbit": "__version__",
     "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
-    "lowbit.bench": "Report",
+    "lowbit.bench": "COMMANDS",
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
@@ -43,6 +43,10 @@ PUBLIC = {
         "tah_quant_decode tah_quant_encode"
     ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
+    "lowbit.report": (
+        "Bars Baseline Column Command Heights Lines Points Report Row Stacks Table Value check_output compare execute "
+        "machine run spread summary"
+    ),
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "
         "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"

@@ -1,0 +1,226 @@
+"""`python -m benchmarks activations`: how far few bits of saved activations turn a trained model's gradients.
+
+One model, trained at full precision first: gradients of random weights say little, because attention is still flat.
+Then every method's gradients of the same samples are compared with PyTorch's, layer type by layer type.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from lowbit.activations import LayerAware, compress_saved_, counted
+from lowbit.activations.counting import layer_type
+from lowbit.activations.measure import gradients, relative_error
+from lowbit.activations.structure import in_attention, linear_like
+from lowbit.bench.settings import Device, EachOnce, check_device
+from lowbit.bench.training import spread_evenly
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.report import Baseline, Column, Command, Lines, Row, Table
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.train.data import Data, load_data
+from lowbit.train.model import build_model, vocabulary
+from lowbit.train.single_process import model_loss, train_single_process
+
+PLAIN = "plain"
+_ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}
+METHODS: dict[str, LayerAware | None] = {
+    PLAIN: None,
+    "low-bit": LayerAware(),
+    "int4": LayerAware(norm=4),
+    "int4-uniform": LayerAware(norm=4, attention=4),
+    "int8-uniform": LayerAware(bits=8, attention=8),
+    "attention-4": LayerAware(**_ELSEWHERE, attention=4),
+    "attention-8": LayerAware(**_ELSEWHERE, attention=8),
+    "low-bit+attention-4": LayerAware(attention=4),
+    "low-bit+attention-8": LayerAware(attention=8),
+}
+
+
+@section()
+class ActivationsBenchmark:
+    """The model, how it is trained first, and the methods."""
+
+    methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
+    """low-bit (ours), int4 (norms in 4 bits, too), int4-uniform (attention's tensors in 4, too), int8-uniform (all in
+    8), attention-4 and attention-8 (nothing but attention's), low-bit+attention-4 and -8 (ours, and attention's). What
+    PyTorch saves is always measured, for the bytes."""
+    sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
+    """Tokens of a sample."""
+    samples: Positive = 8
+    """Those on which gradients are compared, one after the other, held out from training."""
+    batch: Positive = 2
+    """Samples of a training step."""
+    train_steps: NonNegative = 400
+    """Of training before that, on samples of the longest sequence."""
+    lr: float = 1e-3
+    """Highest learning rate of this training."""
+    device: Device = "cpu"
+    """cuda: the current device."""
+    model: ModelConfig = ModelConfig(dim=128, layers=4, heads=2)
+    """What is measured. A pretrained one is trained for `train_steps`, too."""
+    seed: NonNegative = 0
+    """Of weights and samples."""
+    text: tuple[str, ...] = ()
+    """Files or folders; absent: Python's standard library."""
+    max_bytes: Positive = 4_000_000
+    """Read no more text than this."""
+    threads: Positive = 2
+    """Of PyTorch."""
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.methods) - set(METHODS):
+            raise ConfigError(f"methods has {', '.join(sorted(unknown))}; allowed: {', '.join(METHODS)}")
+        vocabulary(self.model, 256)
+
+    def data(self, sequence: int) -> DataConfig:
+        """The text, in samples of so many tokens."""
+        return DataConfig(
+            text=self.text, tokenizer=self.model.pretrained or "bytes", batch=self.batch, max_bytes=self.max_bytes,
+            sequence=sequence,
+        )  # fmt: skip
+
+
+def measure(settings: ActivationsBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Train the model, and measure.
+
+    Yields:
+        Rows, one for each sequence and method: `method`, `sequence`, `train_loss` (of the last tenth of the training
+        steps; None without any), `saved_bytes` (kept by autograd for a sample, each storage once), `saved_vs_plain`,
+        and `errors`: for "all" parameters, for those of each layer type, and for each of attention's linear layers by
+        its name, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
+
+    Raises:
+        ConfigError: text, model or device that cannot be used.
+    """
+    check_device(settings.device)
+    torch.set_num_threads(settings.threads)
+    texts = {sequence: load_data(settings.data(sequence)) for sequence in settings.sequences}
+    model, loss = _trained(settings, texts[max(settings.sequences)])
+    rows: list[Row] = []
+    for sequence, data in texts.items():
+        ids = spread_evenly(settings.samples, len(data.held_out))
+        batches = [data.held_out.batch(one) for one in ids.split(1)]
+        exact = [gradients(model, lambda batch=batch: model_loss(model, *batch)) for batch in batches]
+        for method in dict.fromkeys((PLAIN, *settings.methods)):
+            rows.append({"sequence": sequence, **_measure(model, method, batches, exact), "train_loss": loss})
+            yield rows
+
+
+def _trained(settings: ActivationsBenchmark, data: Data) -> tuple[nn.Module, float | None]:
+    """The model after training, in training mode, and its last training losses."""
+    vocab = vocabulary(settings.model, data.tokenizer.size)
+    model = build_model(settings.model, vocab=vocab, sequence=max(settings.sequences), seed=settings.seed)
+    nn.Module.to(model, torch.device(settings.device)).train()
+    optimizer = OptimizerConfig(lr=settings.lr)
+    losses = train_single_process(
+        model, data.train, optimizer, steps=settings.train_steps, batch=settings.batch, seed=settings.seed
+    )
+    last = losses[-max(1, len(losses) // 10) :]
+    return model, statistics.fmean(last) if last else None
+
+
+def _measure(
+    model: nn.Module,
+    method: str,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    exact: Sequence[dict[str, Tensor]],
+) -> dict[str, Any]:
+    """Bytes of the first sample and errors of all."""
+    policy, groups = METHODS[method], _groups(model)
+    compressed = compress_saved_(model, policy, report=False) if policy else None
+    errors: dict[str, list[float]] = defaultdict(list)
+    try:
+        with counted(model) as kept:
+            graph = model_loss(model, *batches[0])
+        del graph
+        for batch, wanted in zip(batches, exact, strict=True):
+            given = gradients(model, lambda batch=batch: model_loss(model, *batch))
+            for where, names in groups.items():
+                errors[where].append(relative_error(given, {n: wanted[n] for n in names if n in wanted}))
+    finally:
+        if compressed is not None:
+            compressed.remove()
+    return {"method": method, "saved_bytes": kept.total, "errors": dict(errors)}
+
+
+def _groups(model: nn.Module) -> dict[str, list[str]]:
+    """Names of parameters by where they are: all, a layer type, or one of attention's linear layers.
+
+    Ask before the model is compressed: afterwards layers are not what they look like.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    groups: dict[str, list[str]] = {"all": names}
+    for name in names:
+        parts = name.split(".")[:-1]
+        path = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+        where = layer_type(path)
+        if linear_like(path[-1]) is not None and in_attention(".".join(parts), model):
+            where = parts[-1]
+        groups.setdefault(where, []).append(name)
+    return groups
+
+
+def summarized(rows: Sequence[Row]) -> list[Row]:
+    """Rows with medians of the errors, by where, and `lowest` and `highest` of "all"."""
+    return [
+        {
+            **row,
+            **{where: statistics.median(errors) for where, errors in row["errors"].items()},
+            "lowest": min(row["errors"]["all"]),
+            "highest": max(row["errors"]["all"]),
+        }
+        for row in rows
+    ]
+
+
+def _places(rows: Sequence[Row]) -> list[Column]:
+    """A column for each layer type and linear layer of attention."""
+    names = dict.fromkeys(name for row in rows for name in row["errors"] if name != "all")
+    return [*PLACE, *(Column(name, name, "{:.4f}") for name in names)]
+
+
+def _compressed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in summarized(rows) if row["method"] != PLAIN]
+
+
+PLACE = (Column("sequence", "sequence"), Column("method", "method"))
+COMMAND = Command(
+    name="benchmarks activations",
+    summary="How far few bits of saved activations turn a trained model's gradients.",
+    settings=ActivationsBenchmark,
+    measure=measure,
+    baselines=[Baseline(field="saved_vs_plain", value="saved_bytes", to={"method": PLAIN}, alike=("sequence",))],
+    tables=[
+        Table(
+            title="Bytes saved, and relative error of gradients",
+            rows=summarized,
+            columns=[
+                *PLACE,
+                Column("saved\nMB", lambda row: row["saved_bytes"] / 1e6, "{:.2f}"),
+                Column("of\nplain", "saved_vs_plain", "{:.0%}"),
+                Column("error,\nmedian", "all", "{:.4f}"),
+                Column("\nlowest", "lowest", "{:.4f}"),
+                Column("\nhighest", "highest", "{:.4f}"),
+                Column("in training", "train_loss", "{:.4f}"),
+            ],
+        ),
+        Table(
+            title="Medians, by layer type and linear layer of attention",
+            rows=_compressed,
+            columns=_places,
+        ),
+    ],
+    charts=[
+        Lines(
+            rows=_compressed, title="Error of all gradients, median", series="method", x="sequence", y="all",
+            x_label="tokens of a sample", label="relative error",
+        )
+    ],
+)  # fmt: skip

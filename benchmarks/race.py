@@ -1,0 +1,243 @@
+"""`python -m benchmarks race`: seconds of training until each boundary format has reached the same held-out loss.
+
+A format can be fast and learn less from each step, or the other way round; AQ-SGD above all sends every sample at full
+precision at its first visit and few bits later. So what counts is the time to the same loss, when samples come again
+in every epoch: fine-tuning, the regime of both papers.
+
+What is alike for all: the weights they start from, the samples and their order, the learning rate, the stage and its
+schedule, the format of the gradients, the link, and the processes in which they take turns. The clock of each runs in
+its own training steps only. Held-out loss is that of the model by itself, with full precision at the boundaries.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lowbit.bench.demo import reached
+from lowbit.bench.recipes import (
+    MANY_STAGES,
+    PROGRAM,
+    THIN_MODEL,
+    as_mapping,
+    check_recipes,
+    check_samples,
+    recipe,
+    step,
+)
+from lowbit.bench.settings import LINK, Device, Links, Names, formats_of, link_name
+from lowbit.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.network import Link, SlowLink
+from lowbit.report import Baseline, Column, Command, Lines, Row, Table
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+
+
+@section()
+class RaceBenchmark:
+    """The course."""
+
+    links: Links = (Link(100.0),)
+    """A race on each: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    boundaries: Names = ("fp32", "tah-quant", "aq-sgd")
+    """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
+    backward: str = ""
+    """Format of the gradients beside few-bit activations that do not name their own; absent: the default."""
+    model: ModelConfig = THIN_MODEL
+    """What is trained."""
+    data: DataConfig = DataConfig(batch=32, sequence=128)
+    """Text to fine-tune on; absent: Python's language reference."""
+    pipeline: PipelineConfig = MANY_STAGES
+    """Ranks, each on a host of its own, stages and schedule."""
+    start_text: tuple[str, ...] = ()
+    """Files or folders for the weights that all start from; absent: Python's standard library."""
+    start_steps: Positive = 200
+    """Steps at full precision, before the race, that make these weights."""
+    samples: Positive = 640
+    """Distinct samples, a multiple of the batch."""
+    epochs: Positive = 5
+    """How often each sample is visited."""
+    lr: float = 2e-4
+    """Highest learning rate of the fine-tuning."""
+    evaluations: Positive = 2
+    """Of the held-out loss, in each epoch."""
+    eval_batches: Positive = 8
+    """Batches of held-out text in each evaluation."""
+    device: Device = "cpu"
+    """cuda: ranks take the machine's devices in turn."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the computation."""
+    seed: NonNegative = 0
+    """Of weights and data order."""
+
+    def __post_init__(self) -> None:
+        check_samples(self)
+        if self.evaluations > self.samples // self.data.batch:
+            raise ConfigError(
+                f"evaluations is {self.evaluations}; "
+                f"allowed: at most the steps of an epoch ({self.samples // self.data.batch})"
+            )
+        check_recipes(self, self.pipeline)
+
+
+def measure(settings: RaceBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Race on every link.
+
+    Yields:
+        Rows, one for each link and boundary: `boundary`, `forward`, `backward`, what `set_link` says of the link,
+        `target_loss` (the lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss` (of
+        training, until then), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds`
+        (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes` (sent by all ranks),
+        `state_bytes` (kept between steps at the end, all ranks) and `curve` (pairs of seconds and held-out loss).
+
+    Raises:
+        LinkUnavailable: a limited link is asked for and this machine does not permit one.
+        ChildProcessError: a rank failed.
+    """
+    rows: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(PROGRAM, settings.pipeline.ranks, settings.links) as (network, ranks),
+    ):
+        text = replace(settings.data, text=settings.start_text, held_out=())
+        start = recipe(settings, "fp32", data=text, output=f"{folder}/start", steps=settings.start_steps)
+        ranks.ask("train", config=as_mapping(start))
+        for place, link in enumerate(settings.links):
+            about = set_link(network, link)
+            with _not_timed(network):
+                racers = [
+                    Racer(settings, boundary, ranks, f"{folder}/{place}-{number}")
+                    for number, boundary in enumerate(settings.boundaries)
+                ]
+            for racer in racers * (settings.epochs * settings.evaluations):
+                racer.train()
+                with _not_timed(network):
+                    racer.evaluate()
+                yield [*rows, *rows_of(racers, about)]
+            rows += rows_of(racers, about)
+
+
+@contextmanager
+def _not_timed(network: SlowLink | None) -> Iterator[None]:
+    """Lift the link's limits for what the clocks leave out, so that nobody has to wait for it."""
+    if network is None:
+        yield
+        return
+    link = network.link
+    network.set_link(UNLIMITED)
+    yield
+    network.set_link(link)
+
+
+class Racer:
+    """One boundary's run, with its clock.
+
+    Args:
+        settings: the course.
+        boundary: the format.
+        ranks: where it runs.
+        folder: what the run writes to, and its name. The starting weights lie beside it.
+    """
+
+    def __init__(self, settings: RaceBenchmark, boundary: str, ranks: Workers, folder: str) -> None:
+        self.boundary = boundary
+        self.formats = formats_of(boundary, settings.backward)
+        self.steps: list[dict[str, Any]] = []
+        self.state_bytes = 0
+        self.curve: list[tuple[float, float]] = []
+        self._name, self._ranks = folder, ranks
+        steps, parts = settings.samples // settings.data.batch, settings.evaluations
+        self._turns = [steps * (i + 1) // parts - steps * i // parts for i in range(parts)]
+        config = self._recipe(settings, settings.epochs * steps)
+        ranks.ask("open", name=folder, config=as_mapping(config), samples=settings.samples)
+        self.evaluate()
+
+    def train(self) -> None:
+        """Train until the next evaluation is due."""
+        turn = (len(self.curve) - 1) % len(self._turns)
+        self.steps += step(self._ranks, self._name, self._turns[turn])
+        self.state_bytes = sum(self._ranks.ask("state_bytes", name=self._name))
+
+    def evaluate(self) -> None:
+        """Add a point to the curve."""
+        seconds = sum(step["seconds"] for step in self.steps)
+        self.curve.append((seconds, self._ranks.ask("held_out_loss", name=self._name)[0]))
+
+    def _recipe(self, settings: RaceBenchmark, steps: int) -> Any:
+        start = Path(self._name).with_name("start") / "model"
+        reference = Path(sysconfig.get_paths()["stdlib"], "pydoc_data", "topics.py")
+        data = settings.data
+        if not (data.text or data.dataset):
+            data = replace(data, text=(str(reference),))
+        return recipe(
+            settings, self.boundary, model=ModelConfig(pretrained=str(start)), data=data,
+            optimizer=OptimizerConfig(lr=settings.lr, lr_warmup_steps=min(10, steps)),
+            output=self._name, steps=steps, eval_batches=settings.eval_batches,
+        )  # fmt: skip
+
+
+def rows_of(racers: Sequence[Racer], about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of one link: who was when at the lowest loss that all have reached."""
+    rows = []
+    for racer in racers:
+        if steps := racer.steps:
+            bits = {name: sum(s[name] for s in steps) / len(steps) for name in ("bits_forward", "bits_backward")}
+            rows.append(
+                {
+                    "boundary": racer.boundary,
+                    **racer.formats,
+                    **about,
+                    "best_loss": min(loss for _, loss in racer.curve),
+                    "seconds": racer.curve[-1][0],
+                    **bits,
+                    "megabytes": sum(step["bytes_sent"] for step in steps) / 1e6,
+                    "state_bytes": racer.state_bytes,
+                    "curve": list(racer.curve),
+                }
+            )
+    return reached(rows) if rows else []
+
+
+COMMAND = Command(
+    name="race",
+    summary="Seconds of training until each boundary format has reached the same held-out loss.",
+    settings=RaceBenchmark,
+    measure=measure,
+    baselines=[
+        Baseline(
+            field=f"speedup_{name.replace('-', '_')}", value="seconds_to_loss", to={"boundary": name}, alike=("link",),
+            way="under",
+        )
+        for name in ("fp32", "aq-sgd")
+    ],
+    tables=[
+        Table(
+            title="Seconds of training until the same held-out loss",
+            columns=[
+                LINK,
+                Column("boundary", "boundary"),
+                Column("loss", "target_loss", "{:.4f}"),
+                Column("reached\nafter s", "seconds_to_loss", "{:.1f}"),
+                Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
+                Column("over\naq-sgd", "speedup_aq_sgd", "{:.2f}x"),
+                Column("best\nloss", "best_loss", "{:.4f}"),
+                Column("whole\nrun s", "seconds", "{:.1f}"),
+                Column("bits\nfwd", "bits_forward", "{:.2f}"),
+                Column("bits\nbwd", "bits_backward", "{:.2f}"),
+                Column("MB\nsent", "megabytes", "{:.1f}"),
+                Column("state\nMB", lambda row: row["state_bytes"] / 1e6, "{:.1f}"),
+            ],
+        )
+    ],
+    charts=[
+        Lines(
+            panel=link_name, series="boundary", curve="curve", x_label="seconds of training",
+            label="held-out loss, nats a token",
+        )
+    ],
+)  # fmt: skip

@@ -1,0 +1,275 @@
+"""`python -m benchmarks spectrum`: how near a model's boundaries lie to a few directions, and how each format fares.
+
+The model of a checkpoint is run on a text, forward and backward, as it is: nothing is trained. What would cross each
+boundary goes through the sessions of every format, message after message, as in a pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from lowbit.bench.training import boundary_modules, spread_evenly
+from lowbit.codecs import Codec, SubspaceQuant, parse
+from lowbit.codecs.base import Session
+from lowbit.config import ConfigError, Positive, section
+from lowbit.report import Column, Command, Lines, Row, Table
+from lowbit.train.config import DataConfig, ModelConfig
+from lowbit.train.data import load_data
+from lowbit.train.model import build_model, count_layers, next_token_loss, vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DIRECTIONS = ("forward", "backward")
+AtLeastTwo = Annotated[int, Field(ge=2)]
+
+
+@section()
+class SpectrumBenchmark:
+    """What is measured."""
+
+    checkpoint: str
+    """Local folder with a Hugging Face checkpoint of a causal language model."""
+    text: str
+    """File, folder or pattern that the model is run on."""
+    stages: AtLeastTwo = 4
+    """Of the pipeline that the model would be cut into, at most its layers."""
+    ranks: tuple[Positive, ...] = (8, 16, 32, 64)
+    """Numbers of directions to try; besides them, the one that suits the first message (SubspaceQuant.fitted)."""
+    bits: tuple[int, ...] = (3, 4)
+    """Of the remainder, to try with each of them."""
+    group: Positive = 64
+    """Of SubspaceQuant."""
+    refresh: Positive = 8
+    """Of SubspaceQuant."""
+    codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published")
+    """Formats to compare with, by name or in full."""
+    sequence: AtLeastTwo = 256
+    """Tokens of a window."""
+    batch: Positive = 4
+    """Windows in a message."""
+    messages: AtLeastTwo = 8
+    """How many; the second half is judged."""
+    tokenizer: str = ""
+    """"bytes" or a folder; absent: the model's own."""
+    max_bytes: Positive = 16_000_000
+    """Read no more text than this."""
+
+    def __post_init__(self) -> None:
+        for name in self.codecs:
+            codec = parse(name)
+            if codec.needs_key:
+                raise ConfigError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
+            if not codec.settled:
+                raise ConfigError(
+                    f"codecs has {name!r}, which a pipeline's warm-up settles; allowed: those that leave nothing to "
+                    "choose (what the spectrum would choose is measured anyway)"
+                )
+        if not self.bits:
+            raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
+        for rank in (*self.ranks, 1):
+            for bits in self.bits:
+                SubspaceQuant(rank=rank, bits=bits, group=self.group, refresh=self.refresh)
+
+
+@dataclass
+class _Trial:
+    """A format at one boundary, in one direction."""
+
+    name: str
+    codec: Codec
+    fitted: bool
+    ends: tuple[Session, Session]
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def carry(self, x: Tensor, counted: bool) -> None:
+        sender, receiver = self.ends
+        y = receiver.decode(sender.encode(x))
+        if counted:
+            self.signal += float(x.double().square().sum())
+            self.noise += float((x.double() - y.double()).square().sum())
+
+    def decibels(self) -> float:
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+
+
+@dataclass
+class _Boundary:
+    """What crosses a boundary in one direction, and how it fares."""
+
+    index: int
+    direction: str
+    outside: Tensor = field(default_factory=lambda: torch.zeros(0))
+    trials: list[_Trial] = field(default_factory=list)
+
+    def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
+        self.outside = outside(x)
+        candidates: dict[tuple[int, int], bool] = {}
+        for bits in settings.bits:
+            more = {"bits": bits, "group": settings.group, "refresh": settings.refresh}
+            candidates |= {(rank, bits): False for rank in settings.ranks if rank <= x.shape[-1]}
+            candidates[SubspaceQuant.fitted(x, **more).directions, bits] = True
+        self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
+        for (rank, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
+            codec = SubspaceQuant(rank=rank, bits=bits, group=settings.group, refresh=settings.refresh)
+            self.trials.append(self._trial("subspace", codec, x, fitted))
+
+    def rows(self, shape: Sequence[int]) -> Iterator[Row]:
+        for trial in self.trials:
+            subspace = trial.codec if isinstance(trial.codec, SubspaceQuant) else None
+            rank = subspace.directions if subspace else None
+            yield {
+                "boundary": self.index,
+                "direction": self.direction,
+                "shape": list(shape),
+                "format": trial.name,
+                "codec": str(trial.codec),
+                "rank": rank,
+                "bits": subspace.bits if subspace else None,
+                "fitted": trial.fitted,
+                "outside": float(self.outside[min(rank, len(self.outside) - 1)]) if rank else None,
+                "bits_per_element": trial.codec.bits_per_element(shape),
+                "decibels": trial.decibels(),
+            }
+
+    @staticmethod
+    def _trial(name: str, codec: Codec, x: Tensor, fitted: bool = False) -> _Trial:
+        sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
+        return _Trial(name, codec, fitted, (sender, receiver))
+
+
+def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+    """Measure every format on what crosses every boundary.
+
+    Yields:
+        Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
+        byte counted) and `decibels` (signal over noise, second half of the messages); those of SubspaceQuant also
+        `rank`, `bits` and `outside`: the share of the first message's energy that its best directions, so many, leave
+        out; `fitted`: whether this rank is `SubspaceQuant.fitted`'s.
+
+    Raises:
+        ConfigError: a model or text that cannot be used, or more stages than layers.
+    """
+    config = ModelConfig(pretrained=settings.checkpoint)
+    if settings.stages > (layers := count_layers(config)):
+        raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+    data = load_data(
+        DataConfig(
+            text=(settings.text,), tokenizer=settings.tokenizer or settings.checkpoint, sequence=settings.sequence,
+            batch=settings.batch * settings.messages, max_bytes=settings.max_bytes, held_out_share=0,
+        )
+    )  # fmt: skip
+    vocab = vocabulary(config, data.tokenizer.size)
+    model = build_model(config, vocab=vocab, sequence=settings.sequence, seed=0)
+    ids = spread_evenly(settings.batch * settings.messages, len(data.train))
+    boundaries = [_Boundary(i, d) for d in DIRECTIONS for i in range(settings.stages - 1)]
+    for message, part in enumerate(ids.split(settings.batch)):
+        sent = capture(model, *data.train.batch(part), stages=settings.stages)
+        tensors = [x for direction in sent for x in direction]
+        for boundary, x in zip(boundaries, tensors, strict=True):
+            if not message:
+                boundary.begin(settings, x)
+            for trial in boundary.trials:
+                trial.carry(x, message >= settings.messages // 2)
+        if message >= settings.messages // 2:
+            yield [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
+
+
+def capture(
+    model: PreTrainedModel, inputs: Tensor, targets: Tensor, *, stages: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What each stage but the last would send forward, and what each but the first would send back.
+
+    Args:
+        inputs, targets: token ids (batch, tokens).
+
+    Returns:
+        Activations and gradients of the mean loss, by boundary: float32 (batch, tokens, channels) each.
+    """
+    forward: list[Tensor] = []
+    backward: dict[int, Tensor] = {}
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        x, index = output if isinstance(output, Tensor) else output[0], len(forward)
+        forward.append(x.detach().float().clone())
+        x.register_hook(lambda gradient: backward.update({index: gradient.float().clone()}))
+
+    model.eval().requires_grad_(False)
+    embedding = model.get_input_embeddings()
+    embedding.requires_grad_(True)  # so that there is a graph, but no gradients of all the weights
+    names = boundary_modules(model, stages)
+    handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
+    try:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        next_token_loss(logits, targets).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        embedding.zero_grad()
+    return forward, [backward[i] for i in range(len(names))]
+
+
+def outside(x: Tensor) -> Tensor:
+    """Share of the energy of tokens (..., C) that the k best directions leave out, for k from 0 on."""
+    energy = torch.linalg.svdvals(x.reshape(-1, x.shape[-1]).double()).square()
+    total = energy.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    return (1 - torch.cat([torch.zeros(1), energy.cumsum(0) / total])).clamp(min=0)
+
+
+def _name(row: Row) -> str:
+    return f"{row['format']}, {row['bits']} bits" if row["rank"] else row["format"]
+
+
+def _points(rows: Sequence[Row]) -> list[Row]:
+    """Means over the boundaries, by bits; one that only some boundaries have, because it suits them, by itself."""
+    boundaries = len({row["boundary"] for row in rows})
+    groups: dict[tuple[str, str, float], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["direction"], _name(row), row["bits_per_element"]), []).append(row)
+    points = []
+    for (direction, name, bits), group in sorted(groups.items(), key=lambda item: item[0][2]):
+        alone = len(group) < boundaries
+        about = {"direction": direction, "series": name, "bits_per_element": bits, "alone": alone}
+        heights = [row["decibels"] for row in group]
+        points += [{**about, "decibels": height} for height in (heights if alone else [statistics.fmean(heights)])]
+    return sorted(points, key=lambda point: DIRECTIONS.index(point["direction"]))
+
+
+COMMAND = Command(
+    name="benchmarks spectrum",
+    summary="How near a model's boundaries lie to a few directions, and how each format fares.",
+    settings=SpectrumBenchmark,
+    measure=measure,
+    tables=[
+        Table(
+            each="direction",
+            title=lambda rows: (
+                f"{rows[0]['direction'].capitalize()}, messages of {' x '.join(map(str, rows[0]['shape']))}; "
+                "*: rank by the spectrum"
+            ),
+            columns=[
+                Column("boundary", "boundary"),
+                Column("format", _name),
+                Column("rank", lambda row: f"{row['rank']}{'*' * row['fitted']}" if row["rank"] else None),
+                Column("energy\noutside", "outside", "{:.2%}"),
+                Column("bits", "bits_per_element", "{:.2f}"),
+                Column("dB", "decibels", "{:.1f}"),
+            ],
+        )
+    ],
+    charts=[
+        Lines(
+            rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
+            alone=lambda row: row["alone"], x_label="bits per element", label="signal over noise, dB",
+        )
+    ],
+)  # fmt: skip
