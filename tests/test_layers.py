@@ -16,7 +16,9 @@ MAY_IMPORT = {
     "activations": {"codecs", "ops"},
     "tensor_parallel": {"collectives", "codecs"},
     "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
+    "plan": {"bench", "train", "activations", "codecs"},
     "bench": {
+        "plan",
         "train",
         "tensor_parallel",
         "activations",
@@ -28,7 +30,7 @@ MAY_IMPORT = {
         "network",
     },
     "evaluate": {"bench", "train", "tensor_parallel", "collectives", "codecs"},
-    "cli": {"evaluate", "bench", "train", "activations", "codecs"},
+    "cli": {"evaluate", "bench", "plan", "train", "activations", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -1,4 +1,4 @@
-"""Autograd functions whose backward starts from what `lowbit.activations.kept` describes.
+"""Autograd functions whose backward starts from what `lowbit.activations.recipes` describes.
 
 Each computes forward from its inputs as they are; only backward sees rounded ones. Everything kept goes through
 `save_for_backward`, so PyTorch's own checks, hooks and checkpointing see it.
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lowbit import ops
-from lowbit.activations.kept import (
+from lowbit.activations.recipes import (
     GatedOutput,
     Kept,
     NormOutput,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.functions import GatedFunction, LinearFunction, NormFunction
-from lowbit.activations.kept import (
+from lowbit.activations.recipes import (
     FEWEST,
     GatedOutput,
     Itself,

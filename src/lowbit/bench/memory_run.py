@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.counting import counted, layer_type
-from lowbit.activations.measure import relative_error
 from lowbit.bench.memory import Settings
 from lowbit.bench.memory_methods import Around, Updates, kept_as
+from lowbit.plan.measure import relative_error
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, Windows, load_data
 from lowbit.train.model import build_model, vocabulary

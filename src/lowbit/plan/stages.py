@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.budget import CHOSEN, Sensitivities, StageCost
 from lowbit.activations.counting import Kept, counted
-from lowbit.activations.measure import bytes_between_passes, bytes_by_width, sensitivities
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.saved import compress_saved_
 from lowbit.codecs import parse
+from lowbit.plan.budget import CHOSEN, Sensitivities, StageCost
+from lowbit.plan.measure import bytes_between_passes, bytes_by_width, sensitivities
 from lowbit.train.config import FULL_PRECISION, DataConfig, OptimizerConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.model import StageModule, build_model, hugging_face_config, vocabulary
@@ -23,7 +23,7 @@ from lowbit.train.plan import Plan
 from lowbit.train.stages import next_token_loss
 
 if TYPE_CHECKING:
-    from lowbit.bench.plan_memory import Settings
+    from lowbit.plan.memory import Settings
 
 OPTIMIZERS = {"adamw": 8.0, "adamw-8bit": 2 + 2 * 4 / 256}
 """Bytes of state for each parameter: two in float32, or torchao's in 8 bits with a float32 scale for each 256."""

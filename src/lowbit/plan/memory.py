@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lowbit.activations.budget import CHOSEN, StageCost, beside_autograd, plan_bits
-from lowbit.activations.in_flight import InFlight, in_flight, order_of
 from lowbit.bench.pipeline import check_at_least, model_of
-from lowbit.bench.plan_stages import OPTIMIZERS, StageMeter, gradient_errors
 from lowbit.bench.report import Report, machine
 from lowbit.codecs import parse
 from lowbit.codecs.base import check_choice
+from lowbit.plan.budget import CHOSEN, StageCost, beside_autograd, plan_bits
+from lowbit.plan.in_flight import InFlight, in_flight, order_of
+from lowbit.plan.stages import OPTIMIZERS, StageMeter, gradient_errors
 from lowbit.train.config import FULL_PRECISION, ModelConfig, PipelineConfig
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.plan import Plan, make_plan

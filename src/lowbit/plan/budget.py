@@ -14,9 +14,9 @@ from types import MappingProxyType
 
 import torch
 
-from lowbit.activations.in_flight import InFlight, Moment
 from lowbit.activations.policy import LayerAware
 from lowbit.codecs.base import check_int
+from lowbit.plan.in_flight import InFlight, Moment
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 CHOSEN = ("norm", "mlp", "linear")

@@ -1,4 +1,4 @@
-"""`lowbit plan memory`; that its bytes are real is checked in tests/activations/test_held.py."""
+"""`lowbit plan memory`; that its bytes are real is checked in tests/plan/test_held.py."""
 
 import dataclasses
 import json
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lowbit.bench.plan_memory import Settings, parse_bytes
-from lowbit.bench.plan_stages import StageMeter
 from lowbit.cli import app
 from lowbit.cli.bench import PLANS
 from lowbit.cli.options import explanations
+from lowbit.plan.memory import Settings, parse_bytes
+from lowbit.plan.stages import StageMeter
 
 TINY = Settings(
     ranks=2, microbatches=2, sequence=32, dim=64, layers=5, heads=2, error_tokens=32, error_steps=1, max_bytes=20_000

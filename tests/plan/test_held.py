@@ -11,14 +11,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
 from lowbit.activations import compress_saved_, counted
-from lowbit.activations.budget import plan_bits
 from lowbit.activations.counting import Kept
-from lowbit.activations.in_flight import actions_of, in_flight
-from lowbit.bench.plan_memory import Settings
-from lowbit.bench.plan_stages import StageMeter
 from lowbit.codecs import Cast
 from lowbit.collectives.engine import version
 from lowbit.pipeline import LowBitStage
+from lowbit.plan.budget import plan_bits
+from lowbit.plan.in_flight import actions_of, in_flight
+from lowbit.plan.memory import Settings
+from lowbit.plan.stages import StageMeter
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.stages import next_token_loss
 from tests.pipeline.toy import SCHEDULES

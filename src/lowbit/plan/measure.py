@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.budget import CHOSEN, WIDTHS
 from lowbit.activations.counting import Kept, counted
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
+from lowbit.plan.budget import CHOSEN, WIDTHS
 
 ORDER_OF_SUMS = 1e-6
 """Relative errors of float32 gradients below this come from adding up in another order, not from few bits."""

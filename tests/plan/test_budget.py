@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lowbit.activations import LayerAware
-from lowbit.activations.budget import CHOSEN, WIDTHS, StageCost, plan_bits
-from lowbit.activations.in_flight import in_flight, order_of
+from lowbit.plan.budget import CHOSEN, WIDTHS, StageCost, plan_bits
+from lowbit.plan.in_flight import in_flight, order_of
 
 ERRORS = {
     kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]} for kind, scale in zip(CHOSEN, (3, 1, 2), strict=True)

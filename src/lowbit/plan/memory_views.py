@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowbit.activations.budget import CHOSEN
 from lowbit.bench import charts
 from lowbit.bench.report import Column, Report, table
+from lowbit.plan.budget import CHOSEN
 
 if TYPE_CHECKING:
     from rich.console import Group
