@@ -22,7 +22,7 @@ HEAVY = (
 )
 PUBLIC = {
     "lowbit": "__version__",
-    "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
+    "lowbit.activations": "BitPlan Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
     "lowbit.codecs": (

@@ -99,7 +99,7 @@ def train_a_step(name: str) -> tuple[int, int, float, bool]:
         ).train()
         for stage in layout.stages_of(rank)
     }  # fmt: skip
-    compressed = [compress_saved_(m, plan.policy(stage)) for stage, m in modules.items()]
+    compressed = [compress_saved_(m, plan.bits.policy(stage)) for stage, m in modules.items()]
     stages = [
         Watched(m, stage, layout.stages, torch.device("cpu"), forward=Cast(), backward=Cast())
         for stage, m in modules.items()

@@ -14,13 +14,11 @@ from types import MappingProxyType
 
 import torch
 
-from lowbit.activations.policy import LayerAware
+from lowbit.activations.bit_plan import PLANNED, BitPlan
 from lowbit.codecs.base import check_int
 from lowbit.plan.in_flight import InFlight, Moment
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
-CHOSEN = ("norm", "mlp", "linear")
-"""The layer types whose bits are chosen: attention stays as it is."""
 MOST_STAGES = 18
 MOST_COMBINATIONS = 1 << MOST_STAGES
 
@@ -66,12 +64,12 @@ class StageCost:
             raise ValueError(
                 f"early is {self.early}; allowed: at most other and output together ({self.other + self.output})"
             )
-        if set(self.saved) != set(CHOSEN) or not all(self.saved.values()):
-            raise ValueError(f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(CHOSEN)}")
+        if set(self.saved) != set(PLANNED) or not all(self.saved.values()):
+            raise ValueError(f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(PLANNED)}")
 
     def per_microbatch(self, bits: Bits) -> int:
         """Bytes that autograd keeps of one micro-batch with these bits."""
-        return self.other + sum(self.saved[kind][bits[kind]] for kind in CHOSEN)
+        return self.other + sum(self.saved[kind][bits[kind]] for kind in PLANNED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +116,10 @@ class MemoryPlan:
         """Predicted relative error of the gradient of the whole model."""
         return math.sqrt(sum(stage.error**2 for stage in self.stages))
 
-    def policy(self, stage: int) -> LayerAware:
-        """What `compress_saved_` takes for the module of a stage.
-
-        Raises:
-            ValueError: no such stage.
-        """
-        check_int("stage", stage, 0, len(self.stages) - 1)
-        bits = self.stages[stage].bits
-        return LayerAware(norm=bits["norm"], mlp=bits["mlp"], linear=bits["linear"], group=self.group)
+    @property
+    def bits(self) -> BitPlan:
+        """The bits alone, which have policies for `compress_saved_` and can be written to a file."""
+        return BitPlan(stages=tuple(stage.bits for stage in self.stages), group=self.group)
 
 
 def plan_bits(
@@ -266,7 +259,7 @@ def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], 
 def _errors(cost: StageCost, sensitivities: Sensitivities) -> dict[str, dict[int, float]]:
     """Relative errors of the widths that a stage can have."""
     found: dict[str, dict[int, float]] = {}
-    for kind in CHOSEN:
+    for kind in PLANNED:
         known = {16: 0.0, **sensitivities.get(kind, {})}
         missing = [bits for bits in cost.saved[kind] if bits not in known]
         if missing:
@@ -296,10 +289,10 @@ def _front(cost: StageCost, errors: Mapping[str, Mapping[int, float]], layers: i
 
 
 def _combinations(cost: StageCost, errors: Mapping[str, Mapping[int, float]], share: float) -> Iterator[_Point]:
-    widths = [sorted(cost.saved[kind]) for kind in CHOSEN]
+    widths = [sorted(cost.saved[kind]) for kind in PLANNED]
     for chosen in itertools.product(*widths):
-        bits: dict[str, int] = dict(zip(CHOSEN, chosen, strict=True))
-        loss = share * sum(errors[kind][bits[kind]] ** 2 for kind in CHOSEN)
+        bits: dict[str, int] = dict(zip(PLANNED, chosen, strict=True))
+        loss = share * sum(errors[kind][bits[kind]] ** 2 for kind in PLANNED)
         yield _Point(MappingProxyType(bits), cost.per_microbatch(bits), loss)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.activations.bit_plan import PLANNED
 from lowbit.activations.counting import Kept, counted
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
-from lowbit.plan.budget import CHOSEN, WIDTHS
+from lowbit.plan.budget import WIDTHS
 
 ORDER_OF_SUMS = 1e-6
 """Relative errors of float32 gradients below this come from adding up in another order, not from few bits."""
@@ -49,7 +50,7 @@ def sensitivities(
     model: nn.Module,
     loss: Callable[[], Tensor],
     *,
-    kinds: Sequence[str] = CHOSEN,
+    kinds: Sequence[str] = PLANNED,
     widths: Sequence[int] = WIDTHS,
     group: int = 64,
 ) -> dict[str, dict[int, float]]:

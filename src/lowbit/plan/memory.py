@@ -11,14 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from lowbit.activations.bit_plan import PLANNED
 from lowbit.bench.pipeline import check_at_least, model_of
 from lowbit.bench.report import Report, machine
 from lowbit.codecs import parse
 from lowbit.codecs.base import check_choice
-from lowbit.plan.budget import CHOSEN, StageCost, beside_autograd, plan_bits
+from lowbit.plan.budget import StageCost, beside_autograd, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight, order_of
 from lowbit.plan.stages import OPTIMIZERS, StageMeter, gradient_errors
-from lowbit.train.config import FULL_PRECISION, ModelConfig, PipelineConfig
+from lowbit.train.activations import planned_settings
+from lowbit.train.config import (
+    FULL_PRECISION,
+    DataConfig,
+    GradientsConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.plan import Plan, make_plan
 
@@ -51,6 +60,7 @@ class Settings:
             weights say little.
         text: files or folders for these samples; absent: Python's standard library.
         max_bytes: read no more text than this; seed: of weights and samples.
+        out: file for the bits, which `lowbit train` takes as `activations.plan`.
     """
 
     budget: str = ""
@@ -77,6 +87,7 @@ class Settings:
     text: tuple[str, ...] = ()
     max_bytes: int = 1_000_000
     seed: int = 0
+    out: str = ""
 
     def __post_init__(self) -> None:
         check_at_least(self, **_LEAST)
@@ -93,6 +104,19 @@ class Settings:
         return model_of(self)
 
     @property
+    def recipe(self) -> TrainConfig:
+        """The settings that `lowbit train` has as well."""
+        return TrainConfig(
+            model=self.model,
+            data=DataConfig(sequence=self.sequence, batch=self.batch * self.microbatches),
+            pipeline=PipelineConfig(
+                ranks=self.ranks, stages_per_rank=self.stages_per_rank, schedule=self.schedule,
+                microbatches=self.microbatches,
+            ),
+            gradients=GradientsConfig(storage=self.gradients),
+        )  # fmt: skip
+
+    @property
     def held(self) -> InFlight:
         """Micro-batches that the stages hold."""
         order = order_of(
@@ -103,11 +127,7 @@ class Settings:
     @property
     def layout(self) -> Plan:
         """Which rank and which stage has which layers."""
-        pipeline = PipelineConfig(
-            ranks=self.ranks, stages_per_rank=self.stages_per_rank, schedule=self.schedule,
-            microbatches=self.microbatches,
-        )  # fmt: skip
-        return make_plan(pipeline, ranks=self.ranks, layers=count_layers(self.model))
+        return make_plan(self.recipe.pipeline, ranks=self.ranks, layers=count_layers(self.model))
 
 
 def parse_bytes(text: str) -> int:
@@ -145,6 +165,10 @@ def run(settings: Settings) -> Report:
     int4 = choose([_only(stage.cost, 4) for stage in stages], device_bytes=1 << 62)
     budget = parse_bytes(settings.budget) if settings.budget else max(int4.device_bytes.values())
     plan = choose([stage.cost for stage in stages], device_bytes=budget)
+    if settings.out:
+        facts = planned_settings(settings.recipe, layout, vocabulary(settings.model, 256))
+        facts |= {"weights": settings.weights, "optimizer": settings.optimizer}
+        replace(plan.bits, made_for=facts).write(settings.out)
     rows = [
         {
             "stage": one.stage,
@@ -177,4 +201,4 @@ def _pipeline_bytes(held: InFlight, stage: int, costs: Sequence[StageCost]) -> i
 
 def _only(cost: StageCost, bits: int) -> StageCost:
     """The same stage with no choice."""
-    return replace(cost, saved={kind: {bits: cost.saved[kind][bits]} for kind in CHOSEN})
+    return replace(cost, saved={kind: {bits: cost.saved[kind][bits]} for kind in PLANNED})

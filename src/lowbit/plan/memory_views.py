@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowbit.activations.bit_plan import PLANNED
 from lowbit.bench import charts
 from lowbit.bench.report import Column, Report, table
-from lowbit.plan.budget import CHOSEN
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,7 +21,7 @@ COLUMNS = (
     Column(title="stage", field="stage"),
     Column(title="rank", field="rank"),
     Column(title="held", field="held"),
-    *(Column(title=f"{kind}\nbits", field=kind) for kind in CHOSEN),
+    *(Column(title=f"{kind}\nbits", field=kind) for kind in PLANNED),
     Column(title="saved\nMB", field="saved_bytes", show=_megabytes),
     Column(title="4 bits\nMB", field="int4_bytes", show=_megabytes),
     Column(title="BF16\nMB", field="bf16_bytes", show=_megabytes),
@@ -62,7 +62,7 @@ def draw(report: Report, path: Path) -> None:
         label="MB",
         title="Kept between forward and backward, at the peak",
     )
-    kinds = [kind for kind in CHOSEN if any(row[kind] != 16 for row in rows)] or list(CHOSEN)
+    kinds = [kind for kind in PLANNED if any(row[kind] != 16 for row in rows)] or list(PLANNED)
     charts.bars(
         figure.axes[1],
         names,

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.activations.bit_plan import PLANNED
 from lowbit.activations.counting import Kept, counted
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.saved import compress_saved_
 from lowbit.codecs import parse
-from lowbit.plan.budget import CHOSEN, Sensitivities, StageCost
+from lowbit.plan.budget import Sensitivities, StageCost
 from lowbit.plan.measure import bytes_between_passes, bytes_by_width, sensitivities
 from lowbit.train.config import FULL_PRECISION, DataConfig, OptimizerConfig
 from lowbit.train.data import Order, load_data
@@ -136,10 +137,10 @@ class _TwoLayers:
     def times(self, layers: int) -> MeasuredStage:
         """The same stage with so many layers."""
         saved = {
-            kind: {bits: self._bytes(kept, layers, (kind,)) for bits, kept in self.widths.items()} for kind in CHOSEN
+            kind: {bits: self._bytes(kept, layers, (kind,)) for bits, kept in self.widths.items()} for kind in PLANNED
         }
         kept = self.widths[max(self.widths)]
-        others = tuple({kind for kind, _ in kept.modules} - {*CHOSEN, "weights"})
+        others = tuple({kind for kind, _ in kept.modules} - {*PLANNED, "weights"})
         named = self.module.named_parameters()
         fixed = sum(self._fixed(p) * self._times(name, layers) for name, p in named)
         other = self._bytes(kept, layers, others)

@@ -177,6 +177,7 @@ class ActivationsConfig(Section):
         bits: 2 to 8 for all layer types that have none of their own; 16: nothing is compressed there.
         norm, mlp, linear: 2 to 8, or 16 (as they are), of these layer types; absent: as `bits`, norms at least 8.
         group: elements for each scale; rounding: "nearest" or "stochastic".
+        plan: file with the bits of every stage, from `lowbit plan memory`, in the place of all but `rounding`.
     """
 
     name: ClassVar = "activations"
@@ -188,6 +189,7 @@ class ActivationsConfig(Section):
     linear: tuple[int, ...] = ()
     group: int = 64
     rounding: str = "nearest"
+    plan: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
