@@ -11,10 +11,10 @@ from torch import nn
 from lowbit.activations import BitPlan, LayerAware, compress_saved_
 from lowbit.codecs import parse
 from lowbit.collectives.engine import version
+from lowbit.config import ConfigError
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
 from lowbit.train.model import architecture
 from lowbit.train.plan import Plan
-from lowbit.train.section import ConfigError
 
 Policies = tuple[LayerAware | None, ...]
 
