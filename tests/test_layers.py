@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "activations": {"codecs", "ops"},
     "tensor_parallel": {"collectives", "codecs"},
     "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
-    "plan": {"bench", "train", "activations", "codecs"},
+    "plan": {"report", "train", "activations", "config", "codecs"},
     "bench": {
         "plan",
         "train",

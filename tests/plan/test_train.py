@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 from lowbit.activations import BitPlan
-from lowbit.cli import app
+from lowbit.plan.memory import COMMAND, MemorySettings
+from lowbit.report import run
 from lowbit.train import TrainConfig
 from lowbit.train.loop import Trainer
 from lowbit.train.prepare import prepare
 from tests.ranks import Ranks
 from tests.train.runs import again, losses, tiny
-
-RUN = (
-    "--ranks 2 --microbatches 4 --dim 32 --layers 4 --heads 2 --ffn 64 --sequence 16 --batch 2 "
-    "--error-tokens 32 --error-steps 1 --max-bytes 20000"
-)
 
 
 def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]]:
@@ -30,11 +24,12 @@ def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]
 
 def test_a_run_has_the_bits_that_were_planned(ranks: Ranks, tmp_path: Path):
     file = tmp_path / "plan.json"
-    result = CliRunner().invoke(app, ["plan", "memory", *RUN.split(), "--out", str(file)])
-    assert result.exit_code == 0, result.output
+    config = tiny(tmp_path)
+    parts = {name: getattr(config, name) for name in ("model", "data", "pipeline", "gradients")}
+    run(COMMAND, MemorySettings(**parts, out=str(file), error_tokens=32, error_steps=1))
     plan = BitPlan.read(file)
     assert plan.stages[0] != plan.stages[1]
-    config = tiny(tmp_path, activations={"plan": str(file)})
+    config = again(config, activations={"plan": str(file)})
     written_out = {kind: [bits[kind] for bits in plan.stages] for kind in ("norm", "mlp", "linear")}
     by_hand = again(config, activations={"plan": "", **written_out})
     for stage, ((found, bits), (expected, _)) in enumerate(

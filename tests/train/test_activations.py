@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowbit.activations import LayerAware, counted
-from lowbit.activations.counting import Kept
+from lowbit.activations.counting import SavedBytes
 from lowbit.collectives.engine import version
 from lowbit.train import ConfigError, TrainConfig, from_mapping, loop
 from lowbit.train.activations import saved_policies
@@ -76,10 +76,10 @@ def test_each_stage_gets_its_own_bits(ranks: Ranks, tmp_path: Path):
 
 def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
     """Train as a rank; its losses, and what autograd kept on it at most."""
-    counts: list[Kept] = []
+    counts: list[SavedBytes] = []
 
     @contextmanager
-    def noting(model: nn.Module) -> Iterator[Kept]:
+    def noting(model: nn.Module) -> Iterator[SavedBytes]:
         with counted(model) as kept:
             counts.append(kept)
             yield kept

@@ -49,7 +49,7 @@ def _kind(module: nn.Module) -> str:
     return "attention" if "attention" in name else ""
 
 
-class Kept:
+class SavedBytes:
     """Bytes that autograd keeps, counted while `counted` is active.
 
     Attributes:
@@ -114,7 +114,7 @@ class _Saved:
 
     __slots__ = ("_kept", "_keys", "tensor")
 
-    def __init__(self, tensor: Tensor, kept: Kept, keys: list[int]) -> None:
+    def __init__(self, tensor: Tensor, kept: SavedBytes, keys: list[int]) -> None:
         self.tensor, self._kept, self._keys = tensor, kept, keys
 
     def __del__(self) -> None:
@@ -125,7 +125,7 @@ class _Saved:
 class _Watch:
     """Follows which module of a model computes, and counts what is saved meanwhile."""
 
-    def __init__(self, model: nn.Module, kept: Kept) -> None:
+    def __init__(self, model: nn.Module, kept: SavedBytes) -> None:
         self.kept = kept
         self.path: list[tuple[str, nn.Module]] = []
         self.inputs: set[int] = set()
@@ -180,7 +180,7 @@ class _Watch:
 
 
 @contextmanager
-def counted(model: nn.Module) -> Iterator[Kept]:
+def counted(model: nn.Module) -> Iterator[SavedBytes]:
     """Count the bytes that autograd keeps for backward, by layer type, in a `with` block.
 
         with counted(model) as kept:
@@ -203,7 +203,7 @@ def counted(model: nn.Module) -> Iterator[Kept]:
     Yields:
         The count, which goes on after the block for what was saved inside.
     """
-    kept = Kept()
+    kept = SavedBytes()
     watch = _Watch(model, kept)
     _watching.append(watch)
     try:

@@ -67,7 +67,7 @@ BENCHMARKS = {
     "spectrum": Benchmark("spectrum", "spectrum_views", _run_live("spectrum_views")),
 }
 PLANS = {
-    "memory": Benchmark("plan.memory", "plan.memory_views", lambda module, settings, file: module.run(settings)),
+    "memory": Benchmark("plan_memory", "plan_memory_views", lambda module, settings, file: module.run(settings)),
 }
 
 
@@ -99,12 +99,11 @@ class Plans(Benchmarks):
 
 def make_command(benchmark: Benchmark) -> Callable[..., None]:
     """A function with the benchmark's settings as its parameters, as typer takes it."""
-    where = "lowbit" if benchmark.module.startswith("plan.") else "lowbit.bench"
-    module = importlib.import_module(f"{where}.{benchmark.module}")
+    module = importlib.import_module(f"lowbit.bench.{benchmark.module}")
     return command_of(
         module.Settings,
         lambda settings, json: benchmark.run(module, settings, json),
-        views=f"{where}.{benchmark.views}",
+        views=f"lowbit.bench.{benchmark.views}",
         summary=summary_line(module.__doc__ or ""),
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.bit_plan import PLANNED
-from lowbit.activations.counting import Kept, counted
+from lowbit.activations.counting import SavedBytes, counted
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
 from lowbit.plan.budget import WIDTHS
@@ -24,7 +24,7 @@ def bytes_by_width(
     *,
     widths: Sequence[int] = WIDTHS,
     group: int = 64,
-) -> dict[int, Kept]:
+) -> dict[int, SavedBytes]:
     """What autograd keeps of one micro-batch with so many bits in every layer type, for each width.
 
     A layer type's bytes do not depend on the bits of others, so these runs give those of every combination.
@@ -34,7 +34,7 @@ def bytes_by_width(
         forward: runs it on one micro-batch and returns what holds the graph: the loss, or a stage's output.
         widths: bits, each 2 to 8 or 16; group: elements that share a scale.
     """
-    found: dict[int, Kept] = {}
+    found: dict[int, SavedBytes] = {}
     for bits in widths:
         compressed = compress_saved_(model, LayerAware(bits=bits, norm=bits, group=group), report=False)
         try:
