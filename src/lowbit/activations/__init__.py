@@ -1,4 +1,4 @@
-"""What autograd keeps between forward and backward, in few bits (AGoQ, arXiv 2605.00539)."""
+"""Saved activations, which autograd keeps from forward to backward, in few bits (AGoQ, arXiv 2605.00539)."""
 
 from lowbit.activations.bit_plan import BitPlan
 from lowbit.activations.counting import counted
