@@ -8,6 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 MAY_IMPORT = {
     "ops": set(),
+    "config": set(),
     "network": set(),
     "codecs": {"ops"},
     "collectives": {"codecs", "ops"},
@@ -15,10 +16,11 @@ MAY_IMPORT = {
     "pipeline": {"collectives", "codecs"},
     "activations": {"codecs", "ops"},
     "tensor_parallel": {"collectives", "codecs"},
-    "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
-    "plan": {"report", "train", "activations", "config", "codecs"},
+    "train": {"config", "activations", "gradients", "pipeline", "collectives", "codecs"},
+    "plan": {"report", "config", "train", "activations", "codecs"},
     "bench": {
         "plan",
+        "config",
         "train",
         "tensor_parallel",
         "activations",
@@ -29,8 +31,8 @@ MAY_IMPORT = {
         "ops",
         "network",
     },
-    "evaluate": {"bench", "train", "tensor_parallel", "collectives", "codecs"},
-    "cli": {"evaluate", "bench", "plan", "train", "activations", "codecs"},
+    "evaluate": {"config", "bench", "train", "tensor_parallel", "collectives", "codecs"},
+    "cli": {"config", "evaluate", "bench", "plan", "train", "collectives", "ranks", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -79,33 +79,44 @@ def value_of(text: str, hint: Any) -> Any:
     return text if wants_text else value
 
 
-def to_toml(config: Any) -> str:
-    """A configuration as TOML that says what each key means, what is allowed and what is the default."""
-    return "\n".join(_lines(config, "")).strip() + "\n"
+def to_toml(config: Any, *, meanings: bool = True) -> str:
+    """A section as TOML that `resolve` reads back; what is absent (None) stays so.
+
+    Args:
+        meanings: say above each key what it means, what is allowed, and the default that it differs from.
+    """
+    return "\n".join(_lines(config, "", meanings)).strip() + "\n"
 
 
-def _lines(config: Any, name: str) -> Iterator[str]:
+def _lines(config: Any, prefix: str, meanings: bool) -> Iterator[str]:
     settings = settings_of(type(config))
     for setting in settings:
         if is_section(setting.hint):
             continue
         value = getattr(config, setting.name)
-        default = "" if setting.default in (None, dataclasses.MISSING) else f"; default: {_in_toml(setting.default)}"
-        yield from textwrap.wrap(
-            f"{setting.meaning} ({setting.allowed}{default})", _WIDTH, initial_indent="# ", subsequent_indent="# "
-        )
-        yield f"# {setting.name} = ..." if value is None else f"{setting.name} = {_in_toml(value)}"
+        if meanings:
+            changed = setting.default not in (value, None, dataclasses.MISSING)
+            notes = [setting.limits, f"default: {in_toml(setting.default)}" if changed else ""]
+            yield from _comment(setting.meaning + (f" [{'; '.join(filter(None, notes))}]" if any(notes) else ""))
+        if value is not None:
+            yield f"{setting.name} = {in_toml(value)}"
+        elif meanings:
+            yield f"# {setting.name} = ..."
     for setting in settings:
         if is_section(setting.hint):
-            yield from ["", *textwrap.wrap(setting.meaning, _WIDTH, initial_indent="# ", subsequent_indent="# ")]
-            yield f"[{name}{setting.name}]"
-            yield from _lines(getattr(config, setting.name), f"{name}{setting.name}.")
+            yield from ["", *(_comment(setting.meaning) if meanings else ())]
+            yield f"[{prefix}{setting.name}]"
+            yield from _lines(getattr(config, setting.name), f"{prefix}{setting.name}.", meanings)
 
 
-def _in_toml(value: Any) -> str:
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def in_toml(value: Any) -> str:
     """A value in TOML's notation, which is JSON's for all that a field can hold."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_in_toml, value))}]"
+        return f"[{', '.join(map(in_toml, value))}]"
     text = json.dumps(value if isinstance(value, str | int | float) else str(value), ensure_ascii=False)
     return text.replace("\x7f", "\\u007f")
 

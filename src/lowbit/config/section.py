@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from lowbit.config.types import element_of, kind_of, range_of, union_of
+from lowbit.config.types import choices_of, element_of, kind_of, range_of, union_of
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -40,7 +41,7 @@ class Setting:
         name: of the field.
         hint: its annotation.
         default: its value where none is given; `dataclasses.MISSING` if one must be.
-        meaning: the docstring below it.
+        meaning: the docstring below it; of a section within a section without one, that of its class.
     """
 
     name: str
@@ -49,9 +50,9 @@ class Setting:
     meaning: str
 
     @property
-    def allowed(self) -> str:
-        """What values it takes, in words."""
-        return ", ".join(filter(None, (kind_of(self.hint), range_of(self.hint))))
+    def limits(self) -> str:
+        """Its choices or its range; empty where its type says all."""
+        return ", ".join(choices_of(self.hint)) or range_of(self.hint)
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -105,10 +106,16 @@ def settings_of(cls: Any) -> list[Setting]:
             name=field.name,
             hint=hints[field.name],
             default=field.default,
-            meaning=" ".join((cls.__pydantic_fields__[field.name].description or "").split()),
+            meaning=_meaning(cls.__pydantic_fields__[field.name].description, hints[field.name]),
         )
         for field in dataclasses.fields(cls)
     ]
+
+
+def _meaning(text: str | None, hint: Any) -> str:
+    if not text and is_section(hint):
+        text = inspect.getdoc(hint)
+    return " ".join((text or "").split())
 
 
 def build(cls: type[_Class], values: Any, where: str = "") -> _Class:

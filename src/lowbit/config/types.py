@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 _KINDS = {
-    int: "an integer",
-    float: "a finite number",
-    bool: "true or false",
-    str: "a string",
-    type(None): "nothing",
+    int: ["an integer"],
+    float: ["a finite number"],
+    bool: ["true", "false"],
+    str: ["a string"],
+    type(None): ["nothing"],
 }
 _PLURALS = {int: "integers", float: "finite numbers", str: "strings"}
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -35,18 +35,25 @@ def kind_of(hint: Any) -> str:
     if (element := element_of(hint)) is not None:
         bare = _bare(element)
         return f"{kind_of(bare)} or a list of {_PLURALS.get(bare, 'them')}"
-    kinds = [_bare(kind) for kind in union_of(hint)]
-    return " or ".join(
-        ", ".join(map(str, typing.get_args(kind)))
-        if typing.get_origin(kind) is Literal
-        else _KINDS.get(kind) or f"a {kind.__name__.lower()}"
-        for kind in kinds
-    )
+    if choices := choices_of(hint):
+        return ", ".join(choices)
+    kinds = [word for kind in union_of(hint) for word in _words(_bare(kind))]
+    return " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+
+
+def _words(kind: Any) -> list[str]:
+    return choices_of(kind) or _KINDS.get(kind) or [f"a {kind.__name__.lower()}"]
+
+
+def choices_of(hint: Any) -> list[str]:
+    """The values of a `Literal[...]`, of a list of them or of an optional one; none of anything else."""
+    bare = _bare(hint if (element := element_of(hint)) is None else element)
+    return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
 
 
 def range_of(hint: Any) -> str:
     """The range of an annotation: "at least 0 and at most 1"; empty if it has none."""
-    return " and ".join(f"{_BOUNDS[name]} {limit:g}" for name, limit in _limits(hint))
+    return " and ".join(f"{_BOUNDS[name]} {limit:,}" for name, limit in _limits(hint))
 
 
 def _limits(hint: Any) -> Iterator[tuple[str, float]]:
