@@ -17,10 +17,9 @@ from lowbit.plan.budget import Sensitivities, StageCost
 from lowbit.plan.measure import bytes_between_passes, bytes_by_width, sensitivities
 from lowbit.train.config import FULL_PRECISION, OptimizerConfig
 from lowbit.train.data import Order, load_data
-from lowbit.train.model import StageModule, build_model, hugging_face_config, vocabulary
-from lowbit.train.optim import make_optimizer
+from lowbit.train.model import StageModule, build_model, hugging_face_config, next_token_loss, vocabulary
 from lowbit.train.plan import Plan
-from lowbit.train.stages import next_token_loss
+from lowbit.train.single_process import model_loss, train_single_process
 
 if TYPE_CHECKING:
     from lowbit.plan.memory import MemorySettings
@@ -187,17 +186,8 @@ def gradient_errors(settings: MemorySettings) -> Sensitivities:
     sequence = max(settings.data.sequence, settings.error_tokens)
     exact = replace(settings.model, dropout=0.0)
     model = build_model(exact, vocab=vocab, sequence=sequence, seed=settings.seed).train()
-    order = Order(samples=len(data.train), batch=1, seed=settings.seed)
-
-    def loss(step: int) -> Tensor:
-        inputs, targets = data.train.batch(order.ids(step))
-        return next_token_loss(model(input_ids=inputs, use_cache=False).logits, targets)
-
     steps = 0 if settings.model.pretrained else settings.error_steps
-    optimizer = make_optimizer(model.parameters(), OptimizerConfig())
-    for step in range(steps):
-        loss(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    del optimizer
-    return sensitivities(model, lambda: loss(steps), group=settings.group)
+    constant = OptimizerConfig(lr_warmup_steps=0, lr_end=1, clip=0)
+    train_single_process(model, data.train, constant, steps=steps, batch=1, seed=settings.seed)
+    sample = data.train.batch(Order(samples=len(data.train), batch=1, seed=settings.seed).ids(steps))
+    return sensitivities(model, lambda: model_loss(model, *sample), group=settings.group)
