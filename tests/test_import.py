@@ -21,7 +21,7 @@ HEAVY = (
 )
 PUBLIC = {
     "lowbit": "__version__",
-    "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
+    "lowbit.activations": "BitPlan Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "COMMANDS",
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
@@ -42,6 +42,7 @@ PUBLIC = {
         "subspace_follow subspace_inverse subspace_renew subspace_rest_decode subspace_rest_encode "
         "tah_quant_decode tah_quant_encode"
     ),
+    "lowbit.plan": "COMMANDS InFlight MemoryPlan StageCost actions_of in_flight order_of plan_bits",
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.report": (
         "Bars Baseline Column Command Heights Lines Points Report Row Stacks Table Value check_output compare execute "
