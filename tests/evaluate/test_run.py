@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lowbit.cli import app
 from lowbit.collectives import AgreementError
-from lowbit.evaluate import CalibrateSettings, EvaluateSettings, calibrate, loading, run
+from lowbit.evaluate import CalibrationConfig, EvaluationConfig, calibrate, loading, run
 from lowbit.tensor_parallel import Calibration, CalibrationError
 from lowbit.train import ConfigError
 from tests.evaluate.models import write_checkpoint
@@ -35,14 +35,14 @@ def calibrated(folder: Path) -> Path:
     return folder / "calibration-tp2.safetensors"
 
 
-def settings_of(folder: Path, **more: Any) -> CalibrateSettings:
+def settings_of(folder: Path, **more: Any) -> CalibrationConfig:
     text = (str(folder / "text.txt"),)
-    return CalibrateSettings(**{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more})
+    return CalibrationConfig(**{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more})
 
 
-def evaluation(folder: Path, **more: Any) -> EvaluateSettings:
+def evaluation(folder: Path, **more: Any) -> EvaluationConfig:
     text = (str(folder / "text.txt"),)
-    return EvaluateSettings(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
+    return EvaluationConfig(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
 
 
 def invoke(*arguments: str):
@@ -258,10 +258,10 @@ def test_bad_input_is_one_line(command: str, line: str, folder: Path, calibrated
 
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
-        CalibrateSettings(model="m", sequences=0)
-    assert CalibrateSettings(model="m", features="E/32").selection(256) == (8, "fixed")
-    assert CalibrateSettings(model="m", features="5").selection(256) == (5, "fixed")
-    assert EvaluateSettings(model="m", low_bit=True).compared == ("bf16", "feature-int4")
+        CalibrationConfig(model="m", sequences=0)
+    assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
+    assert CalibrationConfig(model="m", features="5").selection(256) == (5, "fixed")
+    assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
 
 
 def test_an_artifact_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):

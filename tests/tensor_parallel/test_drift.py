@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.codecs import GroupInt
-from lowbit.tensor_parallel import Drift, Settings, emulate_tensor_parallel_
+from lowbit.tensor_parallel import Drift, SumSettings, emulate_tensor_parallel_
 from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, calibrated, ids, logits
 
 NAME = "layers.1.mlp.down"
@@ -23,7 +23,7 @@ def test_shares_and_errors_are_those_of_the_values(caplog: pytest.LogCaptureFixt
     def watch(name: str, partials: list[torch.Tensor], total: torch.Tensor) -> None:
         seen.extend([torch.stack(list(partials))] if name == NAME else [])
 
-    settings = Settings(small=0, algorithm="two_shot")
+    settings = SumSettings(small=0, algorithm="two_shot")
     with emulate_tensor_parallel_(model, 2, calibration, settings=settings, drift=drift, watch=watch):
         for _ in range(2):
             logits(model, ids(rows=1, length=4))  # so few rows that all are sampled
@@ -74,7 +74,7 @@ def test_curves_and_samples(tmp_path: Path):
 
     model, drift = Toy(), Drift(every=3)
     calibration = calibrated()
-    with emulate_tensor_parallel_(model, 2, calibration, settings=Settings(small=0), drift=drift):
+    with emulate_tensor_parallel_(model, 2, calibration, settings=SumSettings(small=0), drift=drift):
         logits(model, ids())
     with SummaryWriter(str(tmp_path)) as writer:
         drift.write(writer, 7)

@@ -18,7 +18,7 @@ from lowbit.tensor_parallel import (
     Calibration,
     Drift,
     LowBitRowwiseParallel,
-    Settings,
+    SumSettings,
     calibrate,
     emulate_tensor_parallel_,
     low_bit_,
@@ -30,9 +30,9 @@ from tests.ranks import Ranks
 from tests.tensor_parallel.models import VOCAB, WIDTH, Toy, ids, llama, logits, sequences
 
 ONE, TWO, GATE = (
-    Settings(small=0, algorithm="one_shot"),
-    Settings(small=0, algorithm="two_shot"),
-    Settings(small=1 << 20),
+    SumSettings(small=0, algorithm="one_shot"),
+    SumSettings(small=0, algorithm="two_shot"),
+    SumSettings(small=1 << 20),
 )
 INT8 = GroupInt(bits=8, group=64, symmetric=True)
 
@@ -176,7 +176,7 @@ def with_another_momentum(path: str) -> None:
 
 
 def with_other_settings(path: str) -> None:
-    low_bit_(tensor_parallel_(Toy()), path, settings=Settings(small=dist.get_rank()))
+    low_bit_(tensor_parallel_(Toy()), path, settings=SumSettings(small=dist.get_rank()))
 
 
 def with_another_model(path: str) -> None:

@@ -16,8 +16,8 @@ from lowbit.bench.rank import serve
 from lowbit.bench.tensor_parallel import FORMATS, codec_of, sample
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
-from lowbit.tensor_parallel import Installed, Settings, calibrate, low_bit_, tensor_parallel_
-from lowbit.tensor_parallel.plan import parallel_boundaries
+from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
+from lowbit.tensor_parallel.plan import sharded_rowwise_layers
 from lowbit.tensor_parallel.rowwise import local
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
@@ -83,7 +83,7 @@ class Rank:
             if name == "bf16":
                 installed = _engine_sums(self._model)
             else:
-                installed = low_bit_(self._model, self._sources[name], settings=Settings(small=0))
+                installed = low_bit_(self._model, self._sources[name], settings=SumSettings(small=0))
             with installed:
                 dist.barrier()
                 before, start = sent_bytes(), time.perf_counter()
@@ -111,7 +111,7 @@ def _engine_sums(model: nn.Module) -> Installed:
         return forward
 
     installed = Installed()
-    for module in parallel_boundaries(model).values():
+    for module in sharded_rowwise_layers(model).values():
         installed.replace(module, forward_of(local(module.weight)))
     return installed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.cli.bench import command_of
-from lowbit.evaluate import CalibrateSettings, EvaluateSettings
+from lowbit.evaluate import CalibrationConfig, EvaluationConfig
 
 if TYPE_CHECKING:
     from lowbit.bench import Report
@@ -22,7 +22,7 @@ def calibrate_command() -> Callable[..., None]:
         return _module("calibrate").run(settings)
 
     return command_of(
-        CalibrateSettings,
+        CalibrationConfig,
         run,
         views="lowbit.evaluate.ranges_views",
         summary="Measure once what a model's tensor-parallel sums look like, so that they can travel in 4.2 bits.",
@@ -42,7 +42,7 @@ def evaluate_command() -> Callable[..., None]:
         )
 
     return command_of(
-        EvaluateSettings,
+        EvaluationConfig,
         run,
         views="lowbit.evaluate.views",
         summary="Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",

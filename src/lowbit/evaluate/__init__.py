@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lowbit.evaluate.settings import CalibrateSettings, EvaluateSettings
+from lowbit.evaluate.settings import CalibrationConfig, EvaluationConfig
 
 if TYPE_CHECKING:
     from lowbit.evaluate.score import Score, perplexity
     from lowbit.evaluate.text import Sequences
 
-__all__ = ["CalibrateSettings", "EvaluateSettings", "Score", "Sequences", "perplexity"]
+__all__ = ["CalibrationConfig", "EvaluationConfig", "Score", "Sequences", "perplexity"]
 
 _LATER = {"Score": "score", "perplexity": "score", "Sequences": "text"}
 

@@ -18,8 +18,8 @@ from lowbit.bench.report import Report, Row, machine
 from lowbit.collectives import agree
 from lowbit.collectives.agreement import default_group
 from lowbit.evaluate import loading, text
-from lowbit.evaluate.settings import CalibrateSettings
-from lowbit.tensor_parallel import Calibration, Settings, calibrate, tensor_parallel_
+from lowbit.evaluate.settings import CalibrationConfig
+from lowbit.tensor_parallel import Calibration, SumSettings, calibrate, tensor_parallel_
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.train import ConfigError
 from lowbit.train.process_group import joined, world
@@ -31,7 +31,7 @@ TIMEOUT = 300.0
 log = logging.getLogger(__name__)
 
 
-def run(settings: CalibrateSettings) -> Report:
+def run(settings: CalibrationConfig) -> Report:
     """Draw sequences, watch the sums, choose features, write the file.
 
     Under torchrun the model is cut over the ranks and each watches its own partial sums; the file is that of the
@@ -97,12 +97,12 @@ def load(path: Path) -> Calibration:
     """
     if world()[1] == 1:
         return Calibration.load(path)
-    found = load_agreed(path, default_group(), Settings())
+    found = load_agreed(path, default_group(), SumSettings())
     assert isinstance(found, Calibration)
     return found
 
 
-def draw(settings: CalibrateSettings) -> text.Sequences:
+def draw(settings: CalibrationConfig) -> text.Sequences:
     """The text that sequences are drawn from.
 
     Raises:
@@ -117,7 +117,7 @@ def draw(settings: CalibrateSettings) -> text.Sequences:
 def make(
     model: PreTrainedModel,
     sequences: text.Sequences,
-    settings: CalibrateSettings,
+    settings: CalibrationConfig,
     *,
     start: Calibration | None = None,
     keep_state: bool = True,
@@ -190,7 +190,7 @@ def rows_of(calibration: Calibration) -> Iterator[Row]:
         }
 
 
-def _for_job(settings: CalibrateSettings, ranks: int) -> CalibrateSettings:
+def _for_job(settings: CalibrationConfig, ranks: int) -> CalibrationConfig:
     """The settings with the ranks of the job, where there is one."""
     import dataclasses
 
@@ -224,7 +224,7 @@ def _check_output(path: Path) -> None:
         raise ConfigError(f"output is {str(path)!r}: {reason}")
 
 
-def _state_file(settings: CalibrateSettings, described: str, start: Calibration | None) -> Path:
+def _state_file(settings: CalibrationConfig, described: str, start: Calibration | None) -> Path:
     """Where the averages of a run lie meanwhile; runs with other options or text have others."""
     before = start.fingerprint() if start else ""
     key = f"{settings.model}/{settings.ranks}/{settings.dtype}/{settings.momentum}/{described}/{before}"

@@ -20,18 +20,18 @@ from lowbit.collectives import agree
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.objects import gather_json
 from lowbit.evaluate import calibrate, formats, loading, text
-from lowbit.evaluate.score import BoundaryErrors, Reference, Score, perplexity
+from lowbit.evaluate.score import Reference, Score, SumErrors, perplexity
 from lowbit.evaluate.settings import (
     BASE,
-    CalibrateSettings,
-    EvaluateSettings,
+    CalibrationConfig,
+    EvaluationConfig,
     default_calibration,
 )
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
     Drift,
-    Settings,
+    SumSettings,
     Traffic,
     emulate_tensor_parallel_,
     low_bit_,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def run(settings: EvaluateSettings, *, on_rows: Callable[[Sequence[Row]], None] | None = None) -> Report:
+def run(settings: EvaluationConfig, *, on_rows: Callable[[Sequence[Row]], None] | None = None) -> Report:
     """Measure every format on every number of ranks.
 
     In one process ranks are played (`emulate_tensor_parallel_`); under torchrun the job's ranks are real, and the
@@ -85,7 +85,7 @@ class _Case:
 class Evaluation:
     """The evaluation of one model."""
 
-    def __init__(self, settings: EvaluateSettings, on_rows: Callable[[Sequence[Row]], None] | None = None) -> None:
+    def __init__(self, settings: EvaluationConfig, on_rows: Callable[[Sequence[Row]], None] | None = None) -> None:
         formats.check(settings.compared)
         self.settings, self._on_rows = settings, on_rows
         self.rank, self.ranks = world()
@@ -103,7 +103,7 @@ class Evaluation:
             max_bytes=settings.max_bytes,
             held_out=True,
         )
-        self.travel = Settings(**_given(algorithm=settings.algorithm, small=settings.small))
+        self.travel = SumSettings(**_given(algorithm=settings.algorithm, small=settings.small))
         self.reference = Reference()
         self.rows: list[dict[str, Any]] = []
         self._warned = False
@@ -185,7 +185,7 @@ class Evaluation:
         if not settings.calibration_text and self._all_have(beside):
             found = calibrate.load(beside)
             return found, found.text
-        wanted = CalibrateSettings(
+        wanted = CalibrationConfig(
             model=settings.model,
             ranks=tp,
             text=settings.calibration_text,
@@ -312,7 +312,7 @@ class _Watch:
     """What is seen of a case's sums while it runs."""
 
     def __init__(self, case: _Case) -> None:
-        self.errors = BoundaryErrors()
+        self.errors = SumErrors()
         self.traffic: Traffic | None = None
         # shares are columns here, so no warnings; one sample of the error, which nobody looks at
         calibrated = isinstance(case.low_bit, Calibration)

@@ -112,7 +112,7 @@ def perplexity(
     return Score(loss=total / tokens, tokens=tokens, logits=digest, logits_error=relative)
 
 
-class BoundaryErrors:
+class SumErrors:
     """Error of the sums over ranks, for `emulate_tensor_parallel_(watch=...)`: against their exact sum.
 
     The root mean square of what comes out minus the float32 sum of the partial sums, over the root mean square of that

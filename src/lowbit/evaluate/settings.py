@@ -22,7 +22,7 @@ def default_calibration(model: str, ranks: int) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings:
+class CalibrationConfig:
     """How a calibration is made.
 
     Args:
@@ -86,7 +86,7 @@ class CalibrateSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateSettings:
+class EvaluationConfig:
     """What is compared, and on which text.
 
     Args:

@@ -9,8 +9,8 @@ from lowbit.tensor_parallel.cut import tensor_parallel_
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.emulate import Emulation, emulate_tensor_parallel_
 from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_plan, low_bit_styles
-from lowbit.tensor_parallel.plan import boundaries
-from lowbit.tensor_parallel.reduce import Settings
+from lowbit.tensor_parallel.plan import rowwise_layers
+from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
 from lowbit.tensor_parallel.traffic import Traffic
 
@@ -21,13 +21,13 @@ __all__ = [
     "Emulation",
     "Installed",
     "LowBitRowwiseParallel",
-    "Settings",
+    "SumSettings",
     "Traffic",
-    "boundaries",
     "calibrate",
     "emulate_tensor_parallel_",
     "low_bit_",
     "low_bit_plan",
     "low_bit_styles",
+    "rowwise_layers",
     "tensor_parallel_",
 ]

@@ -19,8 +19,8 @@ from lowbit.tensor_parallel.calibration import Calibration, magnitudes_of
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.observe import Observer, join
-from lowbit.tensor_parallel.plan import Plan, boundaries, parallel_boundaries
-from lowbit.tensor_parallel.reduce import Settings
+from lowbit.tensor_parallel.plan import Plan, rowwise_layers, sharded_rowwise_layers
+from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import group_of, install
 
 MOMENTUM = 0.99
@@ -72,8 +72,8 @@ def calibrate(
         CalibrationError: a state or `start` of another model, number of ranks or momentum.
         AgreementError: on real ranks, when they hold other sequences, models or settings; the same text on all.
     """
-    rows = boundaries(model, plan)
-    group = group_of(rows) if parallel_boundaries(model) else None
+    rows = rowwise_layers(model, plan)
+    group = group_of(rows) if sharded_rowwise_layers(model) else None
     name = identity(model, rows)
     if group is not None:  # read before the first pass, to compare what the ranks are about to feed
         sequences = list(sequences)
@@ -249,7 +249,7 @@ def _watched(
     def see_mine(name: str, partial: Tensor, total: Tensor) -> None:
         see(name, [partial], total, rank)
 
-    return install(rows, {}, group, Settings(), watch=see_mine)
+    return install(rows, {}, group, SumSettings(), watch=see_mine)
 
 
 def _unseen(sequences: Iterable[Tensor], skip: int) -> Iterator[Tensor]:

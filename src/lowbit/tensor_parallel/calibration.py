@@ -18,7 +18,7 @@ from lowbit.tensor_parallel import artifact
 from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.observe import corrected, join, split
-from lowbit.tensor_parallel.plan import boundaries
+from lowbit.tensor_parallel.plan import rowwise_layers
 from lowbit.tensor_parallel.select import Features, select
 
 _FORMAT = "lowbit-calibration"
@@ -125,7 +125,7 @@ class Calibration:
                 f"the calibration is for {self.world} ranks, this is a group of {world}; "
                 "allowed: a calibration for as many (lowbit calibrate --ranks)"
             )
-        found: Any = boundaries(model) if rows is None else rows
+        found: Any = rowwise_layers(model) if rows is None else rows
         if strange := sorted(set(found) ^ set(self.features)):
             raise CalibrationError(
                 f"the calibration has {len(self.features)} boundaries, the model {len(found)}; "

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowbit.collectives import engine
 from lowbit.collectives.agreement import default_group
-from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, parallel_boundaries, plan_of
-from lowbit.tensor_parallel.reduce import Settings, check_inference
+from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, plan_of, sharded_rowwise_layers
+from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import local, row_forward
 
 _GATHERED = ("colwise_rep", "colwise_gather_output")
@@ -42,7 +42,7 @@ def tensor_parallel_(
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    if parallel_boundaries(model):
+    if sharded_rowwise_layers(model):
         raise ValueError("model is on tensor-parallel ranks already; allowed: a whole one")
     check_heads(model, ranks)
     styles = plan_of(model, plan)
@@ -53,7 +53,7 @@ def tensor_parallel_(
         assert isinstance(module, nn.Linear)
         if is_row(style):
             _cut(module, "weight", mesh, 1)
-            module.__dict__["forward"] = row_forward(name, module, None, group, Settings())
+            module.__dict__["forward"] = row_forward(name, module, None, group, SumSettings())
         else:
             _cut(module, "weight", mesh, 0)
             if module.bias is not None:
@@ -92,5 +92,5 @@ def _gather(y: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     padded = F.pad(y, (0, length - y.shape[-1]))
     parts = y.new_empty((ranks, *padded.shape))
     work = engine.gather(parts.view(-1), padded.contiguous().view(-1), group, async_op=True)
-    engine.finish(work, group, Settings().timeout)
+    engine.finish(work, group, SumSettings().timeout)
     return torch.cat(list(parts), -1)[..., :width]

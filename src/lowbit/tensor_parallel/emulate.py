@@ -18,11 +18,11 @@ from lowbit.tensor_parallel.plan import (
     Plan,
     check_heads,
     is_row,
-    parallel_boundaries,
     plan_of,
+    sharded_rowwise_layers,
     shards,
 )
-from lowbit.tensor_parallel.reduce import Settings, check_codec, check_inference, sum_in_process
+from lowbit.tensor_parallel.reduce import SumSettings, check_codec, check_inference, sum_in_process
 from lowbit.tensor_parallel.rowwise import Installed
 from lowbit.tensor_parallel.traffic import Traffic
 
@@ -47,7 +47,7 @@ def emulate_tensor_parallel_(
     ranks: int,
     low_bit: Calibration | Codec | None = None,
     *,
-    settings: Settings | None = None,
+    settings: SumSettings | None = None,
     plan: Plan | None = None,
     watch: Watch | None = None,
     drift: Drift | None = None,
@@ -67,7 +67,7 @@ def emulate_tensor_parallel_(
         low_bit: a `Calibration` for so many ranks and this model; any codec, used by all boundaries (`GroupInt` for a
             plain INT8); None: sums in the model's dtype, in the order of the ranks, rounded once. The engine's own
             BF16 all-reduce does the same for two ranks, and rounds after every addition with more.
-        settings: how sums travel; default `Settings()`.
+        settings: how sums travel; default `SumSettings()`.
         plan: overrides the model's own.
         watch: sees all partial sums and their total. drift: watches what is coded, over all ranks.
 
@@ -79,7 +79,7 @@ def emulate_tensor_parallel_(
         RuntimeError: in a forward pass with gradients on: it is for inference.
     """
     check_int("ranks", ranks, 1, 1 << 16)
-    if parallel_boundaries(model) or any(isinstance(p, DTensor) for p in model.parameters()):
+    if sharded_rowwise_layers(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("model is on tensor-parallel ranks already; allowed: a whole one")
     check_heads(model, ranks)
     styles = plan_of(model, plan)
@@ -88,7 +88,7 @@ def emulate_tensor_parallel_(
     if isinstance(low_bit, Calibration):
         low_bit.check(model, ranks, rows)
     emulation = Emulation(ranks)
-    chosen = settings or Settings()
+    chosen = settings or SumSettings()
     forwards: dict[nn.Module, Callable[..., Tensor]] = {}  # all of them, or none
     for name, style in styles.items():
         module = modules[name]
@@ -118,7 +118,7 @@ class _Sum:
         self,
         name: str,
         codec: Codec | None,
-        settings: Settings,
+        settings: SumSettings,
         watch: Watch | None,
         drift: Drift | None,
         traffic: Traffic,

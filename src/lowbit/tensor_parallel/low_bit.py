@@ -18,8 +18,8 @@ from lowbit.collectives import agree
 from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.plan import OURS, is_row, parallel_boundaries, plan_of
-from lowbit.tensor_parallel.reduce import Settings, check_codec
+from lowbit.tensor_parallel.plan import OURS, is_row, plan_of, sharded_rowwise_layers
+from lowbit.tensor_parallel.reduce import SumSettings, check_codec
 from lowbit.tensor_parallel.rowwise import (
     Installed,
     LowBitRowwiseParallel,
@@ -34,7 +34,7 @@ def low_bit_(
     model: nn.Module,
     calibration: Source,
     *,
-    settings: Settings | None = None,
+    settings: SumSettings | None = None,
     drift: Drift | None = None,
 ) -> Installed:
     """Let a tensor-parallel model add up its partial sums in few bits, in place, on all ranks at once.
@@ -48,7 +48,7 @@ def low_bit_(
     Args:
         model: on real tensor-parallel ranks: its row-wise `Linear`s have `DTensor` weights.
         calibration: a file of `lowbit calibrate`, a `Calibration`, or a codec for all boundaries.
-        settings: how sums travel; default `Settings()`.
+        settings: how sums travel; default `SumSettings()`.
         drift: watches at run time whether the calibrated ranges hold.
 
     Returns:
@@ -59,14 +59,14 @@ def low_bit_(
         CalibrationError: the file is missing, cut short, or for another model, world size or codec version.
         AgreementError: the ranks do not hold the same; the same text on all of them.
     """
-    rows = parallel_boundaries(model)
+    rows = sharded_rowwise_layers(model)
     if not rows:
         raise ValueError(
             f"no module of {type(model).__name__} is row-wise parallel on real ranks; allowed: a model loaded with "
             "tp_plan='auto' under torchrun (in one process: emulate_tensor_parallel_)"
         )
     group = group_of(rows)
-    chosen = settings or Settings()
+    chosen = settings or SumSettings()
     found = load_agreed(calibration, group, chosen)
     if isinstance(found, Calibration):
         found.check(model, dist.get_world_size(group), rows)
@@ -74,7 +74,7 @@ def low_bit_(
     return install(rows, codecs, group, chosen, drift=drift)
 
 
-def load_agreed(source: Source, group: dist.ProcessGroup, settings: Settings) -> Calibration | Codec:
+def load_agreed(source: Source, group: dist.ProcessGroup, settings: SumSettings) -> Calibration | Codec:
     """A calibration or codec that is the same on all ranks; to be called by all of them.
 
     Raises:
@@ -102,7 +102,7 @@ def low_bit_styles(
     calibration: Source,
     mesh: DeviceMesh,
     *,
-    settings: Settings | None = None,
+    settings: SumSettings | None = None,
     drift: Drift | None = None,
 ) -> dict[str, LowBitRowwiseParallel]:
     """Styles for `parallelize_module(model, mesh, {**column_wise, **low_bit_styles(...)})`, by boundary.
@@ -115,7 +115,7 @@ def low_bit_styles(
     Raises:
         As `low_bit_`; the model itself is not compared, only the sizes of its modules.
     """
-    chosen = settings or Settings()
+    chosen = settings or SumSettings()
     found = load_agreed(calibration, mesh.get_group(), chosen)
     if not isinstance(found, Calibration):
         raise TypeError(
@@ -137,7 +137,7 @@ def low_bit_plan(
     folder: str | Path,
     calibration: Source,
     *,
-    settings: Settings | None = None,
+    settings: SumSettings | None = None,
     drift: Drift | None = None,
 ) -> dict[str, str]:
     """A Hugging Face `tp_plan` for a checkpoint folder, whose row-wise modules sum in few bits.

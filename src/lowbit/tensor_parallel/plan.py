@@ -62,7 +62,7 @@ def is_row(style: str) -> bool:
     return style in (*ROW, *ROW_OF_WHOLE_INPUT)
 
 
-def boundaries(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linear]:
+def rowwise_layers(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linear]:
     """The row-wise modules, in whose outputs the ranks' partial sums are added up, by name.
 
     Of a model that is tensor parallel already, what its weights say; else what its plan says.
@@ -70,7 +70,7 @@ def boundaries(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linea
     Raises:
         ValueError: as `plan_of`.
     """
-    real = parallel_boundaries(model)
+    real = sharded_rowwise_layers(model)
     if real:
         return real
     modules = dict(model.named_modules())
@@ -78,7 +78,7 @@ def boundaries(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linea
     return {name: check_linear(name, modules[name]) for name in names}
 
 
-def parallel_boundaries(model: nn.Module) -> dict[str, nn.Linear]:
+def sharded_rowwise_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The row-wise modules of a model on real tensor-parallel ranks; none if it is whole."""
     return {
         name: module

@@ -23,7 +23,7 @@ SMALL = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SumSettings:
     """How sums travel; the same on all ranks.
 
     Args:
@@ -62,7 +62,7 @@ class Settings:
         return -(-numel // ranks) if two else 0
 
 
-def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, settings: Settings) -> Tensor:
+def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, settings: SumSettings) -> Tensor:
     """The sum of every rank's partial sums, bit-identical on all ranks.
 
     Args:
@@ -89,7 +89,7 @@ def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGrou
     return partial
 
 
-def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: Settings) -> Tensor:
+def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: SumSettings) -> Tensor:
     """What `sum_over_ranks` returns on each of the ranks whose partial sums these are."""
     ranks, first = len(partials), partials[0]
     if ranks == 1 or not first.numel():

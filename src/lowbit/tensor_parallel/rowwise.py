@@ -19,7 +19,7 @@ from lowbit.collectives import agree
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import is_cut_by_input, shards
 from lowbit.tensor_parallel.reduce import (
-    Settings,
+    SumSettings,
     check_codec,
     check_inference,
     sum_over_ranks,
@@ -66,7 +66,7 @@ def install(
     rows: Mapping[str, nn.Linear],
     codecs: Mapping[str, Codec],
     group: dist.ProcessGroup,
-    settings: Settings,
+    settings: SumSettings,
     *,
     watch: Watch | None = None,
     drift: Drift | None = None,
@@ -92,7 +92,7 @@ def row_forward(
     module: nn.Linear,
     codec: Codec | None,
     group: dist.ProcessGroup,
-    settings: Settings,
+    settings: SumSettings,
     watch: Watch | None = None,
     drift: Drift | None = None,
     traffic: Traffic | None = None,
@@ -169,7 +169,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
         self,
         codec: Codec,
         *,
-        settings: Settings | None = None,
+        settings: SumSettings | None = None,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
@@ -182,7 +182,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
             raise ValueError(f"input_layouts is {input_layouts}; allowed: Shard(-1), Replicate()")
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         check_codec("codec", codec)
-        self.codec, self.settings = codec, settings or Settings()
+        self.codec, self.settings = codec, settings or SumSettings()
         self.drift, self.name = drift, name
         self.agreed = False
 
@@ -212,7 +212,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
         return module
 
 
-def agree_on(group: dist.ProcessGroup, codec: Codec, settings: Settings) -> None:
+def agree_on(group: dist.ProcessGroup, codec: Codec, settings: SumSettings) -> None:
     """Raise on all ranks unless all of them have the same codec and settings."""
     facts = {"codec": f"{type(codec).__name__} [{codec.fingerprint()}]", "settings": str(settings)}
     if isinstance(codec, FeatureInt4):

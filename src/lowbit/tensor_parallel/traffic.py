@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.tensor_parallel.reduce import Settings
+from lowbit.tensor_parallel.reduce import SumSettings
 
 
 @dataclass
@@ -18,9 +18,10 @@ class Traffic:
     nothing travels.
 
     Args:
-        coded, plain: values that travelled in few bits, and in the model's dtype (below `Settings.small`, or without a
-            codec). coded_bytes, plain_bytes: everything that stands for them: codes, outlier features, scales; not the
-            8 bytes of each message's checksum.
+        coded, plain: values that travelled in few bits, and in the model's dtype (below `SumSettings.small`, or
+            without a codec).
+        coded_bytes, plain_bytes: everything that stands for them: codes, outlier features, scales; not the 8 bytes of
+            each message's checksum.
         algorithms: of the all-reduces of those that were coded.
     """
 
@@ -41,7 +42,7 @@ class Traffic:
         values = self.coded + self.plain
         return 8 * (self.coded_bytes + self.plain_bytes) / values if values else float("nan")
 
-    def take(self, partial: Tensor, ranks: int, codec: Codec | None, settings: Settings) -> bool:
+    def take(self, partial: Tensor, ranks: int, codec: Codec | None, settings: SumSettings) -> bool:
         """Count a sum of such partial sums over so many ranks; whether it is coded."""
         numel = partial.numel()
         if ranks == 1 or not numel:
