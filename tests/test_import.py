@@ -45,7 +45,7 @@ PUBLIC = {
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel SumSettings Traffic "
-        "calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles rowwise_layers tensor_parallel_"
+        "calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles rowwise_layers tensor_parallel_"
     ),
     "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
 }

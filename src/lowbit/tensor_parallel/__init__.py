@@ -1,14 +1,14 @@
-"""Tensor-parallel inference with a low-bit all-reduce: calibrate, run, emulate in one process, watch the drift."""
+"""Tensor-parallel inference with a low-bit all-reduce: calibrate, run or emulate, watch for drift."""
 
 from __future__ import annotations
 
-from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.calibrate import calibrate
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.cut import tensor_parallel_
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.emulate import Emulation, emulate_tensor_parallel_
-from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_plan, low_bit_styles
+from lowbit.tensor_parallel.files import CalibrationError
+from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_styles
 from lowbit.tensor_parallel.plan import rowwise_layers
 from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
@@ -26,7 +26,6 @@ __all__ = [
     "calibrate",
     "emulate_tensor_parallel_",
     "low_bit_",
-    "low_bit_plan",
     "low_bit_styles",
     "rowwise_layers",
     "tensor_parallel_",

@@ -1,4 +1,4 @@
-"""What travelled in sums over the ranks, coded or not: counted from shapes, so that counting costs nothing."""
+"""How many values and bytes the sums over ranks carried: computed from shapes, so that counting is free."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from lowbit.tensor_parallel.reduce import SumSettings
 
 @dataclass
 class Traffic:
-    """Values that one rank contributed to sums, and the bytes of their payloads, once; alike on all ranks.
+    """Values that one rank contributed to sums, and the bytes of their payloads, counted once; the same on all ranks.
 
-    Of two_shot, whose second step sends sums in payloads of the same size, the first step is counted. On one rank
-    nothing travels.
+    Of two_shot, whose second step sends the sums in payloads of the same size, only the first step is counted. With one
+    rank nothing is sent.
 
     Args:
-        coded, plain: values that travelled in few bits, and in the model's dtype (below `SumSettings.small`, or
-            without a codec).
-        coded_bytes, plain_bytes: everything that stands for them: codes, outlier features, scales; not the 8 bytes of
+        coded, plain: values sent in few bits, and in the model's dtype (below `SumSettings.small`, or without a codec).
+        coded_bytes, plain_bytes: of their payloads, with codes, outlier features and scales, but without the 8 bytes of
             each message's checksum.
-        algorithms: of the all-reduces of those that were coded.
+        algorithms: of the all-reduces of the coded values.
     """
 
     coded: int = 0
@@ -33,17 +32,18 @@ class Traffic:
 
     @property
     def share_coded(self) -> float:
-        """Share of the values that was coded; NaN: nothing travelled."""
-        return self.coded / values if (values := self.coded + self.plain) else float("nan")
+        """Share of the values that was coded; NaN if nothing was sent."""
+        values = self.coded + self.plain
+        return self.coded / values if values else float("nan")
 
     @property
     def bits_per_value(self) -> float:
-        """Bits for each value of everything that travelled; NaN: nothing did."""
+        """Bits per value of everything sent; NaN if nothing was."""
         values = self.coded + self.plain
         return 8 * (self.coded_bytes + self.plain_bytes) / values if values else float("nan")
 
     def take(self, partial: Tensor, ranks: int, codec: Codec | None, settings: SumSettings) -> bool:
-        """Count a sum of such partial sums over so many ranks; whether it is coded."""
+        """Count a sum of such partial sums over so many ranks; return whether it is coded."""
         numel = partial.numel()
         if ranks == 1 or not numel:
             return False
@@ -51,10 +51,10 @@ class Traffic:
             self.plain += numel
             self.plain_bytes += numel * partial.element_size()
             return False
-        size = codec.nbytes((numel,))
+        nbytes = codec.nbytes((numel,))
         self.coded += numel
-        self.coded_bytes += size
-        self.algorithms.add(settings.chosen(ranks, size))
+        self.coded_bytes += nbytes
+        self.algorithms.add(settings.algorithm_for(ranks, nbytes))
         return True
 
     def reset(self) -> None:
