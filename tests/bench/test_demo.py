@@ -7,9 +7,9 @@ from rich.console import Console
 
 from lowbit.bench import demo
 from lowbit.bench.pipeline import Settings
+from lowbit.config import ConfigError
 from lowbit.network import SlowLink
 from lowbit.train.config import PipelineConfig
-from lowbit.train.section import ConfigError
 
 TINY = Settings(dim=32, layers=4, heads=2, stages_per_rank=2, batch=8, sequence=32, samples=8)
 ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B")

@@ -15,7 +15,7 @@ from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
 from lowbit.train.boundaries import make_codecs
-from lowbit.train.config_file import from_mapping
+from lowbit.train.config import from_mapping
 
 SUBSPACE = "SubspaceQuant(rank=4) / SubspaceQuant(rank=2, bits=3)"  # a "/" and commas in a name
 TINY = Settings(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from lowbit.train import TrainConfig
-from lowbit.train.config_file import load
+from lowbit.train.config import load
 from tests.torture import report
 from tests.torture.attempt import Attempt, End
 from tests.torture.checks import LIMIT, complaints, endings, gave_up

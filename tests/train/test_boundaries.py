@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowbit.codecs import Cast, parse
+from lowbit.config import ConfigError
 from lowbit.train.boundaries import backward_formats, costly, make_codecs
 from lowbit.train.config import PipelineConfig
-from lowbit.train.section import ConfigError
 
 BF16 = Cast(dtype=torch.bfloat16)
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from lowbit.config import ConfigError
 from lowbit.train.config import (
     DataConfig,
     ModelConfig,
@@ -12,9 +13,8 @@ from lowbit.train.config import (
     PipelineConfig,
     RunConfig,
     TrainConfig,
+    from_mapping,
 )
-from lowbit.train.config_file import from_mapping
-from lowbit.train.section import ConfigError
 
 
 def test_values_are_taken_as_annotated():

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
+from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
 from lowbit.train.corpus import capped, documents, held_out_documents, library_files
-from lowbit.train.section import ConfigError
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
 from lowbit.train.data import Order, Windows, load_data
 from lowbit.train.folder import RunFolder
-from lowbit.train.section import ConfigError
 from tests.train.test_tokenizer import folder
 
 __all__ = ["folder"]  # a fixture

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lowbit.config import ConfigError
 from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.device import choose_backend, choose_device
 from lowbit.train.prepare import prepare
-from lowbit.train.section import ConfigError
 from tests.ranks import Ranks
 from tests.train.runs import losses, tiny
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives.agreement import default_group
+from lowbit.config import ConfigError
 from lowbit.train.meeting import (
     AloneError,
     MeetingError,
@@ -24,7 +25,6 @@ from lowbit.train.meeting import (
 )
 from lowbit.train.peers import board
 from lowbit.train.process import ALONE, FAILED
-from lowbit.train.section import ConfigError
 from lowbit.train.worker import exit_code
 from tests.forked import CONTEXT
 from tests.ranks import Failure, Ranks

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowbit.config import ConfigError
 from lowbit.train.config import FAMILIES, ModelConfig
 from lowbit.train.model import (
     StageModule,
@@ -16,7 +17,6 @@ from lowbit.train.model import (
     longest_sequence,
     vocabulary,
 )
-from lowbit.train.section import ConfigError
 
 IDS = torch.randint(0, 99, (2, 12), generator=torch.Generator().manual_seed(3))
 

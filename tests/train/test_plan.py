@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
+from lowbit.config import ConfigError
 from lowbit.train.config import SCHEDULES, PipelineConfig
 from lowbit.train.plan import make_plan
-from lowbit.train.section import ConfigError
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -1,7 +1,15 @@
-"""Benchmarks: each is a frozen `Settings` and a `run(settings)` that returns a `Report`."""
+"""Benchmarks: the module of each declares a `lowbit.report.Command`; `lowbit bench NAME` runs it."""
 
 from __future__ import annotations
 
-from lowbit.bench.report import Report
+COMMANDS = {
+    "pipeline": "lowbit.bench.pipeline",
+    "codecs": "lowbit.bench.codecs",
+    "gradients": "lowbit.bench.gradients",
+    "tensor-parallel": "lowbit.bench.tensor_parallel",
+    "convergence": "lowbit.bench.convergence",
+    "memory": "lowbit.bench.memory",
+}
+"""The module of each benchmark, which has its `COMMAND`; they import PyTorch, so import them when they are asked for."""
 
-__all__ = ["Report"]
+__all__ = ["COMMANDS"]

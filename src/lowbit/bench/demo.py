@@ -23,14 +23,13 @@ from lowbit.bench.race import seconds_until
 from lowbit.bench.report import Column, Report, machine, table
 from lowbit.bench.speeds import link_name
 from lowbit.collectives.engine import check_torch
+from lowbit.config import ConfigError
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.train import prepare
-from lowbit.train.config import TrainConfig
-from lowbit.train.config_file import from_mapping
+from lowbit.train.config import TrainConfig, from_mapping
 from lowbit.train.folder import RunFolder
 from lowbit.train.generate import generate
 from lowbit.train.metrics import StepMetrics, read_metrics
-from lowbit.train.section import ConfigError
 from lowbit.train.summary import read_summary
 
 if TYPE_CHECKING:

@@ -1,10 +1,8 @@
-"""One rank of `lowbit bench gradients`: follows orders as `lowbit.bench.rank` does, with averages instead of runs."""
+"""One rank of `lowbit bench gradients`: averages its tensor, and trains, as it is ordered to."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,32 +12,30 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.bench.gradients import ENGINE, MATRIX, POWER_RANK, codec_of
-from lowbit.bench.rank import serve
+from lowbit.bench.sums import error_of_sum, timed
+from lowbit.bench.worker import serve
 from lowbit.collectives import all_reduce
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.line import payload_bytes
 from lowbit.gradients import all_reduce_hook
 from lowbit.train.config import ModelConfig
-from lowbit.train.model import build_model
+from lowbit.train.model import build_model, vocabulary
 from lowbit.train.stages import next_token_loss
 
 _BUCKET_MB = 25  # PyTorch's default
 # PowerSGD starts its second all-reduce when the first has ended. With several buckets that is in another order on
 # another rank, upon which Gloo ends the process; so it gets a single bucket.
 _ONE_BUCKET_MB = 1 << 20
-_HOOKS = {
-    "hook-fp16": default_hooks.fp16_compress_hook,
-    "hook-bf16": default_hooks.bf16_compress_hook,
-}
+_HOOKS = {"hook-fp16": default_hooks.fp16_compress_hook, "hook-bf16": default_hooks.bf16_compress_hook}
 
 
-class Rank:
+class GradientsRank:
     """This rank's tensor, and its models by format."""
 
     def __init__(self) -> None:
         self._x = torch.empty(0)
         self._algorithm: Any = "two_shot"
-        self._states: dict[str, Any] = {}
+        self._power: powerSGD_hook.PowerSGDState | None = None
         self._models: dict[str, tuple[nn.Module, Tensor, int]] = {}
 
     def open(self, numel: int, algorithm: str) -> None:
@@ -47,60 +43,42 @@ class Rank:
         self._x, self._algorithm = sample(numel, dist.get_rank()), algorithm
 
     def average(self, name: str) -> dict[str, float]:
-        """Average once: seconds, and bytes that left this host meanwhile."""
+        """Average once."""
         x = self._x.clone()
-        act = self._averager(name)
-        dist.barrier()
-        before, start = sent_bytes(), time.perf_counter()
-        act(x)
-        seconds = time.perf_counter() - start
-        dist.barrier()
-        return {"seconds": seconds, "sent": sent_bytes() - before}
+        return timed(lambda: self._average(name, x))
 
     def error(self, name: str) -> float:
         """Relative error of the mean, on the third call, as PowerSGD is itself only then; 0.0 where not rank 0."""
         for _ in range(3):
             x = self._x.clone()
-            self._averager(name)(x)
-        if dist.get_rank() != 0:
+            self._average(name, x)
+        if dist.get_rank():
             return 0.0
-        exact = torch.zeros(x.shape, dtype=torch.float64)
-        for rank in range(dist.get_world_size()):
-            exact += sample(x.numel(), rank)
-        exact /= dist.get_world_size()
-        return float((x - exact).norm() / exact.norm())
+        ranks = dist.get_world_size()
+        return error_of_sum(x.double() * ranks, (sample(x.numel(), rank) for rank in range(ranks)))
 
-    def prepare(
-        self,
-        name: str,
-        dim: int,
-        layers: int,
-        heads: int,
-        ffn: int,
-        batch: int,
-        sequence: int,
-    ) -> None:
-        """Set up data-parallel training with a format, and do the first two steps, after which buckets stay."""
-        sizes = ModelConfig(dim=dim, layers=layers, heads=heads, ffn=ffn)
-        model = build_model(sizes, vocab=256, sequence=sequence, seed=0)
-        model = DistributedDataParallel(
-            model,
+    def prepare(self, name: str, model: dict[str, Any], batch: int, sequence: int) -> None:
+        """Set up data-parallel training with a format, and do the first steps, after which buckets stay."""
+        sizes = ModelConfig(**model)
+        vocab = vocabulary(sizes, 256)
+        replica = DistributedDataParallel(
+            build_model(sizes, vocab=vocab, sequence=sequence, seed=0),
             bucket_cap_mb=_ONE_BUCKET_MB if name == "powersgd" else _BUCKET_MB,
             gradient_as_bucket_view=True,
         )
         if name in _HOOKS:
-            model.register_comm_hook(None, _HOOKS[name])
+            replica.register_comm_hook(None, _HOOKS[name])
         elif name == "powersgd":
-            model.register_comm_hook(_power_state(), powerSGD_hook.powerSGD_hook)
+            replica.register_comm_hook(_power_state(), powerSGD_hook.powerSGD_hook)
         elif name not in ENGINE:
-            model.register_comm_hook(None, all_reduce_hook(codec_of(name), algorithm=self._algorithm))
+            replica.register_comm_hook(None, all_reduce_hook(codec_of(name), algorithm=self._algorithm))
         generator = torch.Generator().manual_seed(dist.get_rank())
-        tokens = torch.randint(256, (batch, sequence + 1), generator=generator)
+        tokens = torch.randint(vocab, (batch, sequence + 1), generator=generator)
         before = payload_bytes()
-        self._models[name] = model, tokens, 0
+        self._models[name] = replica, tokens, 0
         for _ in range(3):
             self.step(name)
-        self._models[name] = model, tokens, payload_bytes() - before
+        self._models[name] = replica, tokens, payload_bytes() - before
 
     def step(self, name: str) -> dict[str, float]:
         """A step of training: seconds, and bytes held for gradients at its end."""
@@ -114,14 +92,8 @@ class Rank:
         model.zero_grad(set_to_none=True)
         return {"seconds": seconds, "gradient_bytes": held + payloads}
 
-    def _averager(self, name: str) -> Callable[[Tensor], object]:
-        """Replaces a tensor by its mean over all ranks."""
-        if name in ENGINE:
-            return lambda x: self._engine(name, x)
-        codec = codec_of(name)
-        return lambda x: all_reduce(x, codec, None, "avg", self._algorithm)
-
-    def _engine(self, name: str, x: Tensor) -> None:
+    def _average(self, name: str, x: Tensor) -> None:
+        """Replace a tensor by its mean over all ranks."""
         if name == "engine-fp32":
             dist.all_reduce(x)
             x.div_(dist.get_world_size())
@@ -129,15 +101,17 @@ class Rank:
             low = x.bfloat16()
             dist.all_reduce(low)
             x.copy_(low).div_(dist.get_world_size())
-        else:
+        elif name in ENGINE:
             bucket: Any = Bucket(x)
             if name == "powersgd":
-                state = self._states.setdefault(name, _power_state())
-                found = powerSGD_hook.powerSGD_hook(state, bucket).wait()
+                self._power = self._power or _power_state()
+                mean = powerSGD_hook.powerSGD_hook(self._power, bucket).wait()
             else:
-                found = _HOOKS[name](default_group(), bucket).wait()
-            if found.data_ptr() != x.data_ptr():
-                x.copy_(found)
+                mean = _HOOKS[name](default_group(), bucket).wait()
+            if mean.data_ptr() != x.data_ptr():
+                x.copy_(mean)
+        else:
+            all_reduce(x, codec_of(name), None, "avg", self._algorithm)
 
 
 class Bucket:
@@ -155,7 +129,7 @@ class Bucket:
         return list(self._flat.view(-1, MATRIX, MATRIX))
 
     def index(self) -> int:
-        """Of the bucket."""
+        """The number of the bucket."""
         return 0
 
     def is_last(self) -> bool:
@@ -171,15 +145,9 @@ def sample(numel: int, rank: int) -> Tensor:
     return ((common + own).view(-1, MATRIX) * (1e-3 * rows)).view(-1)
 
 
-def sent_bytes() -> int:
-    """Bytes that all interfaces of this host have sent."""
-    lines = Path("/proc/net/dev").read_text("utf-8").splitlines()[2:]
-    return sum(int(line.split(":")[1].split()[8]) for line in lines)
-
-
 def _power_state() -> powerSGD_hook.PowerSGDState:
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2)
 
 
 if __name__ == "__main__":
-    serve(Rank)
+    serve(GradientsRank)

@@ -21,8 +21,7 @@ from lowbit.codecs import Codec, parse, parse_pair
 from lowbit.codecs.base import check_choice
 from lowbit.network import Link
 from lowbit.train.boundaries import make_codecs
-from lowbit.train.config import ModelConfig
-from lowbit.train.config_file import from_mapping
+from lowbit.train.config import ModelConfig, from_mapping
 from lowbit.train.device import choose_device
 from lowbit.train.plan import make_plan
 
@@ -236,7 +235,7 @@ class Measurements:
 
 
 def recipe(settings: Any, boundary: str, **more: Mapping[str, Any]) -> dict[str, Any]:
-    """The training run of one boundary, as `lowbit.train.config_file.from_mapping` takes it.
+    """The training run of one boundary, as `lowbit.train.config.from_mapping` takes it.
 
     Args:
         settings: with the fields of `Settings` that describe model, data and pipeline.

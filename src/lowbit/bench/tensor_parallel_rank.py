@@ -1,8 +1,7 @@
-"""One rank of `lowbit bench tensor-parallel`: sums its tensor as it is told to."""
+"""One rank of `lowbit bench tensor-parallel`: sums its tensor as it is ordered to."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,22 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowbit.bench.gradients_rank import sent_bytes
-from lowbit.bench.rank import serve
+from lowbit.bench.sums import error_of_sum, timed
 from lowbit.bench.tensor_parallel import FORMATS, codec_of, sample
+from lowbit.bench.worker import serve
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.plan import sharded_rowwise_layers
 from lowbit.tensor_parallel.rowwise import local
 from lowbit.train.config import ModelConfig
-from lowbit.train.model import build_model
+from lowbit.train.model import build_model, vocabulary
 
 _VOCAB = 512
 _FITTED = 64  # tokens at least: of fewer, some features add up to 0 in all
 
 
-class Rank:
+class TensorParallelRank:
     """This rank's partial sums, and the codecs that fit everybody's."""
 
     def __init__(self) -> None:
@@ -38,59 +37,45 @@ class Rank:
 
     def open(self, tokens: int, width: int) -> dict[str, float]:
         """Make the largest message, of which smaller ones are the first tokens, and the codecs; bits by format."""
-        seen = max(_FITTED, tokens)
-        parts = [sample(seen, width, rank, draw=1) for rank in range(dist.get_world_size())]
+        parts = [sample(max(_FITTED, tokens), width, rank, draw=1) for rank in range(dist.get_world_size())]
         self._x = sample(tokens, width, dist.get_rank())
         self._codecs = {name: codec_of(name, parts) for name in FORMATS if name != "bf16"}
-        bits = {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()}
-        return bits | {"bf16": 16.0}
+        return {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()} | {"bf16": 16.0}
 
     def reduce(self, name: str, algorithm: str, tokens: int, calls: int) -> dict[str, float]:
-        """Sum a message several times: seconds of a call, and bytes that left this host for it."""
+        """Sum a message several times; seconds and bytes of a call."""
         messages = [self._x[:tokens].clone() for _ in range(calls)]
-        dist.barrier()
-        before, start = sent_bytes(), time.perf_counter()
-        for x in messages:
-            self._sum(x, name, algorithm)
-        seconds = time.perf_counter() - start
-        dist.barrier()
-        return {"seconds": seconds / calls, "sent": (sent_bytes() - before) / calls}
+
+        def every() -> None:
+            for x in messages:
+                self._sum(x, name, algorithm)
+
+        return {what: value / calls for what, value in timed(every).items()}
 
     def error(self, name: str, algorithm: str) -> float:
         """Relative error of the sum of the largest message."""
         x = self._x.clone()
         self._sum(x, name, algorithm)
-        exact = torch.zeros(x.shape, dtype=torch.float64)
-        for rank in range(dist.get_world_size()):
-            exact += sample(x.shape[0], x.shape[1], rank)
-        return float((x - exact).norm() / exact.norm())
+        return error_of_sum(x, (sample(x.shape[0], x.shape[1], rank) for rank in range(dist.get_world_size())))
 
-    def prepare(self, tokens: int, dim: int, layers: int, heads: int, ffn: int) -> None:
-        """Cut a Llama with random weights over the ranks, and calibrate its sums on what it is going to read."""
-        sizes = ModelConfig(dim=dim, layers=layers, heads=heads, ffn=ffn)
-        model = build_model(sizes, vocab=_VOCAB, sequence=tokens, seed=0).bfloat16().eval()
-        self._model = tensor_parallel_(model)
-        generator = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(_VOCAB, (1, tokens), generator=generator)
-        calibration = calibrate(model, [self._ids])
-        self._sources = {
-            "feature-int4": calibration, "int4": calibration.select(k=0), "int8": codec_of("int8", []),
-        }  # fmt: skip
+    def prepare(self, tokens: int, model: dict[str, Any]) -> None:
+        """Cut a model with random weights over the ranks, and calibrate its sums on what it is going to read."""
+        sizes = ModelConfig(**model)
+        vocab = vocabulary(sizes, _VOCAB)
+        self._model = tensor_parallel_(build_model(sizes, vocab=vocab, sequence=tokens, seed=0).bfloat16().eval())
+        self._ids = torch.randint(vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
+        calibration = calibrate(self._model, [self._ids])
+        self._sources = {"feature-int4": calibration, "int4": calibration.select(k=0), "int8": codec_of("int8", [])}
 
     def prefill(self, name: str) -> dict[str, float]:
-        """Let the model read its tokens: seconds, and bytes that left this host for it."""
+        """Let the model read its tokens."""
         with torch.inference_mode():
             if name == "bf16":
                 installed = _engine_sums(self._model)
             else:
                 installed = low_bit_(self._model, self._sources[name], settings=SumSettings(small=0))
             with installed:
-                dist.barrier()
-                before, start = sent_bytes(), time.perf_counter()
-                self._model(self._ids, use_cache=False, logits_to_keep=1)
-                seconds = time.perf_counter() - start
-                dist.barrier()
-        return {"seconds": seconds, "sent": sent_bytes() - before}
+                return timed(lambda: self._model(self._ids, use_cache=False, logits_to_keep=1))
 
     def _sum(self, x: Tensor, name: str, algorithm: Any) -> None:
         if name == "bf16":
@@ -117,4 +102,4 @@ def _engine_sums(model: nn.Module) -> Installed:
 
 
 if __name__ == "__main__":
-    serve(Rank)
+    serve(TensorParallelRank)

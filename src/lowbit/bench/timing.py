@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,14 +69,6 @@ def _on_gpu(operation: Operation, buffer: int) -> Callable[[], float]:
         return start.elapsed_time(end) / 1000
 
     return seconds
-
-
-def spread(values: Sequence[float]) -> float:
-    """Interquartile range as a share of the median; 0 of a single value."""
-    if len(values) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return (high - low) / middle
 
 
 def buffers_for(nbytes: int, device: torch.device | str = "cpu") -> int:

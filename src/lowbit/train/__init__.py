@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowbit.train.config import TrainConfig
-from lowbit.train.config_file import from_mapping, load
+from lowbit.config import ConfigError
+from lowbit.train.config import TrainConfig, from_mapping, load
 from lowbit.train.launch import LaunchError, run
 from lowbit.train.metrics import StepMetrics
-from lowbit.train.section import ConfigError
 from lowbit.train.summary import Summary
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from torch import nn
 
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.collectives.engine import version
+from lowbit.config import ConfigError
 from lowbit.train.config import ActivationsConfig
-from lowbit.train.section import ConfigError
 
 Policies = tuple[LayerAware | None, ...]
 

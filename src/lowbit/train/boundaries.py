@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit.codecs import Cast, Codec, SubspaceQuant, gradients_beside, parse
+from lowbit.config import ConfigError
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import PipelineConfig
-from lowbit.train.section import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,74 +1,67 @@
 """The whole of a training run as one frozen value, in seven sections.
 
-    [model]        what is trained: an architecture from a few numbers, or a local folder to start from
-    [data]         text, tokenizer, windows and the held-out share
-    [pipeline]     ranks, stages, schedule, and what the boundaries carry
-    [activations]  what they are kept in between forward and backward
-    [gradients]    what they are kept in between micro-batches
-    [optimizer]    AdamW, learning rate and clipping
-    [run]          where, how long, how exact, how often to write
-
-Every value is checked when a section is made; what needs files or other sections is checked by `lowbit.train.check`.
+Every value is checked when a section is made; what needs files or other sections is checked by
+`lowbit.train.prepare`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
-from lowbit.train.section import ConfigError, Section
+from pydantic import BeforeValidator, Field
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved1f1b": "Interleaved1F1B",
-    "loopedbfs": "LoopedBFS",
-    "interleavedzerobubble": "InterleavedZeroBubble",
-    "zbvzerobubble": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
+from lowbit.config import ConfigError, NonNegative, Positive, build, resolve, section
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+Boundary = Literal["lowbit", "stock-fp32", "stock-bf16"]
+Share = Annotated[float, Field(ge=0, le=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(ge=1, le=1e6)]
+
+FAMILIES, BOUNDARIES = get_args(Family), get_args(Boundary)
+SCHEDULES = {name.lower(): name for name in get_args(Schedule)}
 FULL_PRECISION = "fp32"
-BOUNDARIES = ("lowbit", "stock-fp32", "stock-bf16")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
-    """A causal language model.
+def _schedule(name: Any) -> Any:
+    """A schedule's name as PyTorch writes it, however it is capitalized."""
+    return SCHEDULES.get(name.lower(), name) if isinstance(name, str) else name
 
-    Args:
-        family: architecture; not used with `pretrained`.
-        pretrained: local folder in Hugging Face format to start from; the sizes below then come from it.
-        dim, layers, heads: width, decoder layers, attention heads.
-        kv_heads: key and value heads; 0: as many as `heads`. ffn: width of the feed-forward; 0: the family's usual.
-        vocab: entries of the embedding; 0: as many as the tokenizer has.
-        tied: embedding and output share their weights; absent: as the family does it.
-        dropout: probability, everywhere the family has one.
-    """
 
-    name: ClassVar = "model"
-    ranges: ClassVar = {
-        "dim": (1, math.inf), "layers": (1, math.inf), "heads": (1, math.inf),
-        "kv_heads": (0, math.inf), "ffn": (0, math.inf), "vocab": (0, math.inf), "dropout": (0, 1),
-    }  # fmt: skip
-    choices: ClassVar = {"family": FAMILIES}
+@section("model")
+class ModelConfig:
+    """What is trained: a causal language model from a few numbers, or a local folder to start from."""
 
-    family: str = "llama"
+    family: Family = "llama"
+    """Architecture; not used with `pretrained`."""
     pretrained: str = ""
-    dim: int = 256
-    layers: int = 8
-    heads: int = 4
-    kv_heads: int = 0
-    ffn: int = 0
-    vocab: int = 0
+    """Local folder in Hugging Face format to start from; the sizes below then come from it."""
+    dim: Positive = 256
+    """Width."""
+    layers: Positive = 8
+    """Decoder layers."""
+    heads: Positive = 4
+    """Attention heads."""
+    kv_heads: NonNegative = 0
+    """Key and value heads; 0: as many as `heads`."""
+    ffn: NonNegative = 0
+    """Width of the feed-forward; 0: the family's usual."""
+    vocab: NonNegative = 0
+    """Entries of the embedding; 0: as many as the tokenizer has."""
     tied: bool | None = None
-    dropout: float = 0.0
+    """Embedding and output share their weights; absent: as the family does it."""
+    dropout: Share = 0.0
+    """Probability, everywhere the family has one."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.dim % self.heads or (self.family != "gpt2" and self.dim // self.heads % 2):
             raise ConfigError(
                 f"model.dim is {self.dim}; allowed: a multiple of model.heads ({self.heads}) "
@@ -78,239 +71,191 @@ class ModelConfig(Section):
             raise ConfigError(f"model.kv_heads is {self.kv_heads}; allowed: a divisor of model.heads ({self.heads})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(Section):
-    """Text, cut into windows of `sequence` tokens that keep their number, the sample id, for the whole run.
-
-    Args:
-        text: files, folders (every file below) or glob patterns. Nothing here and no `dataset`: the sources of Python's
-            own standard library, which every machine has.
-        dataset: a folder that `datasets.save_to_disk` wrote, or a name on the Hugging Face hub;
-            dataset_config, dataset_split, column: which part of it.
-        held_out: like `text`, for evaluation; absent: the last `held_out_share` of the tokens.
-        tokenizer: "bytes" (256 tokens, no files) or a local folder with a Hugging Face tokenizer.
-        sequence: tokens in a window; batch: windows in a step, over all micro-batches.
-        max_bytes: read no more text than this.
-    """
-
-    name: ClassVar = "data"
-    ranges: ClassVar = {
-        "sequence": (1, math.inf), "batch": (1, math.inf), "max_bytes": (1, math.inf),
-        "held_out_share": (0, 0.9),
-    }  # fmt: skip
+@section("data")
+class DataConfig:
+    """Text, cut into windows of `sequence` tokens that keep their number, the sample id, for the whole run."""
 
     text: tuple[str, ...] = ()
+    """Files, folders (every file below) or glob patterns. Nothing here and no `dataset`: the sources of Python's own
+    standard library, which every machine has."""
     dataset: str = ""
+    """A folder that `datasets.save_to_disk` wrote, or a name on the Hugging Face hub."""
     dataset_config: str = ""
+    """Which configuration of the dataset."""
     dataset_split: str = "train"
+    """Which split of the dataset."""
     column: str = "text"
+    """Which column of the dataset holds the text."""
     held_out: tuple[str, ...] = ()
-    held_out_share: float = 0.05
+    """Like `text`, for evaluation; absent: the last `held_out_share` of the tokens."""
+    held_out_share: Annotated[float, Field(ge=0, le=0.9)] = 0.05
+    """Share of the tokens that is kept for evaluation."""
     tokenizer: str = "bytes"
-    sequence: int = 256
-    batch: int = 8
-    max_bytes: int = 16_000_000
+    """"bytes" (256 tokens, no files) or a local folder with a Hugging Face tokenizer."""
+    sequence: Positive = 256
+    """Tokens in a window."""
+    batch: Positive = 8
+    """Windows in a step, over all micro-batches."""
+    max_bytes: Positive = 16_000_000
+    """Read no more text than this."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.text and self.dataset:
             raise ConfigError(
                 f"data.text is {list(self.text)} and data.dataset is {self.dataset!r}; allowed: one of the two"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineConfig(Section):
-    """How the model is cut, and what travels between the cuts.
+@section("pipeline")
+class PipelineConfig:
+    """How the model is cut, and what travels between the stages."""
 
-    Args:
-        ranks: processes of a pipeline; `lowbit train` starts so many times `data_parallel`. Under torchrun its number
-            counts, divided by `data_parallel`.
-        data_parallel: equal pipelines side by side, each on its own share of every batch.
-        stages_per_rank: more than one for the interleaved schedules, two for the V-shaped ones.
-        schedule: a schedule of `torch.distributed.pipelining`; microbatches: pieces of the batch.
-        forward, backward: codecs of activations and gradients, by name ("tah-quant", "int4") or in full
-            ("GroupInt(bits=6, group=32)"): one for all boundaries, or a list with one for each. Absent, `backward` is
-            what belongs to each of `forward` (`lowbit.codecs.gradients_beside`): "fp32" and "bf16" travel alike both
-            ways, "subspace" comes back as "subspace-backward", all else in 6 bits.
-        warmup_steps: steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is
-            small beside the noise of few bits; none when a `model.pretrained` is fine-tuned. A codec that leaves
-            something to choose, such as "SubspaceQuant(rank='auto')", is settled in the last and needs one at least.
-        boundary: "lowbit", or PyTorch's own stage with float32 or bfloat16 on the wire to compare with.
-    """
-
-    name: ClassVar = "pipeline"
-    ranges: ClassVar = {
-        "ranks": (1, math.inf), "data_parallel": (1, math.inf), "stages_per_rank": (1, math.inf),
-        "microbatches": (1, math.inf), "warmup_steps": (0, math.inf),
-    }  # fmt: skip
-    choices: ClassVar = {"boundary": BOUNDARIES}
-
-    ranks: int = 2
-    data_parallel: int = 1
-    stages_per_rank: int = 1
-    schedule: str = "1F1B"
-    microbatches: int = 4
+    ranks: Positive = 2
+    """Processes of a pipeline; `lowbit train` starts so many times `data_parallel`. Under torchrun its number counts,
+    divided by `data_parallel`."""
+    data_parallel: Positive = 1
+    """Equal pipelines side by side, each on its own share of every batch."""
+    stages_per_rank: Positive = 1
+    """More than one for the interleaved schedules, two for the V-shaped ones."""
+    schedule: Annotated[Schedule, BeforeValidator(_schedule)] = "1F1B"
+    """A schedule of `torch.distributed.pipelining`."""
+    microbatches: Positive = 4
+    """Pieces of the batch."""
     forward: tuple[str, ...] = ("tah-quant",)
+    """Codecs of activations, by name ("tah-quant", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
+    boundaries, or a list with one for each."""
     backward: tuple[str, ...] = ()
-    warmup_steps: int | None = None
-    boundary: str = "lowbit"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        schedule = SCHEDULES.get(self.schedule.lower())
-        if schedule is None:
-            raise ConfigError(f"pipeline.schedule is {self.schedule!r}; allowed: {', '.join(SCHEDULES.values())}")
-        object.__setattr__(self, "schedule", schedule)
-        if self.backward == ("",):
-            object.__setattr__(self, "backward", ())
+    """Codecs of gradients, in the same notation. Absent: what fits each of `forward`
+    (`lowbit.codecs.gradients_beside`): "fp32" and "bf16" travel alike both ways, "subspace" comes back as
+    "subspace-backward", all else in 6 bits."""
+    warmup_steps: NonNegative | None = None
+    """Steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is small beside
+    the noise of few bits; none when a `model.pretrained` is fine-tuned. A codec that leaves something to choose, such
+    as "SubspaceQuant(rank='auto')", is settled in the last of them and needs one at least."""
+    boundary: Boundary = "lowbit"
+    """lowbit, or PyTorch's own stage, which sends float32 or bfloat16, to compare with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationsConfig(Section):
+@section("activations")
+class ActivationsConfig:
     """What activations are kept in between forward and backward (`lowbit.activations.compress_saved_`).
 
     Each of the first four is a number for all stages, or a list with one for each stage: late stages of a pipeline hold
     fewer micro-batches.
-
-    Args:
-        bits: 2 to 8 for all layer types that have none of their own; 16: nothing is compressed there.
-        norm, mlp, linear: 2 to 8, or 16 (as they are), of these layer types; absent: as `bits`, norms at least 8.
-        group: elements for each scale; rounding: "nearest" or "stochastic".
     """
-
-    name: ClassVar = "activations"
-    choices: ClassVar = {"rounding": ("nearest", "stochastic")}
 
     bits: tuple[int, ...] = (16,)
+    """2 to 8 for all layer types that have none of their own; 16: nothing is compressed there."""
     norm: tuple[int, ...] = ()
+    """2 to 8, or 16 (as they are), for norms; absent: as `bits`, at least 8."""
     mlp: tuple[int, ...] = ()
+    """2 to 8, or 16 (as they are), for gated activations; absent: as `bits`."""
     linear: tuple[int, ...] = ()
+    """2 to 8, or 16 (as they are), for the inputs of linear layers; absent: as `bits`."""
     group: int = 64
-    rounding: str = "nearest"
+    """Elements for each scale."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """How values between two levels are rounded."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientsConfig(Section):
-    """What gradients are kept in until the optimizer's step, and what they travel in between pipelines.
-
-    Args:
-        storage: "fp32" (PyTorch's `.grad`), or a codec by name or in full, such as "fp8": each micro-batch is added to
-            what is stored, and the optimizer sees full precision a parameter at a time
-            (`lowbit.gradients.GradientStorage`).
-        all_reduce: codec, by name or in full, in which gradients are averaged over `pipeline.data_parallel` pipelines
-            (`lowbit.collectives.all_reduce`).
-    """
-
-    name: ClassVar = "gradients"
+@section("gradients")
+class GradientsConfig:
+    """What gradients are kept in until the optimizer's step, and what they travel in between pipelines."""
 
     storage: str = FULL_PRECISION
+    """"fp32" (PyTorch's `.grad`), or a codec by name or in full, such as "fp8": each micro-batch is added to what is
+    stored, and the optimizer sees full precision a parameter at a time (`lowbit.gradients.GradientStorage`)."""
     all_reduce: str = "fp8"
+    """Codec, by name or in full, in which gradients are averaged over `pipeline.data_parallel` pipelines
+    (`lowbit.collectives.all_reduce`)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
-    """AdamW with a linear rise of the learning rate and a cosine fall.
+@section("optimizer")
+class OptimizerConfig:
+    """AdamW with a linear rise of the learning rate and a cosine fall."""
 
-    Args:
-        lr: the highest learning rate; lr_end: share of it that is left at the last step.
-        lr_warmup_steps: steps of the rise.
-        weight_decay: of matrices; vectors (norms, biases) are not decayed.
-        clip: largest norm of all gradients together, over all stages; 0: no clipping.
-    """
-
-    name: ClassVar = "optimizer"
-    ranges: ClassVar = {
-        "lr": (0, math.inf), "lr_end": (0, 1), "lr_warmup_steps": (0, math.inf), "beta1": (0, 0.9999999),
-        "beta2": (0, 0.9999999), "eps": (0, 1), "weight_decay": (0, math.inf), "clip": (0, math.inf),
-    }  # fmt: skip
-
-    lr: float = 1e-3
-    lr_end: float = 0.1
-    lr_warmup_steps: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    lr: NonNegativeFloat = 1e-3
+    """The highest learning rate."""
+    lr_end: Share = 0.1
+    """Share of it that is left at the last step."""
+    lr_warmup_steps: NonNegative = 20
+    """Steps of the rise."""
+    beta1: Decay = 0.9
+    """Decay of the moving average of gradients."""
+    beta2: Decay = 0.95
+    """Decay of the moving average of their squares."""
+    eps: Share = 1e-8
+    """Added to the root of that average, which gradients are divided by."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Of matrices; vectors (norms, biases) are not decayed."""
+    clip: NonNegativeFloat = 1.0
+    """Largest norm of all gradients together, over all stages; 0: no clipping."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(Section):
-    """Where, how long, how exact, how often to write.
-
-    Args:
-        output: folder for metrics, checkpoints and the trained model.
-        steps: optimizer steps; seed: of weights, data order and dropout.
-        device: "auto" (CUDA if each rank of a machine has a device to itself), "cpu", or "cuda" (the ranks of a machine
-            take its devices in turn).
-        backend: what carries messages between GPUs: "gloo" (for slow networks), "nccl" (for fast ones; a device for
-            each rank), or "auto": NCCL within a machine, Gloo between machines.
-        precision: "fp32", "bf16" (autocast), or "auto": bf16 where the device computes in it.
-        threads: of PyTorch, for each rank; 0: the machine's cores divided among its ranks.
-        timeout_seconds: longest wait for a peer before it counts as gone.
-        supervise: train in processes of their own, and start them again from the newest checkpoint when they fail;
-            implies `resume`. restarts: attempts in a row without a new checkpoint before it gives up.
-        rejoin_seconds: longest wait of a supervised run for ranks that have not come (back) yet.
-        checksums: 8 bytes behind each message tell if it arrived as it was sent; if not, the run ends with an error
-            that names the sender.
-        checkpoint_every: steps; 0: none. keep: how many checkpoints stay.
-        resume: go on from the newest intact checkpoint in `output`; "auto": where there is none, begin.
-        allow_change: keys, such as "run.steps", that may differ from the run that is resumed.
-        overwrite: throw away what lowbit has made in `output`.
-        eval_every: steps; 0: at the end only. eval_batches: most batches of held-out text in one evaluation.
-        tensorboard, progress, save_model: write curves, show progress, save the model at the end.
-    """
-
-    name: ClassVar = "run"
-    ranges: ClassVar = {
-        "steps": (1, math.inf), "threads": (0, 4096), "timeout_seconds": (1, 1e6),
-        "restarts": (0, math.inf), "rejoin_seconds": (1, 1e6), "keep": (2, math.inf),
-        "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf), "eval_batches": (0, math.inf),
-        "seed": (0, 2**63 - 1),
-    }  # fmt: skip
-    choices: ClassVar = {
-        "device": ("auto", "cpu", "cuda"), "backend": ("auto", "gloo", "nccl"), "precision": ("auto", "fp32", "bf16"),
-    }  # fmt: skip
+@section("run")
+class RunConfig:
+    """Where, how long, how exact, how often to write."""
 
     output: str = "runs/train"
-    steps: int = 200
-    seed: int = 0
-    device: str = "auto"
-    backend: str = "auto"
-    precision: str = "auto"
-    threads: int = 0
-    timeout_seconds: float = 120.0
+    """Folder for metrics, checkpoints and the trained model."""
+    steps: Positive = 200
+    """Optimizer steps."""
+    seed: NonNegative = 0
+    """Of weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if each rank of a machine has a device to itself; cuda: the ranks of a machine take its devices in
+    turn."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries messages between GPUs: gloo (for slow networks), nccl (for fast ones; a device for each rank), or
+    auto: NCCL within a machine, Gloo between machines."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16: by autocast; auto: bf16 where the device computes in it."""
+    threads: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Of PyTorch, for each rank; 0: the machine's cores divided among its ranks."""
+    timeout_seconds: Seconds = 120.0
+    """Longest wait for a peer before it counts as gone."""
     supervise: bool = False
-    restarts: int = 5
-    rejoin_seconds: float = 600.0
+    """Train in processes of their own, and start them again from the newest checkpoint when a rank, a machine or a
+    link fails; implies `resume`."""
+    restarts: NonNegative = 5
+    """Attempts in a row without a new checkpoint before a supervised run gives up."""
+    rejoin_seconds: Seconds = 600.0
+    """Longest wait of a supervised run for ranks that have not come (back) yet."""
     checksums: bool = True
-    checkpoint_every: int = 100
-    keep: int = 2
-    resume: bool | str = False
+    """8 bytes behind each message tell if it arrived as it was sent; if not, the run ends with an error that names the
+    sender."""
+    checkpoint_every: NonNegative = 100
+    """Steps between checkpoints; 0: none."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """How many checkpoints stay."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest intact checkpoint in `output`; auto: where there is none, begin."""
     allow_change: tuple[str, ...] = ()
+    """Keys, such as "run.steps", that may differ from the run that is resumed."""
     overwrite: bool = False
-    eval_every: int = 0
-    eval_batches: int = 32
+    """Throw away what lowbit has made in `output`."""
+    eval_every: NonNegative = 0
+    """Steps between evaluations; 0: at the end only."""
+    eval_batches: NonNegative = 32
+    """Most batches of held-out text in one evaluation."""
     tensorboard: bool = True
+    """Write training curves."""
     progress: bool = True
+    """Show progress."""
     save_model: bool = True
+    """Save the model at the end."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.resume not in (True, False, "auto"):
-            raise ConfigError(f"run.resume is {self.resume!r}; allowed: true, false or auto")
         if self.allow_change and not self.resume:
             raise ConfigError(
                 f"run.allow_change is {list(self.allow_change)} and run.resume is false; allowed: with run.resume only"
             )
-        if self.resume and self.overwrite:
-            raise ConfigError("run.resume and run.overwrite are both true; allowed: one of the two")
-        if self.supervise and self.overwrite:
-            raise ConfigError("run.supervise and run.overwrite are both true; allowed: one of the two")
+        for key in ("resume", "supervise"):
+            if getattr(self, key) and self.overwrite:
+                raise ConfigError(f"run.{key} and run.overwrite are both true; allowed: one of the two")
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class TrainConfig:
     """A whole training run.
 
@@ -318,13 +263,20 @@ class TrainConfig:
         ConfigError: on construction, sections that contradict each other.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
-    gradients: GradientsConfig = field(default_factory=GradientsConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = ModelConfig()
+    """What is trained."""
+    data: DataConfig = DataConfig()
+    """Text, tokenizer, windows and the held-out share."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Ranks, stages, schedule, and what travels between the stages."""
+    activations: ActivationsConfig = ActivationsConfig()
+    """What activations are kept in between forward and backward."""
+    gradients: GradientsConfig = GradientsConfig()
+    """What gradients are kept in between micro-batches, and travel in between pipelines."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW, learning rate and clipping."""
+    run: RunConfig = RunConfig()
+    """Where, how long, how exact, how often to write."""
 
     def __post_init__(self) -> None:
         pieces = self.pipeline.microbatches * self.pipeline.data_parallel
@@ -356,3 +308,28 @@ class TrainConfig:
     def to_json(self) -> str:
         """The configuration as text that `from_mapping(json.loads(...))` reads back."""
         return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """A configuration from nested mappings, as TOML and JSON give them.
+
+    Raises:
+        ConfigError: an unknown section or key (the closest known one is named), a wrong type or value.
+    """
+    return build(TrainConfig, values)
+
+
+def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
+    """A configuration from a TOML file (or the defaults) with overrides such as "pipeline.forward=int4".
+
+    Raises:
+        ConfigError: a file that is missing or no TOML, an override without "section.key=value", or what `from_mapping`
+            refuses.
+    """
+    pairs = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not (equals and "." in key):
+            raise ConfigError(f"override is {text!r}; allowed: section.key=value")
+        pairs.append((key.strip(), value.strip()))
+    return resolve(TrainConfig, path, pairs)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
-from lowbit.train.section import ConfigError
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowbit.config import ConfigError
 from lowbit.train import corpus
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
 from lowbit.train.manifest import printable
-from lowbit.train.section import ConfigError
 from lowbit.train.tokenizer import Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)

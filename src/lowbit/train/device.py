@@ -8,8 +8,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from lowbit.config import ConfigError
 from lowbit.train.config import TrainConfig
-from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
 

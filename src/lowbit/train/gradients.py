@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import Codec, parse
+from lowbit.config import ConfigError
 from lowbit.gradients import GradientStorage
 from lowbit.gradients.storage import BUCKET_BYTES
 from lowbit.train import optim
 from lowbit.train.config import FULL_PRECISION, GradientsConfig
-from lowbit.train.section import ConfigError
 
 
 def storage_codec(config: GradientsConfig) -> Codec | None:

@@ -15,13 +15,13 @@ import torch
 
 import lowbit
 from lowbit.codecs import parse
+from lowbit.config import ConfigError
 from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data
 from lowbit.train.manifest import printable
 from lowbit.train.model import architecture
 from lowbit.train.plan import Plan
-from lowbit.train.section import ConfigError
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",

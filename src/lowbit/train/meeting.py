@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from lowbit.collectives.checksum import SECRET
 from lowbit.collectives.store import bounded
+from lowbit.config import ConfigError
 from lowbit.train.peers import board
-from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
 

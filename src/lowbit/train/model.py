@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.config import ConfigError
 from lowbit.train.config import FAMILIES, ModelConfig
-from lowbit.train.section import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowbit.config import ConfigError
 from lowbit.train.config import PipelineConfig
-from lowbit.train.section import ConfigError
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _SINGLE = ("GPipe", "1F1B")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import Codec
+from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, check_schedule, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import FOLDER, NO_CHECKPOINT, About, Checkpoints
@@ -33,7 +34,6 @@ from lowbit.train.manifest import MANIFEST, OLDER, DamagedError, read_manifest, 
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
-from lowbit.train.section import ConfigError
 
 FILES = ("metrics.jsonl", "metrics.part", "summary.json", "config.json")
 IN_USE = "run.output {!r} is in use by {}; allowed: another folder, or to wait until it has ended"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from lowbit.collectives.agreement import default_group, next_round
+from lowbit.config import ConfigError
 from lowbit.train.meeting import MeetingError, meet, prove, run_secret
 from lowbit.train.peers import Peers
-from lowbit.train.section import ConfigError
 
 _meetings = itertools.count()  # of this process: each has a part of the store to itself
 _LEAVE_SECONDS = 5.0  # that an end with an error takes at most for the group

@@ -13,11 +13,11 @@ import os
 import time
 from pathlib import Path
 
+from lowbit.config import ConfigError
 from lowbit.train.config import TrainConfig
 from lowbit.train.launch import LaunchError, start_rank, start_ranks
 from lowbit.train.manifest import newest_step
 from lowbit.train.process import ALONE, DIVERGED, USAGE
-from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
 

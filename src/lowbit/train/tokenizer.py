@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from lowbit.train.section import ConfigError
+from lowbit.config import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

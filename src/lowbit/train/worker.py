@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from lowbit.train.config_file import from_mapping
+from lowbit.train.config import from_mapping
 from lowbit.train.process import ALONE, DIVERGED, FAILED, PULSE, USAGE
 
 _PULSE_SECONDS = 0.5
@@ -37,11 +37,11 @@ def main() -> None:
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
+    from lowbit.config import ConfigError
     from lowbit.train.checkpoint import TransientError
     from lowbit.train.loop import DivergedError
     from lowbit.train.meeting import AloneError
     from lowbit.train.peers import AbsentError
-    from lowbit.train.section import ConfigError
 
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.train.config import TrainConfig
-from lowbit.train.config_file import from_mapping, load
-from lowbit.train.section import ConfigError
+from lowbit.config import ConfigError
+from lowbit.train.config import TrainConfig, from_mapping, load
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 

@@ -1,0 +1,94 @@
+"""The side of a process that follows a benchmark's orders.
+
+Orders come on standard input, one JSON list `[method, arguments]` a line; each is answered with one line of JSON on
+standard output, before which lines may tell of progress. All formats that are compared live in the same processes, so
+that they can take turns: whatever else the machine does hits all of them alike. What libraries print goes to standard
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import IO, Any
+
+import torch
+
+from lowbit.train.loop import threads_per_rank
+from lowbit.train.peers import first_line
+from lowbit.train.process_group import joined
+
+TIMEOUT_SECONDS = 600.0
+_answers: IO[str] | None = None
+
+
+def serve(make: Callable[[], Any]) -> None:
+    """Let what `make` makes follow orders until standard input ends; as one of several ranks, join the others first.
+
+    When standard input ends while an order is being followed, whoever gave it is gone, and so is this process.
+    """
+    global _answers
+    _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+    busy = threading.Event()
+    threading.Thread(target=_read, args=(orders, busy), daemon=True).start()
+    with ExitStack() as stack:
+        if "RANK" in os.environ:
+            pin(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+            stack.enter_context(joined(TIMEOUT_SECONDS))
+        elif torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOWBIT_WORKER"]) % torch.cuda.device_count())
+        worker = make()
+        while line := orders.get():
+            method, arguments = json.loads(line)
+            answer = follow(worker, method, arguments)
+            busy.clear()
+            _write(answer)
+
+
+def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Follow one order: {"result": ...}, or {"error": one line}, after which this process is of no more use."""
+    try:
+        return {"result": getattr(worker, method)(**arguments)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": first_line(error)}
+
+
+def tell_progress(value: Any) -> None:
+    """Tell whoever gave the order how far this process is."""
+    if _answers is not None:
+        _write({"progress": value})
+
+
+def pin(rank: int, ranks: int) -> None:
+    """Give this rank a share of the machine's cores for itself, where there are enough of them."""
+    cores = sorted(os.sched_getaffinity(0))
+    threads = threads_per_rank(ranks)
+    if ranks <= len(cores):
+        os.sched_setaffinity(0, cores[rank * threads : (rank + 1) * threads])
+    torch.set_num_threads(threads)
+
+
+def _read(orders: queue.SimpleQueue[str], busy: threading.Event) -> None:
+    with os.fdopen(
+        os.dup(0)
+    ) as stdin:  # a file that the interpreter does not close at its end, when this may be reading
+        for line in stdin:
+            busy.set()
+            orders.put(line)
+    if busy.is_set():
+        os._exit(1)
+    orders.put("")
+
+
+def _write(message: dict[str, Any]) -> None:
+    assert _answers is not None
+    _answers.write(json.dumps(message) + "\n")
+    _answers.flush()

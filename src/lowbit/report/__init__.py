@@ -1,0 +1,34 @@
+"""Tables, charts and results that a machine can read, and the runner of every command that measures.
+
+A command is one declaration: settings, a function that measures, columns, charts and baselines (`Command`).
+"""
+
+from __future__ import annotations
+
+from lowbit.report.charts import Bars, Heights, Lines, Points, Stacks
+from lowbit.report.command import Command, check_output, execute, run
+from lowbit.report.results import Report, machine
+from lowbit.report.rows import Baseline, Row, Value, compare, spread, summary
+from lowbit.report.tables import Column, Table
+
+__all__ = [
+    "Bars",
+    "Baseline",
+    "Column",
+    "Command",
+    "Heights",
+    "Lines",
+    "Points",
+    "Report",
+    "Row",
+    "Stacks",
+    "Table",
+    "Value",
+    "check_output",
+    "compare",
+    "execute",
+    "machine",
+    "run",
+    "spread",
+    "summary",
+]

@@ -1,0 +1,154 @@
+"""A command that measures: one declaration, and the runner that all of them share."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowbit.report.charts import Chart, draw
+from lowbit.report.results import Report, machine, plain
+from lowbit.report.rows import Baseline, Row, compare
+from lowbit.report.tables import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What a command is asked, how it measures, and how its rows are shown.
+
+    Args:
+        name: of the command, such as "bench pipeline".
+        summary: one line for the help.
+        settings: a frozen dataclass whose fields are options.
+        measure: given settings and the rows that an earlier file has, yields all rows so far, again and again.
+        tables: the first is also shown while rows come.
+        charts: side by side in one picture.
+        baselines: comparisons that are added to the rows.
+        key: fields that tell rows apart; with it, rows of an earlier `--json` file are kept.
+        free: settings that may differ from those of that file.
+        live: show rows as they come; False for a command that shows its own progress.
+    """
+
+    name: str
+    summary: str
+    settings: type
+    measure: Callable[[Any, Sequence[Row]], Iterator[Sequence[Row]]]
+    tables: Sequence[Table]
+    charts: Sequence[Chart]
+    baselines: Sequence[Baseline] = ()
+    key: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
+    live: bool = True
+
+
+def run(
+    command: Command,
+    settings: Any,
+    *,
+    file: Path | None = None,
+    on_rows: Callable[[Sequence[Row]], None] | None = None,
+) -> Report:
+    """Measure, and return the report.
+
+    Args:
+        command: what to run; settings: an instance of its settings.
+        file: where a command with a `key` reads earlier rows, if the file is there, and writes all rows as they come.
+        on_rows: called with all rows so far whenever there are new ones.
+
+    Raises:
+        ValueError: `file` holds rows of other settings; or what the command refuses.
+    """
+    keeps = file is not None and bool(command.key)
+    rows: Sequence[Row] = earlier_rows(command, settings, file) if file is not None and keeps else []
+    about = machine()
+    rows = compare(rows, command.baselines)
+    for current in command.measure(settings, rows):
+        rows = compare(current, command.baselines)
+        if file is not None and keeps:
+            Report(command=command.name, settings=settings, machine=about, rows=rows).write_json(file)
+        if on_rows:
+            on_rows(rows)
+    return Report(command=command.name, settings=settings, machine=about, rows=rows)
+
+
+def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
+    """Rows of an earlier call with the same settings; none where there is no file.
+
+    Raises:
+        ValueError: the file holds no report of this command, or rows of other settings.
+    """
+    if not file.exists():
+        return []
+    earlier = Report.read_json(file, command=command.name, fields=command.key)
+    before = _flat(plain(command.settings())) | _flat(earlier.settings)  # a setting that is newer was as by default
+    for name, value in _flat(plain(settings)).items():
+        if name.partition(".")[0] not in command.free and before.get(name) != value:
+            raise ValueError(
+                f"{file} holds rows with {name} {before.get(name)!r}; this call has {value!r}: name another file"
+            )
+    return list(earlier.rows)
+
+
+def execute(command: Command, settings: Any, *, json: Path | None = None, png: Path | None = None) -> Report:
+    """Run a command for a person: show rows as they come and at the end, write them, and draw them.
+
+    Of several ranks (`RANK`), only rank 0 shows and writes.
+
+    Raises:
+        ValueError: `json` or `png` cannot be written, which is checked first; or what the command refuses.
+        ModuleNotFoundError: a picture is asked for without matplotlib.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    check_output(json)
+    check_output(png, picture=True)
+    if os.environ.get("RANK", "0") != "0":
+        return run(command, settings)
+    if command.live:
+        with Live(console=Console(stderr=True), transient=True) as live:
+            report = run(command, settings, file=json, on_rows=lambda rows: live.update(command.tables[0].render(rows)))
+    else:
+        report = run(command, settings, file=json)
+    if json is not None:
+        report.write_json(json)
+    for table in command.tables:
+        Console().print(table.render(report.rows))
+    if png is not None:
+        draw(command.charts, report.rows, png)
+    return report
+
+
+def check_output(path: Path | None, *, picture: bool = False) -> None:
+    """Check before a long run that its outcome can be written.
+
+    Raises:
+        ValueError: it cannot, or it is to be a picture of a kind that matplotlib does not draw.
+        ModuleNotFoundError: a picture is asked for without matplotlib.
+    """
+    if path is None:
+        return
+    if picture:
+        kinds = sorted(importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes)
+        if path.suffix[1:].lower() not in kinds:
+            raise ValueError(f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a device would be replaced by a file
+            raise ValueError(f"{path} cannot be written: it is a folder or a device; allowed: a file")
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

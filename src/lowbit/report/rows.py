@@ -1,0 +1,85 @@
+"""Rows of measurements: their values, what several measurements say together, and comparisons with a baseline."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Row = Mapping[str, Any]
+Value = str | Callable[[Row], Any]
+"""A field of a row, or a function that computes something from the row."""
+
+
+def value_of(row: Row, value: Value) -> Any:
+    """The value of a row; None where the row has no such field."""
+    return value(row) if callable(value) else row.get(value)
+
+
+def distinct(rows: Sequence[Row], value: Value) -> list[Any]:
+    """The different values of rows, in order of appearance."""
+    return list(dict.fromkeys(value_of(row, value) for row in rows))
+
+
+def spread(values: Sequence[float]) -> float:
+    """Interquartile range as a share of the median; 0 of a single value."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def summary(values: Sequence[float], name: str) -> dict[str, Any]:
+    """Fields of a row: the median under `name`, `{name}_low`, `{name}_high`, `spread` and `rounds` (how many)."""
+    return {
+        name: statistics.median(values),
+        f"{name}_low": min(values),
+        f"{name}_high": max(values),
+        "spread": spread(values),
+        "rounds": len(values),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """A comparison of each row with the baseline's row; None where there is none or one lacks the value.
+
+    Args:
+        field: where the result is stored.
+        value: the field that is compared.
+        to: fields and values of the baseline's row.
+        alike: fields that the baseline's row shares with the row.
+        way: "over" (row / baseline), "under" (baseline / row, for times) or "minus" (row - baseline).
+    """
+
+    field: str
+    value: str
+    to: Mapping[str, Any]
+    alike: tuple[str, ...] = ()
+    way: Literal["over", "under", "minus"] = "over"
+
+    def compared(self, row: Row, base: Row | None) -> float | None:
+        """The result for one row."""
+        this, other = row.get(self.value), base.get(self.value) if base else None
+        if this is None or other is None:
+            return None
+        if self.way == "minus":
+            return this - other
+        above, below = (this, other) if self.way == "over" else (other, this)
+        return above / below if below else None
+
+
+def compare(rows: Sequence[Row], baselines: Sequence[Baseline]) -> list[dict[str, Any]]:
+    """The rows with the comparisons added."""
+    compared = [dict(row) for row in rows]
+    for baseline in baselines:
+        bases = {
+            tuple(row.get(name) for name in baseline.alike): row
+            for row in reversed(rows)
+            if all(row.get(name) == wanted for name, wanted in baseline.to.items())
+        }
+        for row in compared:
+            base = bases.get(tuple(row.get(name) for name in baseline.alike))
+            row[baseline.field] = baseline.compared(row, base)
+    return compared

@@ -1,0 +1,103 @@
+"""Tables on the terminal, declared by their columns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowbit.report.rows import Row, Value, distinct, value_of
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table as RichTable
+
+TERMINAL = 80  # characters that a table should do with
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        title: the heading.
+        value: what of a row stands in it.
+        show: a format string or a function that makes text of the value; None is shown as a dash.
+    """
+
+    title: str
+    value: Value
+    show: str | Callable[[Any], str] = "{}"
+
+    def cell(self, row: Row) -> str:
+        """The text for one row."""
+        value = value_of(row, self.value)
+        if value is None:
+            return "–"
+        return self.show.format(value) if isinstance(self.show, str) else self.show(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One or several tables of rows; a column without any value is left out, and so is a table without rows.
+
+    Args:
+        columns: of the table, or a function that makes them from the rows.
+        title: above the table, or a function that makes it from the rows.
+        rows: selects or summarizes rows before anything else.
+        each: makes a table for each value of this.
+        gap: leaves a line where this changes.
+    """
+
+    columns: Sequence[Column] | Callable[[Sequence[Row]], Sequence[Column]]
+    title: str | Callable[[Sequence[Row]], str] = ""
+    rows: Callable[[Sequence[Row]], Sequence[Row]] | None = None
+    each: Value | None = None
+    gap: Value | None = None
+
+    def render(self, rows: Sequence[Row]) -> Group:
+        """The tables for the terminal."""
+        from rich.console import Group
+
+        rows = self.rows(rows) if self.rows else rows
+        if self.each is None:
+            return Group(*([self._render(rows)] if rows else []))
+        each = self.each
+        return Group(
+            *(self._render([r for r in rows if value_of(r, each) == part]) for part in distinct(rows, self.each))
+        )
+
+    def _render(self, rows: Sequence[Row]) -> RichTable:
+        """One table; numbers to the right.
+
+        Where there is little room, columns move together, and text goes on in the next line; numbers stay whole.
+        """
+        from rich import box
+        from rich.table import Table as RichTable
+
+        columns = self.columns(rows) if callable(self.columns) else self.columns
+        columns = [c for c in columns if any(value_of(row, c.value) is not None for row in rows)]
+        lines = [[column.cell(row) for column in columns] for row in rows]
+        widths = [
+            max(map(len, (*column.title.split("\n"), *(line[i] for line in lines)))) + 2
+            for i, column in enumerate(columns)
+        ]
+        table = RichTable(
+            title=(self.title(rows) if callable(self.title) else self.title) or None,
+            title_justify="left",
+            header_style="bold",
+            box=box.SIMPLE_HEAD,
+            padding=(0, int(sum(widths) < TERMINAL), 0, 0),
+            pad_edge=False,
+        )
+        for column in columns:
+            numeric = any(isinstance(value_of(row, column.value), int | float) for row in rows)
+            justify = "right" if numeric else "left"
+            table.add_column(column.title, justify=justify, no_wrap=numeric, overflow="fold")
+        for line in lines:
+            table.add_row(*line)
+        if self.gap is not None:
+            for i, (row, following) in enumerate(itertools.pairwise(rows)):
+                table.rows[i].end_section = value_of(row, self.gap) != value_of(following, self.gap)
+        return table
