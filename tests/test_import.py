@@ -13,7 +13,6 @@ SOURCE = Path(__file__).parents[1] / "src"
 HEAVY = (
     "numba",
     "transformers",
-    "typer",
     "rich",
     "matplotlib",
     "pydantic",
@@ -24,7 +23,10 @@ PUBLIC = {
     "lowbit": "__version__",
     "lowbit.activations": "Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
     "lowbit.bench": "Report",
-    "lowbit.cli": "app main",
+    "lowbit.cli": "main",
+    "lowbit.config": (
+        "ConfigError NonNegative Positive Setting build override read_toml resolve section settings_of to_toml"
+    ),
     "lowbit.codecs": (
         "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant gradients_beside parse "
         "parse_pair"

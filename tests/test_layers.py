@@ -8,6 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 MAY_IMPORT = {
     "ops": set(),
+    "config": set(),
     "network": set(),
     "codecs": {"ops"},
     "collectives": {"codecs", "ops"},
@@ -15,8 +16,9 @@ MAY_IMPORT = {
     "pipeline": {"collectives", "codecs"},
     "activations": {"codecs", "ops"},
     "tensor_parallel": {"collectives", "codecs"},
-    "train": {"activations", "gradients", "pipeline", "collectives", "codecs"},
+    "train": {"config", "activations", "gradients", "pipeline", "collectives", "codecs"},
     "bench": {
+        "config",
         "train",
         "tensor_parallel",
         "activations",
@@ -27,8 +29,8 @@ MAY_IMPORT = {
         "ops",
         "network",
     },
-    "evaluate": {"bench", "train", "tensor_parallel", "collectives", "codecs"},
-    "cli": {"evaluate", "bench", "train", "activations", "codecs"},
+    "evaluate": {"config", "bench", "train", "tensor_parallel", "collectives", "codecs"},
+    "cli": {"config", "evaluate", "bench", "train", "activations", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

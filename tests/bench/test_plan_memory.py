@@ -5,13 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from lowbit.bench.plan_memory import Settings, parse_bytes
 from lowbit.bench.plan_stages import StageMeter
-from lowbit.cli import app
-from lowbit.cli.bench import PLANS
-from lowbit.cli.options import explanations
+from lowbit.cli.legacy import explanations
+from lowbit.cli.reports import PLANS
+from tests.command_line import invoke
 
 TINY = Settings(
     ranks=2, microbatches=2, sequence=32, dim=64, layers=5, heads=2, error_tokens=32, error_steps=1, max_bytes=20_000
@@ -25,11 +24,7 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
         for field in dataclasses.fields(TINY)
         if isinstance(getattr(TINY, field.name), int)
     ]
-    result = CliRunner().invoke(
-        app,
-        ["plan", "memory", *words, "--json", str(file), "--png", str(picture)],
-        env={"COLUMNS": "100"},
-    )
+    result = invoke("plan", "memory", *words, "--json", str(file), "--png", str(picture), columns=100)
     assert result.exit_code == 0, result.output
     assert "relative error of the gradient" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -49,7 +44,7 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
         assert row["device_bytes"] == sum(row[f"{what}_bytes"] for what in ("fixed", "saved", "pipeline"))
     assert max(first["device_bytes"], last["device_bytes"]) <= first["budget"]
     assert first["error_all"] < first["error_int4"]
-    too_small = CliRunner().invoke(app, ["plan", "memory", *words, "--budget", "1mb"])
+    too_small = invoke("plan", "memory", *words, "--budget", "1mb")
     assert too_small.exit_code == 2
     assert f"allowed: at least {first['least']:,}, which rank 0 needs" in too_small.stderr
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from lowbit.bench import Report, charts, spectrum, spectrum_views
-from lowbit.cli import app
 from lowbit.codecs import GroupInt
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 from lowbit.train.tokenizer import ByteTokenizer
+from tests.command_line import invoke
 
 TINY = ModelConfig(dim=32, layers=3, heads=2)
 
@@ -62,11 +61,7 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
         "--batch",
         "2",
     )
-    result = CliRunner().invoke(
-        app,
-        ["bench", "spectrum", str(folder), str(text), *given, "--json", str(file), "--png", str(picture)],
-        env={"COLUMNS": "160", "TERM": "dumb"},
-    )
+    result = invoke("bench", "spectrum", str(folder), str(text), *given, "--json", str(file), "--png", str(picture))
     assert result.exit_code == 0, result.output
     assert "Backward, messages of 2 x 32 x 32" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -4,20 +4,24 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from lowbit.cli import app
+from tests.command_line import invoke
 
-WIDE = {"COLUMNS": "200", "TERM": "dumb"}
 LINES = [
-    ("train run3.toml --set run.steps=3", "run is 3; allowed: a section, [run]"),
-    ("train --set run=3", "override is 'run=3'; allowed: section.key=value"),
-    ("train --set a.b.c=1", "unknown section a; did you mean data?"),
-    ("train --set run.output.x=1", "unknown key run.output.x; did you mean run.output?"),
-    ("train --set run.timeout_seconds=inf", "run.timeout_seconds is inf; allowed: a finite number"),
+    ("train run3.toml --run.steps 3", "run is 3; allowed: a section, [run]"),
+    ("train --run 3", "unknown option --run; did you mean"),
+    ("train --a.b.c=1", "unknown option --a.b.c; "),
+    ("train --run.output.x 1", "unknown option --run.output.x; did you mean --run.output?; see lowbit train --help"),
+    ("train --run.timeout_seconds=inf", "run.timeout_seconds is inf; allowed: a finite number"),
+    ("train --run.steps", "argument --run.steps: expected one argument; see lowbit train --help"),
+    ("train --set run.steps=3", "--set has been replaced; allowed: the key as an option, such as --run.steps 3"),
+    ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
+    ("trian", "lowbit has no 'trian'; did you mean train?"),
+    ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, race,"),
+    ("evaluate", "the following arguments are required: MODEL; see lowbit evaluate --help"),
     ("train folder", "configuration file folder: Is a directory"),
-    ("train --set model.pretrained=list", "list/config.json holds no JSON object"),
-    ("train --set model.pretrained=text.txt", "text.txt/config.json: Not a directory"),
+    ("train --model.pretrained list", "list/config.json holds no JSON object"),
+    ("train --model.pretrained text.txt", "text.txt/config.json: Not a directory"),
     ("bench pipeline --batch 0", "batch is 0; allowed: at least 1"),
     ("bench race --batch 0", "batch is 0; allowed: at least 1"),
     ("bench gradients --heads 0", "heads is 0; allowed: at least 1"),
@@ -52,7 +56,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("command", "line"), LINES)
 def test_bad_input_is_one_line(command: str, line: str):
-    result = CliRunner().invoke(app, command.split(), env=WIDE)
+    result = invoke(*command.split(), columns=200)
     assert result.exit_code == 2, (result.output, result.exception)
     assert line in result.stderr
     assert result.stderr.strip().startswith("error: ")  # after a bar of progress, where there was one

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from lowbit.cli import app
 from lowbit.collectives.engine import WORKS, EngineError, check_torch
+from tests.command_line import invoke
 from tests.train.runs import tiny
 
 LINE = "PyTorch {} is installed; lowbit works with 2.11 to 2.15: pip install 'torch>=2.11,<2.16'"
@@ -53,6 +52,6 @@ def test_commands_say_so_before_any_rank_starts(command: list[str], tmp_path: Pa
     Path("train.json").write_text(tiny(tmp_path).to_json())
     monkeypatch.setattr(torch, "__version__", "2.16.0")
     monkeypatch.setattr(subprocess, "Popen", None)
-    result = CliRunner().invoke(app, command)
+    result = invoke(*command)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == f"error: {LINE.format('2.16.0')}"

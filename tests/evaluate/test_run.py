@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from lowbit.cli import app
 from lowbit.collectives import AgreementError
 from lowbit.evaluate import CalibrationConfig, EvaluationConfig, calibrate, loading, run
 from lowbit.tensor_parallel import Calibration, CalibrationError
 from lowbit.train import ConfigError
+from tests.command_line import invoke
 from tests.evaluate.models import write_checkpoint
 from tests.ranks import Ranks
 
@@ -43,10 +42,6 @@ def settings_of(folder: Path, **more: Any) -> CalibrationConfig:
 def evaluation(folder: Path, **more: Any) -> EvaluationConfig:
     text = (str(folder / "text.txt"),)
     return EvaluationConfig(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
-
-
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, arguments, env=WIDE)
 
 
 def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture):

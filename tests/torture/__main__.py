@@ -138,7 +138,6 @@ def _import_all() -> None:
     import numba  # noqa: F401
     import torch.distributed.pipelining  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
-    import typer._adapters  # noqa: F401
 
     import lowbit.cli.app
     import lowbit.ops.cpu

@@ -142,7 +142,7 @@ class Attempt:
         shape, local = self.shape, self.shape.on_host
         return Command(
             words=(
-                "train", str(self.folder / "config.toml"), "--set", f"run.output={self.output(rank)}", *self.words,
+                "train", str(self.folder / "config.toml"), "--run.output", str(self.output(rank)), *self.words,
             ),
             environment={
                 "RANK": str(rank), "WORLD_SIZE": str(shape.ranks), "LOCAL_RANK": str(rank % local),

@@ -37,7 +37,7 @@ def test_values_are_taken_as_annotated():
         (ModelConfig, {"dim": 12, "heads": 4}, "even width"),
         (ModelConfig, {"heads": 4, "kv_heads": 3}, "model.kv_heads is 3; allowed: a divisor"),
         (ModelConfig, {"dropout": 1.5}, "model.dropout is 1.5; allowed: at least 0 and at most 1"),
-        (ModelConfig, {"tied": "yes"}, "model.tied is 'yes'; allowed: true or false or nothing"),
+        (ModelConfig, {"tied": "yes"}, "model.tied is 'yes'; allowed: true, false or nothing"),
         (DataConfig, {"text": [1]}, r"data.text is \[1\]; allowed: a string or a list"),
         (DataConfig, {"text": "a", "dataset": "b"}, "allowed: one of the two"),
         (PipelineConfig, {"schedule": "2F2B"}, "pipeline.schedule is '2F2B'; allowed: GPipe,"),

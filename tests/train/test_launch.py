@@ -113,7 +113,7 @@ def _torchrun(node: int, address: str, config: Path, output: Path) -> list[str]:
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}",
         f"--master-addr={address}", "--master-port=29400", "-m", "lowbit", "train", str(config),
-        "--set", f"run.output={output}",
+        "--run.output", str(output),
     ]  # fmt: skip
 
 

@@ -104,9 +104,11 @@ class Settings:
     def layout(self) -> Plan:
         """Which rank and which stage has which layers."""
         pipeline = PipelineConfig(
-            ranks=self.ranks, stages_per_rank=self.stages_per_rank, schedule=self.schedule,
+            ranks=self.ranks,
+            stages_per_rank=self.stages_per_rank,
+            schedule=self.schedule,  # pyright: ignore[reportArgumentType]
             microbatches=self.microbatches,
-        )  # fmt: skip
+        )
         return make_plan(pipeline, ranks=self.ranks, layers=count_layers(self.model))
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
-try:
-    import typer  # noqa: F401
-except ModuleNotFoundError:
-    sys.exit('error: the command line needs typer; install it with: pip install "lowbit[train]"')
+from lowbit.cli.app import run
+from lowbit.cli.errors import one_line_errors
 
-from lowbit.cli.app import app
-
-__all__ = ["app", "main"]
+__all__ = ["main"]
 
 
-def main() -> None:
-    """The `lowbit` command."""
+def main(words: Sequence[str] | None = None) -> None:
+    """The `lowbit` command.
+
+    Args:
+        words: the command line without the program; absent: this process's.
+
+    Raises:
+        SystemExit: with 2 for what the user can mend, with 1 for a run that failed.
+    """
     # PyTorch writes pages of stack traces when a store ends or does not answer; errors name the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    app(prog_name="lowbit")
+    given = list(sys.argv[1:] if words is None else words)
+    with one_line_errors("--traceback" in given):
+        run("lowbit", [word for word in given if word != "--traceback"])

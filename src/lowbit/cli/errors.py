@@ -6,19 +6,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
 
-import typer
-
-EXTRAS = dict.fromkeys(("transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib"), "train") | {
+_TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib")
+EXTRAS = dict.fromkeys(_TRAIN, "train") | {
     "datasets": "datasets",
     "torchao": "8bit",
     "lm_eval": "tasks",
     "accelerate": "tasks",
 }
 USAGE, FAILURE = 2, 1
-
-Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]
 
 
 @contextmanager
@@ -38,12 +34,13 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
         if traceback or code is None:
             raise
         rank = os.environ.get("RANK")
-        typer.echo(f"{f'rank {rank}: ' if rank else ''}error: {describe(error)}", err=True)
+        sys.stderr.write(f"{f'rank {rank}: ' if rank else ''}error: {describe(error)}\n")
+        sys.stderr.flush()
         if rank:
             # Destructors of a broken process group can wait for peers that are gone.
             sys.stdout.flush()
             os._exit(code)
-        raise typer.Exit(code) from None
+        raise SystemExit(code) from None
 
 
 def exit_code(error: Exception) -> int | None:

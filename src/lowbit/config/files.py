@@ -90,11 +90,11 @@ def _lines(config: Any, name: str) -> Iterator[str]:
         if is_section(setting.hint):
             continue
         value = getattr(config, setting.name)
-        default = "" if setting.default in (None, dataclasses.MISSING) else f"; default: {_in_toml(setting.default)}"
+        default = "" if setting.default in (None, dataclasses.MISSING) else f"; default: {in_toml(setting.default)}"
         yield from textwrap.wrap(
             f"{setting.meaning} ({setting.allowed}{default})", _WIDTH, initial_indent="# ", subsequent_indent="# "
         )
-        yield f"# {setting.name} = ..." if value is None else f"{setting.name} = {_in_toml(value)}"
+        yield f"# {setting.name} = ..." if value is None else f"{setting.name} = {in_toml(value)}"
     for setting in settings:
         if is_section(setting.hint):
             yield from ["", *textwrap.wrap(setting.meaning, _WIDTH, initial_indent="# ", subsequent_indent="# ")]
@@ -102,10 +102,10 @@ def _lines(config: Any, name: str) -> Iterator[str]:
             yield from _lines(getattr(config, setting.name), f"{name}{setting.name}.")
 
 
-def _in_toml(value: Any) -> str:
+def in_toml(value: Any) -> str:
     """A value in TOML's notation, which is JSON's for all that a field can hold."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_in_toml, value))}]"
+        return f"[{', '.join(map(in_toml, value))}]"
     text = json.dumps(value if isinstance(value, str | int | float) else str(value), ensure_ascii=False)
     return text.replace("\x7f", "\\u007f")
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 _KINDS = {
-    int: "an integer",
-    float: "a finite number",
-    bool: "true or false",
-    str: "a string",
-    type(None): "nothing",
+    int: ["an integer"],
+    float: ["a finite number"],
+    bool: ["true", "false"],
+    str: ["a string"],
+    type(None): ["nothing"],
 }
 _PLURALS = {int: "integers", float: "finite numbers", str: "strings"}
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -35,13 +35,20 @@ def kind_of(hint: Any) -> str:
     if (element := element_of(hint)) is not None:
         bare = _bare(element)
         return f"{kind_of(bare)} or a list of {_PLURALS.get(bare, 'them')}"
-    kinds = [_bare(kind) for kind in union_of(hint)]
-    return " or ".join(
-        ", ".join(map(str, typing.get_args(kind)))
-        if typing.get_origin(kind) is Literal
-        else _KINDS.get(kind) or f"a {kind.__name__.lower()}"
-        for kind in kinds
-    )
+    if choices := choices_of(hint):
+        return ", ".join(choices)
+    kinds = [word for kind in union_of(hint) for word in _words(_bare(kind))]
+    return " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
+
+
+def choices_of(hint: Any) -> list[str]:
+    """The values of a `Literal[...]`; none of anything else."""
+    bare = _bare(hint)
+    return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
+
+
+def _words(kind: Any) -> list[str]:
+    return choices_of(kind) or _KINDS.get(kind) or [f"a {kind.__name__.lower()}"]
 
 
 def range_of(hint: Any) -> str:
