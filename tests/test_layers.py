@@ -9,6 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 MAY_IMPORT = {
     "ops": set(),
     "config": set(),
+    "report": set(),
     "network": set(),
     "codecs": {"ops"},
     "collectives": {"codecs", "ops"},
@@ -29,8 +30,8 @@ MAY_IMPORT = {
         "ops",
         "network",
     },
-    "evaluate": {"config", "bench", "train", "tensor_parallel", "collectives", "codecs"},
-    "cli": {"config", "evaluate", "bench", "train", "activations", "codecs"},
+    "evaluate": {"config", "report", "train", "tensor_parallel", "collectives", "codecs"},
+    "cli": {"config", "report", "evaluate", "bench", "train", "activations", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -105,10 +105,17 @@ def settings_of(cls: Any) -> list[Setting]:
             name=field.name,
             hint=hints[field.name],
             default=field.default,
-            meaning=" ".join((cls.__pydantic_fields__[field.name].description or "").split()),
+            meaning=_meaning(cls, field.name),
         )
         for field in dataclasses.fields(cls)
     ]
+
+
+def _meaning(cls: Any, name: str) -> str:
+    """The docstring below a field, in the class or in a base that it is inherited from."""
+    sections = [base.__pydantic_fields__ for base in cls.__mro__ if "__pydantic_fields__" in vars(base)]
+    meanings = (fields[name].description for fields in sections if name in fields)
+    return " ".join((next(filter(None, meanings), "")).split())
 
 
 def build(cls: type[_Class], values: Any, where: str = "") -> _Class:
