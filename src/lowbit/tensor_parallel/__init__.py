@@ -10,9 +10,8 @@ from lowbit.tensor_parallel.emulate import Emulation, emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_styles
 from lowbit.tensor_parallel.plan import rowwise_layers
-from lowbit.tensor_parallel.reduce import SumSettings
+from lowbit.tensor_parallel.reduce import SumSettings, Traffic
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
-from lowbit.tensor_parallel.traffic import Traffic
 
 __all__ = [
     "Calibration",

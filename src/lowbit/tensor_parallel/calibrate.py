@@ -22,7 +22,7 @@ from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.outliers import LAYOUTS, outlier_count
 from lowbit.tensor_parallel.plan import Plan, rowwise_layers, sharded_rowwise_layers
 from lowbit.tensor_parallel.reduce import SumSettings
-from lowbit.tensor_parallel.rowwise import group_of, install
+from lowbit.tensor_parallel.rowwise import Installed, group_of, install
 
 MOMENTUM = 0.99
 _log = logging.getLogger("lowbit.tensor_parallel")
@@ -111,7 +111,7 @@ def calibrate(
     options = {"use_cache": False} if hasattr(model, "config") else {}
     device = next(model.parameters()).device
     saved = observer.count
-    with _inference(model), _observed(model, observer, layers, group, plan):
+    with _observed(model, observer, layers, group, plan):
         for batch in _unseen(sequences, observer.count - before):
             model(batch.to(device), **options)
             observer.commit()
@@ -192,23 +192,14 @@ def _digest(sequences: Iterable[Tensor]) -> str:
 
 
 @contextlib.contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
 def _observed(
     model: nn.Module,
     observer: Observer,
     layers: Mapping[str, nn.Linear],
     group: dist.ProcessGroup | None,
     plan: Plan | None,
-) -> contextlib.AbstractContextManager[object]:
-    """Show the observer all partial sums of row-wise layers, and their sums."""
+) -> Iterator[None]:
+    """Set the model to evaluation, and show the observer all its partial sums and their totals, for this block."""
     first = 0 if group is None else dist.get_rank(group)
 
     def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
@@ -216,9 +207,17 @@ def _observed(
             observer.see(layer, rank, partial)
         observer.see(layer, observer.ranks, total)
 
-    if group is None:
-        return emulate_tensor_parallel_(model, observer.ranks, plan=plan, watch=see)
-    return install(layers, {}, group, SumSettings(), watch=see)
+    training = model.training
+    model.eval()
+    try:
+        if group is None:
+            watched: Installed = emulate_tensor_parallel_(model, observer.ranks, plan=plan, watch=see)
+        else:
+            watched = install(layers, {}, group, SumSettings(), watch=see)
+        with watched:
+            yield
+    finally:
+        model.train(training)
 
 
 def _unseen(sequences: Iterable[Tensor], skip: int) -> Iterator[Tensor]:

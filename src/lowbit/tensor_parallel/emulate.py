@@ -95,13 +95,20 @@ def emulate_tensor_parallel_(
 
 
 def _row_forward(layer_sum: LayerSum) -> Callable[[Tensor], Tensor]:
+    """Make a forward with each rank's columns in memory of their own, as on a rank, copied again after a change."""
     layer, ranks = layer_sum.layer, layer_sum.ranks
-    shards_of = _WeightShards(ranks)
+    copied: object = None
+    weights: list[Tensor] = []
 
     def forward(x: Tensor) -> Tensor:
-        check_inference(layer_sum.name, x, layer.weight)
-        parts = zip(shards(x, ranks, -1), shards_of(layer.weight), strict=True)
-        total = layer_sum([F.linear(part.contiguous(), weight) for part, weight in parts])
+        nonlocal copied, weights
+        weight = layer.weight
+        check_inference(layer_sum.name, x, weight)
+        version = (weight.data_ptr(), weight._version, weight.dtype)
+        if version != copied:
+            weights, copied = [part.detach().clone() for part in shards(weight, ranks, 1)], version
+        parts = zip(shards(x, ranks, -1), weights, strict=True)
+        total = layer_sum([F.linear(part.contiguous(), own) for part, own in parts])
         return total if layer.bias is None else total + layer.bias
 
     return forward
@@ -114,22 +121,6 @@ def _column_forward(layer: nn.Linear, ranks: int) -> Callable[[Tensor], Tensor]:
         return torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], -1)
 
     return forward
-
-
-class _WeightShards:
-    """Each rank's columns of a weight, in memory of their own as on a rank; copied again when the weight changes."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._version: object = None
-        self._parts: list[Tensor] = []
-
-    def __call__(self, weight: Tensor) -> list[Tensor]:
-        version = (weight.data_ptr(), weight._version, weight.dtype)
-        if version != self._version:
-            self._parts = [part.detach().clone() for part in shards(weight, self._ranks, 1)]
-            self._version = version
-        return self._parts
 
 
 def _shard_activations(emulation: Emulation, parent: nn.Module, features: int) -> None:

@@ -19,8 +19,14 @@ from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import is_cut_by_input, shards
-from lowbit.tensor_parallel.reduce import SumSettings, check_codec, check_inference, sum_in_process, sum_over_ranks
-from lowbit.tensor_parallel.traffic import Traffic
+from lowbit.tensor_parallel.reduce import (
+    SumSettings,
+    Traffic,
+    check_codec,
+    check_inference,
+    sum_in_process,
+    sum_over_ranks,
+)
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
