@@ -32,7 +32,7 @@ PUBLIC = {
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
-    "lowbit.evaluate": "CalibrateSettings EvaluateSettings Score Sequences perplexity",
+    "lowbit.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.ops": (
@@ -49,8 +49,8 @@ PUBLIC = {
         "machine run spread summary"
     ),
     "lowbit.tensor_parallel": (
-        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "
-        "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"
+        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel SumSettings Traffic "
+        "calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles rowwise_layers tensor_parallel_"
     ),
     "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
 }

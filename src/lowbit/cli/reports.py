@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowbit.bench import Report
     from lowbit.cli.parser import Parser
+    from lowbit.report import Command
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class ReportCommand:
         module: with `run(settings)`.
         views: with `show(report)` for the terminal and `draw(report, path)`.
         run: how to call `run`, given the module, the settings and the JSON file; by default with the settings alone.
-        settings: the module and the name of its section, "evaluate.settings:EvaluateSettings"; absent: `Settings` of
+        settings: the module and the name of its section, "bench.race:RaceConfig"; absent: `Settings` of
             `module`.
     """
 
@@ -57,6 +58,41 @@ class ReportCommand:
             conclude(importlib.import_module(f"lowbit.{self.views}"), report, json, png)
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """A `lowbit.report.Command`, which is imported when its own help or result is asked for.
+
+    Attributes:
+        summary: what it does, for help.
+        place: its module and name, such as "evaluate.commands:EVALUATE".
+    """
+
+    summary: str
+    place: str
+
+    @property
+    def command(self) -> Command:
+        """The declaration."""
+        module, _, name = self.place.partition(":")
+        return getattr(importlib.import_module(f"lowbit.{module}"), name)
+
+    def parser(self, program: str) -> Parser:
+        """Of its command line."""
+        from lowbit.cli.parser import Parser
+
+        parser = Parser(program, self.summary, self.command.settings)
+        parser.add_argument("--json", metavar="FILE", type=Path, help="Write the rows, for scripts.")
+        parser.add_argument("--png", metavar="FILE", type=Path, help="Draw a picture of them.")
+        return parser
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Measure as a command line says."""
+        from lowbit.report import execute
+
+        settings, options = self.parser(program).resolve(words)
+        execute(self.command, settings, json=options.get("json"), png=options.get("png"))
+
+
 def _run_live(views: str, *, goes_on: bool = False) -> Callable[[Any, Any, Path | None], Report]:
     """Show the rows as they come, by `table_of(rows)` of `views`; `goes_on`: with those in the JSON file."""
 
@@ -70,15 +106,6 @@ def _run_live(views: str, *, goes_on: bool = False) -> Callable[[Any, Any, Path 
             return module.run(settings, on_rows=lambda rows: live.update(table_of(rows)), **more)
 
     return run
-
-
-def _evaluate(module: Any, settings: Any, file: Path | None) -> Report:
-    """Show a line for each row as it comes."""
-    from rich.console import Console
-
-    views, console = importlib.import_module("lowbit.evaluate.views"), Console(stderr=True)
-    shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
-    return module.run(settings, on_rows=lambda rows: console.print(views.line_of(rows[-1])) if shown else None)
 
 
 BENCHMARKS = {
@@ -143,18 +170,13 @@ PLANS = {
         "bench.plan_memory_views",
     )
 }
-CALIBRATE = ReportCommand(
-    "Measure once what a model's tensor-parallel sums look like, so that they can travel in 4.2 bits.",
-    "evaluate.calibrate",
-    "evaluate.ranges_views",
-    settings="evaluate.settings:CalibrateSettings",
+CALIBRATE = Measurement(
+    "Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
+    "evaluate.commands:CALIBRATE",
 )
-EVALUATE = ReportCommand(
+EVALUATE = Measurement(
     "Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
-    "evaluate.run",
-    "evaluate.views",
-    _evaluate,
-    settings="evaluate.settings:EvaluateSettings",
+    "evaluate.commands:EVALUATE",
 )
 
 
