@@ -12,15 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives.agreement import default_group
-from lowbit.collectives.reduce import (
-    CHUNK,
-    SMALL,
-    TIMEOUT,
-    Algorithm,
-    all_reduce,
-    check_call,
-    check_flat,
-)
+from lowbit.collectives.reduce import CHUNK, SMALL, TIMEOUT, Algorithm, all_reduce, check_call, check_flat
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 
@@ -69,9 +61,7 @@ def all_reduce_hook(
         raise ValueError(f"error_feedback is True and node_size is {node_size}; allowed: one of the two")
     # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
     own = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timedelta(seconds=timeout),
-        use_local_synchronization=True,
+        dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
     )
     # For good: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it holds
     # the interpreter's lock, for threads that may need it.

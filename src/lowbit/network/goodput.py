@@ -35,12 +35,7 @@ def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float =
     (forward,) = goodput(link, [there], seconds)
     (backward,) = goodput(link, [back], seconds)
     both = goodput(link, [there, back], seconds)
-    return Goodput(
-        forward=forward,
-        backward=backward,
-        forward_with_backward=both[0],
-        backward_with_forward=both[1],
-    )
+    return Goodput(forward=forward, backward=backward, forward_with_backward=both[0], backward_with_forward=both[1])
 
 
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:

@@ -64,10 +64,7 @@ class Namespace:
                 if name != _CONGESTION_CONTROL[0]:
                     log.info("links use %s: %s is not permitted here", name, _CONGESTION_CONTROL[0])
                 return
-        log.warning(
-            "links have this machine's TCP congestion control: %s are not permitted",
-            _CONGESTION_CONTROL,
-        )
+        log.warning("links have this machine's TCP congestion control: %s are not permitted", _CONGESTION_CONTROL)
 
     def run(self, argv: Sequence[str], text: str = "") -> None:
         """Run a program inside that takes a moment, with a text as its standard input."""

@@ -28,14 +28,7 @@ from typing import Any
 
 from lowbit.network.distance import Distance
 from lowbit.network.link import Link
-from lowbit.network.namespaces import (
-    INTERFACE,
-    NETWORK,
-    LinkUnavailable,
-    Namespace,
-    cable,
-    open_namespaces,
-)
+from lowbit.network.namespaces import INTERFACE, NETWORK, LinkUnavailable, Namespace, cable, open_namespaces
 
 _MAX_HOSTS = 64
 _LARGEST_SEGMENT = 65536  # the kernel's default
@@ -88,12 +81,7 @@ class SlowLink:
             raise ValueError(f"hosts must be an integer from 2 to {_MAX_HOSTS}, got {hosts!r}")
         self.hosts = hosts
         self.link = Link(
-            rate_mbit,
-            back_mbit=back_mbit,
-            rtt_ms=rtt_ms,
-            jitter_ms=jitter_ms,
-            loss=loss,
-            queue_ms=queue_ms,
+            rate_mbit, back_mbit=back_mbit, rtt_ms=rtt_ms, jitter_ms=jitter_ms, loss=loss, queue_ms=queue_ms
         )
         self._cut: set[int] = set()
         self._distance: Distance | None = None
@@ -116,10 +104,7 @@ class SlowLink:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -250,10 +235,7 @@ class SlowLink:
                 cable(switch, f"port{i}", host)
                 switch.ip(f"link set port{i} master switch up")
         for i, host in enumerate(hosts):
-            host.ip(
-                f"address add {NETWORK}.{i + 1}/24 dev {INTERFACE}",
-                f"link set {INTERFACE} up",
-            )
+            host.ip(f"address add {NETWORK}.{i + 1}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
             host.settle_congestion_control()
 
 

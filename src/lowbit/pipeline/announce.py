@@ -59,12 +59,7 @@ class _Direct:
     """Messages of Gloo's; half a round trip, because some are received ahead of their passes."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        source: int,
-        board: FailureBoard,
-        checksums: Checksums,
-        tag: int,
+        self, group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int
     ) -> None:
         self._group, self._source, self._board = group, source, board
         self._checksums, self._tag = checksums, tag

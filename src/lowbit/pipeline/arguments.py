@@ -111,12 +111,7 @@ def open_lanes(
     codecs = {"forward": forward, "backward": backward}
     return {
         (direction, outgoing): Lane(
-            boundary,
-            direction,
-            codec_at(direction, codecs[direction], boundary, stages - 1),
-            device,
-            traffic,
-            overhead,
+            boundary, direction, codec_at(direction, codecs[direction], boundary, stages - 1), device, traffic, overhead
         )
         for direction, outgoing, boundary in ways
         if 0 <= boundary < stages - 1

@@ -83,12 +83,7 @@ class Passes:
     """
 
     def __init__(
-        self,
-        stages: Sequence[LowBitStage],
-        group: dist.ProcessGroup,
-        number: int,
-        limit: float,
-        checksums: Checksums,
+        self, stages: Sequence[LowBitStage], group: dist.ProcessGroup, number: int, limit: float, checksums: Checksums
     ) -> None:
         self._group, self._name, self._limit = group, f"pipeline {number}", limit
         self._tag = _FIRST_TAG + number

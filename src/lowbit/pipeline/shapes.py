@@ -27,11 +27,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if typ
 
 
 def send(
-    layouts: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    peer: int,
-    device: torch.device,
-    timeout: float,
+    layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> None:
     """Tell a peer, which must call `receive`, what tensors look like; returns once that has left.
 

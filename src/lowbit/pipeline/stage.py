@@ -16,13 +16,7 @@ from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
 from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline import shapes
-from lowbit.pipeline.arguments import (
-    check_numbers,
-    check_warm_up,
-    checked_samples,
-    keys_of,
-    open_lanes,
-)
+from lowbit.pipeline.arguments import check_numbers, check_warm_up, checked_samples, keys_of, open_lanes
 from lowbit.pipeline.boundary import Direction, Lane, Slot, Step
 from lowbit.pipeline.hooks import Batch, HookedStage, Layouts
 from lowbit.pipeline.numbering import pipeline_number
@@ -92,13 +86,7 @@ class LowBitStage(HookedStage):
         self._checksums = Checksums(f"pipeline {self._number}", enabled=checksums)
         self.transport = choose(self._group, self.device, self.traffic, self._checksums)
         self._lanes = open_lanes(
-            stage_index,
-            num_stages,
-            forward,
-            backward,
-            self.device,
-            self.traffic,
-            self._checksums.room,
+            stage_index, num_stages, forward, backward, self.device, self.traffic, self._checksums.room
         )
         self.steps = 0
         self._step = Step()

@@ -311,11 +311,7 @@ class InOrder(Transport):
     name = "in the schedule's order"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device | str,
-        traffic: Traffic,
-        checksums: Checksums,
+        self, group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
     ) -> None:
         self._group, self._rank = group, dist.get_rank(group)
         self.device = torch.device(device)
