@@ -31,10 +31,10 @@ def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float =
     Raises:
         RuntimeError: A probe failed; the message is its own.
     """
-    there, back = (first, second), (second, first)
-    (forward,) = goodput(link, [there], seconds)
+    forth, back = (first, second), (second, first)
+    (forward,) = goodput(link, [forth], seconds)
     (backward,) = goodput(link, [back], seconds)
-    both = goodput(link, [there, back], seconds)
+    both = goodput(link, [forth, back], seconds)
     return Goodput(forward=forward, backward=backward, forward_with_backward=both[0], backward_with_forward=both[1])
 
 
