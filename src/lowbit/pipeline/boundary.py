@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,9 +93,8 @@ class Lane:
         overhead: int = 0,
     ) -> None:
         self.name = f"boundary {boundary} {direction}"
-        self.codec = codec
+        self.boundary, self.direction, self.codec = boundary, direction, codec
         self._slots: Sequence[Sequence[Slot]] = ()  # by micro-batch
-        self._direction: Direction = direction
         self._device = torch.device(device)
         self._traffic, self._overhead = traffic, overhead
         self._sessions: dict[str, Session] = {}
@@ -171,7 +169,7 @@ class Lane:
                 if self._tells_choice(slot, step):
                     choice = torch.tensor([self._choose(index, slot, x), 0], dtype=torch.int64)
                     told.copy_(choice.view(torch.uint8))
-        self._traffic.count(self._direction, size + self._overhead * bool(size), x.numel())
+        self._traffic.count(self.direction, size + self._overhead * bool(size), x.numel())
         return message
 
     def decode(self, index: int, step: Step, micro_batch: int, payload: Tensor, out: Tensor) -> None:
@@ -305,10 +303,9 @@ class Lane:
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Apart from the model's computation: no graph, no autocast (it would round inside the codec), timed."""
-        start = time.perf_counter()
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+        timed = self._traffic.timing("codec_seconds")
+        with timed, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             yield
-        self._traffic.codec_seconds += time.perf_counter() - start
 
 
 @functools.cache
