@@ -28,8 +28,7 @@ class Lanes:
 
     Args:
         stage: which of the `stages`. forward, backward: as `LowBitStage` takes them. device: where the tensors live.
-        own, peers: this rank, and those of neighbours on other ranks, by stage. Nothing crosses to other neighbours.
-        transport: of the messages. traffic: where to count. overhead: bytes that travel beside each payload.
+        own: this rank. transport: of the messages. traffic: where to count. overhead: bytes beside each payload.
 
     Raises:
         TypeError, ValueError: as `codec_at`.
@@ -44,12 +43,12 @@ class Lanes:
         device: torch.device,
         *,
         own: int,
-        peers: Mapping[int, int],
         transport: Transport,
         traffic: Traffic,
         overhead: int,
     ) -> None:
-        self._stage, self._own, self._peers, self._transport = stage, own, peers, transport
+        self._stage, self._own, self._transport = stage, own, transport
+        self._peers: Mapping[int, int] = {}
         self._lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
         directions: list[tuple[Direction, Any]] = [("forward", forward), ("backward", backward)]
         for boundary in range(max(0, stage - 1), min(stage, stages - 2) + 1):
@@ -61,6 +60,10 @@ class Lanes:
         self._ranks: Sequence[str] = ()
         self._configuration: Configuration | None = None  # of this pass
         self._expected: set[tuple[Direction, int, int]] = set()  # and not used yet
+
+    def place(self, peers: Mapping[int, int]) -> None:
+        """Set the ranks of neighbours on other ranks, by stage; nothing crosses to other neighbours."""
+        self._peers = peers
 
     def keyed(self) -> Codec | None:
         """A codec that needs the sample ids of what crosses here, if there is one."""

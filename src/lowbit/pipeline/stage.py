@@ -91,9 +91,8 @@ class LowBitStage(HookedStage):
         self._number = pipeline_number(self._group, num_stages, self.group_size)
         self._checksums = Checksums(f"pipeline {self._number}", enabled=checksums)
         self.transport = choose(self._group, self.device, self.traffic, self._checksums)
-        peers = {stage: self.rank_of(stage) for stage in (stage_index - 1, stage_index + 1) if self.is_remote(stage)}
         self.lanes = Lanes(
-            stage_index, num_stages, forward, backward, self.device, own=self.group_rank, peers=peers,
+            stage_index, num_stages, forward, backward, self.device, own=self.group_rank,
             transport=self.transport, traffic=self.traffic, overhead=self._checksums.room,
         )  # fmt: skip
         self.steps = 0
@@ -193,6 +192,8 @@ class LowBitStage(HookedStage):
             ValueError: a codec needs sample ids, which are missing or not all different.
         """
         self.transport.begin(board, number)
+        neighbours = (self.stage_index - 1, self.stage_index + 1)  # which a V schedule places after they are made
+        self.lanes.place({stage: self.rank_of(stage) for stage in neighbours if self.is_remote(stage)})
         step, samples = Step.numbered(self.steps, self.warmup_steps, training=batch.training), self._samples
         if batch.training:
             self._samples = None
