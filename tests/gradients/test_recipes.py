@@ -15,11 +15,7 @@ RECIPES = [block for block in blocks(PAGE.read_text()) if block.language == "py"
 
 
 def test_there_is_a_recipe_for_each():
-    assert [block.words for block in RECIPES] == [
-        ("accelerate",),
-        ("transformers", "accelerate"),
-        ("lightning",),
-    ]
+    assert [block.words for block in RECIPES] == [("accelerate",), ("transformers", "accelerate"), ("lightning",)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda block: block.words[0])

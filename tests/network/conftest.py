@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lowbit.network import shape
+from lowbit.network import SlowLink
 
 
 @pytest.fixture(autouse=True)
@@ -20,5 +20,5 @@ def privilege(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Run as root does where we are root, and the way everybody else must."""
     if request.param == "in a user namespace":
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        if reason := shape._why_unavailable.__wrapped__(distance=False):
+        if reason := SlowLink.available.__wrapped__(distance=False):
             pytest.skip(reason)

@@ -213,10 +213,7 @@ def test_no_tun_device_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     program.write_text(source)
     monkeypatch.setattr(distance, "_PROGRAM", str(program))
     link = SlowLink(rtt_ms=40)
-    with (
-        pytest.raises(LinkUnavailable, match=r"no link with a distance.*/dev/net/nothing.*module `tun`"),
-        link,
-    ):
+    with pytest.raises(LinkUnavailable, match=r"no link with a distance.*/dev/net/nothing.*module `tun`"), link:
         pass
     assert not link._namespaces
     with SlowLink() as near, pytest.raises(LinkUnavailable, match="module `tun`"):

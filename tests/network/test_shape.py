@@ -152,12 +152,7 @@ def test_nothing_passes_a_cut_cable_and_all_of_it_afterwards(hosts: int) -> None
 def test_two_hosts_have_one_cable() -> None:
     def heard(link: SlowLink) -> bool:
         code = "import socket, sys; socket.create_connection((sys.argv[1], 9), 0.3)"
-        client = link.popen(
-            0,
-            [sys.executable, "-S", "-c", code, link.address(1)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        client = link.popen(0, [sys.executable, "-S", "-c", code, link.address(1)], stderr=subprocess.PIPE, text=True)
         return "refused" in client.communicate(timeout=10)[1]
 
     with SlowLink(hosts=2) as link:
@@ -210,12 +205,7 @@ def test_hosts_see_their_own_network_only() -> None:
 @needs_link
 def test_popen_is_the_program_itself() -> None:
     with SlowLink() as link:
-        argv = [
-            sys.executable,
-            "-S",
-            "-c",
-            "import os, sys; print(os.getpid()); sys.exit(int(os.environ['CODE']))",
-        ]
+        argv = [sys.executable, "-S", "-c", "import os, sys; print(os.getpid()); sys.exit(int(os.environ['CODE']))"]
         process = link.popen(1, argv, env={"CODE": "3"}, stdout=subprocess.PIPE, text=True)
         assert int(process.communicate(timeout=10)[0]) == process.pid
         assert process.returncode == 3
@@ -312,10 +302,7 @@ def test_refused_namespace_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         program.write_text("#!/bin/sh\necho 'Operation not permitted' >&2; exit 1\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with (
-        pytest.raises(LinkUnavailable, match=r"Operation not permitted.*user namespaces"),
-        SlowLink(),
-    ):
+    with pytest.raises(LinkUnavailable, match=r"Operation not permitted.*user namespaces"), SlowLink():
         pass
 
 

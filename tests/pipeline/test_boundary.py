@@ -159,12 +159,7 @@ def test_shapes_that_share_what_a_codec_keeps():
         receiver.decode(0, step, 0, sender.encode(0, step, 0, x), out)
         assert (out - x).norm() < 0.6 * x.norm()
 
-    for shape, step in (
-        (SHAPE, Step()),
-        (small, Step(training=False)),
-        (small, Step()),
-        (SHAPE, Step()),
-    ):
+    for shape, step in ((SHAPE, Step()), (small, Step(training=False)), (small, Step()), (SHAPE, Step())):
         cross(shape, step)
     assert sender.state_bytes() == receiver.state_bytes() == 4 * 8 * 64 + 16
     [(name, state)] = sender.state_dict().items()
@@ -333,12 +328,7 @@ def test_sample_ids_are_split_like_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("ids", "error"),
-    [
-        (torch.ones(2), TypeError),
-        ([True, False], TypeError),
-        ([[1]], ValueError),
-    ],
+    ("ids", "error"), [(torch.ones(2), TypeError), ([True, False], TypeError), ([[1]], ValueError)]
 )
 def test_bad_sample_ids(ids: Any, error: type[Exception]):
     with pytest.raises(error, match="ids"):

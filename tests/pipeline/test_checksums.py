@@ -101,7 +101,7 @@ def nothing_damaged_is_decoded() -> int:
     run = toy.Run("gpipe", toy.lowbit(forward=INT4, backward=INT6, timeout=10))
     run.train(0)
     if dist.get_rank() == 1:
-        lane = run.stages[0]._lanes["forward", False]  # type: ignore[attr-defined]
+        lane = run.stages[0].lanes.forward(outgoing=False)  # type: ignore[attr-defined]
         decode, decoded = lane.decode, []
         lane.decode = lambda *args: (decoded.append(args), decode(*args))
         with pytest.raises(DamagedError):

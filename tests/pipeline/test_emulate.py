@@ -207,10 +207,7 @@ def test_states_that_do_not_fit_are_refused():
         (changed("steps", "2"), "state has steps '2'"),
         (changed("warmup_steps", 5), "state has warmup_steps 5; this emulation has 1"),
         (changed("boundaries", {}), "state has nothing; allowed: boundary 0 backward, boundary 0"),
-        (
-            changed("codec", "x", ends),
-            "boundary 0 forward: state is of 'x'; this emulation has Sub",
-        ),
+        (changed("codec", "x", ends), "boundary 0 forward: state is of 'x'; this emulation has Sub"),
         (changed("sender", [1], ends), "state of the sender is none"),
         (changed("choice", 99, kept), "both ends have the same choices"),
         (changed("choice", True, kept), "state of the sender is none"),
@@ -424,13 +421,7 @@ def test_codecs_by_boundary():
 
 @pytest.mark.parametrize(
     ("at", "said"),
-    [
-        ([], "at is"),
-        ("0", "at is '0'"),
-        (["9"], "names such as 0"),
-        (["0", "0"], "twice"),
-        ([""], "has not"),
-    ],
+    [([], "at is"), ("0", "at is '0'"), (["9"], "names such as 0"), (["0", "0"], "twice"), ([""], "has not")],
 )
 def test_bad_names_are_refused(at: Any, said: str):
     model = nn.Sequential(nn.Identity())

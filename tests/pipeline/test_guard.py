@@ -40,11 +40,7 @@ def unlike(schedule: str, changes: Mapping[int, Mapping[str, Any]], steps: int =
     [
         ("1f1b", {1: {"forward": GroupInt(bits=3)}}, "boundary 0 forward codec: GroupInt(bits=4"),
         ("1f1b", {0: {"backward": Cast()}}, "boundary 0 backward codec: Cast("),
-        (
-            "zbv",
-            {1: {"warmup_steps": 5}},
-            "warm-up steps: 0 on rank 0 (stage 0) and rank 0 (stage 3); 5 on",
-        ),
+        ("zbv", {1: {"warmup_steps": 5}}, "warm-up steps: 0 on rank 0 (stage 0) and rank 0 (stage 3); 5 on"),
     ],
 )
 def test_other_formats_are_the_same_error_everywhere(ranks: Ranks, schedule: str, changes: Any, said: str):
@@ -89,12 +85,7 @@ OF_RANK_3 = {"directions": torch.zeros(3, toy.WIDTH), "messages": 5, "digest": 0
     ("codec", "state", "steps", "said"),
     [
         (SubspaceQuant(rank=25), {}, 0, "boundary 1 forward: rank is 25, .* allowed: 1 to 24"),
-        (
-            SubspaceQuant(rank=2),
-            OF_RANK_3,
-            5,
-            r"state has directions .* \(3, 24\); this session has rank 2",
-        ),
+        (SubspaceQuant(rank=2), OF_RANK_3, 5, r"state has directions .* \(3, 24\); this session has rank 2"),
         (SubspaceQuant(rank="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
     ],
     ids=["rank", "state", "choice"],
@@ -137,11 +128,7 @@ def other_pass(steps: int) -> None:
     ("function", "args", "said"),
     [
         (other_micro_batches, (), "micro-batches: 4 on rank 0 (stage 0); 2 on rank 1 (stage 1)"),
-        (
-            other_pass,
-            (0,),
-            "kind of pass: training on rank 0 (stage 0) and rank 0 (stage 2); evaluation on rank 1",
-        ),
+        (other_pass, (0,), "kind of pass: training on rank 0 (stage 0) and rank 0 (stage 2); evaluation on rank 1"),
         (other_pass, (1,), "kind of pass: training on rank 0 (stages 0, 2); evaluation on rank 1"),
     ],
     ids=["micro-batches", "first pass", "later pass"],

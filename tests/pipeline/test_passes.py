@@ -278,10 +278,7 @@ def too_few_rows(passes_before: int) -> Any:
         taken(run, run.runner, True, *(t[: N - 1] for t in data(0, N, 3)))
     taking = time.monotonic() - start
     x, target = data(9, ROWS, 3)
-    found, expected = (
-        taken(run, run.runner, True, x, target),
-        in_one_process(run, True, N, x, target),
-    )
+    found, expected = (taken(run, run.runner, True, x, target), in_one_process(run, True, N, x, target))
     assert same(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
     return taking, str(caught.value)

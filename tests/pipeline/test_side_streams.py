@@ -86,12 +86,7 @@ def test_where_a_payload_lands_is_kept_for_the_computation(log: list[str], monke
         # As within the block: what is current there is the arriving stream.
         monkeypatch.setattr(side_streams.torch.cuda, "current_stream", lambda device: Stream("arriving", log))
         streams.landing(layout)
-    assert log == [
-        "on arriving",
-        "x is read by computation",
-        "off arriving",
-        "computation waits for arriving",
-    ]
+    assert log == ["on arriving", "x is read by computation", "off arriving", "computation waits for arriving"]
 
 
 @needs_gpu
@@ -169,10 +164,7 @@ def over_nccl() -> list[torch.Tensor]:
     return [loss.cpu() for loss in run.losses]
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not dist.is_nccl_available(),
-    reason="NCCL needs two CUDA devices",
-)
+@pytest.mark.skipif(torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="NCCL needs two CUDA devices")
 def test_nccl_carries_payloads_directly(ranks: Ranks):
     found = ranks.run(over_nccl, timeout=120)
     expected = ranks.run(on_the_cpu, "1f1b", {"forward": Cast(), "backward": Cast()})

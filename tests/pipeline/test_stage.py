@@ -101,11 +101,7 @@ def trains_with(schedule: str, forward: Codec, backward: Codec, steps: int) -> A
     run = toy.Run(schedule, toy.lowbit(forward=forward, backward=backward, timeout=30))
     for step in range(steps):
         run.train(step % 2)
-    return (
-        run.losses,
-        [stage.traffic for stage in run.stages],
-        [s.state_bytes() for s in run.stages],
-    )
+    return (run.losses, [stage.traffic for stage in run.stages], [s.state_bytes() for s in run.stages])
 
 
 def test_every_byte_is_counted(ranks: Ranks):

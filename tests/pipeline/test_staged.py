@@ -24,10 +24,7 @@ from lowbit.pipeline.transport import Early, Route, Staged
 from tests.pipeline import toy
 from tests.ranks import Ranks
 
-FIT = {
-    "forward": GroupInt(bits=4, group=64),
-    "backward": GroupInt(bits=6, group=32, symmetric=True),
-}
+FIT = {"forward": GroupInt(bits=4, group=64), "backward": GroupInt(bits=6, group=32, symmetric=True)}
 
 
 class Late:

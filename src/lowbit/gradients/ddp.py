@@ -1,4 +1,4 @@
-"""`all_reduce_hook`: gradients of `DistributedDataParallel`, averaged in few bits while the backward pass goes on."""
+"""`all_reduce_hook`: gradients of `DistributedDataParallel`, averaged in few bits during the backward pass."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes themselves.
 import ctypes
@@ -12,15 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives.agreement import default_group
-from lowbit.collectives.reduce import (
-    CHUNK,
-    SMALL,
-    TIMEOUT,
-    Algorithm,
-    all_reduce,
-    check_call,
-    check_flat,
-)
+from lowbit.collectives.reduce import CHUNK, SMALL, TIMEOUT, Algorithm, all_reduce, check_call, check_flat
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 
@@ -38,22 +30,22 @@ def all_reduce_hook(
 ) -> Hook:
     """A hook for `ddp.register_comm_hook(None, hook)`: gradients become their mean over all ranks.
 
-    Every bucket is averaged as `lowbit.collectives.all_reduce` does it, on a thread and a process group of the hook's
-    own, so that the backward pass goes on meanwhile and nothing that the program does in its own groups can get in
-    between. Parameters stay bit-identical on all ranks. Gradient accumulation (`no_sync`), several backward passes and
-    rebuilt buckets need nothing from the caller.
+    Every bucket is averaged by `lowbit.collectives.all_reduce`, on a thread and a process group of the hook's own, so
+    that the backward pass goes on and nothing that the program does in its own groups interferes. Parameters stay
+    bit-identical on all ranks. Gradient accumulation (`no_sync`), several backward passes and rebuilt buckets need
+    nothing from the caller.
 
     Args:
         codec: the format: `BlockFloat8()`, or `GroupInt(bits=8, group=128, symmetric=True)`.
-        error_feedback: add what quantization took from a parameter's gradient to its next one. Worth its memory, a
-            float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a
-            checkpoint does not hold it. What a NaN or infinity spoils is forgotten.
+        error_feedback: add the quantization error of a parameter's gradient to its next one. Worth its memory, a
+            float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a checkpoint
+            does not hold it. Errors that a NaN or infinity spoils are dropped.
         group: the ranks of the DDP module; None: the default group.
         algorithm, node_size, small, timeout, checksums: as for `all_reduce`.
 
     Returns:
-        The hook, for one DDP module. To be made on all ranks at once, because it makes a process group. What
-        `all_reduce` raises during a backward pass is the cause of the RuntimeError in which DDP wraps it.
+        The hook, for one DDP module. Call this on all ranks at once, because it makes a process group. An error of
+        `all_reduce` during a backward pass is the cause of the RuntimeError in which DDP wraps it.
 
     Raises:
         TypeError, ValueError: as `all_reduce`, at once.
@@ -69,16 +61,14 @@ def all_reduce_hook(
         raise ValueError(f"error_feedback is True and node_size is {node_size}; allowed: one of the two")
     # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
     own = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timedelta(seconds=timeout),
-        use_local_synchronization=True,
+        dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
     )
     # For good: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it holds
     # the interpreter's lock, for threads that may need it.
     for kept in (group, own):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     assert isinstance(own, dist.ProcessGroup)
-    lost = Lost() if error_feedback else None
+    lost = _QuantizationErrors() if error_feedback else None
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
@@ -88,8 +78,7 @@ def all_reduce_hook(
             buffer.add_(errors)
         pending = all_reduce(
             buffer, codec, own, "avg", algorithm, True,
-            node_size=node_size, chunk=CHUNK, small=small, timeout=timeout, errors=errors,
-            checksums=checksums,
+            node_size=node_size, chunk=CHUNK, small=small, timeout=timeout, errors=errors, checksums=checksums,
         )  # fmt: skip
         assert pending is not None
         devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
@@ -107,7 +96,7 @@ def all_reduce_hook(
     return hook
 
 
-class Lost:
+class _QuantizationErrors:
     """What quantization took from each parameter's gradient, laid out as the buckets are at the moment."""
 
     def __init__(self) -> None:
@@ -115,11 +104,8 @@ class Lost:
         self._flats: dict[tuple[int, ...], Tensor] = {}
 
     def of(self, parameters: list[Tensor], buffer: Tensor) -> Tensor:
-        """Errors of these parameters, one behind the other: float32, as long as the bucket's buffer.
-
-        Parameters are told apart by identity: they live as long as the DDP module that asks.
-        """
-        key = tuple(map(id, parameters))
+        """Errors of these parameters, one behind the other: float32, as long as the bucket's buffer."""
+        key = tuple(map(id, parameters))  # they live as long as the DDP module that asks
         if key not in self._flats:
             flat = torch.zeros(buffer.shape, device=buffer.device)
             sizes = [parameter.numel() for parameter in parameters]
@@ -128,13 +114,5 @@ class Lost:
                     part.copy_(self._parts[number])
                 self._parts[number] = part
             # Buckets that have been rebuilt; parameters that have not come again yet keep their parts alive.
-            stale = [old for old in self._flats if set(old) & set(key)]
-            for old in stale:
-                del self._flats[old]
-            self._flats[key] = flat
+            self._flats = {old: errors for old, errors in self._flats.items() if not set(old) & set(key)} | {key: flat}
         return self._flats[key]
-
-    def nbytes(self) -> int:
-        """Bytes held."""
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self._parts.values()}
-        return sum(storage.nbytes() for storage in storages.values())

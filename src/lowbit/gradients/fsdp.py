@@ -41,12 +41,7 @@ class LowBitReduceScatter(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce-scatter `input_tensor` to `output_tensor`.
 
@@ -54,15 +49,13 @@ class LowBitReduceScatter(ReduceScatter):
             ValueError: an operation other than SUM and AVG, which FSDP2 uses only when it is told to.
             AgreementError, PeerError: as `lowbit.collectives.reduce_scatter`.
         """
-        names = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
-        name = next((text for kind, text in names.items() if op == kind), None)
-        if name is None:
+        is_sum = op == dist.ReduceOp.SUM
+        if not is_sum and not op == dist.ReduceOp.AVG:  # noqa: SIM201 an operation has == only
             raise ValueError(
                 f"op is {op}; allowed: SUM and AVG (set_gradient_divide_factor asks for another; on Gloo, "
                 "set_force_sum_reduction_for_comms(True) makes it a SUM)"
             )
         return reduce_scatter(
-            output_tensor, input_tensor, self._codec, group,
-            "sum" if name == "sum" else "avg", async_op, chunk=CHUNK, timeout=self._timeout,
-            checksums=self._checksums,
+            output_tensor, input_tensor, self._codec, group, "sum" if is_sum else "avg", async_op,
+            chunk=CHUNK, timeout=self._timeout, checksums=self._checksums,
         )  # fmt: skip

@@ -11,28 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
-from lowbit.codecs.base import FLOATS, Codec
+from lowbit.codecs.base import Codec
+from lowbit.gradients.stored import Stored, check_parameter, named, parts, portions
 
 BUCKET_BYTES = 16 << 20
-
-
-@dataclasses.dataclass(slots=True)
-class _Stored:
-    """A parameter's gradient: what `payload` decodes to, times `factor`; None at all unless `held`."""
-
-    name: str
-    payload: Tensor | None = None
-    factor: float = 1.0
-    held: bool = False
 
 
 class GradientStorage:
     """Keeps gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
 
     As soon as a backward pass has finished a parameter's gradient, it is added to what is stored (decoded, added in
-    float32, coded again) and `parameter.grad` becomes None. So gradients at full precision exist for the parameters of
-    a layer at a time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128) from the first
-    micro-batch to the optimizer step. In a step:
+    float32, coded again) and `parameter.grad` becomes None. So gradients at full precision exist for one layer at a
+    time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128) from the first micro-batch to
+    the optimizer step. In a step:
 
         for micro_batch in batch:
             loss(micro_batch).backward()
@@ -43,8 +34,8 @@ class GradientStorage:
 
     The paper leaves the optimizer's side open; here `step` materialises gradients in portions no larger than the
     largest parameter's, and the update equals a whole step with these gradients, bit for bit. NaN and infinity in a
-    gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored dense. What has no
-    gradient stays without, so that optimizers skip it. Parameters that require no gradient now are left alone; those
+    gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored dense. A parameter without
+    a gradient stays without, so that optimizers skip it. Parameters that require no gradient now are left alone; those
     frozen later keep what they hold until `zero_`.
 
     Not with `DistributedDataParallel` (its buckets are full-precision copies; use `all_reduce` on the plain module)
@@ -68,11 +59,11 @@ class GradientStorage:
         self._nearest = self.codec
         if getattr(self.codec, "rounding", "nearest") != "nearest":
             self._nearest = dataclasses.replace(self.codec, rounding="nearest")  # pyright: ignore[reportCallIssue]
-        named = _named(parameters)
-        self._stored = {p: _Stored(name) for name, p in named if p.requires_grad}
-        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        pairs = named(parameters)
+        self._stored = {p: Stored(name) for name, p in pairs if p.requires_grad}
+        self._frozen = [(name, p) for name, p in pairs if not p.requires_grad]
         for parameter, stored in self._stored.items():
-            _check_parameter(stored.name, parameter)
+            check_parameter(stored.name, parameter)
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
 
     @property
@@ -105,21 +96,14 @@ class GradientStorage:
     def gradient(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
         """A parameter's gradient, decoded into a new tensor of `dtype` (None: the parameter's), or None."""
         stored = self._stored.get(parameter)
-        if stored is None or not stored.held or stored.payload is None:
-            return None
-        dtype = dtype or parameter.dtype
-        if stored.factor == 1:
-            return self.codec.decode(stored.payload, shape=parameter.shape, dtype=dtype)
-        # A sum may be beyond what float16 holds when its mean is not.
-        found = self.codec.decode(stored.payload, shape=parameter.shape, dtype=torch.float32)
-        return found.mul_(stored.factor).to(dtype)
+        return None if stored is None else stored.value(self.codec, parameter, dtype or parameter.dtype)
 
     def gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Parameters (None: all) with their gradients in float32, decoded one at a time; those without are left out."""
         for parameter in self._stored if parameters is None else parameters:
-            found = self.gradient(parameter, torch.float32)
-            if found is not None:
-                yield parameter, found
+            gradient = self.gradient(parameter, torch.float32)
+            if gradient is not None:
+                yield parameter, gradient
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Replace what is stored for a parameter by this gradient, rounded to nearest.
@@ -129,10 +113,9 @@ class GradientStorage:
         """
         stored = self._stored.get(parameter)
         if stored is None or gradient.shape != parameter.shape:
-            told = "not stored here" if stored is None else f"of shape {tuple(parameter.shape)}"
-            raise ValueError(f"gradient has shape {tuple(gradient.shape)}; its parameter is {told}")
-        stored.payload = self._nearest.encode(gradient, out=self._room(stored, parameter))
-        stored.factor, stored.held = 1.0, True
+            expected = "not stored here" if stored is None else f"of shape {tuple(parameter.shape)}"
+            raise ValueError(f"gradient has shape {tuple(gradient.shape)}; its parameter is {expected}")
+        stored.replace(self._nearest, gradient, parameter.device)
 
     def norm(self) -> float:
         """The Euclidean norm of all stored gradients together, NaN if any of them is."""
@@ -181,19 +164,19 @@ class GradientStorage:
         parameters = list(self._stored)
         if not parameters:
             return
-        held = [float(self._stored[p].held) for p in parameters]
-        flags = torch.tensor(held, device=parameters[0].device)
+        flags = torch.tensor([float(self._stored[p].held) for p in parameters], device=parameters[0].device)
         _wait(reduce(flags))
-        some = {p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag > 0}
-        under_way: tuple[list[nn.Parameter], Tensor, Any] | None = None
-        for portion in _portions([p for p in parameters if p in some], bucket_bytes // 4):
-            flat = self._flat(portion)
-            started = (portion, flat, reduce(flat))
-            if under_way is not None:
-                self._take(*under_way)
-            under_way = started
-        if under_way is not None:
-            self._take(*under_way)
+        on_some_rank = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag > 0]
+        under_way: list[tuple[list[nn.Parameter], Tensor, Any]] = []
+        for portion in portions(on_some_rank, bucket_bytes // 4):
+            flat = portion[0].new_zeros(sum(p.numel() for p in portion), dtype=torch.float32)
+            for parameter, part in parts(flat, portion):
+                self._stored[parameter].write(self.codec, part)
+            under_way.append((portion, flat, reduce(flat)))
+            if len(under_way) > 1:
+                self._take(*under_way.pop(0))
+        for started in under_way:
+            self._take(*started)
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -221,21 +204,19 @@ class GradientStorage:
         groups = optimizer.param_groups
         every: list[nn.Parameter] = [p for group in groups for p in group["params"]]
         others = {p: p.grad for p in every if p not in self._stored and p.grad is not None}
-        with_gradient = [p for p in every if p in others or self._holds(p)]
+        with_gradient = [p for p in every if p in others or (p in self._stored and self._stored[p].held)]
         before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         largest = max((p.numel() for p in with_gradient), default=0)
         try:
             for parameter in others:
                 parameter.grad = None
-            for portion in _portions(with_gradient, largest) or [[]]:
+            for portion in portions(with_gradient, largest) or [[]]:
                 for group, values in zip(groups, before, strict=True):
                     for added in group.keys() - values.keys() - {"params"}:
                         del group[added]
                     group.update(values)
                 for parameter in portion:
-                    parameter.grad = others.get(parameter)
-                    if parameter.grad is None:
-                        parameter.grad = self.gradient(parameter)
+                    parameter.grad = others[parameter] if parameter in others else self.gradient(parameter)
                 optimizer.step()
                 for parameter in portion:
                     parameter.grad = None
@@ -302,81 +283,13 @@ class GradientStorage:
             )
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        room = self._room(stored, parameter)
-        if not stored.held or room is None:
-            stored.payload = self.codec.encode(gradient, out=room)
-        elif stored.factor == 1:
-            self.codec.add(room, gradient)
-        else:
-            total = self.codec.decode(room, shape=parameter.shape).mul_(stored.factor)
-            self.codec.encode(total.add_(gradient), out=room)
-        stored.factor, stored.held = 1.0, True
+        stored.add(self.codec, gradient, parameter.device)
         parameter.grad = None
-
-    def _room(self, stored: _Stored, parameter: Tensor) -> Tensor | None:
-        """The payload, on the device where the parameter now is."""
-        if stored.payload is not None and stored.payload.device != parameter.device:
-            stored.payload = stored.payload.to(parameter.device)
-        return stored.payload
-
-    def _holds(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._stored and self._stored[parameter].held
-
-    def _flat(self, portion: list[nn.Parameter]) -> Tensor:
-        flat = portion[0].new_zeros(sum(p.numel() for p in portion), dtype=torch.float32)
-        for parameter, part in _parts(flat, portion):
-            stored = self._stored[parameter]
-            if stored.held and stored.payload is not None:
-                self.codec.decode(stored.payload, shape=parameter.shape, out=part)
-                if stored.factor != 1:
-                    part.mul_(stored.factor)
-        return flat
 
     def _take(self, portion: list[nn.Parameter], flat: Tensor, work: Any) -> None:
         _wait(work)
-        for parameter, part in _parts(flat, portion):
+        for parameter, part in parts(flat, portion):
             self.put(parameter, part)
-
-
-def _named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Parameters, each once."""
-    if isinstance(parameters, nn.parallel.DistributedDataParallel):
-        raise TypeError(
-            "parameters is a DistributedDataParallel, which keeps full-precision gradients of its own; "
-            "allowed: the module inside, and all_reduce of the storage"
-        )
-    if isinstance(parameters, nn.Module):
-        found = list(parameters.named_parameters())
-    else:
-        found = [(str(i), p) for i, p in enumerate(parameters)]
-    return list({p: (name, p) for name, p in reversed(found)}.values())[::-1]
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if hasattr(parameter, "to_local"):
-        raise TypeError(f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole ones")
-    if parameter.dtype not in FLOATS:
-        raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-
-
-def _portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Successive parameters on one device, of at most `limit` elements together or one alone."""
-    portions: list[list[nn.Parameter]] = []
-    filled = limit
-    for parameter in parameters:
-        same = bool(portions) and portions[-1][0].device == parameter.device
-        if not same or filled + parameter.numel() > limit:
-            portions.append([])
-            filled = 0
-        portions[-1].append(parameter)
-        filled += parameter.numel()
-    return portions
-
-
-def _parts(flat: Tensor, portion: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter's share of a flat tensor, in its shape."""
-    for parameter, part in zip(portion, flat.split([p.numel() for p in portion]), strict=True):
-        yield parameter, part.view(parameter.shape)
 
 
 def _wait(work: Any) -> None:

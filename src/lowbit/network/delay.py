@@ -1,28 +1,26 @@
 """Carries packets between hosts that are far apart: ``python delay.py PID...``, a process of a namespace for each host.
 
-A program of its own, standard library only. It makes a TUN device in the namespace of each process,
-takes the IPv4 packets that a host sends there, and hands them to the host of their destination when
-a link with the rates and the distance that it was told of would: packets leave a host one after the
-other, each as long after the one before as its bytes take at the rate; those that would wait for
-their turn for longer than the queue holds are dropped; then they travel for half a round trip. Of
-two hosts the sender's end alone has a rate, as the two ends of one cable; more hosts meet at a
-switch, which sends to each at that host's own rate, with a queue for each.
+A program of its own, standard library only. It makes a TUN device in the namespace of each process, takes the IPv4
+packets that a host sends there, and hands them to the host of their destination when a link with the given rates and
+distance would. Packets leave a host one after the other, each as long after the one before as its bytes take at the
+rate; those that would wait for their turn for longer than the queue holds are dropped; then they travel for half a
+round trip. Of two hosts the sender's end alone has a rate, as the two ends of one cable; more hosts meet at a switch,
+which sends to each at that host's own rate, with a queue for each.
 
-The kernel hands over trains of TCP packets (TSO), which take their time, and the bytes of all their
-headers, as the packets do, and arrive with their last byte. Where packets are lost at random, the
-owner keeps the kernel from doing that, so that each is lost by itself. Every path draws from a
-generator of its own with a fixed seed: the same packets are lost in every run.
+The kernel hands over trains of TCP packets (TSO). A train takes as long as its packets with all their headers, and
+arrives with their last byte. Where packets are lost at random, the owner keeps the kernel from making trains, so that
+each packet is lost by itself. Every path draws from a generator of its own with a fixed seed: the same packets are lost
+in every run.
 
-Where other processes have the processor, this one sees packets late. It does not hold that against
-them: a link that was busy meanwhile has carried them.
+Where other processes have the processor, this one sees packets late. They are not delayed for that: a link that was
+busy meanwhile has carried them.
 
-It takes 0.7 to 1 second of a processor in 8 seconds at 100 Mbit/s with 40 or 100 ms, and 1.3 at
-1 Gbit/s with 10 ms (measured while other work kept both processors busy).
+It takes 0.7 to 1 second of a processor in 8 seconds at 100 Mbit/s with 40 or 100 ms, and 1.3 at 1 Gbit/s with 10 ms
+(measured while other work kept both processors busy).
 
-Standard input brings orders, each a line of JSON: ``cut`` (the hosts that nothing reaches), or else
-``rates`` (seconds per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds)
-and ``loss`` (a share), which have to come first. Each is answered by ``ok``. The program ends with
-its input.
+Standard input brings orders, each a line of JSON: ``cut`` (the hosts that nothing reaches), or else ``rates`` (seconds
+per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds) and ``loss`` (a share), which have to
+come first. Each is answered by ``ok``. The program ends with its input.
 """
 
 import contextlib
@@ -43,10 +41,8 @@ DEVICE = "far0"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _NO_PROTOCOL_INFO, _OFFLOAD_HEADER = 0x0001, 0x1000, 0x4000
 _CHECKSUM, _TSO4, _TSO6 = 0x01, 0x02, 0x04
-# Of offloading: flags, kind, header bytes, segment bytes, checksum's start and offset.
-_HEADER_BYTES = 10
-# What a token bucket counts beside an IP packet, so that both kinds of link carry as much.
-_ETHERNET_BYTES = 14
+_HEADER_BYTES = 10  # of offloading: flags, kind, header bytes, segment bytes, checksum's start and offset
+_ETHERNET_BYTES = 14  # which a token bucket counts beside an IP packet, so that both kinds of link carry as much
 _LARGEST = _HEADER_BYTES + 65536
 _AT_ONCE = 64  # packets taken from a host before others have their turn
 _AT_ONCE_SECONDS = 1e-4  # a wait that short was none
@@ -158,12 +154,17 @@ def wire_bytes(packet: bytes) -> int:
     return size + (count - 1) * headers + count * _ETHERNET_BYTES
 
 
+def enter(pid: int, kind: str) -> None:
+    """Move this process to a namespace of another one: "net" or "user"."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{pid}/ns/{kind}") as namespace:
+        if libc.setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of process {pid}")
+
+
 def open_tun(pid: int) -> int:
     """Enter the network namespace of a process and make a TUN device there; returns its file descriptor."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/proc/{pid}/ns/net") as namespace:
-        if libc.setns(namespace.fileno(), 0):
-            raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
+    enter(pid, "net")
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     flags = _TUN | _NO_PROTOCOL_INFO | _OFFLOAD_HEADER
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))

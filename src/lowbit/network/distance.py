@@ -4,26 +4,22 @@ import contextlib
 import json
 import logging
 import os
-import select
-import subprocess
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from lowbit.network.delay import DEVICE
 from lowbit.network.link import Link
-from lowbit.network.namespaces import NETWORK, LinkUnavailable, Namespace
+from lowbit.network.namespaces import NETWORK, Helper, LinkUnavailable, Namespace
 
 log = logging.getLogger(__name__)
 
 _PROGRAM = str(Path(__file__).with_name("delay.py"))
-_SECONDS_TO_ANSWER = 10.0
 _PRIORITY = -20
 _QUEUED_PACKETS = 10_000  # in front of the delay line, while other processes have the processor
 
 
-class Distance:
+class Distance(Helper):
     """A second interface of each host, whose packets go through one process that delays them.
 
     Args:
@@ -35,17 +31,11 @@ class Distance:
 
     def __init__(self, hosts: Sequence[Namespace]) -> None:
         self._hosts = hosts
-        self._process = subprocess.Popen(
-            [*hosts[0].enter, sys.executable, "-I", "-S", _PROGRAM, *(str(h.pid) for h in hosts)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is the owner's business
-        )
+        argv = [_PROGRAM, *(str(host.pid) for host in hosts)]
+        super().__init__("the process that delays packets", argv, within=hosts[0].enter)
         try:
             self._await_ok()
-            self._hurry()
+            self._raise_priority()
             for host in hosts:
                 host.ip(f"link set {DEVICE} txqueuelen {_QUEUED_PACKETS} up")
         except BaseException:
@@ -54,10 +44,10 @@ class Distance:
 
     def lead(self, link: Link) -> None:
         """Let all packets take this way, as long and as wide as the link is."""
-        there = _seconds_per_byte(link.rate_mbit)
+        forth = _seconds_per_byte(link.rate_mbit)
         back = _seconds_per_byte(link.back_mbit or link.rate_mbit)
-        self._tell(
-            rates=[(there, back), *[(back, there)] * (len(self._hosts) - 1)],
+        self._order(
+            rates=[(forth, back), *[(back, forth)] * (len(self._hosts) - 1)],
             delay=link.rtt_ms / 2e3,
             jitter=link.jitter_ms / 1e3,
             queue=link.most_waiting_ms / 1e3,
@@ -77,23 +67,16 @@ class Distance:
 
     def cut(self, hosts: Collection[int]) -> None:
         """Let every packet to and from these hosts vanish, and no others."""
-        self._tell(cut=list(hosts))
+        self._order(cut=list(hosts))
 
-    def close(self) -> None:
-        """End the process, and with it the interfaces. Twice is harmless."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=_SECONDS_TO_ANSWER)  # its input ends, and so does it
-        self._process.kill()
-        self._process.wait()
-
-    def _hurry(self) -> None:
-        """Go first: a packet must not arrive late, or find a queue that is none, because the hosts compute."""
+    def _raise_priority(self) -> None:
+        """Go first: a packet must not arrive late, or find a full queue, because the hosts compute."""
         try:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _PRIORITY)
+            os.setpriority(os.PRIO_PROCESS, self.pid, _PRIORITY)
         except PermissionError:
             log.warning("a link with a distance shares the processor with all others: no priority without root")
 
-    def _tell(self, **order: Any) -> None:
+    def _order(self, **order: Any) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # that it does not answer tells why
             self._process.stdin.write(json.dumps(order) + "\n")
@@ -101,15 +84,10 @@ class Distance:
         self._await_ok()
 
     def _await_ok(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        if not select.select([self._process.stdout], [], [], _SECONDS_TO_ANSWER)[0]:
-            raise LinkUnavailable(f"the process that delays packets has not answered for {_SECONDS_TO_ANSWER:g} s")
-        if self._process.stdout.readline() != "ok\n":
-            reason = self._process.stderr.read().strip().splitlines()[-1:]
+        if problem := self._problem("ok"):
             raise LinkUnavailable(
-                f"no link with a distance: {''.join(reason)}. It takes TUN devices: load the kernel module `tun`, "
-                "and let /dev/net/tun be read and written."
+                f"no link with a distance: {problem.splitlines()[-1]}. It takes TUN devices: load the kernel module "
+                "`tun`, and let /dev/net/tun be read and written."
             )
 
 

@@ -31,16 +31,11 @@ def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float =
     Raises:
         RuntimeError: A probe failed; the message is its own.
     """
-    there, back = (first, second), (second, first)
-    (forward,) = goodput(link, [there], seconds)
+    forth, back = (first, second), (second, first)
+    (forward,) = goodput(link, [forth], seconds)
     (backward,) = goodput(link, [back], seconds)
-    both = goodput(link, [there, back], seconds)
-    return Goodput(
-        forward=forward,
-        backward=backward,
-        forward_with_backward=both[0],
-        backward_with_forward=both[1],
-    )
+    both = goodput(link, [forth, back], seconds)
+    return Goodput(forward=forward, backward=backward, forward_with_backward=both[0], backward_with_forward=both[1])
 
 
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:

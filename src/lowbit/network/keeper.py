@@ -1,10 +1,9 @@
 """Keeps one network namespace alive, and empties it when its owner is gone.
 
-Runs as a program inside a fresh namespace, with the standard library only: ``python keeper.py``.
-The namespace has no name and no file, so it lives exactly as long as this process and the processes
-that were started in it. When the owner closes this program's standard input, which the kernel does
-for an owner that was killed, the program kills whatever still runs in the namespace and leaves:
-nothing stays.
+Runs as a program inside a fresh namespace, with the standard library only: ``python keeper.py``. The namespace has no
+name and no file, so it lives exactly as long as this process and the processes that were started in it. When the owner
+closes this program's standard input, which the kernel does for an owner that was killed, the program kills whatever
+still runs in the namespace and ends: nothing stays.
 """
 
 import contextlib
@@ -28,13 +27,13 @@ def wait_for_owner() -> None:
 
 def inhabitants() -> list[int]:
     """Process ids of everything else in this network namespace."""
-    here, found = os.readlink("/proc/self/ns/net"), []
+    own, pids = os.readlink("/proc/self/ns/net"), []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to somebody else
-                if os.readlink(f"/proc/{name}/ns/net") == here:
-                    found.append(int(name))
-    return found
+                if os.readlink(f"/proc/{name}/ns/net") == own:
+                    pids.append(int(name))
+    return pids
 
 
 def empty_namespace(seconds: float = 5.0) -> None:

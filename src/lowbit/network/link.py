@@ -2,14 +2,17 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 # A geostationary satellite takes 600; connecting has to fit into a probe's time limit.
 _MOST_RTT_MS = 2000.0
+_MOST_QUEUE_MS = 10_000.0
 _EXAMPLES = "25mbit, 1gbit, unlimited, 100mbit/40ms, 20mbit-5mbit/30ms, 100mbit/40ms/5ms/0.1%"
-_UNITS = {"mbit": 1.0, "gbit": 1000.0}
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
+_RATE = rf"{_NUMBER}([mg])bit"
+_TEXT = re.compile(rf"(?:unlimited|{_RATE}(?:-{_RATE})?)" + rf"(?:/{_NUMBER}ms)?" * 3 + rf"(?:/{_NUMBER}%)?")
+_UNITS = {"m": 1.0, "g": 1000.0}
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Link:
         rtt_ms: milliseconds from any host to any other and back, half of it each way, 0 to 2000.
         jitter_ms: each way takes up to so much more or less, uniformly; at most half of `rtt_ms`. Packets do not
             overtake each other, so dense traffic sees the upper end.
-        loss: share of packets that vanish on their way, each by itself, at least 0 and below 1.
+        loss: share of packets that are lost, each independently, at least 0 and below 1.
         queue_ms: milliseconds that a packet may wait for its turn at each host; those that would wait longer are
             dropped. None: 50 and one and a half round trips, with which TCP reaches the rate: at 100 Mbit/s and 100 ms
             it carried 36 to 64 Mbit/s with a queue of 50 ms, 86 to 94 with 100, and 94 to 96 with 200.
@@ -42,17 +45,22 @@ class Link:
     queue_ms: float | None = None
 
     def __post_init__(self) -> None:
-        _check_rate("rate_mbit", self.rate_mbit)
-        _check_rate("back_mbit", self.back_mbit)
+        for name, rate in (("rate_mbit", self.rate_mbit), ("back_mbit", self.back_mbit)):
+            if rate is not None:
+                kind, allowed = "a number of Mbit/s or None", "positive and finite, or None"
+                _check(name, rate, allowed, lambda x: 0 < x < math.inf, kind)
         if self.back_mbit is not None and self.rate_mbit is None:
             raise ValueError(f"back_mbit must be None where rate_mbit is unlimited, got {self.back_mbit!r}")
         if self.back_mbit == self.rate_mbit:
             object.__setattr__(self, "back_mbit", None)
-        _check_number("rtt_ms", self.rtt_ms, most=_MOST_RTT_MS)
-        _check_number("jitter_ms", self.jitter_ms, most=self.rtt_ms / 2, why=" (half of rtt_ms)")
-        _check_number("loss", self.loss, below=1.0)
+        allowed = f"at least 0 and at most {_MOST_RTT_MS:g}"
+        _check("rtt_ms", self.rtt_ms, allowed, lambda x: 0 <= x <= _MOST_RTT_MS)
+        allowed = f"at least 0 and at most {self.rtt_ms / 2:g} (half of rtt_ms)"
+        _check("jitter_ms", self.jitter_ms, allowed, lambda x: 0 <= x <= self.rtt_ms / 2)
+        _check("loss", self.loss, "at least 0 and below 1", lambda x: 0 <= x < 1)
         if self.queue_ms is not None:
-            _check_number("queue_ms", self.queue_ms, above=0.0, most=10_000.0)
+            allowed = f"above 0 and at most {_MOST_QUEUE_MS:g}"
+            _check("queue_ms", self.queue_ms, allowed, lambda x: 0 < x <= _MOST_QUEUE_MS)
 
     @property
     def far(self) -> bool:
@@ -61,18 +69,19 @@ class Link:
 
     @property
     def most_waiting_ms(self) -> float:
-        """Milliseconds that a packet may wait for its turn, with the default in its place."""
+        """Milliseconds that a packet may wait for its turn: `queue_ms`, or its default."""
         return 50.0 + 1.5 * self.rtt_ms if self.queue_ms is None else self.queue_ms
+
+    @property
+    def _rates(self) -> list[float]:
+        return [rate for rate in (self.rate_mbit, self.back_mbit) if rate is not None]
 
     def __str__(self) -> str:
         """The text that `parse` takes."""
-        rates = [rate for rate in (self.rate_mbit, self.back_mbit) if rate is not None]
-        milliseconds = [self.rtt_ms, self.jitter_ms]
-        if self.queue_ms is not None:
-            milliseconds.append(self.queue_ms)
+        milliseconds = [self.rtt_ms, self.jitter_ms, *([] if self.queue_ms is None else [self.queue_ms])]
         while milliseconds and not milliseconds[-1]:
             milliseconds.pop()
-        parts = ["-".join(f"{rate:.10g}mbit" for rate in rates) or "unlimited"]
+        parts = ["-".join(f"{rate:.10g}mbit" for rate in self._rates) or "unlimited"]
         parts += [f"{value:.10g}ms" for value in milliseconds]
         if self.loss:
             parts.append(f"{100 * self.loss:.10g}%")
@@ -80,9 +89,9 @@ class Link:
 
     @property
     def title(self) -> str:
-        """For tables and pictures: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
-        rates = [rate for rate in (self.rate_mbit, self.back_mbit) if rate is not None]
-        parts = [" - ".join(map(_rate_title, rates)) or "unlimited"]
+        """For tables and charts: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
+        rates = [f"{rate:g} Mbit/s" if rate < 1000 else f"{rate / 1000:g} Gbit/s" for rate in self._rates]
+        parts = [" - ".join(rates) or "unlimited"]
         if self.rtt_ms:
             jitter = f" ± {self.jitter_ms:g}" if self.jitter_ms else ""
             parts.append(f"{self.rtt_ms:g}{jitter} ms")
@@ -102,67 +111,25 @@ class Link:
         Raises:
             ValueError: anything else, or a link that makes no sense.
         """
-        rates, *parts = text.strip().lower().split("/")
-        loss = parts.pop() if parts and parts[-1].endswith("%") else "0%"
+        match = _TEXT.fullmatch(re.sub(r"\s*([/-])\s*", r"\1", text.strip().lower()))
+        if not match:
+            raise ValueError(f"link is {text!r}; allowed: such as {_EXAMPLES}")
+        rate, unit, back, back_unit, rtt, jitter, queue, loss = match.groups()
         try:
-            values: dict[str, Any] = {
-                name: _measure(part, {"ms": 1.0})
-                for name, part in zip(("rtt_ms", "jitter_ms", "queue_ms"), parts, strict=False)
-            }
-            if len(parts) > 3:
-                raise _NotALink
-            if rates == "unlimited":
-                values["rate_mbit"] = None
-            else:
-                both = [_measure(rate, _UNITS) for rate in rates.split("-", 1)]
-                values |= dict(zip(("rate_mbit", "back_mbit"), both, strict=False))
-            values["loss"] = _measure(loss, {"%": 1.0}) / 100
-        except _NotALink:
-            raise ValueError(f"link is {text!r}; allowed: such as {_EXAMPLES}") from None
-        try:
-            return cls(**values)
+            return cls(
+                float(rate) * _UNITS[unit] if rate else None,
+                back_mbit=float(back) * _UNITS[back_unit] if back else None,
+                rtt_ms=float(rtt or 0),
+                jitter_ms=float(jitter or 0),
+                loss=float(loss or 0) / 100,
+                queue_ms=float(queue) if queue else None,
+            )
         except ValueError as error:
             raise ValueError(f"link is {text!r}: {error}; allowed: such as {_EXAMPLES}") from None
 
 
-class _NotALink(Exception):
-    """A text describes no link."""
-
-
-def _measure(text: str, units: dict[str, float]) -> float:
-    """The value of a number with one of the units."""
-    match = re.fullmatch(_NUMBER + f"({'|'.join(units)})", text.strip())
-    if not match:
-        raise _NotALink
-    return float(match[1]) * units[match[2]]
-
-
-def _rate_title(rate: float) -> str:
-    return f"{rate:g} Mbit/s" if rate < 1000 else f"{rate / 1000:g} Gbit/s"
-
-
-def _check_rate(name: str, rate: object) -> None:
-    if rate is None:
-        return
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-        raise TypeError(f"{name} must be a number of Mbit/s or None, got {rate!r}")
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"{name} must be positive and finite, or None, got {rate!r}")
-
-
-def _check_number(
-    name: str,
-    value: object,
-    *,
-    above: float | None = None,
-    most: float = math.inf,
-    below: float = math.inf,
-    why: str = "",
-) -> None:
+def _check(name: str, value: object, allowed: str, fits: Callable[[float], bool], kind: str = "a number") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    low = value > above if above is not None else value >= 0
-    if not (low and value <= most and value < below):  # NaN is none of it
-        least = "at least 0" if above is None else f"above {above:g}"
-        limit = f"below {below:g}" if below < math.inf else f"at most {most:g}{why}"
-        raise ValueError(f"{name} must be {least} and {limit}, got {value!r}")
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    if not fits(value):  # NaN never does
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")

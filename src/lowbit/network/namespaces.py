@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -15,66 +16,101 @@ INTERFACE = "eth0"
 NETWORK = "198.18.0"  # 198.18.0.0/15 is set aside for network benchmarks (RFC 2544)
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 _CONGESTION_CONTROL = ("cubic", "reno")  # the first that the kernel permits
+_SECONDS_TO_ANSWER = 30.0
 
 
 class LinkUnavailable(RuntimeError):
     """This machine does not let us make a shaped link; the message says why."""
 
 
-class Namespace:
-    """One network namespace, kept by one process.
+class Helper:
+    """A process that answers on its standard output, a line at a time, and ends with its standard input.
 
     Args:
-        unshare: The command that makes the namespace and runs what follows it there.
-        enter: The options of ``nsenter`` beside the process and ``--net``.
+        title: what errors call it. argv: Python's arguments: a program of the standard library. within: the command
+            that runs what follows it in a namespace.
     """
 
-    def __init__(self, unshare: Sequence[str], enter: Sequence[str]) -> None:
-        self.keeper = subprocess.Popen(
-            [*unshare, sys.executable, "-I", "-S", _KEEPER],
+    def __init__(self, title: str, argv: Sequence[str], *, within: Sequence[str]) -> None:
+        self._title = title
+        self._process = subprocess.Popen(
+            [*within, sys.executable, "-I", "-S", *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is the owner's business
         )
-        assert self.keeper.stdout is not None
-        assert self.keeper.stderr is not None
-        if self.keeper.stdout.readline() != "ready\n":
-            reason = self.keeper.stderr.read().strip()
-            self.close()
-            raise LinkUnavailable(f"a network namespace is not permitted ({reason})")
-        self.pid = self.keeper.pid
-        self.enter = ["nsenter", f"--target={self.pid}", *enter, "--net", "--"]
-        self.kinds = ("user", "net") if enter else ("net",)
+        self.pid = self._process.pid
 
     def close(self) -> None:
-        """Let the keeper empty the namespace and leave."""
-        self.keeper.communicate()  # closes its standard input
+        """Close its input, and wait until it has ended. Twice is harmless."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=_SECONDS_TO_ANSWER)
+        self._process.kill()
+        self._process.wait()
+
+    def _problem(self, expected: str) -> str:
+        """Wait for a line; if it is not the expected one, return what the process wrote about an error.
+
+        Raises:
+            LinkUnavailable: no line came.
+        """
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        if not select.select([self._process.stdout], [], [], _SECONDS_TO_ANSWER)[0]:
+            raise LinkUnavailable(f"{self._title} has not answered for {_SECONDS_TO_ANSWER:g} s")
+        if self._process.stdout.readline() == expected + "\n":
+            return ""
+        return self._process.stderr.read().strip() or "it ended without a word"
+
+
+class Namespace(Helper):
+    """One network namespace, kept by one process (`keeper.py`).
+
+    Args:
+        unshare: the command that makes the namespace and runs what follows it there.
+        enter: the options of ``nsenter`` beside the process and ``--net``.
+    """
+
+    def __init__(self, unshare: Sequence[str], enter: Sequence[str]) -> None:
+        super().__init__("the process that keeps a network namespace", [_KEEPER], within=unshare)
+        try:
+            if problem := self._problem("ready"):
+                raise LinkUnavailable(f"a network namespace is not permitted ({problem})")
+        except BaseException:
+            self.close()
+            raise
+        self.enter = ["nsenter", f"--target={self.pid}", *enter, "--net", "--"]
+        self.kinds = ("user", "net") if enter else ("net",)
 
     def ip(self, *commands: str) -> None:
         """Run ``ip`` commands inside."""
         self.run(["ip", "-batch", "-"], "\n".join(commands) + "\n")
 
     def settle_congestion_control(self) -> None:
-        """Take the usual one, whatever this machine has: BBR, for one, guesses a link's rate anew after every pause."""
+        """Take the usual one, whatever this machine has: BBR, for one, estimates a link's rate anew after a pause."""
         for name in _CONGESTION_CONTROL:
             with contextlib.suppress(LinkUnavailable):
                 self.run(["tee", "/proc/sys/net/ipv4/tcp_congestion_control"], name)
                 if name != _CONGESTION_CONTROL[0]:
                     log.info("links use %s: %s is not permitted here", name, _CONGESTION_CONTROL[0])
                 return
-        log.warning(
-            "links have this machine's TCP congestion control: %s are not permitted",
-            _CONGESTION_CONTROL,
-        )
+        log.warning("links have this machine's TCP congestion control: %s are not permitted", _CONGESTION_CONTROL)
 
     def run(self, argv: Sequence[str], text: str = "") -> None:
-        """Run a program inside that takes a moment, with a text as its standard input."""
-        command = [*self.enter, *argv]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise LinkUnavailable(f"`{' '.join(argv)}` failed: {done.stderr.strip()}")
+        """Run a short program inside, with a text as its standard input.
+
+        Raises:
+            LinkUnavailable: it failed, or did not end in time.
+        """
+        options = {"capture_output": True, "text": True, "timeout": _SECONDS_TO_ANSWER, "check": True}
+        try:
+            subprocess.run([*self.enter, *argv], input=text, **options)
+        except subprocess.TimeoutExpired:
+            raise LinkUnavailable(f"`{' '.join(argv)}` has not ended for {_SECONDS_TO_ANSWER:g} s") from None
+        except subprocess.CalledProcessError as error:
+            raise LinkUnavailable(f"`{' '.join(argv)}` failed: {error.stderr.strip()}") from None
 
 
 def cable(first: Namespace, interface: str, second: Namespace) -> None:
@@ -83,7 +119,11 @@ def cable(first: Namespace, interface: str, second: Namespace) -> None:
 
 
 def open_namespaces(count: int) -> list[Namespace]:
-    """Make namespaces, as root or, failing that, inside one new user namespace."""
+    """Make namespaces, as root or, failing that, inside one new user namespace.
+
+    Raises:
+        LinkUnavailable: neither is permitted.
+    """
     for program in ("unshare", "nsenter", "ip", "tc"):
         if shutil.which(program) is None:
             raise LinkUnavailable(f"no `{program}` on this machine (packages iproute2, util-linux)")

@@ -2,13 +2,12 @@
 
 A program of its own, standard library only, because both ends must run inside the namespaces.
 
-``python probe.py receive|send ADDRESS PORT SETTLE SECONDS``: what it carries. The receiver prints the
-goodput in Mbit/s. It leaves out the first SETTLE seconds, in which the link's burst and the socket
-buffers fill and would make a slow link look faster than it is, and TCP only begins to find out what a
-distant one carries.
+``python probe.py receive|send ADDRESS PORT SETTLE SECONDS``: what it carries. The receiver prints the goodput in
+Mbit/s. It leaves out the first SETTLE seconds: then the link's burst and the socket buffers fill, which would make a
+slow link look faster than it is, and TCP only begins to find out what a distant one carries.
 
-``python probe.py echo|ping ADDRESS PORT``: how long a byte takes there and back. The one that pings
-prints the median in milliseconds.
+``python probe.py echo|ping ADDRESS PORT``: how long a byte takes forth and back. The one that pings prints the median
+in milliseconds.
 """
 
 import socket
@@ -43,7 +42,7 @@ def accept(address: str, port: int) -> socket.socket:
 
 
 def send(address: str, port: int, seconds: float) -> None:
-    """Send for ``seconds``."""
+    """Send for some seconds."""
     with connect(address, port) as connection:
         chunk, end = bytes(_CHUNK_BYTES), time.monotonic() + seconds
         while time.monotonic() < end:

@@ -1,15 +1,15 @@
 """A really slow link on one machine: network namespaces joined by shaped virtual Ethernet.
 
-Two hosts are the two ends of one veth pair; more hosts are veth pairs into a bridge, which is a
-namespace of its own. A token bucket filter (``tc ... tbf``) on both ends of every pair limits each
-direction by itself, as a full-duplex cable does. The packets travel through the kernel's real TCP,
-at the real rate, in real time. Congestion control is CUBIC, Linux's default, or else Reno.
+Two hosts are the two ends of one veth pair; more hosts are veth pairs into a bridge, which is a namespace of its own. A
+token bucket filter (``tc ... tbf``) on both ends of every pair limits each direction by itself, as a full-duplex cable
+does. The packets travel through the kernel's real TCP, at the real rate, in real time. Congestion control is CUBIC,
+Linux's default, or else Reno.
 
-The namespaces have no names and leave no files: each lives as long as its keeper process and what
-runs in it. A keeper notices when its owner has gone, for whatever reason, kills the rest and ends.
-So nothing has to be cleaned up after a crash, and two runs on one machine cannot meet.
+The namespaces have no names and leave no files: each lives as long as its keeper process and what runs in it. A keeper
+notices when its owner has gone, for whatever reason, kills the rest and ends. So nothing has to be cleaned up after a
+crash, and two runs on one machine cannot meet.
 
-A link with a distance, with losses, or with another rate in each direction is beyond a token bucket: its packets go
+A token bucket can neither delay nor lose packets, nor give each direction its own rate. The packets of such a link go
 through a process that delays them (`lowbit.network.distance`), over a second interface of each host, to the same
 addresses.
 
@@ -17,25 +17,17 @@ Root may do all this. Others may inside a user namespace, where the kernel permi
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowbit.network import delay
 from lowbit.network.distance import Distance
 from lowbit.network.link import Link
-from lowbit.network.namespaces import (
-    INTERFACE,
-    NETWORK,
-    LinkUnavailable,
-    Namespace,
-    cable,
-    open_namespaces,
-)
+from lowbit.network.namespaces import INTERFACE, NETWORK, LinkUnavailable, Namespace, cable, open_namespaces
 
 _MAX_HOSTS = 64
 _LARGEST_SEGMENT = 65536  # the kernel's default
@@ -45,8 +37,8 @@ _SECONDS_TO_END = 5.0
 def burst_bytes(rate_mbit: float) -> int:
     """Size of the token bucket. It decides whether the link is honest.
 
-    A 1 MB bucket lets whole messages through unshaped at 100 Mbit/s and makes FP32 look 2.4 times
-    as fast as it is; a 32 KB bucket cannot be refilled often enough to reach 10 Gbit/s.
+    A 1 MB bucket lets whole messages through unshaped at 100 Mbit/s and makes FP32 look 2.4 times as fast as it is; a
+    32 KB bucket cannot be refilled often enough to reach 10 Gbit/s.
     """
     return 32 * 1024 if rate_mbit <= 1000 else 256 * 1024
 
@@ -88,12 +80,7 @@ class SlowLink:
             raise ValueError(f"hosts must be an integer from 2 to {_MAX_HOSTS}, got {hosts!r}")
         self.hosts = hosts
         self.link = Link(
-            rate_mbit,
-            back_mbit=back_mbit,
-            rtt_ms=rtt_ms,
-            jitter_ms=jitter_ms,
-            loss=loss,
-            queue_ms=queue_ms,
+            rate_mbit, back_mbit=back_mbit, rtt_ms=rtt_ms, jitter_ms=jitter_ms, loss=loss, queue_ms=queue_ms
         )
         self._cut: set[int] = set()
         self._distance: Distance | None = None
@@ -101,9 +88,16 @@ class SlowLink:
         self._processes: list[subprocess.Popen] = []
 
     @staticmethod
+    @functools.cache
     def available(*, distance: bool = False) -> str | None:
         """Why this machine permits no shaped link (with a distance); None where it does. Tries it once."""
-        return _why_unavailable(distance)
+        if sys.platform != "linux":
+            return "network namespaces exist on Linux only"
+        try:
+            with SlowLink(rtt_ms=float(distance)):
+                return None
+        except LinkUnavailable as error:
+            return str(error)
 
     def __enter__(self) -> "SlowLink":
         try:
@@ -115,12 +109,7 @@ class SlowLink:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -192,18 +181,13 @@ class SlowLink:
         """
         self._namespace(host)
         self._cut.add(host)
-        self._connect(host, False)
-        if self._distance:
-            self._distance.cut(self._cut)
+        self._connect(host)
 
     def restore(self, host: int) -> None:
         """Join a host that was cut off again. TCP goes on when it next sends something again."""
         self._namespace(host)
         self._cut.discard(host)
-        if self.hosts > 2 or not self._cut:  # two hosts have one cable
-            self._connect(host, True)
-        if self._distance:
-            self._distance.cut(self._cut)
+        self._connect(host)
 
     def enter(self, host: int) -> None:
         """Move this process to a host, for good: for a fork that has no second thread.
@@ -211,19 +195,19 @@ class SlowLink:
         Raises:
             OSError: the kernel does not permit it.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
         for kind in self._namespace(host).kinds:
-            with open(f"/proc/{self._namespace(host).pid}/ns/{kind}") as file:
-                if libc.setns(file.fileno(), 0):
-                    raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of host {host}")
+            delay.enter(self._namespace(host).pid, kind)
 
-    def _connect(self, host: int, connected: bool) -> None:
+    def _connect(self, host: int) -> None:
+        """Plug the cable of a host in, or pull it out if the host is cut off."""
         if self.hosts > 2:
-            self._namespaces[-1].ip(f"link set port{host} {'master switch' if connected else 'nomaster'}")
-            return
-        for namespace in self._namespaces:
-            # Without ARP an interface takes its own hardware address for everybody's: the other end drops the packets.
-            namespace.ip(f"link set {INTERFACE} arp {'on' if connected else 'off'}")
+            self._namespaces[-1].ip(f"link set port{host} {'nomaster' if host in self._cut else 'master switch'}")
+        else:  # one cable
+            for namespace in self._namespaces:
+                # Without ARP an interface takes its own hardware address for all others': their end drops the packets.
+                namespace.ip(f"link set {INTERFACE} arp {'off' if self._cut else 'on'}")
+        if self._distance:
+            self._distance.cut(self._cut)
 
     def _namespace(self, host: int) -> Namespace:
         if not self._namespaces:
@@ -232,12 +216,10 @@ class SlowLink:
             raise ValueError(f"host must be from 0 to {self.hosts - 1}, got {host!r}")
         return self._namespaces[host]
 
-    def _ends(self) -> Iterator[tuple[Namespace, str]]:
+    def _ends(self) -> list[tuple[Namespace, str]]:
         """Every interface that sends into a cable."""
-        for host in range(self.hosts):
-            yield self._namespaces[host], INTERFACE
-            if self.hosts > 2:
-                yield self._namespaces[-1], f"port{host}"
+        ports = [(self._namespaces[-1], f"port{host}") for host in range(self.hosts if self.hosts > 2 else 0)]
+        return [(namespace, INTERFACE) for namespace in self._namespaces[: self.hosts]] + ports
 
     def _join(self) -> None:
         """Make the cables and give every host its address."""
@@ -250,10 +232,7 @@ class SlowLink:
                 cable(switch, f"port{i}", host)
                 switch.ip(f"link set port{i} master switch up")
         for i, host in enumerate(hosts):
-            host.ip(
-                f"address add {NETWORK}.{i + 1}/24 dev {INTERFACE}",
-                f"link set {INTERFACE} up",
-            )
+            host.ip(f"address add {NETWORK}.{i + 1}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
             host.settle_congestion_control()
 
 
@@ -268,14 +247,3 @@ def _shape(namespace: Namespace, interface: str, link: Link) -> None:
         largest = min(largest, burst * 3 // 4)
     namespace.ip(f"link set {interface} gso_max_size {largest}")
     namespace.run(["tc", "qdisc", "replace", "dev", interface, "root", *kind.split()])
-
-
-@functools.cache
-def _why_unavailable(distance: bool) -> str | None:
-    if sys.platform != "linux":
-        return "network namespaces exist on Linux only"
-    try:
-        with SlowLink(rtt_ms=float(distance)):
-            return None
-    except LinkUnavailable as error:
-        return str(error)

@@ -9,12 +9,4 @@ from lowbit.pipeline.emulate import Emulation, emulate_
 from lowbit.pipeline.stage import LowBitStage
 from lowbit.pipeline.traffic import Traffic
 
-__all__ = [
-    "AgreementError",
-    "DamagedError",
-    "Emulation",
-    "LowBitStage",
-    "PeerError",
-    "Traffic",
-    "emulate_",
-]
+__all__ = ["AgreementError", "DamagedError", "Emulation", "LowBitStage", "PeerError", "Traffic", "emulate_"]

@@ -1,11 +1,15 @@
-"""What the rank with a pipeline's first stage tells all others at the start of a pass: one small message, one way."""
+"""What the rank with a pipeline's first stage announces to all others at the start of a pass: one small message.
+
+`tell` sends a value that JSON can hold, waits for nobody, and returns the bytes sent. `hear` waits for it. `finish`
+waits until what was told has left, so that this rank may end. `number` counts passes, alike on all ranks.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,26 +28,6 @@ _SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
 _KEPT = 1024  # passes whose message stays in the store, so far may the first stage be ahead there
 
 
-class Announcements(Protocol):
-    """One message for each pass after the first, from one rank to all others."""
-
-    def tell(self, number: int, value: Any) -> int:
-        """Tell all others; does not wait for them. Returns bytes sent. value: what JSON can hold."""
-        ...
-
-    def hear(self, number: int) -> Any:
-        """Wait for what is told.
-
-        Raises:
-            PeerError: nothing came in time, or no JSON.
-        """
-        ...
-
-    def finish(self) -> None:
-        """Wait until what was told has left, so that this rank may end."""
-        ...
-
-
 def choose(group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int) -> Announcements:
     """The way of a group: Gloo's messages from rank `source`; the group's store where there is no Gloo.
 
@@ -59,24 +43,21 @@ class _Direct:
     """Messages of Gloo's; half a round trip, because some are received ahead of their passes."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        source: int,
-        board: FailureBoard,
-        checksums: Checksums,
-        tag: int,
+        self, group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int
     ) -> None:
         self._group, self._source, self._board = group, source, board
         self._checksums, self._tag = checksums, tag
-        others = set(range(dist.get_world_size(group))) - {source}
-        self._others = sorted(others)
+        self._others = [rank for rank in range(dist.get_world_size(group)) if rank != source]
         self._sends: list[tuple[int, dist.Work]] = []
         self._sent = torch.empty(0, dtype=torch.uint8)
         self._coming: deque[tuple[dist.Work, Tensor]] = deque()
 
     def tell(self, number: int, value: Any) -> int:
-        self._sent = self._message()
-        self._sent[:MESSAGE_BYTES] = _padded(value)
+        text = json.dumps(value).encode()
+        if len(text) > MESSAGE_BYTES:
+            raise ValueError(f"an announcement has {len(text)} bytes; allowed: {MESSAGE_BYTES}")
+        padded = text.ljust(MESSAGE_BYTES) + bytes(self._checksums.room)
+        self._sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
         self._checksums.seal(self._sent, number, self._source, self._tag)
         for rank in self._others:
             with self._board.blaming(rank):
@@ -86,14 +67,13 @@ class _Direct:
         return len(self._others) * self._sent.numel()
 
     def hear(self, number: int) -> Any:
-        while len(self._coming) < _AHEAD:
-            message = self._message()
-            with self._board.blaming(self._source):
-                work = dist.irecv(message, group=self._group, group_src=self._source, tag=self._tag)
-            assert work is not None
-            self._coming.append((work, message))
-        work, message = self._coming.popleft()
         with self._board.blaming(self._source):
+            while len(self._coming) < _AHEAD:
+                message = torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
+                work = dist.irecv(message, group=self._group, group_src=self._source, tag=self._tag)
+                assert work is not None
+                self._coming.append((work, message))
+            work, message = self._coming.popleft()
             work.wait(self._board.patience)
         if not self._checksums.intact(message, number, self._source, self._tag):
             raise damaged(f"the announcement of pass {number}", self._source)
@@ -104,9 +84,6 @@ class _Direct:
             rank, work = self._sends.pop()
             with self._board.blaming(rank):
                 work.wait(self._board.patience)
-
-    def _message(self) -> Tensor:
-        return torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
 
 
 class _ThroughStore:
@@ -140,11 +117,7 @@ class _ThroughStore:
         return f"lowbit/pass/{self._topic}/{number}"
 
 
-def _padded(value: Any) -> Tensor:
-    text = json.dumps(value).encode()
-    if len(text) > MESSAGE_BYTES:
-        raise ValueError(f"an announcement has {len(text)} bytes; allowed: {MESSAGE_BYTES}")
-    return torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+Announcements = _Direct | _ThroughStore
 
 
 def _parsed(text: bytes, source: int) -> Any:

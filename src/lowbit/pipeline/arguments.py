@@ -1,4 +1,4 @@
-"""Arguments of a pipeline and of its emulation, checked, and the lanes that a stage makes of them."""
+"""Arguments of a pipeline and of its emulation, checked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Codec, Key, check_int
-from lowbit.pipeline.boundary import Direction, Lane
-from lowbit.pipeline.traffic import Traffic
 
 
 def check_warm_up(argument: str, codecs: Codec | Mapping[int, Codec], warmup_steps: int, prefix: str = "") -> None:
@@ -84,40 +82,3 @@ def check_numbers(warmup_steps: object, timeout: object) -> None:
         raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
-
-
-def open_lanes(
-    stage: int,
-    stages: int,
-    forward: Codec | Mapping[int, Codec],
-    backward: Codec | Mapping[int, Codec],
-    device: torch.device,
-    traffic: Traffic,
-    overhead: int,
-) -> dict[tuple[Direction, bool], Lane]:
-    """The up to four ways in and out of a stage, by direction and whether they lead out.
-
-    Args:
-        stage: which of the `stages`. forward, backward: as `LowBitStage` takes them. device, traffic, overhead: as
-            `Lane` does.
-
-    Raises:
-        TypeError, ValueError: as `codec_at`.
-    """
-    below, above = stage - 1, stage
-    ways: list[tuple[Direction, bool, int]] = [
-        ("forward", False, below), ("backward", True, below), ("forward", True, above), ("backward", False, above)
-    ]  # fmt: skip
-    codecs = {"forward": forward, "backward": backward}
-    return {
-        (direction, outgoing): Lane(
-            boundary,
-            direction,
-            codec_at(direction, codecs[direction], boundary, stages - 1),
-            device,
-            traffic,
-            overhead,
-        )
-        for direction, outgoing, boundary in ways
-        if 0 <= boundary < stages - 1
-    }

@@ -1,4 +1,4 @@
-"""One direction of one boundary, seen from one of its ends: tensors in and bytes out, or the other way round.
+"""A lane: one direction of one boundary, at one of its ends. Tensors go in and bytes come out, or the other way round.
 
 Nothing here knows processes, so the pipeline and its emulation in one process share it, and with it their numbers.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +28,7 @@ Slot = tuple[torch.Size, torch.dtype]
 
 _CHOICE_BYTES = 16
 CHOICE = "choice"
-"""What a sender has chosen, among what a state holds."""
+"""Key of what a sender has chosen, in a state."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Step:
         training: False in an evaluation pass.
         full_precision: the warm-up is not over: everything travels in its own dtype.
         keys: sample ids of each micro-batch, for codecs that need them.
-        settling: the last step of the warm-up, in which senders choose what their codecs leave open.
+        settling: this is the last step of the warm-up, in which senders choose what their codecs leave open.
     """
 
     training: bool = True
@@ -51,12 +50,11 @@ class Step:
     @classmethod
     def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> Step:
         """A step, or an evaluation pass, after so many training steps."""
-        settling = training and step == warmup_steps - 1
-        return cls(training, step < warmup_steps, settling=settling)
+        return cls(training, step < warmup_steps, settling=training and step == warmup_steps - 1)
 
     @property
     def phase(self) -> int:
-        """What the sizes of messages go by: 0 at full precision, 1 where choices travel as well, 2 coded."""
+        """What decides the sizes of messages: 0 at full precision, 1 where choices travel as well, 2 coded."""
         return 1 if self.settling else 0 if self.full_precision else 2
 
 
@@ -67,13 +65,13 @@ class Lane:
     """One direction of one boundary, at one end: which format each tensor has there, and what the format remembers.
 
     Floating tensors go through a session of the codec, one for each tensor (and shape, unless the codec says that
-    shapes share what it keeps: an evaluation's batches are coded by what training's have taught). Everything else
+    shapes share what it keeps: an evaluation's batches are coded with what training's have taught). Everything else
     travels as it is: integers and booleans, all tensors during the warm-up, and evaluation passes of a codec that
     knows only the samples it is trained on (`needs_key`).
 
-    What a codec leaves open (`Codec.settled`) is chosen by the sender for each tensor, from its first message of the
-    last step of the warm-up. All messages of that step, which come in any order, have 16 bytes behind the tensor's: the
-    choice, int64, and zeros. So the receiver computes nothing, and both ends code with the same from the next step on.
+    Where a codec leaves a parameter open (`Codec.settled`), the sender chooses it for each tensor, from its first
+    message in the last step of the warm-up. All messages of that step have 16 bytes behind the tensor's, since they may
+    arrive in any order: the choice, int64, and zeros. From the next step on, both ends code with it.
 
     Args:
         boundary: i, between stages i and i + 1.
@@ -94,9 +92,8 @@ class Lane:
         overhead: int = 0,
     ) -> None:
         self.name = f"boundary {boundary} {direction}"
-        self.codec = codec
+        self.boundary, self.direction, self.codec = boundary, direction, codec
         self._slots: Sequence[Sequence[Slot]] = ()  # by micro-batch
-        self._direction: Direction = direction
         self._device = torch.device(device)
         self._traffic, self._overhead = traffic, overhead
         self._sessions: dict[str, Session] = {}
@@ -109,15 +106,13 @@ class Lane:
 
         Raises:
             TypeError: a floating dtype that the codec does not take.
-            ValueError: a shape that it does not take, a restored state of another format, or something that it leaves
+            ValueError: a shape that it does not take, a restored state of another format, or a parameter that it leaves
                 open and the warm-up, which is over, has not settled.
         """
         for index, (shape, dtype) in enumerate(slots):
-            if not dtype.is_floating_point:
-                continue
-            if dtype not in FLOATS:
+            if dtype.is_floating_point and dtype not in FLOATS:
                 raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
-            if not step.full_precision or self._is_settled(index, (shape, dtype)):
+            if dtype.is_floating_point and (not step.full_precision or self._is_settled(index, (shape, dtype))):
                 self.session(index, shape, dtype)
 
     def use(self, slots: Sequence[Sequence[Slot]]) -> None:
@@ -125,7 +120,7 @@ class Lane:
         self._slots = slots
 
     def warm_up(self, slots: Sequence[Slot]) -> None:
-        """Have the codec's kernels compiled for tensors that cross; what sessions remember stays as it is."""
+        """Compile the codec's kernels for tensors that will cross; what sessions remember stays as it is."""
         for index, slot in enumerate(slots):
             if slot[1].is_floating_point and self._is_settled(index, slot):
                 warm_up(self.session(index, *slot).codec, *slot, self._device)
@@ -161,17 +156,16 @@ class Lane:
             message = torch.empty(size + room * bool(size), dtype=torch.uint8, device=x.device)
             payload = message[:size]
             if self._coded(slot, step):
-                session = self.session(index, *slot)
-                key = self._key(step, micro_batch)
+                key, session = self._key(step, micro_batch), self.session(index, *slot)
                 session.encode(x, key=key, training=step.training, out=payload)
             else:
                 # A copy, because the model may reuse the memory of its output while the bytes are under way.
-                plain, told = payload.tensor_split([_plain_bytes(slot)])
+                plain, rest = payload.tensor_split([_plain_bytes(slot)])
                 plain.view(x.dtype).view(x.shape).copy_(x.detach())
                 if self._tells_choice(slot, step):
                     choice = torch.tensor([self._choose(index, slot, x), 0], dtype=torch.int64)
-                    told.copy_(choice.view(torch.uint8))
-        self._traffic.count(self._direction, size + self._overhead * bool(size), x.numel())
+                    rest.copy_(choice.view(torch.uint8))
+        self._traffic.count(self.direction, size + self._overhead * bool(size), x.numel())
         return message
 
     def decode(self, index: int, step: Step, micro_batch: int, payload: Tensor, out: Tensor) -> None:
@@ -179,13 +173,12 @@ class Lane:
         with self._aside():
             out, slot = out.detach(), self._slots[micro_batch][index]
             if self._coded(slot, step):
-                session = self.session(index, *slot)
-                key = self._key(step, micro_batch)
+                key, session = self._key(step, micro_batch), self.session(index, *slot)
                 session.decode(payload, key=key, out=out, training=step.training)
             else:
-                plain, told = payload.tensor_split([_plain_bytes(slot)])
+                plain, rest = payload.tensor_split([_plain_bytes(slot)])
                 if self._tells_choice(slot, step):
-                    self._adopt(index, slot, int(told.clone().view(torch.int64)[0]))
+                    self._adopt(index, slot, int(rest.clone().view(torch.int64)[0]))
                 out.copy_(plain.view(out.dtype).view(out.shape))
 
     def facts(self, slots: Sequence[Slot]) -> dict[str, str]:
@@ -203,7 +196,7 @@ class Lane:
         }
 
     def chosen(self) -> dict[str, Codec]:
-        """What codes each tensor ("tensor 0, width 256") whose codec left something open, as far as that is settled."""
+        """The settled codecs, by tensor ("tensor 0, width 256"), of a codec that left a parameter open."""
         return {name: self.codec.settle(choice) for name, choice in self._choices.items()}
 
     def state_bytes(self) -> int:
@@ -212,19 +205,19 @@ class Lane:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """State of every session that has any."""
-        states = {name: session.state_dict() for name, session in self._states.items()}
-        found = self._restored | {name: state for name, state in states.items() if state}
+        open_states = {name: session.state_dict() for name, session in self._states.items()}
+        states = self._restored | {name: state for name, state in open_states.items() if state}
         for name, choice in self._choices.items():
-            found[name] = found.get(name, {}) | {CHOICE: choice}
-        return found
+            states[name] = states.get(name, {}) | {CHOICE: choice}
+        return states
 
     def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Take over what `state_dict` gave, for sessions that are open and those that will be."""
         self._restored = dict(states)
         if not self.codec.settled:
-            self._choices = {n: int(s[CHOICE]) for n, s in states.items() if CHOICE in s}
-            rest = {n: {k: v for k, v in s.items() if k != CHOICE} for n, s in states.items()}
-            self._restored = {name: state for name, state in rest.items() if state}
+            self._choices = {name: int(state[CHOICE]) for name, state in states.items() if CHOICE in state}
+            kept = {name: {k: v for k, v in state.items() if k != CHOICE} for name, state in states.items()}
+            self._restored = {name: state for name, state in kept.items() if state}
             self._sessions.clear()  # of other choices
             self._states.clear()
         for name, session in self._states.items():
@@ -250,7 +243,7 @@ class Lane:
         return self._choices[state]
 
     def _adopt(self, index: int, slot: Slot, choice: int) -> None:
-        """Code a tensor with what its sender chose, from the next step on."""
+        """Code a tensor with the parameter that its sender chose, from the next step on."""
         state = self._state_of(index, slot)
         known = self._choices.setdefault(state, choice)
         if known != choice:
@@ -269,7 +262,7 @@ class Lane:
         return self.codec.settle(self._choices.get(state, 0))
 
     def _state_of(self, index: int, slot: Slot) -> str:
-        """Name of what the codec keeps for messages of a tensor, which several shapes may share."""
+        """Name of the state that a codec keeps for a tensor, which several shapes may share."""
         shared = self.codec.shared_by(slot[0])
         return f"tensor {index}, {_described(slot) if shared is None else f'width {shared}'}"
 
@@ -288,7 +281,7 @@ class Lane:
         return self._sessions[name]
 
     def _digest(self) -> str:
-        """Of what the lane keeps: the same at both ends, or their states do not belong together."""
+        """Digest of what the lane keeps: the same at both ends, or their states do not belong together."""
         digest = xxhash.xxh3_64()
         for name, state in sorted(self.state_dict().items()):
             # A state that keeps count of its messages is known by them; computed numbers may differ in the last bits.
@@ -304,11 +297,10 @@ class Lane:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Apart from the model's computation: no graph, no autocast (it would round inside the codec), timed."""
-        start = time.perf_counter()
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+        """Apart from the model's computation: no graph, no autocast (which would round inside the codec), timed."""
+        timed = self._traffic.timing("codec_seconds")
+        with timed, torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             yield
-        self._traffic.codec_seconds += time.perf_counter() - start
 
 
 @functools.cache

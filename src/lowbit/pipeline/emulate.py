@@ -1,4 +1,4 @@
-"""A pipeline's codecs in a model of one process, to try their accuracy before any cluster is rented."""
+"""A pipeline's codecs in a model of one process, to measure their accuracy without a cluster."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def emulate_(
 ) -> Emulation:
     """Put a pipeline's codecs after some modules of a model, in place.
 
-    What these modules return then passes through the same sessions, on the way forward and back, as between the ranks
-    of a pipeline that is cut there: the numbers are the same, bit for bit, if the micro-batches are, and come in the
-    same order, which matters to codecs that keep something between messages.
+    The outputs of these modules, and their gradients, then pass through the same sessions as between the ranks of a
+    pipeline that is cut there: the numbers are the same, bit for bit, if the micro-batches are, and come in the same
+    order, which matters to codecs that keep something between messages.
 
     Activation checkpointing runs modules again during backward. That is no second message: it is coded as the first one
-    was and not counted. Codecs that keep something between messages have moved on by then, and refuse it; a pipeline
-    has its boundaries outside of what is computed again, so leave these modules out of it.
+    was and not counted. Codecs that keep something between messages have moved on by then, and refuse it; leave these
+    modules out of checkpointing, as a pipeline does.
 
     Args:
         model: any module.
@@ -45,8 +45,8 @@ def emulate_(
             one; only that entry is coded.
         forward: format of activations: one codec, or a mapping from the position in `at`.
         backward: format of gradients, likewise.
-        warmup_steps: so many training steps go uncoded; `Emulation.step` counts them, as `LowBitStage` counts calls of
-            `schedule.step`. At least 1 for a codec that leaves something to choose, such as
+        warmup_steps: so many training steps are not coded; `Emulation.step` counts them, as `LowBitStage` counts calls
+            of `schedule.step`. At least 1 for a codec that leaves something to choose, such as
             `SubspaceQuant(rank="auto")`: it is settled in the last.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
@@ -87,14 +87,13 @@ class Emulation:
         self._steps = 0
         self._samples: Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        self._wires: list[_Wire] = []
+        self._pairs: list[_LanePair] = []
 
     def step(self) -> None:
-        """Count a training step: what one call of a pipeline's `schedule.step` does.
+        """Count a training step, as one call of a pipeline's `schedule.step` does.
 
-        Call it after the backward of each batch that the pipeline would take at once: of its last micro-batch, and
-        before the optimizer's step or without one. Where gradients of several batches add up for a step of the
-        optimizer, it is called for each of these batches, as `schedule.step` is.
+        Call it after the last backward of each batch that the pipeline would take in one step. Where gradients of
+        several batches add up for a step of the optimizer, call it for each of these batches.
         """
         self._steps += 1
 
@@ -108,11 +107,11 @@ class Emulation:
 
     def state_bytes(self) -> int:
         """Bytes that the codecs of both ends of all boundaries keep between steps."""
-        return sum(wire.state_bytes() for wire in self._wires)
+        return sum(pair.state_bytes() for pair in self._pairs)
 
     def chosen(self) -> dict[str, Codec]:
         """What was settled at the end of the warm-up, by boundary, direction and tensor, as `LowBitStage.chosen`."""
-        return {name: codec for wire in self._wires for name, codec in wire.chosen().items()}
+        return {name: codec for pair in self._pairs for name, codec in pair.chosen().items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the model: training steps so far, and what codecs keep at both ends.
@@ -123,8 +122,8 @@ class Emulation:
         Raises:
             RuntimeError: a module in `at` has run on several devices.
         """
-        wires = {wire.name: wire.state_dict() for wire in self._wires}
-        return {"steps": self._steps, "warmup_steps": self._warmup_steps, "boundaries": wires}
+        boundaries = {pair.name: pair.state_dict() for pair in self._pairs}
+        return {"steps": self._steps, "warmup_steps": self._warmup_steps, "boundaries": boundaries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, of an emulation with the same boundaries, codecs and warm-up.
@@ -134,18 +133,17 @@ class Emulation:
                 model's shapes is refused at once by modules that have run, and by others when they run.
             RuntimeError: a module in `at` has run on several devices.
         """
-        wires = {wire.name: wire for wire in self._wires}
         _check_keys("state", state, {"steps", "warmup_steps", "boundaries"})
         steps, warmup_steps = state["steps"], state["warmup_steps"]
         if type(steps) is not int or steps < 0:
             raise ValueError(f"state has steps {steps!r}; allowed: an integer of at least 0")
         if type(warmup_steps) is not int or warmup_steps != self._warmup_steps:
             raise ValueError(f"state has warmup_steps {warmup_steps!r}; this emulation has {self._warmup_steps}")
-        _check_keys("state", state["boundaries"], set(wires))
-        for name, wire in wires.items():
-            wire.check_state(state["boundaries"][name])
-        for name, wire in wires.items():
-            wire.load_state_dict(state["boundaries"][name])
+        _check_keys("state", state["boundaries"], {pair.name for pair in self._pairs})
+        for pair in self._pairs:
+            pair.check_state(state["boundaries"][pair.name])
+        for pair in self._pairs:
+            pair.load_state_dict(state["boundaries"][pair.name])
         self._steps = steps
 
     def remove(self) -> None:
@@ -154,16 +152,16 @@ class Emulation:
             self._handles.pop().remove()
 
     def _insert(self, module: nn.Module, boundary: int, forward: Codec, backward: Codec) -> None:
-        there = _Wire(boundary, "forward", forward, self.traffic)
-        back = _Wire(boundary, "backward", backward, self.traffic)
-        again = _Wire(boundary, "forward", forward, Traffic())
-        self._wires += [there, back]
+        activations = _LanePair(boundary, "forward", forward, self.traffic)
+        gradients = _LanePair(boundary, "backward", backward, self.traffic)
+        recomputed = _LanePair(boundary, "forward", forward, Traffic())
+        self._pairs += [activations, gradients]
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             if not module.training and not self._in_evaluation:
                 return output
-            step = self._now(module.training, forward.needs_key or backward.needs_key)
-            way = there
+            step = self._current_step(module.training, forward.needs_key or backward.needs_key)
+            pair = activations
             if _in_backward():
                 if forward.stateful and not step.full_precision:
                     raise RuntimeError(
@@ -171,12 +169,12 @@ class Emulation:
                         f"{forward} has coded that message already; allowed: checkpointing that leaves the modules in "
                         "`at` out, or a codec without state"
                     )
-                way = again
-            return _map_first(output, lambda x: _Crossing.apply(x, way, back, step))
+                pair = recomputed
+            return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step))
 
         self._handles.append(module.register_forward_hook(hook))
 
-    def _now(self, training: bool, keyed: bool) -> Step:
+    def _current_step(self, training: bool, keyed: bool) -> Step:
         step = Step.numbered(self._steps, self._warmup_steps, training=training)
         if not keyed or not training or step.full_precision:
             return step
@@ -185,19 +183,24 @@ class Emulation:
         return replace(step, keys=keys_of(self._samples, 1))
 
 
-class _Wire:
-    """Both ends of one direction of a boundary: what one encodes the other decodes."""
+class _LanePair:
+    """Both ends of one direction of a boundary: what one encodes the other decodes. On one device, or on several."""
 
     def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
         self.name = f"boundary {boundary} {direction}"
         self._args = boundary, direction, codec
         self._codec, self._traffic = codec, traffic
-        self._ends: dict[torch.device, tuple[Lane, Lane]] = {}
-        self._restored: dict[str, Any] = {}  # for both ends, until they are there
+        self._lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
+        self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
     def carry(self, x: Tensor, step: Step) -> Tensor:
         """`x` as it arrives."""
-        sender, receiver = self._ends_on(x.device)
+        if x.device not in self._lanes:
+            lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
+            for end, state in self._restored.items():
+                lanes[end].load_state_dict(state)
+            self._lanes[x.device], self._restored = lanes, {}
+        sender, receiver = self._lanes[x.device].values()
         slots = [(x.shape, x.dtype)]
         for lane in (sender, receiver):
             lane.prepare(slots, step)
@@ -207,19 +210,15 @@ class _Wire:
         return out
 
     def state_bytes(self) -> int:
-        return sum(lane.state_bytes() for lanes in self._ends.values() for lane in lanes)
+        return sum(lane.state_bytes() for lanes in self._lanes.values() for lane in lanes.values())
 
     def chosen(self) -> dict[str, Codec]:
-        return {
-            f"{sender.name}, {tensor}": codec
-            for sender, _ in self._ends.values()
-            for tensor, codec in sender.chosen().items()
-        }
+        chosen = [lanes["sender"].chosen() for lanes in self._lanes.values()]
+        return {f"{self.name}, {tensor}": codec for each in chosen for tensor, codec in each.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        ends = self._only_ends()
-        kept = {end: lane.state_dict() for end, lane in ends.items()} or self._restored
-        return {"codec": self._identity(), **(kept or {end: {} for end in _ENDS})}
+        states = {end: lane.state_dict() for end, lane in self._only_lanes().items()}
+        return {"codec": self._identity(), **(states or self._restored or {end: {} for end in _ENDS})}
 
     def check_state(self, state: Any) -> None:
         """Raise a ValueError unless `state` may be one of this codec."""
@@ -230,69 +229,56 @@ class _Wire:
         for end in _ENDS:
             if not _is_state(state[end]):
                 raise ValueError(f"{self.name}: state of the {end} is none; allowed: what state_dict gave")
-            choices.append({name: s[CHOICE] for name, s in state[end].items() if CHOICE in s})
+            choices.append({name: kept[CHOICE] for name, kept in state[end].items() if CHOICE in kept})
         for choice in choices[0].values():
             self._codec.settle(choice)
         if choices[0] != choices[1]:
             raise ValueError(f"{self.name}: state has {choices}; both ends have the same choices")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        ends = self._only_ends()
-        for end, lane in ends.items():
+        lanes = self._only_lanes()
+        for end, lane in lanes.items():
             lane.load_state_dict(state[end])
-        self._restored = {} if ends else {end: dict(state[end]) for end in _ENDS}
+        self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
 
     def _identity(self) -> str:
         return f"{self._codec} [{self._codec.fingerprint()}]"
 
-    def _only_ends(self) -> dict[str, Lane]:
-        """Both ends by name; none before the first message."""
-        if len(self._ends) > 1:
-            devices = ", ".join(map(str, self._ends))
+    def _only_lanes(self) -> dict[str, Lane]:
+        """The lanes by end; none before the first message."""
+        if len(self._lanes) > 1:
+            devices = ", ".join(map(str, self._lanes))
             raise RuntimeError(f"{self.name} has been on {devices}; allowed for states: one device")
-        return {e: lane for lanes in self._ends.values() for e, lane in zip(_ENDS, lanes, strict=True)}
-
-    def _ends_on(self, device: torch.device) -> tuple[Lane, Lane]:
-        if device not in self._ends:
-            sender, receiver = (Lane(*self._args, device, self._traffic, CHECKSUM_BYTES) for _ in range(2))
-            if self._restored:
-                sender.load_state_dict(self._restored["sender"])
-                receiver.load_state_dict(self._restored["receiver"])
-                self._restored = {}
-            self._ends[device] = sender, receiver
-        return self._ends[device]
+        return next(iter(self._lanes.values()), {})
 
 
 class _Crossing(torch.autograd.Function):
     """To the next stage and, as a gradient, back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Wire, back: _Wire, step: Step) -> Tensor:
-        ctx.back, ctx.step = back, step
-        return there.carry(x, step)
+    def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: Step) -> Tensor:
+        ctx.gradients, ctx.step = gradients, step
+        return activations.carry(x, step)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back.carry(grads[0], ctx.step), None, None, None
+        return ctx.gradients.carry(grads[0], ctx.step), None, None, None
 
 
 def _check_keys(what: str, state: Any, keys: set[str]) -> None:
     """Raise a ValueError unless `state` is a dictionary with these keys."""
-    found = set(state) if isinstance(state, Mapping) else None
-    if found != keys:
-        held = type(state).__name__ if found is None else ", ".join(sorted(map(str, found))) or "nothing"
-        raise ValueError(f"{what} has {held}; allowed: {', '.join(sorted(keys))}")
+    if not isinstance(state, Mapping) or set(state) != keys:
+        held = ", ".join(sorted(map(str, state))) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"{what} has {held or 'nothing'}; allowed: {', '.join(sorted(keys))}")
 
 
-def _is_state(lane: Any) -> bool:
+def _is_state(state: Any) -> bool:
     """Whether this is shaped like what `Lane.state_dict` gives: what sessions keep, by name."""
-    return isinstance(lane, Mapping) and all(
-        isinstance(name, str)
-        and isinstance(kept, Mapping)
-        and all(
-            isinstance(k, str) and (type(v) is int or (isinstance(v, Tensor) and k != CHOICE)) for k, v in kept.items()
-        )
-        for name, kept in lane.items()
+    if not isinstance(state, Mapping) or not all(isinstance(kept, Mapping) for kept in state.values()):
+        return False
+    entries = [entry for kept in state.values() for entry in kept.items()]
+    return all(isinstance(name, str) for name in (*state, *(key for key, _ in entries))) and all(
+        type(value) is int or (isinstance(value, Tensor) and key != CHOICE) for key, value in entries
     )
 
 
@@ -314,8 +300,8 @@ def _map_first(output: Any, change: Any) -> Any:
         make = getattr(type(output), "_make", type(output))  # a named tuple takes its fields apart
         return make([_map_first(output[0], change), *output[1:]])
     if not isinstance(output, Tensor) or not output.is_floating_point():
-        found = output.dtype if isinstance(output, Tensor) else type(output).__name__
-        raise TypeError(f"a module in `at` returned {found}; allowed: a floating tensor (first)")
+        kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(f"a module in `at` returned {kind}; allowed: a floating tensor (first)")
     return change(output)
 
 

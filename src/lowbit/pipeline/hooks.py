@@ -19,7 +19,6 @@ import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,40 +28,21 @@ from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from lowbit.collectives.engine import check_torch
+from lowbit.pipeline.batch import Batch
 from lowbit.pipeline.boundary import Direction
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a call of `schedule.step` or `schedule.eval` was given on this rank.
-
-    Attributes:
-        training: whether gradients are computed.
-        micro_batches: how many the schedule runs.
-        args: positional inputs by micro-batch; empty tuples on a rank without the first stage.
-        kwargs: keyword inputs by micro-batch, of any stage.
-    """
-
-    training: bool
-    micro_batches: int
-    args: Sequence[tuple[Any, ...]]
-    kwargs: Sequence[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """What crosses the two sides of a stage with a micro-batch: tensors without memory, on the meta device."""
-
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
+from lowbit.pipeline.lanes import Lanes
+from lowbit.pipeline.layouts import Layouts, layout_of
 
 
 class HookedStage(PipelineStage):
     """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`.
 
     Attributes:
+        lanes: what sends and receives; the subclass makes it.
         declared: layouts of `input_args` and `output_args`; None where one of them was not given.
     """
+
+    lanes: Lanes
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_torch()
@@ -81,18 +61,6 @@ class HookedStage(PipelineStage):
         Args:
             stages: all of this rank, ascending; the method is called on the first.
         """
-
-    @abstractmethod
-    def send(self, direction: Direction, micro_batch: int, tensors: list[Tensor]) -> list[dist.P2POp]:
-        """Send tensors to the neighbour; returns operations that the schedule shall run."""
-
-    @abstractmethod
-    def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
-        """Prepare to receive; returns operations that the schedule shall run and wait for."""
-
-    @abstractmethod
-    def take(self, direction: Direction, micro_batch: int, layouts: list[Tensor]) -> list[Tensor]:
-        """The tensors that the neighbour sent, with these layouts."""
 
     def rank_of(self, stage: int) -> int:
         """Rank, within the group, that holds a stage."""
@@ -138,17 +106,17 @@ class HookedStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_remote(self.stage_index - 1):
             return []
-        return self.receive("forward", fwd_chunk_id)
+        return self.lanes.receive("forward", fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or not self.is_remote(self.stage_index + 1):
             return []
-        return self.receive("backward", bwd_chunk_id)
+        return self.lanes.receive("backward", bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         layouts = self._layouts[fwd_chunk_id].inputs
         if self.is_remote(self.stage_index - 1):
-            inputs = self.take("forward", fwd_chunk_id, list(layouts))
+            inputs = self.lanes.take("forward", fwd_chunk_id, layouts)
         else:
             inputs = self._handed_over.pop(("forward", fwd_chunk_id))
         learn = self.has_backward and torch.is_grad_enabled()
@@ -162,7 +130,7 @@ class HookedStage(PipelineStage):
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         layouts = self._layouts[fwd_chunk_id].outputs
         if self.has_backward and not self.is_last:
-            for x, layout in zip(_as_tuple(output), layouts, strict=False):  # `send` tells the rest
+            for x, layout in zip(_as_tuple(output), layouts, strict=False):  # `Lanes.send` checks the rest
                 if isinstance(x, Tensor) and x.requires_grad and not layout.requires_grad:
                     raise ValueError(
                         f"an output of stage {self.stage_index} wants a gradient, which it did not when the ranks "
@@ -176,14 +144,14 @@ class HookedStage(PipelineStage):
             grads = self._handed_over.pop(("backward", bwd_chunk_id))
             return tuple(self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True))
         learned = [layout for layout in layouts if layout.requires_grad]
-        grads = iter(self.take("backward", bwd_chunk_id, learned))
+        grads = iter(self.lanes.take("backward", bwd_chunk_id, learned))
         return tuple(next(grads) if layout.requires_grad else None for layout in layouts)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_remote(self.stage_index + 1):
             return []
         tensors = [op.tensor for op in super().get_fwd_send_ops(fwd_chunk_id)]
-        return self.send("forward", fwd_chunk_id, tensors)
+        return self.lanes.send("forward", fwd_chunk_id, tensors)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_first:
@@ -191,7 +159,7 @@ class HookedStage(PipelineStage):
         layouts = self._layouts[bwd_chunk_id].inputs
         grads = self.bwd_cache.pop(bwd_chunk_id)[: len(layouts)]
         tensors = [self._or_zeros(*pair) for pair in zip(grads, layouts, strict=True)]
-        return self.send("backward", bwd_chunk_id, [x for x in tensors if x is not None])
+        return self.lanes.send("backward", bwd_chunk_id, [x for x in tensors if x is not None])
 
     # V schedules: between stages of one rank.
 
@@ -258,18 +226,6 @@ class HookedStage(PipelineStage):
                 for module, name, buffer, before in buffers:
                     buffer.copy_(before)
                     setattr(module, name, buffer)  # modules may have put another in its place
-
-
-def layout_of(x: Any) -> Tensor:
-    """A tensor's layout: its shape, strides, dtype, and whether it wants gradients.
-
-    Raises:
-        TypeError: not a tensor, or a DTensor, whose mesh does not travel.
-    """
-    if not isinstance(x, Tensor) or hasattr(x, "placements"):
-        raise TypeError(f"a {type(x).__name__} is to cross between two stages; allowed: tensors")
-    layout = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return layout.requires_grad_(x.requires_grad)
 
 
 def _calling_step() -> Mapping[str, Any]:

@@ -1,12 +1,15 @@
-"""What a stage will receive over Gloo: receives are posted ahead of the schedule, as many as fit into a window."""
+"""What a stage will receive over Gloo: receives are posted ahead of the schedule, as many as fit into a window.
+
+Gloo asks the peer before it sends what has no receive yet, which takes a round trip. So receives are posted a
+bandwidth-delay product ahead: 12.5 MB at 1 Gbit/s and 100 ms.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 from weakref import WeakMethod
 
 import torch.distributed as dist
@@ -14,77 +17,86 @@ from torch import Tensor
 
 from lowbit.pipeline.traffic import Traffic
 
-# Gloo asks the peer before it sends what has no receive yet, which takes a round trip; so receives are posted a
-# bandwidth-delay product ahead: 12.5 MB at 1 Gbit/s and 100 ms.
 WINDOW_BYTES = 16 << 20
 WINDOW_MESSAGES = 4  # at least so many, whatever their size
 
-Key = TypeVar("Key", bound=Hashable)
+
+@dataclass(frozen=True)
+class Route:
+    """Where a message goes or comes from.
+
+    Attributes:
+        peer: its rank in the group. tag: of its own within the group.
+        about: what it is and who sends it, in words, for errors.
+    """
+
+    peer: int
+    tag: int
+    about: str = field(default="a message", compare=False)
 
 
 @dataclass
-class _Lane(Generic[Key]):
-    later: deque[Key] = field(default_factory=deque)
-    messages: int = 0  # posted
-    nbytes: int = 0  # of those
+class _Window:
+    """Messages that were expected together, and how much of them is posted."""
+
+    later: deque[Route] = field(default_factory=deque)
+    messages: int = 0
+    nbytes: int = 0
 
 
-class Inbox(Generic[Key]):
-    """Messages that are to be taken in a step; `len` of it are left.
+class Inbox:
+    """Messages that are to be taken in a step.
 
     Args:
-        post: method that starts to receive one, given its key and size: the work, and the memory it is received in.
+        post: method that starts to receive one, given its route and size: the work, and the memory it is received in.
         traffic: where bytes that are held are counted.
     """
 
-    def __init__(self, post: Callable[[Key, int], tuple[dist.Work, Tensor]], traffic: Traffic) -> None:
+    def __init__(self, post: Callable[[Route, int], tuple[dist.Work, Tensor]], traffic: Traffic) -> None:
         # Weakly: what posts has this inbox, and a circle would keep the group's connections open.
         self._post, self._traffic = WeakMethod(post), traffic
-        self._expected: dict[Key, tuple[int, _Lane[Key]]] = {}  # to be posted
-        self._posted: dict[Key, tuple[dist.Work, Tensor, _Lane[Key]]] = {}
+        self._expected: dict[Route, tuple[int, _Window]] = {}  # to be posted
+        self._posted: dict[Route, tuple[dist.Work, Tensor, _Window]] = {}
 
-    def __len__(self) -> int:
-        return len(self._expected) + len(self._posted)
-
-    def expect(self, messages: Iterable[tuple[Key, int]]) -> None:
+    def expect(self, messages: Iterable[tuple[Route, int]]) -> None:
         """Post as many as fit into a window of their own, and the others as these are taken."""
-        lane: _Lane[Key] = _Lane()
-        for key, size in messages:
-            self._expected[key] = size, lane
-            lane.later.append(key)
-        self._fill(lane)
+        window = _Window()
+        for route, size in messages:
+            self._expected[route] = size, window
+            window.later.append(route)
+        self._fill(window)
 
     @contextlib.contextmanager
-    def taking(self, key: Key, size: int) -> Iterator[tuple[dist.Work, Tensor]]:
+    def taking(self, route: Route, size: int) -> Iterator[tuple[dist.Work, Tensor]]:
         """A message, for the block to wait for; posted at once if it is not yet, expected or not."""
-        if key not in self._posted:
-            _, lane = self._expected.pop(key, (size, _Lane()))
-            self._start(key, size, lane)
-        work, message, lane = self._posted.pop(key)
+        if route not in self._posted:
+            _, window = self._expected.pop(route, (size, _Window()))
+            self._start(route, size, window)
+        work, message, window = self._posted.pop(route)
         try:
             yield work, message
         finally:
-            lane.messages -= 1
-            lane.nbytes -= message.numel()
+            window.messages -= 1
+            window.nbytes -= message.numel()
             self._traffic.hold(-message.numel())
-        self._fill(lane)
+        self._fill(window)
 
-    def _fill(self, lane: _Lane[Key]) -> None:
-        while lane.later:
-            key = lane.later[0]
-            if key in self._expected:  # nobody has taken it out of order
-                size, _ = self._expected[key]
-                if lane.messages >= WINDOW_MESSAGES and lane.nbytes + size > WINDOW_BYTES:
+    def _fill(self, window: _Window) -> None:
+        while window.later:
+            route = window.later[0]
+            if route in self._expected:  # nobody has taken it out of order
+                size, _ = self._expected[route]
+                if window.messages >= WINDOW_MESSAGES and window.nbytes + size > WINDOW_BYTES:
                     return
-                del self._expected[key]
-                self._start(key, size, lane)
-            lane.later.popleft()
+                del self._expected[route]
+                self._start(route, size, window)
+            window.later.popleft()
 
-    def _start(self, key: Key, size: int, lane: _Lane[Key]) -> None:
+    def _start(self, route: Route, size: int, window: _Window) -> None:
         post = self._post()
         assert post is not None  # its object is calling
-        work, message = post(key, size)
-        self._posted[key] = work, message, lane
-        lane.messages += 1
-        lane.nbytes += message.numel()
+        work, message = post(route, size)
+        self._posted[route] = work, message, window
+        window.messages += 1
+        window.nbytes += message.numel()
         self._traffic.hold(message.numel())

@@ -1,18 +1,58 @@
-"""Which pipeline a stage belongs to, where a process group has several, and what its ranks are called."""
+"""Which of a process group's pipelines a stage belongs to, which tags its messages have, and what its ranks are called.
+
+Messages may be awaited in vain for long, so no two pipelines of a group have the same tags, nor have two configurations
+of a pipeline (see `passes`).
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lowbit.pipeline.layouts import Layouts
+
 MOST_PIPELINES = 64
-"""Of a process group: each has tags of its own, since a message that was awaited in vain may still be."""
+"""Of a process group."""
+
+_FIRST_TAG = 1 << 29  # away from the small ones that a program may use itself
+_MOST_TAGS = 1 << 24  # of a pipeline
 
 # Of each pipeline that this process has begun in a group: its length, and how many of its stages are to be made yet.
 _pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]]
 _pipelines = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What crosses in a pass, and under which tags.
+
+    Attributes:
+        number: of the pipeline's, in the order in which they were agreed on.
+        training: whether gradients are computed.
+        micro_batches: how many.
+        layouts: by stage of this rank, then by micro-batch.
+        first_tag: of its messages; most_tensors: that cross a boundary together; phases: of steps that are to come.
+    """
+
+    number: int
+    training: bool
+    micro_batches: int
+    layouts: Mapping[int, Sequence[Layouts]]
+    first_tag: int
+    most_tensors: int
+    phases: int
+
+    def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
+        """Of a message: tensor `index` of a micro-batch. phase: of the step, 0 to 2, since sizes change with it."""
+        lane = (boundary * 2 + backward) * self.phases + phase % self.phases
+        return self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
+
+    def tags(self, boundaries: int) -> int:
+        """How many tags it takes."""
+        return boundaries * 2 * self.phases * self.micro_batches * self.most_tensors
 
 
 def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> int:
@@ -36,6 +76,12 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
         )
     begun.append((num_stages, max(1, num_stages // ranks) - 1))
     return len(begun) - 1
+
+
+def tags_of(pipeline: int) -> tuple[int, range]:
+    """Tags of a pipeline: of its announcements, and those that its configurations share."""
+    first = _FIRST_TAG + MOST_PIPELINES + pipeline * _MOST_TAGS
+    return _FIRST_TAG + pipeline, range(first, first + _MOST_TAGS)
 
 
 def rank_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:

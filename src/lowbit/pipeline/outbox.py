@@ -1,7 +1,7 @@
-"""What a rank is sending over Gloo: a thread waits for it, so that each message is let go of when its peer has it.
+"""What a rank is sending over Gloo: a thread waits for it, so that each message is released when its peer has it.
 
-Gloo tells nobody but who waits that a send is done. The thread waits without a limit: in a long step, a peer may take a
-message minutes after it was sent. Limits are for whoever waits in `drain`.
+Gloo tells only a thread that waits that a send is done. The outbox's thread waits without a limit: in a long step, a
+peer may take a message minutes after it was sent. Limits are for whoever waits in `drain`.
 
 A thread that comes back from Gloo while the interpreter ends would crash the process. So whatever is still being sent
 at exit is given up before, by closing this rank's connections in the group (`sever`).
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,23 +35,17 @@ _SEVER_TAG = (1 << 28) - _MOST_DEVICES  # of messages that nobody sends
 _EXIT_SECONDS = 5.0
 
 
-class Work(Protocol):
-    """A send that was started."""
-
-    def wait(self, timeout: timedelta) -> object: ...
-
-
 @dataclass(eq=False)
 class Sent:
     """A message on its way.
 
     Attributes:
-        group: that carries it. work: waits until the send has started; an error there is nobody else's fault.
+        group: that carries it. work: waits until the send has started, and returns it; an error there is this rank's.
         message: Gloo reads from it until the work is done. peer: that takes it. traffic: where its bytes are counted.
     """
 
     group: dist.ProcessGroup
-    work: Callable[[], Work]
+    work: Callable[[], Any]
     message: Tensor
     peer: int
     traffic: Traffic
@@ -138,7 +132,7 @@ class Outbox:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Give up what has not left and let the thread end; wait for that."""
+        """Give up what has not left, and wait until the thread has ended."""
         self.close()
         self.sever()
         if self._thread is not None:

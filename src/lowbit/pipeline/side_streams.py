@@ -4,17 +4,15 @@
     leaving          encode x1, copy   encode x2, copy             each waits for its tensor only
     arriving      copy, decode y1   copy, decode y2                the computation waits where it uses y
 
-The host waits for none of them, but for the thread that sends: bytes cannot leave before they are on the host.
-`Staged` (in `transport`) knows the rules and no CUDA; `CudaStreams` is CUDA alone, so that tests put something else
-in its place.
+The host waits for none of them, but for the thread that sends: bytes cannot leave before they are on the host. `Staged`
+(in `transport`) knows the rules and no CUDA; `CudaStreams` is CUDA alone, so that tests put something else in its
+place.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,51 +20,8 @@ from torch import Tensor
 _FIRST = -1  # priority: these kernels are short, and a peer or the next computation waits for them
 
 
-class Event(Protocol):
-    """A point in the work of a stream."""
-
-    def synchronize(self) -> None:
-        """Block the calling thread until all work before this point is done."""
-        ...
-
-
-class SideStreams(Protocol):
-    """What `Staged` needs of a device."""
-
-    def leaving(self, source: Tensor) -> AbstractContextManager[None]:
-        """A block whose work reads `source`, once the computation launched so far is done, and delays none."""
-        ...
-
-    def arriving(self) -> AbstractContextManager[None]:
-        """A block whose work runs beside the computation launched so far; what is launched later waits for it."""
-        ...
-
-    def fence(self) -> None:
-        """Let arriving work from now on wait for the computation launched so far."""
-        ...
-
-    def landing(self, layout: Tensor) -> Tensor:
-        """Within `arriving`: new memory of the device to decode to; the computation uses it after the block."""
-        ...
-
-    def host_buffer(self, nbytes: int) -> Tensor:
-        """Memory of the host that the device copies from and to by itself: uint8 (nbytes,)."""
-        ...
-
-    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, Event]:
-        """Within `leaving`: start copying; the bytes are in the host buffer once the event has come.
-
-        `room`: so many bytes are left free behind them.
-        """
-        ...
-
-    def to_device(self, host: Tensor) -> Tensor:
-        """Within `arriving`: start copying; the host buffer may be let go of at once."""
-        ...
-
-
 class CudaStreams:
-    """`SideStreams` of a CUDA device.
+    """The two streams beside the computation of a CUDA device.
 
     Args:
         device: with an index, or the current one.
@@ -83,14 +38,16 @@ class CudaStreams:
 
     @contextlib.contextmanager
     def leaving(self, source: Tensor) -> Iterator[None]:
+        """A block whose work reads `source`, once the computation launched so far is done, and delays none."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
-        # The computation may let go of the tensor while this stream still reads it.
+        # The computation may release the tensor while this stream still reads it.
         source.record_stream(self._out)
         with torch.cuda.stream(self._out):
             yield
 
     @contextlib.contextmanager
     def arriving(self) -> Iterator[None]:
+        """A block whose work runs beside the computation launched so far; what is launched later waits for it."""
         computation = self._computation = torch.cuda.current_stream(self._device)
         try:
             with torch.cuda.stream(self._in):
@@ -100,9 +57,11 @@ class CudaStreams:
             computation.wait_stream(self._in)
 
     def fence(self) -> None:
+        """Let arriving work from now on wait for the computation launched so far."""
         self._in.wait_stream(torch.cuda.current_stream(self._device))
 
     def landing(self, layout: Tensor) -> Tensor:
+        """Within `arriving`: new memory of the device to decode to; the computation uses it after the block."""
         assert self._computation is not None
         # The memory belongs to the arriving stream, which is current. Without the record, PyTorch would hand it out
         # there again as soon as the tensor is gone, and the next arrival would overwrite it while the computation,
@@ -113,9 +72,14 @@ class CudaStreams:
         return tensor
 
     def host_buffer(self, nbytes: int) -> Tensor:
+        """Memory of the host that the device copies from and to by itself: uint8 (nbytes,)."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, Event]:
+    def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Within `leaving`: start copying; the bytes are in the host buffer once the event has come.
+
+        `room`: so many bytes are left free behind them.
+        """
         host = self.host_buffer(payload.numel() + room)
         host[: payload.numel()].copy_(payload, non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # the sending thread sleeps instead of spinning
@@ -123,5 +87,6 @@ class CudaStreams:
         return host, event
 
     def to_device(self, host: Tensor) -> Tensor:
+        """Within `arriving`: start copying; the host buffer may be released at once."""
         # PyTorch gives pinned memory out again only after the copies from it.
         return host.to(self._device, non_blocking=True)

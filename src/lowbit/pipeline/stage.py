@@ -1,4 +1,9 @@
-"""`LowBitStage`: a pipeline stage whose activations and gradients cross to its neighbours in few bits."""
+"""`LowBitStage`: a pipeline stage whose activations and gradients cross to its neighbours in few bits.
+
+`HookedStage` (in `hooks`) replaces the communication of PyTorch's stage. Before each pass, `Passes` (in `passes`) has
+all ranks agree on what crosses. Here, a tensor that crosses becomes a payload (`Lane`, in `boundary`), which travels
+over a `Transport` (in `transport`).
+"""
 
 from __future__ import annotations
 
@@ -7,28 +12,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lowbit import __version__
-from lowbit.codecs.base import Codec, Key, Session
+from lowbit.codecs.base import Codec, Session
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
 from lowbit.collectives.failure import FailureBoard
-from lowbit.pipeline import shapes
-from lowbit.pipeline.arguments import (
-    check_numbers,
-    check_warm_up,
-    checked_samples,
-    keys_of,
-    open_lanes,
-)
-from lowbit.pipeline.boundary import Direction, Lane, Slot, Step
-from lowbit.pipeline.hooks import Batch, HookedStage, Layouts
-from lowbit.pipeline.numbering import pipeline_number
-from lowbit.pipeline.passes import Configuration, Passes
+from lowbit.pipeline.arguments import check_numbers, check_warm_up, checked_samples, keys_of
+from lowbit.pipeline.batch import Batch
+from lowbit.pipeline.boundary import Step
+from lowbit.pipeline.hooks import HookedStage
+from lowbit.pipeline.lanes import Lanes
+from lowbit.pipeline.layouts import receive_layouts, send_layouts
+from lowbit.pipeline.numbering import Configuration, pipeline_number
+from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.traffic import Traffic
-from lowbit.pipeline.transport import Route, choose
+from lowbit.pipeline.transport import choose
 
 
 class LowBitStage(HookedStage):
@@ -91,23 +91,13 @@ class LowBitStage(HookedStage):
         self._number = pipeline_number(self._group, num_stages, self.group_size)
         self._checksums = Checksums(f"pipeline {self._number}", enabled=checksums)
         self.transport = choose(self._group, self.device, self.traffic, self._checksums)
-        self._lanes = open_lanes(
-            stage_index,
-            num_stages,
-            forward,
-            backward,
-            self.device,
-            self.traffic,
-            self._checksums.room,
-        )
+        self.lanes = Lanes(
+            stage_index, num_stages, forward, backward, self.device, own=self.group_rank,
+            transport=self.transport, traffic=self.traffic, overhead=self._checksums.room,
+        )  # fmt: skip
         self.steps = 0
-        self._step = Step()
         self._samples: Tensor | None = None
         self._passes: Passes | None = None  # shared by the stages of this rank
-        self._configuration: Configuration | None = None  # of this pass
-        self._ranks: Sequence[str] = ()
-        self._told = ""
-        self._expected: set[tuple[Direction, int, int]] = set()  # and not used yet
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
         """Tell which samples the next training step's batch holds; for codecs that keep something per sample.
@@ -129,16 +119,12 @@ class LowBitStage(HookedStage):
 
     def chosen(self) -> dict[str, Codec]:
         """What was settled at the end of the warm-up for what this stage sends, by boundary, direction and tensor."""
-        return {
-            f"{lane.name}, {tensor}": codec
-            for (_, outgoing), lane in self._lanes.items()
-            for tensor, codec in lane.chosen().items()
-            if outgoing
-        }
+        lanes = self.lanes.by_name(outgoing_only=True)
+        return {f"{name}, {x}": codec for name, lane in lanes.items() for x, codec in lane.chosen().items()}
 
     def state_bytes(self) -> int:
         """Bytes that the codecs keep on this stage between steps."""
-        return sum(lane.state_bytes() for lane in self._lanes.values())
+        return sum(lane.state_bytes() for lane in self.lanes.by_name().values())
 
     def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
         """A session for activations of any shape that shares what the training's keep, if the codec allows that.
@@ -152,7 +138,7 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: there is no stage on that side, or the warm-up is not over and would have to settle something.
         """
-        return self._forward_lane(outgoing).session(0, torch.Size(shape), dtype)
+        return self.lanes.forward(outgoing).session(0, torch.Size(shape), dtype)
 
     def forward_codec(self, *, outgoing: bool) -> Codec:
         """The format of activations, as it was given, to the next stage or from the one before.
@@ -160,11 +146,11 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: there is no stage on that side.
         """
-        return self._forward_lane(outgoing).codec
+        return self.lanes.forward(outgoing).codec
 
     def codec_state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the model: training steps so far, and what the codecs keep."""
-        lanes = {lane.name: lane.state_dict() for lane in self._lanes.values()}
+        lanes = {name: lane.state_dict() for name, lane in self.lanes.by_name().items()}
         return {"steps": self.steps, "lanes": {name: s for name, s in lanes.items() if s}}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,7 +159,7 @@ class LowBitStage(HookedStage):
         Raises:
             ValueError: a state of another stage or codec.
         """
-        lanes = {lane.name: lane for lane in self._lanes.values()}
+        lanes = self.lanes.by_name()
         if unknown := sorted(set(state["lanes"]) - set(lanes)):
             raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
         self.steps = int(state["steps"])
@@ -185,8 +171,8 @@ class LowBitStage(HookedStage):
     # What `Passes` asks for, in the order of a pass.
 
     def identity(self) -> dict[str, str]:
-        """What all stages must hold alike, whatever they carry."""
-        formats = {f"{lane.name} codec": f"{lane.codec} [{lane.codec.fingerprint()}]" for lane in self._lanes.values()}
+        """What all stages must hold alike, whatever crosses."""
+        codecs = {name: lane.codec for name, lane in self.lanes.by_name().items()}
         return {
             "lowbit version": __version__,
             # Its schedules may order messages otherwise, which matters where they have no tags.
@@ -196,7 +182,7 @@ class LowBitStage(HookedStage):
             "transport": self.transport.name,
             "warm-up steps": str(self.warmup_steps),
             **agreed_facts(self._checksums.enabled),
-            **formats,
+            **{f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()},
         }
 
     def begin(self, board: FailureBoard, number: int, batch: Batch, ranks: Sequence[str]) -> None:
@@ -206,165 +192,50 @@ class LowBitStage(HookedStage):
             ValueError: a codec needs sample ids, which are missing or not all different.
         """
         self.transport.begin(board, number)
-        self._ranks = ranks
-        self._told = ("" if batch.training else "evaluation before ") + f"step {self.steps}"
-        self._step = Step.numbered(self.steps, self.warmup_steps, training=batch.training)
-        self._step = replace(self._step, keys=self._keys(batch.micro_batches))
+        neighbours = (self.stage_index - 1, self.stage_index + 1)  # which a V schedule places after they are made
+        self.lanes.place({stage: self.rank_of(stage) for stage in neighbours if self.is_remote(stage)})
+        step, samples = Step.numbered(self.steps, self.warmup_steps, training=batch.training), self._samples
+        if batch.training:
+            self._samples = None
+            if (codec := self.lanes.keyed()) and not step.full_precision:
+                if samples is None:
+                    raise ValueError(f"{codec} needs set_samples(ids) before every training step")
+                step = replace(step, keys=keys_of(samples, batch.micro_batches))
+        self.lanes.begin(step, ("" if batch.training else "evaluation before ") + f"step {self.steps}", ranks)
 
-    def prepare(
-        self, variants: Sequence[Layouts], micro_batches: Sequence[int], training: bool
-    ) -> tuple[dict[str, str], str]:
-        """Get ready for what will cross; returns facts that both ends of a boundary must hold alike, and faults.
-
-        Args:
-            variants: different layouts; micro_batches: the first that has each; training: whether gradients cross.
-        """
-        faults, facts = [], {}
-        for (direction, outgoing), lane in self._lanes.items():
-            for layouts, first in zip(variants, micro_batches, strict=True):
-                slots = self._slots(direction, outgoing, layouts, training)
-                try:
-                    lane.prepare(slots, self._step)
-                    lane.warm_up(slots)  # before anybody waits for a message
-                    which = f" of micro-batch {first}" if len(variants) > 1 else ""
-                    facts |= {f"{name}{which}": fact for name, fact in lane.facts(slots).items()}
-                except (TypeError, ValueError) as error:
-                    faults.append(f"{lane.name}: {error}")
-        fault = "; ".join(dict.fromkeys(faults))
-        return facts | {"codecs": fault or "fit what crosses"}, fault
+    def use_configuration(self, configuration: Configuration) -> None:
+        """This pass has that configuration."""
+        self.use(configuration.layouts[self.stage_index])
+        self.lanes.use(configuration)
+        self.steps += configuration.training
 
     def await_next(self, configuration: Configuration) -> None:
         """Be ready, a whole round trip ahead, for the first messages of the next pass, if it is as this one.
 
-        Gloo asks a receiver that is not ready before it sends. Where the next pass is another one, what was got ready
-        waits for the next of this one: each configuration has tags of its own.
+        Gloo asks a receiver that is not ready before it sends.
         """
-        self._step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
-        self._adopt(configuration)
-        self._expect(sure=False)
-
-    def use_configuration(self, configuration: Configuration) -> None:
-        """This pass has that configuration."""
-        self._adopt(configuration)
-        self._expect(sure=True)
-        now = configuration.number, self._step.phase
-        self._expected = {key for key in self._expected if key[1:] != now}
-        self.steps += configuration.training
+        step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
+        self.lanes.use(configuration, step)
 
     def layouts_from_below(self) -> list[Tensor]:
-        """What the stage before sends: the layouts of its outputs.
+        """Receive the layouts of the outputs of the stage before.
 
         Raises:
             PeerError: something else came. RuntimeError: nothing did.
         """
         peer = self.rank_of(self.stage_index - 1)
-        return shapes.receive(self._group, peer, self.transport.device, self.limit)
+        return receive_layouts(self._group, peer, self.transport.device, self.limit)
 
-    def layouts_to_above(self, layouts: Sequence[Tensor]) -> None:
+    def layouts_to_above(self, outputs: Sequence[Tensor]) -> None:
         """Tell the next stage the layouts of this one's outputs."""
         peer = self.rank_of(self.stage_index + 1)
-        shapes.send(layouts, self._group, peer, self.transport.device, self.limit)
+        send_layouts(outputs, self._group, peer, self.transport.device, self.limit)
 
     # What `HookedStage` asks for.
 
     def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
-        held = [stage for stage in stages if isinstance(stage, LowBitStage)]
-        passes = self._passes or Passes(held, self._group, self._number, self.limit, self._checksums)
-        for stage in held:
+        own = [stage for stage in stages if isinstance(stage, LowBitStage)]
+        passes = self._passes or Passes(own, self._group, self._number, self.limit, self._checksums)
+        for stage in own:
             stage._passes = passes
-        passes.run(held, batch, body)
-
-    def send(self, direction: Direction, micro_batch: int, tensors: list[Tensor]) -> list[dist.P2POp]:
-        lane, ops = self._lanes[direction, True], []
-        for index, tensor in enumerate(tensors):
-            with self.transport.leaving(tensor):
-                room = self.transport.room
-                message = lane.encode(index, self._step, micro_batch, tensor, room=room)
-                if message.numel():
-                    route = self._route(direction, True, micro_batch, index)
-                    ops += self.transport.send(route, message)
-        return ops
-
-    def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
-        messages = self._messages(direction, micro_batch)
-        return [op for route, nbytes in messages for op in self.transport.receive(route, nbytes)]
-
-    def take(self, direction: Direction, micro_batch: int, layouts: list[Tensor]) -> list[Tensor]:
-        lane, tensors = self._lanes[direction, False], []
-        for index, layout in enumerate(layouts):
-            with self.transport.arriving():
-                tensors.append(self.transport.landing(layout))
-                if nbytes := lane.nbytes(index, self._step, micro_batch):
-                    route = self._route(direction, False, micro_batch, index)
-                    payload = self.transport.take(route, nbytes)
-                    lane.decode(index, self._step, micro_batch, payload, tensors[-1])
-        return tensors
-
-    def _slots(self, direction: Direction, outgoing: bool, layouts: Layouts, training: bool) -> list[Slot]:
-        """Shapes and dtypes of the tensors that cross on one side of this stage; none for a neighbour on this rank."""
-        if not self._leads_away(direction, outgoing):
-            return []
-        both = layouts.outputs if (direction == "forward") == outgoing else layouts.inputs
-        crossing = both if direction == "forward" else [x for x in both if x.requires_grad and training]
-        return [(x.shape, x.dtype) for x in crossing]
-
-    def _adopt(self, configuration: Configuration) -> None:
-        self._configuration = configuration
-        layouts, training = configuration.layouts[self.stage_index], configuration.training
-        self.use(layouts)
-        for (direction, outgoing), lane in self._lanes.items():
-            lane.use([self._slots(direction, outgoing, each, training) for each in layouts])
-
-    def _expect(self, *, sure: bool) -> None:
-        """Have the transport get ready for what comes in, unless it is. sure: in this pass."""
-        assert self._configuration is not None
-        for (direction, outgoing), lane in self._lanes.items():
-            key = direction, self._configuration.number, self._step.phase
-            if outgoing or key in self._expected or (lane.codec.needs_key and not sure):
-                continue  # samples that are not known yet decide sizes
-            self._expected.add(key)
-            micro_batches = range(self._configuration.micro_batches)
-            messages = (message for i in micro_batches for message in self._messages(direction, i))
-            self.transport.expect(messages, sure=sure)
-
-    def _keys(self, micro_batches: int) -> tuple[Key, ...] | None:
-        """This step's sample ids by micro-batch, if a codec needs them now."""
-        if not self._step.training:
-            return None
-        samples, self._samples = self._samples, None
-        keyed = [lane for way, lane in self._lanes.items() if lane.codec.needs_key and self._leads_away(*way)]
-        if not keyed or self._step.full_precision:
-            return None
-        if samples is None:
-            raise ValueError(f"{keyed[0].codec} needs set_samples(ids) before every training step")
-        return keys_of(samples, micro_batches)
-
-    def _messages(self, direction: Direction, micro_batch: int) -> list[tuple[Route, int]]:
-        """Where the messages of a micro-batch come from, and their sizes."""
-        lane = self._lanes[direction, False]
-        sizes = [lane.nbytes(i, self._step, micro_batch) for i in range(lane.messages(micro_batch))]
-        return [
-            (self._route(direction, False, micro_batch, index), nbytes) for index, nbytes in enumerate(sizes) if nbytes
-        ]
-
-    def _route(self, direction: Direction, outgoing: bool, micro_batch: int, index: int) -> Route:
-        assert self._configuration is not None  # within a pass
-        upward = (direction == "forward") == outgoing
-        boundary = self.stage_index if upward else self.stage_index - 1
-        tag = self._configuration.tag(boundary, direction == "backward", self._step.phase, micro_batch, index)
-        peer = self.rank_of(self.stage_index + 1 if upward else self.stage_index - 1)
-        about = (
-            f"boundary {boundary} {direction}, micro-batch {micro_batch}, tensor {index}, {self._told}: "
-            f"the message from {self._ranks[self.group_rank if outgoing else peer]}"
-        )
-        return Route(peer, tag, about)
-
-    def _leads_away(self, direction: Direction, outgoing: bool) -> bool:
-        """Whether that lane is between this rank and another."""
-        upward = (direction == "forward") == outgoing
-        return self.is_remote(self.stage_index + 1 if upward else self.stage_index - 1)
-
-    def _forward_lane(self, outgoing: bool) -> Lane:
-        if ("forward", outgoing) not in self._lanes:
-            raise ValueError(f"outgoing is {outgoing}; stage {self.stage_index} ends the pipeline there")
-        return self._lanes["forward", outgoing]
+        passes.run(own, batch, body)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-_holding = threading.Lock()  # messages are let go of by other threads, too
+_holding = threading.Lock()  # other threads release messages, too
 
 
 @dataclass
 class Traffic:
-    """Counts since the start, or since `reset`. What one stage sends; neighbours on the same rank get nothing sent.
+    """Counts since the start, or since `reset`, of what one stage sends to neighbours on other ranks.
 
     Attributes:
         forward_bytes: bytes of activations sent to the next stage, as they travel, with their checksums.
         forward_elements: elements of the tensors in them.
         backward_bytes: bytes of gradients sent to the previous stage.
         backward_elements: elements of the tensors in them.
-        announced_bytes: of what the first stage tells all other ranks at the start of each pass after the first.
+        announced_bytes: that the first stage sends to all other ranks at the start of each pass after the first.
         codec_seconds: spent encoding what was sent and decoding what was received (on GPUs: launching that).
         checksum_seconds: spent on checksums, by the thread that runs the schedule (on GPUs with NCCL: launching that).
         wait_seconds: spent blocked until something expected had arrived, or, at the end of a step, until what was sent
@@ -38,6 +41,13 @@ class Traffic:
     wait_seconds: float = 0.0
     peak_bytes: int = 0
     held_bytes: int = 0
+
+    @contextlib.contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Add the seconds that a block takes to the count of this name."""
+        start = time.perf_counter()
+        yield
+        setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     @property
     def forward_bits(self) -> float:
@@ -65,9 +75,5 @@ class Traffic:
 
     def count(self, direction: str, nbytes: int, elements: int) -> None:
         """Add one message that was sent "forward" or "backward"."""
-        if direction == "forward":
-            self.forward_bytes += nbytes
-            self.forward_elements += elements
-        else:
-            self.backward_bytes += nbytes
-            self.backward_elements += elements
+        for name, more in ((f"{direction}_bytes", nbytes), (f"{direction}_elements", elements)):
+            setattr(self, name, getattr(self, name) + more)

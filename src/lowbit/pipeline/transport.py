@@ -1,22 +1,21 @@
 """How payloads travel between two ranks: with tags and early, or in the order of the schedule.
 
-Stock schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Where messages
+PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Where messages
 have tags (Gloo), `Early` takes the traffic out of the schedule's hands: receives are posted well before the schedule
 takes them, sends leave as soon as there is something to send, and nobody waits before the data is needed. Both
 directions of the link are then busy at once, and no order of sends can deadlock, because no send waits for anything
 before the step ends, and what is taken out of order is posted at once. Memory is bounded by a window of posted receives
 (`lowbit.pipeline.inbox`), and by what peers have not yet taken of what was sent (`lowbit.pipeline.outbox`).
 
-NCCL matches messages by their order alone, so there `InOrder` hands the schedule its own operations back, with
-payloads in the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and
-what it receives is needed at once, so coding stays on the computation's stream there: on another one, the computation
-would wait for it all the same.
+NCCL matches messages by their order alone, so `InOrder` hands the schedule its own operations back, with payloads in
+the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and what it
+receives is needed at once, so coding stays on the computation's stream: any other would make the computation wait, too.
 
 Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads are coded and copied
 through pinned memory on side streams, and leave from a thread that waits for the copy, so that the schedule does not.
 The messages are those of `Early`: ranks with a GPU and ranks without one understand each other.
 
-Behind each payload travels its checksum (`lowbit.collectives.checksum`). `Early` and `Staged` look at it on the host,
+Behind each payload travels its checksum (`lowbit.collectives.checksum`). `Early` and `Staged` check it on the host,
 before anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and looks at all
 outcomes at the end of the step: before an optimizer uses what came of them.
 """
@@ -24,15 +23,13 @@ outcomes at the end of the step: before an optimizer uses what came of them.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,28 +37,18 @@ from torch import Tensor
 
 from lowbit.collectives.checksum import Checksums, Verdicts, damaged
 from lowbit.collectives.failure import FailureBoard
-from lowbit.pipeline.inbox import Inbox
-from lowbit.pipeline.outbox import Sent, Work, outbox_of, sever
-from lowbit.pipeline.side_streams import CudaStreams, Event, SideStreams
+from lowbit.pipeline.inbox import Inbox, Route
+from lowbit.pipeline.outbox import Sent, outbox_of, sever
+from lowbit.pipeline.side_streams import CudaStreams
 from lowbit.pipeline.traffic import Traffic
 
-
-@dataclass(frozen=True)
-class Route:
-    """Where a message goes or comes from.
-
-    Attributes:
-        peer: its rank in the group. tag: of its own within the group.
-        about: what it is and who sends it, in words, for errors.
-    """
-
-    peer: int
-    tag: int
-    about: str = field(default="a message", compare=False)
+_SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # of what has arrived on the host, in that order
+# Outcomes of checksums of all stages of this rank: the last stage to finish a step looks at them.
+_verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, Verdicts] = weakref.WeakKeyDictionary()
 
 
-class Transport(Protocol):
-    """What a stage needs to move payloads. A step is `begin`, any of the others, `drain`.
+class Transport(ABC):
+    """What a stage needs to move payloads of a group of ranks. A step is `begin`, any of the others, `drain`.
 
     Attributes:
         name: the same on ranks that understand each other.
@@ -70,8 +57,41 @@ class Transport(Protocol):
     """
 
     name: str
-    device: torch.device
-    room: int
+    device = torch.device("cpu")
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums) -> None:
+        self._group, self._rank = group, dist.get_rank(group)
+        self._traffic, self._checksums = traffic, checksums
+        self.room = checksums.room
+        self._pass = 0
+
+    @abstractmethod
+    def begin(self, board: FailureBoard, number: int) -> None:
+        """Start a step; `number` is that of the pass, training or not, as both ends count."""
+
+    @abstractmethod
+    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+        """Announce all messages and sizes that will be taken on one lane.
+
+        messages: in about the order in which the schedule takes them; others are slower. sure: False: in a later step,
+            unless the peer has ended by then, which is no error.
+        """
+
+    @abstractmethod
+    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
+        """Send a payload with `room` behind it: operations that the schedule shall run for that."""
+
+    def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
+        """The schedule is about to receive: operations that it shall run for that."""
+        return []
+
+    @abstractmethod
+    def take(self, route: Route, nbytes: int) -> Tensor:
+        """The payload of a message, as soon as it has arrived: uint8 (nbytes,).
+
+        Raises:
+            DamagedError: it is not what was sent; or `drain` says so.
+        """
 
     def leaving(self, source: Tensor) -> AbstractContextManager[None]:
         """Where a tensor is encoded and its payload handed to `send`."""
@@ -81,64 +101,30 @@ class Transport(Protocol):
         """Where a payload comes from `take` and is decoded."""
         return contextlib.nullcontext()
 
-    def begin(self, board: FailureBoard, number: int) -> None:
-        """Start a step; `number` is that of the pass, training or not, as both ends count."""
-        ...
-
-    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
-        """Announce all messages and sizes that will be taken on one lane.
-
-        messages: in about the order in which the schedule takes them; others are slower. sure: False: in a later step,
-            unless the peer has ended by then, which is no error.
-        """
-        ...
-
-    def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        """The schedule is about to receive: operations it shall run for that."""
-        ...
-
     def landing(self, layout: Tensor) -> Tensor:
-        """Within `arriving`: new memory to decode a payload to, for the computation to use after the block.
-
-        layout: on the meta device.
-        """
+        """Within `arriving`: new memory like `layout` to decode a payload to, for the computation to use afterwards."""
         return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self.device)
 
-    def take(self, route: Route, nbytes: int) -> Tensor:
-        """The payload of a message, as soon as it is there: uint8 (nbytes,).
-
-        Raises:
-            DamagedError: it is not what was sent; or `drain` says so.
-        """
-        ...
-
-    def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        """Send a payload with `room` behind it: operations the schedule shall run for that."""
-        ...
-
+    @abstractmethod
     def drain(self) -> None:
         """Wait until everything that this rank sent has left, and release it.
 
         Raises:
             DamagedError: something that was taken is not what was sent.
         """
-        ...
 
+    @abstractmethod
     def sever(self) -> None:
         """Give up for good: peers that wait for this rank fail at once (over NCCL: when its watchdog acts).
 
         The store of the group stays usable, so that a reason can be left there first.
         """
-        ...
 
 
 def choose(
     group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
 ) -> Early | InOrder:
     """The transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for tensors on a GPU).
-
-    Args:
-        group: the ranks; device: of the tensors; traffic: where to count; checksums: of the messages.
 
     Raises:
         ValueError: Gloo is to carry what lies neither on the CPU nor on a CUDA device.
@@ -158,16 +144,12 @@ class Early(Transport):
     """Receives posted ahead of the schedule, sends waited for by another thread."""
 
     name = "early, with tags"
-    device = torch.device("cpu")
+    _board: FailureBoard  # from `begin` on
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
-        self._traffic, self._checksums = traffic, checksums
-        self.room = checksums.room
-        self._pass = 0
+        super().__init__(group, traffic, checksums)
         self._inbox = Inbox(self._irecv, traffic)
         self._outbox = outbox_of(group)
-        self._board: FailureBoard | None = None
 
     def begin(self, board: FailureBoard, number: int) -> None:
         self._board, self._pass = board, number
@@ -176,34 +158,29 @@ class Early(Transport):
     def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
         sized = [(route, nbytes + self._checksums.room) for route, nbytes in messages]
         for peer in {route.peer for route, _ in sized}:  # one, or none
-            with self._blaming(peer) if sure else contextlib.suppress(RuntimeError):
+            with self._board.blaming(peer) if sure else contextlib.suppress(RuntimeError):
                 self._inbox.expect(sized)
 
-    def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        return []
-
     def take(self, route: Route, nbytes: int) -> Tensor:
-        size = nbytes + self._checksums.room
-        with self._blaming(route.peer), self._inbox.taking(route, size) as (work, message):
-            self._wait(work)
-        with _timed(self._traffic):
+        taking = self._inbox.taking(route, nbytes + self._checksums.room)
+        with self._board.blaming(route.peer), taking as (work, message), self._traffic.timing("wait_seconds"):
+            work.wait(self._board.patience)
+        with self._traffic.timing("checksum_seconds"):
             if not self._checksums.intact(message, self._pass, route.peer, route.tag):
                 raise damaged(route.about, route.peer)
         return message[:nbytes]
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        with _timed(self._traffic):
+        with self._traffic.timing("checksum_seconds"):
             self._checksums.seal(message, self._pass, self._rank, route.tag)
-        with self._blaming(route.peer):
+        with self._board.blaming(route.peer):
             work = self._isend(route, message)
         self._outbox.put(Sent(self._group, lambda: work, message, route.peer, self._traffic))
         return []
 
     def drain(self) -> None:
-        assert self._board is not None
-        start = time.perf_counter()
-        self._outbox.drain(self._board.patience, self._blaming)
-        self._traffic.wait_seconds += time.perf_counter() - start
+        with self._traffic.timing("wait_seconds"):
+            self._outbox.drain(self._board.patience, self._board.blaming)
 
     def sever(self) -> None:
         sever(self._group)
@@ -222,35 +199,16 @@ class Early(Transport):
         assert work is not None
         return work
 
-    def _wait(self, work: Work) -> None:
-        assert self._board is not None
-        start = time.perf_counter()
-        work.wait(self._board.patience)
-        self._traffic.wait_seconds += time.perf_counter() - start
-
-    def _blaming(self, peer: int) -> AbstractContextManager[None]:
-        assert self._board is not None
-        return self._board.blaming(peer)
-
 
 class Staged(Early):
-    """`Early` for payloads on a device, which travel from and to buffers on the host.
+    """`Early` for payloads on a device, which travel from and to buffers on the host. streams: of the device."""
 
-    Args:
-        group: of which Gloo carries what lies on the CPU; traffic: where to count; checksums: of the messages.
-        streams: of the device.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: SideStreams) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: CudaStreams) -> None:
         super().__init__(group, traffic, checksums)
         self._streams = streams
         self.room = 0  # on the device; there is some on the host
-
-    def leaving(self, source: Tensor) -> AbstractContextManager[None]:
-        return self._streams.leaving(source)
-
-    def arriving(self) -> AbstractContextManager[None]:
-        return self._streams.arriving()
+        self.leaving, self.arriving, self.landing = streams.leaving, streams.arriving, streams.landing
+        self._buffer = streams.host_buffer
 
     def begin(self, board: FailureBoard, number: int) -> None:
         super().begin(board, number)
@@ -261,22 +219,16 @@ class Staged(Early):
         self._streams.fence()  # the same, within this pass: a new shape
         super().expect(messages, sure=sure)
 
-    def landing(self, layout: Tensor) -> Tensor:
-        return self._streams.landing(layout)
-
     def take(self, route: Route, nbytes: int) -> Tensor:
         return self._streams.to_device(super().take(route, nbytes))
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
         host, copied = self._streams.to_host(message, self._checksums.room)
-        sending = _sender().submit(self._send_after, copied, route, host, self._pass)
+        sending = _SENDER.submit(self._send_after, copied, route, host, self._pass)
         self._outbox.put(Sent(self._group, sending.result, host, route.peer, self._traffic))
         return []
 
-    def _buffer(self, nbytes: int) -> Tensor:
-        return self._streams.host_buffer(nbytes)
-
-    def _send_after(self, copied: Event, route: Route, host: Tensor, number: int) -> Work:
+    def _send_after(self, copied: torch.cuda.Event, route: Route, host: Tensor, number: int) -> Any:
         copied.synchronize()  # an error of this device, which is nobody else's fault
         self._checksums.seal(host, number, self._rank, route.tag)
         try:
@@ -295,33 +247,16 @@ class _NotSent:
         raise self._error
 
 
-@cache
-def _sender() -> ThreadPoolExecutor:
-    """The thread that sends what has arrived on the host; in the order in which it was computed."""
-    return ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")
-
-
-# Of all stages of this rank: the last stage to finish a step looks at them.
-_verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, Verdicts] = weakref.WeakKeyDictionary()
-
-
 class InOrder(Transport):
-    """The schedule's own operations, in its own order; what they carry are payloads."""
+    """The schedule's own operations, in its own order, which it runs and waits for; what they carry are payloads."""
 
     name = "in the schedule's order"
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device | str,
-        traffic: Traffic,
-        checksums: Checksums,
+        self, group: dist.ProcessGroup, device: torch.device | str, traffic: Traffic, checksums: Checksums
     ) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
+        super().__init__(group, traffic, checksums)
         self.device = torch.device(device)
-        self._traffic, self._checksums = traffic, checksums
-        self.room = checksums.room
-        self._pass = 0
         self._verdicts = _verdicts.setdefault(group, Verdicts())
         self._arriving: dict[Route, Tensor] = {}
         self._leaving: list[Tensor] = []
@@ -331,46 +266,35 @@ class InOrder(Transport):
         # The schedule has waited for all of the previous step, so none of its payloads is in use any more.
         for message in (*self._arriving.values(), *self._leaving):
             self._traffic.hold(-message.numel())
-        self._arriving.clear()
-        self._leaving.clear()
-
-    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
-        """Nothing: messages are matched by their order, which is the schedule's."""
-
-    def sever(self) -> None:
-        """Nothing: what NCCL has under way ends with its watchdog."""
+        self._arriving, self._leaving = {}, []
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        size = nbytes + self._checksums.room
-        message = torch.empty(size, dtype=torch.uint8, device=self.device)
+        message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8, device=self.device)
         self._arriving[route] = message
-        self._traffic.hold(size)
+        self._traffic.hold(message.numel())
         return [dist.P2POp(dist.irecv, message, group=self._group, group_peer=route.peer)]
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         message = self._arriving.pop(route)
         self._traffic.hold(-message.numel())
         if self._checksums.enabled:
-            with _timed(self._traffic):
-                place = self._pass, route.peer, route.tag
-                damage = self._checksums.damage_there(message, *place)
+            with self._traffic.timing("checksum_seconds"):
+                damage = self._checksums.damage_there(message, self._pass, route.peer, route.tag)
                 self._verdicts.note(damage, route.about, route.peer)
         return message[:nbytes]
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        with _timed(self._traffic):
+        with self._traffic.timing("checksum_seconds"):
             self._checksums.seal_there(message, self._pass, self._rank, route.tag)
         self._leaving.append(message)
         self._traffic.hold(message.numel())
         return [dist.P2POp(dist.isend, message, group=self._group, group_peer=route.peer)]
 
     def drain(self) -> None:
-        """The schedule waits for the operations it runs; whether what came was intact is looked at here."""
         self._verdicts.settle()
 
+    def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
+        """Nothing: messages are matched by their order, which is the schedule's."""
 
-@contextlib.contextmanager
-def _timed(traffic: Traffic) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    traffic.checksum_seconds += time.perf_counter() - start
+    def sever(self) -> None:
+        """Nothing: what NCCL has under way ends with its watchdog."""

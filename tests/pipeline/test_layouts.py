@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from lowbit.codecs import Cast
 from lowbit.collectives import PeerError
-from lowbit.pipeline import LowBitStage, shapes
+from lowbit.pipeline import LowBitStage
+from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, parse, receive_layouts, send_layouts
 from tests.pipeline import toy
 from tests.ranks import Ranks
 
@@ -31,8 +32,8 @@ def facts(x: Any) -> Any:
 def told(layouts: list[Any]) -> Any:
     """Rank 0 tells rank 1."""
     if dist.get_rank() == 0:
-        return shapes.send(layouts, None, 1, toy.CPU, 20)
-    return [facts(x) for x in shapes.receive(None, 0, toy.CPU, 20)]
+        return send_layouts(layouts, None, 1, toy.CPU, 20)
+    return [facts(x) for x in receive_layouts(None, 0, toy.CPU, 20)]
 
 
 def test_every_layout_arrives_as_it_is(ranks: Ranks):
@@ -42,7 +43,7 @@ def test_every_layout_arrives_as_it_is(ranks: Ranks):
 
 def test_what_has_no_room_is_refused():
     with pytest.raises(ValueError, match="the layouts of 1000 tensors .* allowed: 16384"):
-        shapes.send([torch.empty(2)] * 1000, None, 0, toy.CPU, 20)
+        send_layouts([torch.empty(2)] * 1000, None, 0, toy.CPU, 20)
 
 
 GOOD: dict[str, Any] = {"shape": [2, 3], "stride": [3, 1], "dtype": "float32", "requires_grad": False}
@@ -68,15 +69,15 @@ BAD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("change", BAD, ids=str)
 def test_layouts_that_cannot_be_are_refused(change: dict[str, Any]):
-    assert facts(*shapes.parse(json.dumps([GOOD]).encode())) == facts(torch.empty(2, 3))
+    assert facts(*parse(json.dumps([GOOD]).encode())) == facts(torch.empty(2, 3))
     with pytest.raises(ValueError, match="is no layout of a tensor"):
-        shapes.parse(json.dumps([GOOD | change]).encode())
+        parse(json.dumps([GOOD | change]).encode())
 
 
 @pytest.mark.parametrize("text", [b'{"shape": [2]}', b"1", b'"text"', b"[1]", b"[[]]", b""])
 def test_what_is_no_list_of_layouts_is_refused(text: bytes):
     with pytest.raises(ValueError, match="is no|Expecting value"):
-        shapes.parse(text)
+        parse(text)
 
 
 class Opened:
@@ -87,10 +88,10 @@ class Opened:
 
 
 def hostile(text: bytes) -> str:
-    """Rank 0 sends a text of its own when the upper stage, of rank 1, wants shapes."""
+    """Rank 0 sends a text of its own when the upper stage, of rank 1, wants layouts."""
     if dist.get_rank() == 0:
-        message = torch.frombuffer(bytearray(text.ljust(shapes.MESSAGE_BYTES)), dtype=torch.uint8)
-        shapes._run(dist.isend, message, None, 1, 20)
+        message = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+        _run(dist.isend, message, None, 1, 20)
         return ""
     stage = LowBitStage(toy.Block(), 1, 2, toy.CPU, forward=FP32, backward=FP32)
     with pytest.raises(PeerError) as caught:
@@ -104,7 +105,7 @@ def hostile(text: bytes) -> str:
     ("text", "message"),
     [
         (pickle.dumps(Opened()), "rank 0 sent no layouts of tensors: "),
-        (b"[" * shapes.MESSAGE_BYTES, "rank 0 sent no layouts of tensors: "),
+        (b"[" * MESSAGE_BYTES, "rank 0 sent no layouts of tensors: "),
         (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "rank 0 sent no layouts of tensors: {"),
         (b"[null]", "rank 0 sent no layouts of tensors: None is no layout"),
     ],

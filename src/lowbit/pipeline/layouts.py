@@ -1,6 +1,7 @@
-"""Layouts of the tensors that cross a boundary, exchanged as JSON: PyTorch would pickle them.
+"""Layouts of the tensors that cross a boundary: their shapes, strides, dtypes, and whether they want gradients.
 
-One message of a fixed size, so that a peer decides neither what is run nor how much memory is taken.
+Neighbours exchange them as JSON (PyTorch would pickle them), in one message of a fixed size, so that a peer decides
+neither what is run nor how much memory is taken. Here a layout is a tensor without memory, on the meta device.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,14 +28,30 @@ MOST_ELEMENTS = 1 << 40
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
-def send(
-    layouts: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    peer: int,
-    device: torch.device,
-    timeout: float,
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts of what crosses the two sides of a stage with a micro-batch."""
+
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+
+
+def layout_of(x: Any) -> Tensor:
+    """A tensor's layout.
+
+    Raises:
+        TypeError: not a tensor, or a DTensor, whose mesh does not travel.
+    """
+    if not isinstance(x, Tensor) or hasattr(x, "placements"):
+        raise TypeError(f"a {type(x).__name__} is to cross between two stages; allowed: tensors")
+    layout = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return layout.requires_grad_(x.requires_grad)
+
+
+def send_layouts(
+    layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> None:
-    """Tell a peer, which must call `receive`, what tensors look like; returns once that has left.
+    """Tell a peer, which must call `receive_layouts`, the layouts of tensors; returns once that has left.
 
     Args:
         layouts: the tensors, or others like them.
@@ -54,8 +72,8 @@ def send(
     _run(dist.isend, message.to(device), group, peer, timeout)
 
 
-def receive(group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float) -> list[Tensor]:
-    """What a peer told by `send`: tensors without memory (on the meta device).
+def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float) -> list[Tensor]:
+    """The layouts that a peer told by `send_layouts`.
 
     Raises:
         PeerError: the peer sent something else. RuntimeError: it ended, or sent nothing in time.
@@ -69,7 +87,7 @@ def receive(group: dist.ProcessGroup | None, peer: int, device: torch.device, ti
 
 
 def parse(text: bytes) -> list[Tensor]:
-    """The tensors that a message describes.
+    """The layouts in a message.
 
     Raises:
         ValueError: it describes none, or some that cannot be.

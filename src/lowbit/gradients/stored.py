@@ -1,0 +1,105 @@
+"""One parameter's gradient as a payload, and parameters a portion at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.codecs.base import FLOATS, Codec
+
+
+@dataclass(slots=True)
+class Stored:
+    """A parameter's gradient: what `payload` decodes to, times `factor`; None at all unless `held`."""
+
+    name: str
+    payload: Tensor | None = None
+    factor: float = 1.0
+    held: bool = False
+
+    def value(self, codec: Codec, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        """The gradient in a new tensor, or None."""
+        if not self.held or self.payload is None:
+            return None
+        if self.factor == 1:
+            return codec.decode(self.payload, shape=parameter.shape, dtype=dtype)
+        # A sum may be beyond what float16 holds when its mean is not.
+        return codec.decode(self.payload, shape=parameter.shape).mul_(self.factor).to(dtype)
+
+    def write(self, codec: Codec, part: Tensor) -> None:
+        """Write the gradient to a float32 tensor of the parameter's shape, which holds zeros."""
+        if self.held and self.payload is not None:
+            codec.decode(self.payload, shape=part.shape, out=part)
+            if self.factor != 1:
+                part.mul_(self.factor)
+
+    def replace(self, codec: Codec, gradient: Tensor, device: torch.device) -> None:
+        """Store another gradient, on the device where the parameter now is."""
+        self.payload = codec.encode(gradient, out=self._room(device))
+        self.factor, self.held = 1.0, True
+
+    def add(self, codec: Codec, gradient: Tensor, device: torch.device) -> None:
+        """Add to what is stored, if anything is."""
+        room = self._room(device)
+        if not self.held or room is None:
+            self.payload = codec.encode(gradient, out=room)
+        elif self.factor == 1:
+            codec.add(room, gradient)
+        else:
+            total = codec.decode(room, shape=gradient.shape).mul_(self.factor)
+            codec.encode(total.add_(gradient), out=room)
+        self.factor, self.held = 1.0, True
+
+    def _room(self, device: torch.device) -> Tensor | None:
+        if self.payload is not None and self.payload.device != device:
+            self.payload = self.payload.to(device)
+        return self.payload
+
+
+def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Parameters with their names, or positions; each once.
+
+    Raises:
+        TypeError: a module wrapped in `DistributedDataParallel`.
+    """
+    if isinstance(parameters, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "parameters is a DistributedDataParallel, which keeps full-precision gradients of its own; "
+            "allowed: the module inside, and all_reduce of the storage"
+        )
+    if isinstance(parameters, nn.Module):
+        pairs = list(parameters.named_parameters())
+    else:
+        pairs = [(str(i), p) for i, p in enumerate(parameters)]
+    return list({p: (name, p) for name, p in reversed(pairs)}.values())[::-1]
+
+
+def check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Raise a TypeError for a parameter that is sharded, or of a dtype that codecs do not take."""
+    if hasattr(parameter, "to_local"):
+        raise TypeError(f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole ones")
+    if parameter.dtype not in FLOATS:
+        raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+
+
+def portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    """Successive parameters on one device, of at most `limit` elements together or one alone."""
+    found: list[list[nn.Parameter]] = []
+    filled = limit
+    for parameter in parameters:
+        same = bool(found) and found[-1][0].device == parameter.device
+        if not same or filled + parameter.numel() > limit:
+            found.append([])
+            filled = 0
+        found[-1].append(parameter)
+        filled += parameter.numel()
+    return found
+
+
+def parts(flat: Tensor, portion: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each parameter's share of a flat tensor, in its shape."""
+    for parameter, part in zip(portion, flat.split([p.numel() for p in portion]), strict=True):
+        yield parameter, part.view(parameter.shape)

@@ -1,0 +1,183 @@
+"""The lanes of one stage, and the messages that cross on them in a pass.
+
+A lane is one direction of one boundary (`Lane`, in `boundary`): a stage has up to four. Each message has a route of its
+own: the neighbour's rank, and a tag that follows from the configuration of the pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.pipeline.arguments import codec_at
+from lowbit.pipeline.boundary import Direction, Lane, Slot, Step
+from lowbit.pipeline.inbox import Route
+from lowbit.pipeline.layouts import Layouts
+from lowbit.pipeline.numbering import Configuration
+from lowbit.pipeline.traffic import Traffic
+from lowbit.pipeline.transport import Transport
+
+
+class Lanes:
+    """All lanes of a stage.
+
+    Args:
+        stage: which of the `stages`. forward, backward: as `LowBitStage` takes them. device: where the tensors live.
+        own: this rank. transport: of the messages. traffic: where to count. overhead: bytes beside each payload.
+
+    Raises:
+        TypeError, ValueError: as `codec_at`.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        forward: Codec | Mapping[int, Codec],
+        backward: Codec | Mapping[int, Codec],
+        device: torch.device,
+        *,
+        own: int,
+        transport: Transport,
+        traffic: Traffic,
+        overhead: int,
+    ) -> None:
+        self._stage, self._own, self._transport = stage, own, transport
+        self._peers: Mapping[int, int] = {}
+        self._lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
+        directions: list[tuple[Direction, Any]] = [("forward", forward), ("backward", backward)]
+        for boundary in range(max(0, stage - 1), min(stage, stages - 2) + 1):
+            for direction, codecs in directions:
+                codec = codec_at(direction, codecs, boundary, stages - 1)
+                outgoing = (direction == "forward") == (boundary == stage)
+                self._lanes[direction, outgoing] = Lane(boundary, direction, codec, device, traffic, overhead)
+        self._step, self._title = Step(), ""
+        self._ranks: Sequence[str] = ()
+        self._configuration: Configuration | None = None  # of this pass
+        self._expected: set[tuple[Direction, int, int]] = set()  # and not used yet
+
+    def place(self, peers: Mapping[int, int]) -> None:
+        """Set the ranks of neighbours on other ranks, by stage; nothing crosses to other neighbours."""
+        self._peers = peers
+
+    def keyed(self) -> Codec | None:
+        """A codec that needs the sample ids of what crosses here, if there is one."""
+        remote = [lane.codec for lane in self._lanes.values() if self._peer(lane) is not None]
+        return next((codec for codec in remote if codec.needs_key), None)
+
+    def begin(self, step: Step, title: str, ranks: Sequence[str]) -> None:
+        """A pass begins; its configuration is not known yet. title, ranks: what it and the ranks are called."""
+        self._step, self._title, self._ranks = step, title, ranks
+
+    def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
+        """Get ready for what will cross; returns facts that both ends of a boundary must hold alike, and faults.
+
+        Args:
+            variants: different layouts, by the first micro-batch that has each; training: whether gradients cross.
+        """
+        faults, facts = [], {}
+        for lane in self._lanes.values():
+            for first, layouts in variants.items():
+                slots = self._slots(lane, layouts, training)
+                try:
+                    lane.prepare(slots, self._step)
+                    lane.warm_up(slots)  # before anybody waits for a message
+                    which = f" of micro-batch {first}" if len(variants) > 1 else ""
+                    facts |= {f"{name}{which}": fact for name, fact in lane.facts(slots).items()}
+                except (TypeError, ValueError) as error:
+                    faults.append(f"{lane.name}: {error}")
+        fault = "; ".join(dict.fromkeys(faults))
+        most = max(len(layouts.outputs) for layouts in variants.values())
+        return facts | {"codecs": fault or "fit what crosses", f"tensors from stage {self._stage}": str(most)}, fault
+
+    def use(self, configuration: Configuration, step: Step | None = None) -> None:
+        """This pass has that configuration; or, if `step` is given, the next pass probably has, and that step.
+
+        Have the transport get ready for what comes in, unless it is. Where the next pass is another one, what was got
+        ready waits for the next of this one: each configuration has tags of its own.
+        """
+        self._step, self._configuration = step or self._step, configuration
+        for lane in self._lanes.values():
+            layouts = configuration.layouts[self._stage]
+            lane.use([self._slots(lane, each, configuration.training) for each in layouts])
+        now = configuration.number, self._step.phase
+        for (direction, outgoing), lane in self._lanes.items():
+            if outgoing or (direction, *now) in self._expected or (lane.codec.needs_key and step):
+                continue  # samples that are not known yet decide sizes
+            self._expected.add((direction, *now))
+            micro_batches = range(configuration.micro_batches)
+            messages = (message for i in micro_batches for message in self._messages(lane, i))
+            self._transport.expect(messages, sure=step is None)
+        if step is None:
+            self._expected = {key for key in self._expected if key[1:] != now}
+
+    def send(self, direction: Direction, micro_batch: int, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
+        """Send tensors to the neighbour; returns operations that the schedule shall run."""
+        lane, ops = self._lanes[direction, True], []
+        for index, tensor in enumerate(tensors):
+            with self._transport.leaving(tensor):
+                message = lane.encode(index, self._step, micro_batch, tensor, room=self._transport.room)
+                if message.numel():
+                    ops += self._transport.send(self._route(lane, micro_batch, index), message)
+        return ops
+
+    def receive(self, direction: Direction, micro_batch: int) -> list[dist.P2POp]:
+        """Prepare to receive; returns operations that the schedule shall run and wait for."""
+        messages = self._messages(self._lanes[direction, False], micro_batch)
+        return [op for route, nbytes in messages for op in self._transport.receive(route, nbytes)]
+
+    def take(self, direction: Direction, micro_batch: int, layouts: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that the neighbour sent, with these layouts."""
+        lane, tensors = self._lanes[direction, False], []
+        for index, layout in enumerate(layouts):
+            with self._transport.arriving():
+                tensors.append(self._transport.landing(layout))
+                if nbytes := lane.nbytes(index, self._step, micro_batch):
+                    payload = self._transport.take(self._route(lane, micro_batch, index), nbytes)
+                    lane.decode(index, self._step, micro_batch, payload, tensors[-1])
+        return tensors
+
+    def forward(self, outgoing: bool) -> Lane:
+        """The lane of activations to the next stage, or from the one before.
+
+        Raises:
+            ValueError: there is no stage on that side.
+        """
+        if ("forward", outgoing) not in self._lanes:
+            raise ValueError(f"outgoing is {outgoing}; stage {self._stage} ends the pipeline there")
+        return self._lanes["forward", outgoing]
+
+    def by_name(self, *, outgoing_only: bool = False) -> dict[str, Lane]:
+        """All lanes, or those that lead out of this stage, by name."""
+        return {lane.name: lane for (_, out), lane in self._lanes.items() if out or not outgoing_only}
+
+    def _slots(self, lane: Lane, layouts: Layouts, training: bool) -> list[Slot]:
+        """Shapes and dtypes of the tensors that cross on a lane; none to a neighbour on this rank."""
+        if self._peer(lane) is None:
+            return []
+        crossing = layouts.outputs if lane.boundary == self._stage else layouts.inputs
+        if lane.direction == "backward":
+            crossing = [x for x in crossing if x.requires_grad and training]
+        return [(x.shape, x.dtype) for x in crossing]
+
+    def _peer(self, lane: Lane) -> int | None:
+        return self._peers.get(self._stage + 1 if lane.boundary == self._stage else self._stage - 1)
+
+    def _messages(self, lane: Lane, micro_batch: int) -> list[tuple[Route, int]]:
+        """Where the messages of a micro-batch come from, and their sizes."""
+        sizes = [lane.nbytes(i, self._step, micro_batch) for i in range(lane.messages(micro_batch))]
+        return [(self._route(lane, micro_batch, index), nbytes) for index, nbytes in enumerate(sizes) if nbytes]
+
+    def _route(self, lane: Lane, micro_batch: int, index: int) -> Route:
+        peer, backward = self._peer(lane), lane.direction == "backward"
+        assert self._configuration is not None  # within a pass
+        assert peer is not None
+        tag = self._configuration.tag(lane.boundary, backward, self._step.phase, micro_batch, index)
+        sender = self._ranks[peer if backward == (lane.boundary == self._stage) else self._own]
+        about = f"{lane.name}, micro-batch {micro_batch}, tensor {index}, {self._title}: the message from {sender}"
+        return Route(peer, tag, about)
