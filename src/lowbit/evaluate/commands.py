@@ -105,7 +105,7 @@ _CASE = (Column("format", "format"), Column("tp", "tp"))
 
 EVALUATE = Command(
     name="evaluate",
-    summary="Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
+    summary="Perplexity and zero-shot scores of a model with low-bit tensor-parallel sums.",
     settings=EvaluationConfig,
     measure=_evaluate,
     tables=(
