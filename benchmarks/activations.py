@@ -1,4 +1,4 @@
-"""`lowbit bench activations`: how far few bits of saved activations turn a trained model's gradients.
+"""`python -m benchmarks activations`: how far few bits of saved activations turn a trained model's gradients.
 
 One model, trained at full precision first: gradients of random weights say little, because attention is still flat.
 Then every method's gradients of the same samples are compared with PyTorch's, layer type by layer type.
@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_, counted
 from lowbit.activations.counting import layer_type
-from lowbit.activations.measure import gradients, relative_error
 from lowbit.activations.structure import in_attention, linear_like
-from lowbit.bench.pipeline import check_at_least, model_of
-from lowbit.bench.report import Report, Row, machine
-from lowbit.codecs.base import check_choice
+from lowbit.bench.settings import Device, EachOnce, check_device
+from lowbit.bench.training import spread_evenly
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.plan.measure import gradients, relative_error
+from lowbit.report import Baseline, Column, Command, Lines, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
-from lowbit.train.data import Data, Order, load_data
+from lowbit.train.data import Data, load_data
 from lowbit.train.model import build_model, vocabulary
-from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
-from lowbit.train.stages import next_token_loss
+from lowbit.train.single_process import model_loss, train_single_process
 
 PLAIN = "plain"
 _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}
@@ -41,137 +41,89 @@ METHODS: dict[str, LayerAware | None] = {
     "low-bit+attention-4": LayerAware(attention=4),
     "low-bit+attention-8": LayerAware(attention=8),
 }
-_LEAST = {"samples": 1, "batch": 1, "train_steps": 0, "max_bytes": 1, "threads": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The model, how it is trained first, and the methods.
+@section()
+class ActivationsBenchmark:
+    """The model, how it is trained first, and the methods."""
 
-    Args:
-        methods: low-bit (ours), int4 (norms in 4 bits, too), int4-uniform (attention's tensors in 4, too), int8-uniform
-            (all in 8), attention-4 and attention-8 (nothing but attention's), low-bit+attention-4 and -8 (ours, and
-            attention's). What PyTorch keeps is always measured, for the bytes.
-        sequences: tokens of a sample.
-        samples: on which gradients are compared, one after the other, held out from training.
-        batch: samples of a training step; train_steps: of training before that, on samples of the longest sequence.
-        lr: highest learning rate of this training.
-        device: "cpu" or "cuda" (the current device).
-        family: architecture: llama, gpt2, ... as in `lowbit train`.
-        pretrained: local Hugging Face folder to take the model from; the sizes below then do not count, and training
-            is up to `train_steps`, too.
-        dim: width of the model; layers: decoder layers; heads: attention heads.
-        kv_heads: key and value heads; 0: as many as heads. ffn: width of the feed-forward; 0: the family's usual.
-        vocab: entries of the embedding; 0: as many as the tokenizer has.
-        seed: of weights and samples.
-        text: files or folders; absent: Python's standard library.
-        max_bytes: read no more text than this.
-        threads: of PyTorch.
-    """
-
-    methods: tuple[str, ...] = tuple(METHODS)[1:]
-    sequences: tuple[int, ...] = (256, 1024)
-    samples: int = 8
-    batch: int = 2
-    train_steps: int = 400
+    methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
+    """low-bit (ours), int4 (norms in 4 bits, too), int4-uniform (attention's tensors in 4, too), int8-uniform (all in
+    8), attention-4 and attention-8 (nothing but attention's), low-bit+attention-4 and -8 (ours, and attention's). What
+    PyTorch saves is always measured, for the bytes."""
+    sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
+    """Tokens of a sample."""
+    samples: Positive = 8
+    """Those on which gradients are compared, one after the other, held out from training."""
+    batch: Positive = 2
+    """Samples of a training step."""
+    train_steps: NonNegative = 400
+    """Of training before that, on samples of the longest sequence."""
     lr: float = 1e-3
-    device: str = "cpu"
-    family: str = "llama"
-    pretrained: str = ""
-    dim: int = 128
-    layers: int = 4
-    heads: int = 2
-    kv_heads: int = 0
-    ffn: int = 0
-    vocab: int = 0
-    seed: int = 0
+    """Highest learning rate of this training."""
+    device: Device = "cpu"
+    """cuda: the current device."""
+    model: ModelConfig = ModelConfig(dim=128, layers=4, heads=2)
+    """What is measured. A pretrained one is trained for `train_steps`, too."""
+    seed: NonNegative = 0
+    """Of weights and samples."""
     text: tuple[str, ...] = ()
-    max_bytes: int = 4_000_000
-    threads: int = 2
+    """Files or folders; absent: Python's standard library."""
+    max_bytes: Positive = 4_000_000
+    """Read no more text than this."""
+    threads: Positive = 2
+    """Of PyTorch."""
 
     def __post_init__(self) -> None:
-        unknown = [method for method in self.methods if method not in METHODS]
-        if unknown or not self.methods:
-            raise ValueError(f"methods is {self.methods}; allowed: {', '.join(METHODS)}")
-        if not self.sequences or min(self.sequences) < 2:
-            raise ValueError(f"sequences is {self.sequences}; allowed: at least 2 each")
-        check_at_least(self, **_LEAST)
-        check_choice("device", self.device, ("cpu", "cuda"))
+        if unknown := set(self.methods) - set(METHODS):
+            raise ConfigError(f"methods has {', '.join(sorted(unknown))}; allowed: {', '.join(METHODS)}")
         vocabulary(self.model, 256)
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model as `lowbit train` describes it."""
-        return model_of(self)
 
     def data(self, sequence: int) -> DataConfig:
         """The text, in samples of so many tokens."""
         return DataConfig(
-            text=self.text, tokenizer=self.pretrained or "bytes", batch=self.batch, max_bytes=self.max_bytes,
+            text=self.text, tokenizer=self.model.pretrained or "bytes", batch=self.batch, max_bytes=self.max_bytes,
             sequence=sequence,
         )  # fmt: skip
 
 
-def run(settings: Settings, *, on_rows: Callable[[Sequence[Row]], None] | None = None) -> Report:
+def measure(settings: ActivationsBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
     """Train the model, and measure.
 
-    Returns:
-        A report with a row for each sequence and method: `method`, `sequence`, `train_loss` (of the last tenth of the
-        training steps; None without any), `saved_bytes` (kept by autograd for a sample, each storage once),
-        `saved_vs_plain`, and `errors`: for "all" parameters, for those of each layer type, and for each of attention's
-        linear layers by its name, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
+    Yields:
+        Rows, one for each sequence and method: `method`, `sequence`, `train_loss` (of the last tenth of the training
+        steps; None without any), `saved_bytes` (kept by autograd for a sample, each storage once), `saved_vs_plain`,
+        and `errors`: for "all" parameters, for those of each layer type, and for each of attention's linear layers by
+        its name, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
 
     Raises:
-        ValueError: text, model or device that cannot be used.
+        ConfigError: text, model or device that cannot be used.
     """
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
+    check_device(settings.device)
     torch.set_num_threads(settings.threads)
-    every = {sequence: load_data(settings.data(sequence)) for sequence in settings.sequences}
-    model, loss = _trained(settings, every[max(settings.sequences)])
+    texts = {sequence: load_data(settings.data(sequence)) for sequence in settings.sequences}
+    model, loss = _trained(settings, texts[max(settings.sequences)])
     rows: list[Row] = []
-    for sequence, data in every.items():
-        batches = _held_out(settings, data)
-        exact = [gradients(model, lambda batch=batch: _loss(model, *batch)) for batch in batches]
-        plain = 0
+    for sequence, data in texts.items():
+        ids = spread_evenly(settings.samples, len(data.held_out))
+        batches = [data.held_out.batch(one) for one in ids.split(1)]
+        exact = [gradients(model, lambda batch=batch: model_loss(model, *batch)) for batch in batches]
         for method in dict.fromkeys((PLAIN, *settings.methods)):
-            row = _measure(model, method, batches, exact)
-            plain = plain or row["saved_bytes"]
-            more = {"saved_vs_plain": row["saved_bytes"] / plain, "train_loss": loss}
-            rows.append({"sequence": sequence, **row, **more})
-            if on_rows:
-                on_rows(rows)
-    return Report(command="bench activations", settings=settings, machine=machine(), rows=rows)
+            rows.append({"sequence": sequence, **_measure(model, method, batches, exact), "train_loss": loss})
+            yield rows
 
 
-def _trained(settings: Settings, data: Data) -> tuple[nn.Module, float | None]:
-    """The model after training, in training mode, and the loss that it came to."""
+def _trained(settings: ActivationsBenchmark, data: Data) -> tuple[nn.Module, float | None]:
+    """The model after training, in training mode, and its last training losses."""
     vocab = vocabulary(settings.model, data.tokenizer.size)
-    sequence = max(settings.sequences)
-    model = build_model(settings.model, vocab=vocab, sequence=sequence, seed=settings.seed)
+    model = build_model(settings.model, vocab=vocab, sequence=max(settings.sequences), seed=settings.seed)
     nn.Module.to(model, torch.device(settings.device)).train()
-    recipe = OptimizerConfig(lr=settings.lr, lr_warmup_steps=20)
-    optimizer = make_optimizer(model.parameters(), recipe)
-    order = Order(samples=len(data.train), batch=settings.batch, seed=settings.seed)
-    losses = []
-    for step in range(settings.train_steps):
-        rate = learning_rate(recipe, step=step, steps=settings.train_steps)
-        set_learning_rate(optimizer, rate)
-        loss = _loss(model, *data.train.batch(order.ids(step)))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    optimizer = OptimizerConfig(lr=settings.lr)
+    losses = train_single_process(
+        model, data.train, optimizer, steps=settings.train_steps, batch=settings.batch, seed=settings.seed
+    )
     last = losses[-max(1, len(losses) // 10) :]
     return model, statistics.fmean(last) if last else None
-
-
-def _held_out(settings: Settings, data: Data) -> list[tuple[Tensor, Tensor]]:
-    """The samples to compare on: evenly over the held-out text, one at a time."""
-    count = min(settings.samples, len(data.held_out))
-    ids = torch.arange(count) * len(data.held_out) // count
-    return [data.held_out.batch(one) for one in ids.split(1)]
 
 
 def _measure(
@@ -183,25 +135,19 @@ def _measure(
     """Bytes of the first sample and errors of all."""
     policy, groups = METHODS[method], _groups(model)
     compressed = compress_saved_(model, policy, report=False) if policy else None
-    found: dict[str, list[float]] = defaultdict(list)
+    errors: dict[str, list[float]] = defaultdict(list)
     try:
         with counted(model) as kept:
-            graph = _loss(model, *batches[0])
+            graph = model_loss(model, *batches[0])
         del graph
         for batch, wanted in zip(batches, exact, strict=True):
-            given = gradients(model, lambda batch=batch: _loss(model, *batch))
+            given = gradients(model, lambda batch=batch: model_loss(model, *batch))
             for where, names in groups.items():
-                found[where].append(relative_error(given, {n: wanted[n] for n in names if n in wanted}))
+                errors[where].append(relative_error(given, {n: wanted[n] for n in names if n in wanted}))
     finally:
         if compressed is not None:
             compressed.remove()
-    return {"method": method, "saved_bytes": kept.total, "errors": dict(found)}
-
-
-def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    device = next(model.parameters()).device
-    logits = model(input_ids=inputs.to(device), use_cache=False).logits
-    return next_token_loss(logits, targets.to(device))
+    return {"method": method, "saved_bytes": kept.total, "errors": dict(errors)}
 
 
 def _groups(model: nn.Module) -> dict[str, list[str]]:
@@ -221,7 +167,7 @@ def _groups(model: nn.Module) -> dict[str, list[str]]:
     return groups
 
 
-def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def summarized(rows: Sequence[Row]) -> list[Row]:
     """Rows with medians of the errors, by where, and `lowest` and `highest` of "all"."""
     return [
         {
@@ -232,3 +178,49 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
         }
         for row in rows
     ]
+
+
+def _places(rows: Sequence[Row]) -> list[Column]:
+    """A column for each layer type and linear layer of attention."""
+    names = dict.fromkeys(name for row in rows for name in row["errors"] if name != "all")
+    return [*PLACE, *(Column(name, name, "{:.4f}") for name in names)]
+
+
+def _compressed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in summarized(rows) if row["method"] != PLAIN]
+
+
+PLACE = (Column("sequence", "sequence"), Column("method", "method"))
+COMMAND = Command(
+    name="benchmarks activations",
+    summary="How far few bits of saved activations turn a trained model's gradients.",
+    settings=ActivationsBenchmark,
+    measure=measure,
+    baselines=[Baseline(field="saved_vs_plain", value="saved_bytes", to={"method": PLAIN}, alike=("sequence",))],
+    tables=[
+        Table(
+            title="Bytes saved, and relative error of gradients",
+            rows=summarized,
+            columns=[
+                *PLACE,
+                Column("saved\nMB", lambda row: row["saved_bytes"] / 1e6, "{:.2f}"),
+                Column("of\nplain", "saved_vs_plain", "{:.0%}"),
+                Column("error,\nmedian", "all", "{:.4f}"),
+                Column("\nlowest", "lowest", "{:.4f}"),
+                Column("\nhighest", "highest", "{:.4f}"),
+                Column("in training", "train_loss", "{:.4f}"),
+            ],
+        ),
+        Table(
+            title="Medians, by layer type and linear layer of attention",
+            rows=_compressed,
+            columns=_places,
+        ),
+    ],
+    charts=[
+        Lines(
+            rows=_compressed, title="Error of all gradients, median", series="method", x="sequence", y="all",
+            x_label="tokens of a sample", label="relative error",
+        )
+    ],
+)  # fmt: skip

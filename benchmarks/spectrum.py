@@ -1,4 +1,4 @@
-"""`lowbit bench spectrum`: how near a model's boundaries lie to a few directions, and what each format makes of that.
+"""`python -m benchmarks spectrum`: how near a model's boundaries lie to a few directions, and how each format fares.
 
 The model of a checkpoint is run on a text, forward and backward, as it is: nothing is trained. What would cross each
 boundary goes through the sessions of every format, message after message, as in a pipeline.
@@ -7,72 +7,74 @@ boundary goes through the sessions of every format, message after message, as in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from lowbit.bench.emulated import boundary_modules
-from lowbit.bench.report import Report, Row, machine
+from lowbit.bench.training import boundary_modules, spread_evenly
 from lowbit.codecs import Codec, SubspaceQuant, parse
 from lowbit.codecs.base import Session
+from lowbit.config import ConfigError, Positive, section
+from lowbit.report import Column, Command, Lines, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
-from lowbit.train.model import build_model, count_layers, vocabulary
+from lowbit.train.model import build_model, count_layers, next_token_loss, vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DIRECTIONS = ("forward", "backward")
+AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is measured.
+@section()
+class SpectrumBenchmark:
+    """What is measured."""
 
-    Args:
-        model: local folder with a Hugging Face checkpoint of a causal language model.
-        text: file, folder or pattern that the model is run on.
-        stages: of the pipeline that the model would be cut into, at most its layers.
-        ranks: numbers of directions to try; besides them, the one that suits the first message (SubspaceQuant.fitted).
-        bits: of the remainder, to try with each of them; group, refresh: of SubspaceQuant.
-        codecs: formats to compare with, by name or in full.
-        sequence: tokens of a window; batch: windows in a message; messages: how many; the second half is judged.
-        tokenizer: "bytes" or a folder; absent: the model's own.
-        max_bytes: read no more text than this.
-    """
-
-    model: str
+    checkpoint: str
+    """Local folder with a Hugging Face checkpoint of a causal language model."""
     text: str
-    stages: int = 4
-    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    """File, folder or pattern that the model is run on."""
+    stages: AtLeastTwo = 4
+    """Of the pipeline that the model would be cut into, at most its layers."""
+    ranks: tuple[Positive, ...] = (8, 16, 32, 64)
+    """Numbers of directions to try; besides them, the one that suits the first message (SubspaceQuant.fitted)."""
     bits: tuple[int, ...] = (3, 4)
-    group: int = 64
-    refresh: int = 8
+    """Of the remainder, to try with each of them."""
+    group: Positive = 64
+    """Of SubspaceQuant."""
+    refresh: Positive = 8
+    """Of SubspaceQuant."""
     codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published")
-    sequence: int = 256
-    batch: int = 4
-    messages: int = 8
+    """Formats to compare with, by name or in full."""
+    sequence: AtLeastTwo = 256
+    """Tokens of a window."""
+    batch: Positive = 4
+    """Windows in a message."""
+    messages: AtLeastTwo = 8
+    """How many; the second half is judged."""
     tokenizer: str = ""
-    max_bytes: int = 16_000_000
+    """"bytes" or a folder; absent: the model's own."""
+    max_bytes: Positive = 16_000_000
+    """Read no more text than this."""
 
     def __post_init__(self) -> None:
-        for name, least in (("stages", 2), ("sequence", 2), ("batch", 1), ("messages", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
         for name in self.codecs:
             codec = parse(name)
             if codec.needs_key:
-                raise ValueError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
+                raise ConfigError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
             if not codec.settled:
-                raise ValueError(
+                raise ConfigError(
                     f"codecs has {name!r}, which a pipeline's warm-up settles; allowed: those that leave nothing to "
                     "choose (what the spectrum would choose is measured anyway)"
                 )
         if not self.bits:
-            raise ValueError("bits is empty; allowed: 2 to 8, between commas")
+            raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
         for rank in (*self.ranks, 1):
             for bits in self.bits:
                 SubspaceQuant(rank=rank, bits=bits, group=self.group, refresh=self.refresh)
@@ -109,15 +111,15 @@ class _Boundary:
     outside: Tensor = field(default_factory=lambda: torch.zeros(0))
     trials: list[_Trial] = field(default_factory=list)
 
-    def begin(self, settings: Settings, x: Tensor) -> None:
+    def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
         self.outside = outside(x)
-        made: dict[tuple[int, int], bool] = {}
+        candidates: dict[tuple[int, int], bool] = {}
         for bits in settings.bits:
             more = {"bits": bits, "group": settings.group, "refresh": settings.refresh}
-            made |= {(rank, bits): False for rank in settings.ranks if rank <= x.shape[-1]}
-            made[SubspaceQuant.fitted(x, **more).directions, bits] = True
+            candidates |= {(rank, bits): False for rank in settings.ranks if rank <= x.shape[-1]}
+            candidates[SubspaceQuant.fitted(x, **more).directions, bits] = True
         self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
-        for (rank, bits), fitted in sorted(made.items(), key=lambda item: item[0][::-1]):
+        for (rank, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
             codec = SubspaceQuant(rank=rank, bits=bits, group=settings.group, refresh=settings.refresh)
             self.trials.append(self._trial("subspace", codec, x, fitted))
 
@@ -145,49 +147,41 @@ class _Boundary:
         return _Trial(name, codec, fitted, (sender, receiver))
 
 
-def run(settings: Settings, on_rows: Callable[[list[Row]], None] | None = None) -> Report:
+def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
     """Measure every format on what crosses every boundary.
 
-    Args:
-        on_rows: called with all rows so far, after every message.
-
-    Returns:
-        A report whose rows have `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`,
-        `bits_per_element` (every byte counted) and `decibels` (signal over noise, second half of the messages); those
-        of SubspaceQuant also `rank`, `bits` and `outside`: the share of the first message's energy that its best
-        directions, so many, leave out; `fitted`: whether this rank is `SubspaceQuant.fitted`'s.
+    Yields:
+        Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
+        byte counted) and `decibels` (signal over noise, second half of the messages); those of SubspaceQuant also
+        `rank`, `bits` and `outside`: the share of the first message's energy that its best directions, so many, leave
+        out; `fitted`: whether this rank is `SubspaceQuant.fitted`'s.
 
     Raises:
-        ValueError: a model or text that cannot be used, or more stages than layers.
+        ConfigError: a model or text that cannot be used, or more stages than layers.
     """
-    data = DataConfig(
-        text=(settings.text,), tokenizer=settings.tokenizer or settings.model, sequence=settings.sequence,
-        batch=settings.batch * settings.messages, max_bytes=settings.max_bytes, held_out_share=0,
-    )  # fmt: skip
-    config = ModelConfig(pretrained=settings.model)
+    config = ModelConfig(pretrained=settings.checkpoint)
     if settings.stages > (layers := count_layers(config)):
-        raise ValueError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
-    found = load_data(data)
-    vocab = vocabulary(config, found.tokenizer.size)
+        raise ConfigError(f"stages is {settings.stages}; the model has {layers} layers; allowed: at most as many")
+    data = load_data(
+        DataConfig(
+            text=(settings.text,), tokenizer=settings.tokenizer or settings.checkpoint, sequence=settings.sequence,
+            batch=settings.batch * settings.messages, max_bytes=settings.max_bytes, held_out_share=0,
+        )
+    )  # fmt: skip
+    vocab = vocabulary(config, data.tokenizer.size)
     model = build_model(config, vocab=vocab, sequence=settings.sequence, seed=0)
-    count = settings.batch * settings.messages
-    ids = torch.arange(count) * len(found.train) // count
-    rows: list[Row] = []
-    boundaries: list[_Boundary] = []
+    ids = spread_evenly(settings.batch * settings.messages, len(data.train))
+    boundaries = [_Boundary(i, d) for d in DIRECTIONS for i in range(settings.stages - 1)]
     for message, part in enumerate(ids.split(settings.batch)):
-        sent = capture(model, *found.train.batch(part), stages=settings.stages)
-        if not message:
-            boundaries = [_Boundary(i, d) for d in DIRECTIONS for i in range(settings.stages - 1)]
+        sent = capture(model, *data.train.batch(part), stages=settings.stages)
         tensors = [x for direction in sent for x in direction]
         for boundary, x in zip(boundaries, tensors, strict=True):
             if not message:
                 boundary.begin(settings, x)
             for trial in boundary.trials:
                 trial.carry(x, message >= settings.messages // 2)
-        rows = [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
-        if on_rows is not None and message >= settings.messages // 2:
-            on_rows(rows)
-    return Report(command="bench spectrum", settings=settings, machine=machine(), rows=rows)
+        if message >= settings.messages // 2:
+            yield [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
 
 
 def capture(
@@ -216,7 +210,7 @@ def capture(
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
     try:
         logits = model(input_ids=inputs, use_cache=False).logits
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        next_token_loss(logits, targets).backward()
     finally:
         for handle in handles:
             handle.remove()
@@ -229,3 +223,53 @@ def outside(x: Tensor) -> Tensor:
     energy = torch.linalg.svdvals(x.reshape(-1, x.shape[-1]).double()).square()
     total = energy.sum().clamp(min=torch.finfo(torch.float64).tiny)
     return (1 - torch.cat([torch.zeros(1), energy.cumsum(0) / total])).clamp(min=0)
+
+
+def _name(row: Row) -> str:
+    return f"{row['format']}, {row['bits']} bits" if row["rank"] else row["format"]
+
+
+def _points(rows: Sequence[Row]) -> list[Row]:
+    """Means over the boundaries, by bits; one that only some boundaries have, because it suits them, by itself."""
+    boundaries = len({row["boundary"] for row in rows})
+    groups: dict[tuple[str, str, float], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["direction"], _name(row), row["bits_per_element"]), []).append(row)
+    points = []
+    for (direction, name, bits), group in sorted(groups.items(), key=lambda item: item[0][2]):
+        alone = len(group) < boundaries
+        about = {"direction": direction, "series": name, "bits_per_element": bits, "alone": alone}
+        heights = [row["decibels"] for row in group]
+        points += [{**about, "decibels": height} for height in (heights if alone else [statistics.fmean(heights)])]
+    return sorted(points, key=lambda point: DIRECTIONS.index(point["direction"]))
+
+
+COMMAND = Command(
+    name="benchmarks spectrum",
+    summary="How near a model's boundaries lie to a few directions, and how each format fares.",
+    settings=SpectrumBenchmark,
+    measure=measure,
+    tables=[
+        Table(
+            each="direction",
+            title=lambda rows: (
+                f"{rows[0]['direction'].capitalize()}, messages of {' x '.join(map(str, rows[0]['shape']))}; "
+                "*: rank by the spectrum"
+            ),
+            columns=[
+                Column("boundary", "boundary"),
+                Column("format", _name),
+                Column("rank", lambda row: f"{row['rank']}{'*' * row['fitted']}" if row["rank"] else None),
+                Column("energy\noutside", "outside", "{:.2%}"),
+                Column("bits", "bits_per_element", "{:.2f}"),
+                Column("dB", "decibels", "{:.1f}"),
+            ],
+        )
+    ],
+    charts=[
+        Lines(
+            rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
+            alone=lambda row: row["alone"], x_label="bits per element", label="signal over noise, dB",
+        )
+    ],
+)  # fmt: skip

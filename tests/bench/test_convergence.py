@@ -6,24 +6,28 @@ import pytest
 import torch
 
 from lowbit.bench import convergence
-from lowbit.bench.convergence import Settings, planned, recipe, run
-from lowbit.bench.report import Report
+from lowbit.bench.convergence import COMMAND, ConvergenceBenchmark, planned, recipe, summarized
+from lowbit.bench.training import Recipe
 from lowbit.codecs import Cast, parse
+from lowbit.config import build
+from lowbit.report import Report, run
+from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
+from tests.bench.shown import shown
 
 FP32 = Cast()
 LOSS = {"fp32": 2.0, "int4": 2.5, "tah-quant": 2.25, "aq-sgd": 2.125}
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> ConvergenceBenchmark:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(str(i * i) for i in range(2000)))
-    return Settings(
+    return ConvergenceBenchmark(
         regimes=("scratch-warmup", "finetune"), boundaries=("fp32", "int4"), seeds=(0, 1),
-        text=(str(text),), finetune_text=(str(text),), dim=32, layers=2, heads=2, stages=2, sequence=16, batch=2,
-        steps=3, warmup_steps=1, pretrain_steps=2, finetune_steps=2, finetune_samples=2, eval_windows=2,
-        folder=str(tmp_path / "work"),
+        model=ModelConfig(dim=32, layers=2, heads=2), data=DataConfig(text=(str(text),), sequence=16, batch=2),
+        finetune_text=(str(text),), stages=2, steps=3, warmup_steps=1, pretrain_steps=2, finetune_steps=2,
+        finetune_samples=2, eval_windows=2, folder=str(tmp_path / "work"),
     )  # fmt: skip
 
 
@@ -32,82 +36,83 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the training by a table of losses; what would have been trained, in order."""
     log: list[str] = []
 
-    def finish(tasks: list[Any], *, jobs: int, threads: int):
-        for task in tasks:
-            log.append(str(task.job))
-            if task.keep:
-                Path(task.keep).parent.mkdir(exist_ok=True)
-                Path(task.keep).touch()
-            job = task.job
-            loss = LOSS[job.boundary] + job.seed
-            yield {"boundary": job.boundary, "seed": job.seed, "regime": job.regime, "loss": loss}
+    def train_all(settings: ConvergenceBenchmark, runs: list[Any], recipes: dict[str, Recipe], keep: str = ""):
+        for one in runs:
+            log.append("{regime} {boundary} seed {seed}".format(**one))
+            if keep:
+                Path(keep).parent.mkdir(exist_ok=True)
+                Path(keep).touch()
+            ways = zip(("forward", "backward"), convergence.codec_pair(one["boundary"], one["backward"]), strict=True)
+            yield {**one, **{way: repr(codec) for way, codec in ways}, "loss": LOSS[one["boundary"]] + one["seed"]}
 
-    monkeypatch.setattr(convergence, "finish", finish)
+    monkeypatch.setattr(convergence, "train_all", train_all)
     return log
 
 
-def test_losses_are_compared_with_the_same_seed(settings: Settings, trained: list[str]):
-    report = run(settings)
+def test_losses_are_compared_with_the_same_seed(settings: ConvergenceBenchmark, trained: list[str]):
+    report = run(COMMAND, settings)
     assert len(report.rows) == len(trained) - 1 == 8  # and the checkpoint
     assert trained[0] == "pretrain fp32 seed 1234"
     for row in report.rows:
         assert row["over_fp32"] == (0.5 if row["boundary"] == "int4" else 0)
 
 
-def test_without_fp32_there_is_nothing_to_compare_with(settings: Settings, trained: list[str]):
-    report = run(dataclasses.replace(settings, boundaries=("int4",)))
+def test_without_fp32_there_is_nothing_to_compare_with(settings: ConvergenceBenchmark, trained: list[str]):
+    report = run(COMMAND, dataclasses.replace(settings, boundaries=("int4",)))
     assert {row["over_fp32"] for row in report.rows} == {None}
 
 
-def test_a_file_is_gone_on_with(settings: Settings, trained: list[str], tmp_path: Path):
+def test_a_file_is_gone_on_with(settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path):
     file = tmp_path / "c.json"
-    run(dataclasses.replace(settings, seeds=(0,), regimes=("finetune",)), file=file)
+    run(COMMAND, dataclasses.replace(settings, seeds=(0,), regimes=("finetune",)), file=file)
     trained.clear()
-    report = run(settings, file=file)
+    report = run(COMMAND, settings, file=file)
     assert "finetune int4 seed 0" not in trained
     assert "finetune int4 seed 1" in trained
     assert not any(name.startswith("pretrain") for name in trained)
     assert len(report.rows) == 8
     assert Report.read_json(file).rows == report.rows
     trained.clear()
-    run(settings, file=file)
+    run(COMMAND, settings, file=file)
     assert trained == []
 
 
-def test_rows_are_written_as_they_come(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def finish(tasks: list[Any], *, jobs: int, threads: int):
+def test_rows_are_written_as_they_come(settings: ConvergenceBenchmark, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def train_all(settings: ConvergenceBenchmark, runs: list[Any], recipes: dict[str, Recipe], keep: str = ""):
         yield {"boundary": "fp32", "seed": 0, "regime": "scratch-warmup", "loss": 1.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convergence, "finish", finish)
+    monkeypatch.setattr(convergence, "train_all", train_all)
     with pytest.raises(KeyboardInterrupt):
-        run(dataclasses.replace(settings, regimes=("scratch-warmup",)), file=tmp_path / "c.json")
+        run(COMMAND, dataclasses.replace(settings, regimes=("scratch-warmup",)), file=tmp_path / "c.json")
     assert len(Report.read_json(tmp_path / "c.json").rows) == 1
 
 
-def test_rows_of_other_settings_are_not_mixed_in(settings: Settings, trained: list[str], tmp_path: Path):
-    run(settings, file=tmp_path / "c.json")
-    with pytest.raises(ValueError, match=r"holds runs with lr 0.001; this call has 0.1: name another"):
-        run(dataclasses.replace(settings, lr=0.1), file=tmp_path / "c.json")
+def test_rows_of_other_settings_are_not_mixed_in(settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path):
+    run(COMMAND, settings, file=tmp_path / "c.json")
+    with pytest.raises(ValueError, match=r"holds rows with optimizer.lr 0.001; this call has 0.1: name another"):
+        run(COMMAND, dataclasses.replace(settings, optimizer=OptimizerConfig(lr=0.1)), file=tmp_path / "c.json")
 
 
-def test_rows_of_a_boundary_with_other_formats_are_not_mixed_in(settings: Settings, trained: list[str], tmp_path: Path):
+def test_rows_of_a_boundary_with_other_formats_are_not_mixed_in(
+    settings: ConvergenceBenchmark, trained: list[str], tmp_path: Path
+):
     file = tmp_path / "c.json"
-    six = "GroupInt(bits=6, group=32, symmetric=True)"  # what older files say in their settings
-    run(dataclasses.replace(settings, backward=six), file=file)
+    six = "GroupInt(bits=6, group=32, symmetric=True)"
+    run(COMMAND, dataclasses.replace(settings, backward=six), file=file)
     trained.clear()
-    report = run(settings, file=file)
+    report = run(COMMAND, settings, file=file)
     assert trained == [], "the same formats, whatever the settings say"
     assert {parse(row["backward"]) for row in report.rows} == {FP32, parse(six)}
-    with pytest.raises(ValueError, match=r"holds runs of int4 with GroupInt\(bits=6.* backward"):
-        run(dataclasses.replace(settings, backward="int8"), file=file)
-    run(dataclasses.replace(settings, backward="int8", boundaries=("fp32",)), file=file)
+    with pytest.raises(ValueError, match=r"holds rows of int4 with GroupInt\(bits=6.* backward"):
+        run(COMMAND, dataclasses.replace(settings, backward="int8"), file=file)
+    run(COMMAND, dataclasses.replace(settings, backward="int8", boundaries=("fp32",)), file=file)
 
 
 @pytest.mark.slow
-def test_real_runs_in_two_processes(settings: Settings, tmp_path: Path):
+def test_real_runs_in_two_processes(settings: ConvergenceBenchmark, tmp_path: Path):
     settings = dataclasses.replace(settings, jobs=2, boundaries=("fp32", "aq-sgd"), seeds=(0,))
-    report = run(settings, file=tmp_path / "c.json")
+    report = run(COMMAND, settings, file=tmp_path / "c.json")
     found = {(row["regime"], row["boundary"]): row for row in report.rows}
     assert set(found) == {("scratch-warmup", "fp32"), ("finetune", "fp32"), ("finetune", "aq-sgd")}
     assert found["finetune", "fp32"]["loss"] < found["scratch-warmup", "fp32"]["loss"]
@@ -124,12 +129,13 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_real_run_of_another_model_in_bfloat16(settings: Settings, device: str):
+def test_a_real_run_of_another_model_in_bfloat16(settings: ConvergenceBenchmark, device: str):
     settings = dataclasses.replace(
-        settings, regimes=("scratch-warmup", "finetune"), seeds=(0,), family="gpt2", vocab=300, precision="bf16",
-        max_bytes=4000, lr_warmup_steps=1, device=device,
+        settings, seeds=(0,), precision="bf16", device=device, optimizer=OptimizerConfig(lr_warmup_steps=1),
+        model=dataclasses.replace(settings.model, family="gpt2", vocab=300),
+        data=dataclasses.replace(settings.data, max_bytes=4000),
     )  # fmt: skip
-    report = run(settings)
+    report = run(COMMAND, settings)
     assert len(report.rows) == 4
     plain, coded = (
         next(r for r in report.rows if (r["regime"], r["boundary"]) == ("scratch-warmup", name))
@@ -142,39 +148,39 @@ def test_a_real_run_of_another_model_in_bfloat16(settings: Settings, device: str
     assert weights["transformer.wte.weight"].shape == (300, 32)
 
 
-def test_a_gpu_that_is_not_there_is_an_error(settings: Settings, trained: list[str]):
+def test_a_gpu_that_is_not_there_is_an_error(settings: ConvergenceBenchmark, trained: list[str]):
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="device is cuda; this machine has none"):
-        run(dataclasses.replace(settings, device="cuda"))
+        run(COMMAND, dataclasses.replace(settings, device="cuda"))
     assert trained == []
 
 
-def test_a_vocabulary_that_is_too_small_is_an_error(settings: Settings, trained: list[str]):
+def test_a_vocabulary_that_is_too_small_is_an_error(settings: ConvergenceBenchmark, trained: list[str]):
     with pytest.raises(ValueError, match="vocabulary has 7 entries, the tokenizer 256"):
-        run(dataclasses.replace(settings, vocab=7))
+        run(COMMAND, dataclasses.replace(settings, model=ModelConfig(dim=32, layers=2, heads=2, vocab=7)))
     assert trained == []
 
 
 def test_formats_with_memory_need_samples_that_come_again():
-    jobs = planned(Settings(boundaries=("fp32", "aq-sgd"), seeds=(0,)))
-    assert [job.regime for job in jobs if job.boundary == "aq-sgd"] == ["finetune"]
+    runs = planned(ConvergenceBenchmark(boundaries=("fp32", "aq-sgd"), seeds=(0,)))
+    assert [one["regime"] for one in runs if one["boundary"] == "aq-sgd"] == ["finetune"]
 
 
-def test_regimes_differ_in_warm_up_steps_rate_and_start(settings: Settings):
+def test_regimes_differ_in_warm_up_steps_rate_and_start(settings: ConvergenceBenchmark):
     warm, cold, tuned = (recipe(settings, r) for r in ("scratch-warmup", "scratch", "finetune"))
     assert (warm.warmup_steps, cold.warmup_steps, tuned.warmup_steps) == (1, 0, 0)
     assert (warm.steps, tuned.steps, recipe(settings, "pretrain").steps) == (3, 2, 2)
     assert tuned.optimizer.lr < cold.optimizer.lr
     assert tuned.start
     assert not cold.start
-    for change in ({"pretrain_steps": 9}, {"held_out": ("h.txt",)}, {"precision": "bf16"}):
+    for change in ({"pretrain_steps": 9}, {"data": DataConfig(held_out=("h.txt",))}, {"precision": "bf16"}):
         other = dataclasses.replace(settings, **change)
         assert recipe(other, "finetune").start != tuned.start
 
 
 def test_the_default_texts_are_on_this_machine_and_apart():
-    settings = Settings()
+    settings = ConvergenceBenchmark()
     scratch, tuned = (recipe(settings, regime) for regime in ("scratch", "finetune"))
     assert not set(scratch.data.text) & set(tuned.data.text)
     data = load_data(tuned.data)
@@ -185,7 +191,7 @@ def test_the_default_texts_are_on_this_machine_and_apart():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"regimes": ("warm",)}, r"regimes is \('warm',\); allowed: scratch-warmup"),
+        ({"regimes": ("warm",)}, r"regimes is .*; allowed: scratch-warmup"),
         ({"boundaries": ("int1",)}, "codec is 'int1'"),
         ({"backward": "nothing"}, "codec is 'nothing'"),
         (
@@ -205,19 +211,80 @@ def test_the_default_texts_are_on_this_machine_and_apart():
             "boundaries has .*: rank is 300, .* 1 to 256",
         ),
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
-        ({"stages": 9}, r"stages is 9; allowed: at most layers \(8\)"),
+        ({"stages": 9}, r"stages is 9; allowed: at most model.layers \(8\)"),
         ({"jobs": 0}, "jobs is 0"),
-        ({"device": "gpu"}, "device is 'gpu'; allowed: 'cpu', 'cuda'"),
-        ({"precision": "fp16"}, "precision is 'fp16'; allowed: 'fp32', 'bf16'"),
-        ({"family": "gpt3"}, "model.family is 'gpt3'; allowed: llama"),
+        ({"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),
+        ({"precision": "fp16"}, "precision is 'fp16'; allowed: fp32, bf16"),
+        ({"model": {"family": "gpt3"}}, "model.family is 'gpt3'; allowed: llama"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        Settings(**wrong)
+        build(ConvergenceBenchmark, wrong)
 
 
-def test_missing_text_is_an_error_before_anything_is_trained(settings: Settings, trained: list[str]):
+def test_missing_text_is_an_error_before_anything_is_trained(settings: ConvergenceBenchmark, trained: list[str]):
     with pytest.raises(ValueError, match="no such file"):
-        run(dataclasses.replace(settings, finetune_text=("missing.txt",)))
+        run(COMMAND, dataclasses.replace(settings, finetune_text=("missing.txt",)))
     assert trained == []
+
+
+def row(regime: str, boundary: str, seed: int, loss: float, over: float | None) -> dict:
+    bits = 32.0 if boundary == "fp32" else 4.5
+    curve = [[10, loss + 1], [20, loss]]
+    return {
+        "regime": regime, "boundary": boundary, "seed": seed, "loss": loss, "over_fp32": over, "curve": curve,
+        "bits_forward": bits, "bits_backward": bits, "state_bytes": 2_000_000 * (boundary != "fp32"),
+    }  # fmt: skip
+
+
+ROWS = [
+    row("finetune", "int4", 0, 2.0, None),
+    row("scratch", "fp32", 0, 1.0, 0.0),
+    row("scratch", "fp32", 1, 3.0, 0.0),
+    row("scratch", "int4", 0, 1.25, 0.25),
+    row("scratch", "int4", 1, 3.75, 0.75),
+]
+PAIRS = [
+    row("scratch", f"SubspaceQuant(rank={r}, bits=2) / SubspaceQuant(rank={r}, bits=4)", 0, 0.9, r / 10000 - 0.1)
+    for r in (8, 16)
+]
+
+
+def test_means_and_spreads_are_over_seeds_of_one_regime_and_boundary():
+    first, second, third = summarized(ROWS)
+    assert (first["regime"], first["boundary"]) == ("scratch", "fp32")
+    assert (third["regime"], third["seeds"], third["over_fp32"]) == ("finetune", 1, None)
+    assert second["loss"] == 2.5
+    assert second["loss_spread"] == pytest.approx(2.5 / 2**0.5)
+    assert second["over_fp32"] == 0.5
+    assert second["over_fp32_spread"] == pytest.approx(0.5 / 2**0.5)
+    assert second["state_mb"] == 2
+    assert third["loss_spread"] is None
+
+
+def test_a_table_for_each_regime(tmp_path: Path):
+    text = shown(COMMAND, ROWS, tmp_path)
+    assert text.count("Held-out loss") == 2
+    assert "+0.5000" in text
+    assert "4.50" in text
+
+
+def test_a_table_keeps_its_numbers_whole_on_80_columns(tmp_path: Path):
+    text = shown(COMMAND, PAIRS, tmp_path)
+    for word in ("bits=2/4)", "-0.0984", "9.00", "seeds", "SubspaceQuant(rank=16,"):
+        assert word in text
+
+
+def test_the_picture_has_a_panel_for_each_regime_and_a_point_for_each_boundary():
+    (chart,) = COMMAND.charts
+    panels = {title: {row["boundary"] for row in rows} for title, rows in chart.panels(ROWS + PAIRS)}
+    names = {f"SubspaceQuant(rank={rank}, bits=2/4)" for rank in (8, 16)}
+    assert panels == {"from scratch, no warm-up": {"int4", *names}}, "fp32 is the line at zero"
+    int4 = chart.panels(ROWS)[0][1][0]
+    assert [int4[value] for value in (chart.x, chart.low, chart.y, chart.high)] == [9.0, 0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize("rows", [[], ROWS[:1], ROWS])
+def test_a_picture_of_whatever_there_is(rows: list, tmp_path: Path):
+    shown(COMMAND, rows, tmp_path)

@@ -6,12 +6,18 @@ import pytest
 from rich.console import Console
 
 from lowbit.bench import demo
-from lowbit.bench.pipeline import Settings
+from lowbit.bench.pipeline import PipelineBenchmark
+from lowbit.bench.recipes import PROGRAM, as_mapping
+from lowbit.bench.workers import Workers
 from lowbit.config import ConfigError
 from lowbit.network import SlowLink
-from lowbit.train.config import PipelineConfig
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
-TINY = Settings(dim=32, layers=4, heads=2, stages_per_rank=2, batch=8, sequence=32, samples=8)
+TINY = PipelineBenchmark(
+    model=ModelConfig(dim=32, layers=4, heads=2), data=DataConfig(batch=8, sequence=32), samples=8,
+    pipeline=PipelineConfig(stages_per_rank=2, schedule="Interleaved1F1B"),
+    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant"),
+)  # fmt: skip
 ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B")
 
 
@@ -50,8 +56,8 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
 def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No namespaces here."))
     console = Console(width=80)
-    with console.capture() as shown, demo.open_link(console) as link:
-        assert link is None
+    with console.capture() as shown:
+        assert demo.choose_link(console).rate_mbit is None
     assert "No namespaces here." in shown.get()
     assert "Going on without a limit" in shown.get()
 
@@ -59,8 +65,8 @@ def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
 def test_a_rank_that_fails_is_named(tmp_path: Path):
     config = demo.recipe(demo.CONTESTANTS[1], tmp_path)
     config = replace(config, model=replace(config.model, layers=7), pipeline=ONE_RANK)
-    with pytest.raises(ChildProcessError, match="rank 0 failed: exit status 2, .*8 stages"):
-        demo.train(None, config, print)
+    with pytest.raises(ChildProcessError, match="rank 0 failed: .*8 stages"), Workers(PROGRAM, grouped=True) as ranks:
+        ranks.ask("train", config=as_mapping(config))
 
 
 def test_curve_is_a_mean_of_the_last_steps():

@@ -7,26 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from lowbit.bench import gradients_views
-from lowbit.bench.gradients import ENGINE, Settings, run
-from lowbit.bench.report import Report
+from lowbit.bench.gradients import COMMAND, ENGINE, GradientsBenchmark
 from lowbit.network import Link, LinkUnavailable, SlowLink
+from lowbit.report import Report, run
+from lowbit.train.config import ModelConfig
+from tests.bench.shown import shown
 
-TINY = Settings(
-    links=(Link(None),),
-    ranks=(2,),
-    numel=1 << 20,
-    rounds=2,
-    steps=1,
-    dim=32,
-    layers=1,
-    heads=2,
-    ffn=32,
-    batch=1,
-    sequence=16,
-)
+TINY = GradientsBenchmark(
+    links=(Link(None),), ranks=(2,), numel=1 << 20, rounds=2, steps=1, batch=1, sequence=16,
+    model=ModelConfig(dim=32, layers=1, heads=2, ffn=32),
+)  # fmt: skip
 SLOW = 100.0
 FAR = Link(SLOW, rtt_ms=20)
 NO_DISTANCE = SlowLink.available(distance=True)
@@ -36,7 +27,7 @@ NO_DISTANCE = SlowLink.available(distance=True)
 def report() -> Report:
     links = (Link(None),) if NO_DISTANCE else (FAR, Link(None))
     seen: list[int] = []
-    done = run(dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
+    done = run(COMMAND, dataclasses.replace(TINY, links=links), on_rows=lambda rows: seen.append(len(rows)))
     assert seen[-1] == len(done.rows) == len(links) * len(TINY.formats)
     return done
 
@@ -89,18 +80,13 @@ def test_a_slow_link_holds_up_every_format(report: Report):
 
 
 def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
-    with (console := Console(width=80)).capture() as shown:
-        console.print(gradients_views.show(report))
-    assert "Data-parallel training" in shown.get()
-    assert "…" not in shown.get(), "fits on 80 columns"
-    gradients_views.draw(report, tmp_path / "gradients.png")
-    assert (tmp_path / "gradients.png").read_bytes().startswith(b"\x89PNG")
+    assert "Data-parallel training" in shown(COMMAND, report.rows, tmp_path)
 
 
 def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No way."))
     with pytest.raises(LinkUnavailable, match="No way. `--link unlimited` measures without"):
-        run(dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
+        run(COMMAND, dataclasses.replace(TINY, links=(Link(100.0), Link(None))))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +98,7 @@ def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch):
         ({"ranks": (1,)}, "ranks is"),
         ({"numel": 1000}, "numel is 1000"),
         ({"rounds": 0}, "rounds is 0"),
-        ({"algorithm": "ring"}, "algorithm is 'ring'"),
+        ({"algorithm": "ring"}, "algorithm is 'ring'; allowed: one_shot, two_shot"),
     ],
 )
 def test_bad_settings_are_refused(change: dict[str, Any], message: str):
@@ -123,4 +109,4 @@ def test_bad_settings_are_refused(change: dict[str, Any], message: str):
 def test_a_codec_that_can_not_be_summed_is_refused():
     with pytest.raises(TypeError, match="cannot be summed"):
         dataclasses.replace(TINY, formats=("tah-quant",))
-    assert set(ENGINE) < set(Settings().formats)
+    assert set(ENGINE) < set(GradientsBenchmark().formats)

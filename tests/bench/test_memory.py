@@ -1,7 +1,6 @@
 """`lowbit bench memory`: real measurements of a tiny model in processes of their own."""
 
 import dataclasses
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +8,28 @@ import pytest
 import torch
 
 from lowbit.bench import memory
-from lowbit.bench.memory import Settings, run
-from lowbit.bench.memory_methods import METHODS, Updates, kept_as
+from lowbit.bench.memory import COMMAND, METHODS, MemoryBenchmark
+from lowbit.bench.memory_methods import Updates, saving
 from lowbit.bench.memory_run import Meter, measure
-from lowbit.bench.memory_views import draw, show
-from lowbit.bench.report import Report
+from lowbit.bench.workers import Workers
+from lowbit.config import build
+from lowbit.report import Report, run
 from lowbit.train.config import ModelConfig, OptimizerConfig
 from lowbit.train.model import build_model
+from tests.bench.shown import shown
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> MemoryBenchmark:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(str(i * i) for i in range(2000)))
-    return Settings(
-        methods=("bf16",), sequences=(64,), steps=2, dim=32, layers=1, heads=2, text=(str(text),), max_bytes=8000,
-        threads=1,
+    return MemoryBenchmark(
+        methods=("bf16",), sequences=(64,), steps=2, model=ModelConfig(dim=32, layers=1, heads=2, vocab=256),
+        text=(str(text),), max_bytes=8000, threads=1,
     )  # fmt: skip
 
 
-def fake(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
+def fake(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, Any]:
     size = (100 - 10 * METHODS.index(method)) * sequence
     return {
         "method": method, "sequence": sequence, "saved_bytes": size, "peak_bytes": 2 * size, "step_seconds": 1.0,
@@ -37,8 +38,8 @@ def fake(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_real_measurement_in_a_process_of_its_own(settings: Settings):
-    row = run(settings).rows[0]
+def test_a_real_measurement_in_a_process_of_its_own(settings: MemoryBenchmark):
+    row = run(COMMAND, settings).rows[0]
     assert {"norm", "mlp", "attention", "linear", "loss"} <= set(row["saved"])
     assert row["saved_bytes"] == sum(row["saved"].values())
     assert row["gradient_error"]["all"] == 0
@@ -58,7 +59,7 @@ SHARES = {
 }  # fmt: skip
 
 
-def test_what_each_method_keeps_and_loses(settings: Settings):
+def test_what_each_method_keeps_and_loses(settings: MemoryBenchmark):
     plain = measure(settings, "bf16", 64)
     for method, (low, high) in SHARES.items():
         row = plain if method == "bf16" else measure(settings, method, 64)
@@ -69,7 +70,7 @@ def test_what_each_method_keeps_and_loses(settings: Settings):
         assert row["loss"] == pytest.approx(plain["loss"], abs=0.02)
 
 
-def test_memory_is_seen(settings: Settings):
+def test_memory_is_seen(settings: MemoryBenchmark):
     meter = Meter(torch.device("cpu"))
     meter.reset()
     filled = torch.ones(16 << 20, dtype=torch.uint8)
@@ -78,36 +79,29 @@ def test_memory_is_seen(settings: Settings):
 
 
 def test_ratios_are_of_the_same_sequence_and_a_file_is_gone_on_with(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     asked = []
-    monkeypatch.setattr(memory, "_measure", lambda *a: asked.append(a[1:]) or fake(*a))
+    monkeypatch.setattr(memory, "_measured", lambda *a: asked.append(a[1:]) or fake(*a))
     both = dataclasses.replace(settings, methods=("low-bit", "bf16"), sequences=(64, 32))
     file = tmp_path / "m.json"
-    run(dataclasses.replace(both, methods=("bf16",), sequences=(64,)), file=file)
-    report = run(both, file=file)
+    run(COMMAND, dataclasses.replace(both, methods=("bf16",), sequences=(64,)), file=file)
+    report = run(COMMAND, both, file=file)
     assert asked == [("bf16", 64), ("low-bit", 64), ("low-bit", 32), ("bf16", 32)]
     places = [(row["sequence"], row["method"]) for row in report.rows]
     assert places == [(32, "bf16"), (32, "low-bit"), (64, "bf16"), (64, "low-bit")]
     assert [row["saved_vs_bf16"] for row in report.rows] == [1, 0.5, 1, 0.5]
     assert Report.read_json(file).rows == report.rows
-    with pytest.raises(ValueError, match="holds rows with dim 32; this call has 64: name another file"):
-        run(dataclasses.replace(both, dim=64), file=file)
+    with pytest.raises(ValueError, match="holds rows with model.dim 32; this call has 64: name another file"):
+        run(COMMAND, dataclasses.replace(both, model=dataclasses.replace(both.model, dim=64)), file=file)
 
 
-def test_rows_are_shown_and_drawn(settings: Settings, tmp_path: Path):
-    from rich.console import Console
-
+def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
     rows = [
         fake(settings, m, 64) | dict.fromkeys(("saved_vs_bf16", "peak_vs_bf16", "time_vs_bf16"), 0.5) for m in METHODS
     ]
-    report = Report(command="bench memory", settings=settings, machine={}, rows=rows)
-    console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
-    console.print(show(report))
-    text = console.export_text()
-    assert all(name in text for name in (*METHODS, "norm", "What the peak is made of"))
-    draw(report, tmp_path / "m.png")
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    text = shown(COMMAND, rows, tmp_path)
+    assert all(name in text for name in (*METHODS, "norm", "What the peak consists of"))
 
 
 def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
@@ -121,7 +115,7 @@ def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
         model = build_model(ModelConfig(dim=64, layers=1, heads=2), vocab=64, sequence=16, seed=0).train()
         updates = Updates(method, model, OptimizerConfig(lr=1e-2))
         ids = torch.arange(32).view(2, 16)
-        with kept_as(method, model, 4) as around:
+        with saving(method, model, 4) as around:
             for one in ids.split(1):
                 with around():
                     model(input_ids=one, labels=one).loss.backward()
@@ -134,37 +128,39 @@ def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
     assert 0 < moved < 0.05
 
 
-def test_what_can_not_be_measured_is_said_first(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="no such file"):
-        run(dataclasses.replace(settings, text=("missing.txt",)))
+        run(COMMAND, dataclasses.replace(settings, text=("missing.txt",)))
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device is cuda; this machine has none"):
-            run(dataclasses.replace(settings, device="cuda"))
+            run(COMMAND, dataclasses.replace(settings, device="cuda"))
     monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError) as raised:
-        run(dataclasses.replace(settings, methods=("low-bit+8bit",)))
+        run(COMMAND, dataclasses.replace(settings, methods=("low-bit+8bit",)))
     assert raised.value.name == "torchao"
 
 
-def test_a_process_that_fails_is_an_error(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nMemoryError: no more\n")
-    monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: failed)
-    with pytest.raises(ChildProcessError, match="bf16 at sequence 64 failed: MemoryError: no more"):
-        run(settings)
+def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
+    def fail(self: Workers, method: str, **arguments: object) -> None:
+        raise ChildProcessError("process 0 failed: MemoryError: no more")
+
+    monkeypatch.setattr(Workers, "ask", fail)
+    with pytest.raises(ChildProcessError, match="bf16 at sequence 64: process 0 failed: MemoryError: no more"):
+        run(COMMAND, settings)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"methods": ("int3",)}, r"methods is \('int3',\); allowed: bf16, checkpoint"),
-        ({"sequences": (0,)}, r"sequences is \(0,\); allowed: at least 1 each"),
+        ({"methods": ("int3",)}, r"methods is .*; allowed: bf16, checkpoint"),
+        ({"sequences": (0,)}, r"sequences is \(0,\); allowed: at least 1"),
         ({"steps": 1}, "steps is 1; allowed: at least 2"),
-        ({"bits": 9}, "bits is 9; allowed: 2 to 8"),
+        ({"bits": 9}, "bits is 9; allowed: at least 2 and at most 8"),
         ({"weights": "fp16"}, "weights is 'fp16'"),
-        ({"vocab": 100}, "vocabulary has 100 entries"),
-        ({"dim": 33}, "model.dim is 33"),
+        ({"model": {"vocab": 100}}, "vocabulary has 100 entries"),
+        ({"model": {"dim": 33}}, "model.dim is 33"),
     ],
 )
 def test_wrong_settings_are_refused(wrong: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        Settings(**wrong)
+        build(MemoryBenchmark, wrong)

@@ -19,11 +19,6 @@ def test_operations_take_turns_on_changing_buffers():
     assert min(min(values) for values in seconds.values()) > 0
 
 
-def test_spread_is_the_interquartile_range_over_the_median():
-    assert timing.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
-    assert timing.spread([1.0]) == 0
-
-
 def test_buffers_are_together_more_than_the_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "last_level_cache", lambda device: 100)
     assert timing.buffers_for(10) * 10 > 200

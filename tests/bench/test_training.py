@@ -4,18 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from lowbit import ops
-from lowbit.bench import emulated
-from lowbit.bench.emulated import (
+from lowbit.bench import training
+from lowbit.bench.convergence import ConvergenceBenchmark
+from lowbit.bench.training import (
     Recipe,
+    Replicas,
     activation_policy,
     boundary_modules,
     codec_pair,
     evaluate,
+    gradient_codec,
     train,
 )
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, parse
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, SubspaceQuant, parse
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
@@ -23,8 +27,8 @@ from lowbit.train.model import build_model
 
 FP32 = Cast()
 CHECKSUM_BITS = 8 * CHECKSUM_BYTES / (2 * 16 * 32)  # an element, in messages of (2, 16, 32)
-INT2 = GroupInt(bits=2, group=64)
-INT6 = GroupInt(bits=6, group=32, symmetric=True)
+INT2, INT6 = "GroupInt(bits=2, group=64)", "GroupInt(bits=6, group=32, symmetric=True)"
+CODED = f"{INT2} / {INT6}"
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +54,8 @@ def recipe(tmp_path: Path) -> Recipe:
 
 def test_gradients_in_few_bits_train_too(recipe: Recipe):
     plain, found = [], []
-    for gradients, losses in ((None, plain), (parse("fp8"), found)):
-        _, row = train(
-            recipe,
-            forward=FP32,
-            backward=FP32,
-            seed=0,
-            gradients=gradients,
-            on_step=lambda step, loss, losses=losses: losses.append(loss),
-        )
+    for boundary, losses in (("fp32", plain), ("gradients:fp8", found)):
+        _, row = train(recipe, boundary, seed=0, on_step=lambda step, loss, losses=losses: losses.append(loss))
         losses.append(row["loss"])
     assert found[0] == pytest.approx(plain[0], rel=1e-6), "the same start and samples"
     assert found[-1] != plain[-1]
@@ -67,9 +64,8 @@ def test_gradients_in_few_bits_train_too(recipe: Recipe):
 
 @pytest.mark.parametrize("name", ["activations:low-bit", "activations:uniform"])
 def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
-    _, plain = train(recipe, forward=FP32, backward=FP32, seed=0)
-    policy = activation_policy(name)
-    model, found = train(recipe, forward=FP32, backward=FP32, seed=0, activations=policy)
+    _, plain = train(recipe, seed=0)
+    model, found = train(recipe, name, seed=0)
     assert found["curve"][0] == pytest.approx(plain["curve"][0], rel=1e-6), "forward is exact"
     assert found["loss"] != plain["loss"]
     assert found["loss"] == pytest.approx(plain["loss"], abs=0.05)
@@ -83,45 +79,45 @@ def test_policies_have_names():
         activation_policy("activations:4")
 
 
-def first_losses(recipe: Recipe, forward: Codec, backward: Codec = INT6, *, seed: int = 0) -> list[float]:
+def first_losses(recipe: Recipe, boundary: str, *, seed: int = 0) -> list[float]:
     losses: list[float] = []
 
     def keep(step: int, loss: float) -> None:
         losses.append(loss)
 
-    train(recipe, forward=forward, backward=backward, seed=seed, on_step=keep)
+    train(recipe, boundary, seed=seed, on_step=keep)
     return losses
 
 
 def test_runs_differ_by_the_codec_alone_and_only_after_warm_up(recipe: Recipe):
-    plain, coded = first_losses(recipe, FP32, FP32), first_losses(recipe, INT2)
+    plain, coded = first_losses(recipe, "fp32"), first_losses(recipe, CODED)
     assert coded[:2] == plain[:2]
     assert coded[2:] != plain[2:]
-    assert first_losses(recipe, INT2) == coded
-    assert first_losses(recipe, FP32, FP32, seed=1)[0] != plain[0]
+    assert first_losses(recipe, CODED) == coded
+    assert first_losses(recipe, "fp32", seed=1)[0] != plain[0]
 
 
 def test_training_lowers_the_loss_and_the_gradient_codec_matters(recipe: Recipe):
     recipe = dataclasses.replace(recipe, steps=20, warmup_steps=0)
-    losses = first_losses(recipe, FP32, FP32)
+    losses = first_losses(recipe, "fp32")
     assert losses[-1] < losses[0] - 0.5
-    coded = first_losses(recipe, FP32, INT2)
+    coded = first_losses(recipe, f"Cast() / {INT2}")
     assert coded[0] == losses[0]
     assert coded[1:] != losses[1:]
 
 
 def test_the_optimizer_is_the_recipes(recipe: Recipe):
     still = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr=0.0))
-    _, result = train(still, forward=FP32, backward=FP32, seed=0)
+    _, result = train(still, seed=0)
     fresh = build_model(recipe.model, vocab=256, sequence=16, seed=0)
     assert evaluate(fresh, load_data(recipe.data).held_out, recipe) == result["loss"]
     clipped = dataclasses.replace(recipe, optimizer=OptimizerConfig(lr_warmup_steps=2, clip=1e-9))
-    assert first_losses(clipped, FP32, FP32)[2] != first_losses(recipe, FP32, FP32)[2]
+    assert first_losses(clipped, "fp32")[2] != first_losses(recipe, "fp32")[2]
 
 
 def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
-    _, result = train(recipe, forward=INT2, backward=INT6, seed=0)
-    there, back = (codec.bits_per_element((2, 16, 32)) + CHECKSUM_BITS for codec in (INT2, INT6))
+    _, result = train(recipe, CODED, seed=0)
+    there, back = (parse(codec).bits_per_element((2, 16, 32)) + CHECKSUM_BITS for codec in (INT2, INT6))
     assert result["bits_forward"] == there
     assert result["bits_backward"] == back
     assert result["bits_forward_run"] == (32 + CHECKSUM_BITS + there) / 2
@@ -132,7 +128,7 @@ def test_bits_are_counted_with_and_without_warm_up(recipe: Recipe):
 
 def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
     recipe = dataclasses.replace(recipe, warmup_steps=0, samples=4)
-    _, result = train(recipe, forward=AQSGD(), backward=INT6, seed=0)
+    _, result = train(recipe, f"aq-sgd / {INT6}", seed=0)
     # Two steps bring four new samples, the other two differences.
     later = AQSGD().inner.bits_per_element((16, 32))
     assert result["bits_forward"] == pytest.approx((32 + later) / 2 + CHECKSUM_BITS)
@@ -142,19 +138,19 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
 
 
 def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
-    auto = parse("SubspaceQuant(rank='auto', group=8)")
-    _, result = train(recipe, forward=auto, backward=auto, seed=0)
+    auto = "SubspaceQuant(rank='auto', group=8)"
+    _, result = train(recipe, f"{auto} / {auto}", seed=0)
     bits = [SubspaceQuant(rank=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
     found = result["bits_forward"] - CHECKSUM_BITS
     assert bits[0] <= found < bits[-1], "ranks differ between the boundaries"
     told = 16 * 8 / (2 * 16 * 32)  # in the last step of the warm-up
     assert 4 * result["bits_forward_run"] == 64 + told + 4 * CHECKSUM_BITS + 2 * found
     with pytest.raises(ValueError, match="warmup_steps is 0, and forward has SubspaceQuant"):
-        first_losses(dataclasses.replace(recipe, warmup_steps=0), auto)
+        first_losses(dataclasses.replace(recipe, warmup_steps=0), f"{auto} / {auto}")
 
 
 def test_the_model_comes_back_trained_and_without_codecs(recipe: Recipe):
-    model, result = train(recipe, forward=INT2, backward=INT6, seed=0)
+    model, result = train(recipe, CODED, seed=0)
     held_out = load_data(recipe.data).held_out
     assert evaluate(model, held_out, recipe) == result["loss"]
     assert not any(m._forward_hooks for m in model.modules())
@@ -176,18 +172,18 @@ def test_evaluation_is_the_mean_over_windows_spread_over_the_text(recipe: Recipe
 
 def test_precision_is_that_of_the_computation(recipe: Recipe):
     rounded = dataclasses.replace(recipe, precision="bf16")
-    assert first_losses(rounded, FP32, FP32) != first_losses(recipe, FP32, FP32)
-    assert first_losses(rounded, FP32, FP32) == pytest.approx(first_losses(recipe, FP32, FP32), rel=0.01)
+    assert first_losses(rounded, "fp32") != first_losses(recipe, "fp32")
+    assert first_losses(rounded, "fp32") == pytest.approx(first_losses(recipe, "fp32"), rel=0.01)
 
 
 def test_a_start_replaces_the_random_weights(recipe: Recipe, tmp_path: Path):
     torch.save(build_model(recipe.model, vocab=256, sequence=16, seed=7).state_dict(), tmp_path / "w.pt")
     started = dataclasses.replace(recipe, start=str(tmp_path / "w.pt"))
     # The data order is the seed's, the weights are not.
-    first = first_losses(started, FP32, FP32)[0]
-    assert first != first_losses(recipe, FP32, FP32)[0]
-    assert first != first_losses(started, FP32, FP32, seed=1)[0]
-    result = emulated._prepare(started, 0)[1], emulated._prepare(started, 1)[1]
+    first = first_losses(started, "fp32")[0]
+    assert first != first_losses(recipe, "fp32")[0]
+    assert first != first_losses(started, "fp32", seed=1)[0]
+    result = training.prepare(started, 0)[1], training.prepare(started, 1)[1]
     assert torch.equal(result[0].lm_head.weight, result[1].lm_head.weight)
 
 
@@ -202,13 +198,71 @@ def test_boundaries_lie_where_stages_are_cut(family: str, expected: list[str]):
 
 
 def test_plain_formats_travel_alike_both_ways():
-    backward = "GroupInt(bits=6, group=32, symmetric=True)"
+    backward = INT6
     assert codec_pair("bf16", backward) == (Cast(dtype=torch.bfloat16),) * 2
-    assert codec_pair("int4", backward) == (parse("int4"), INT6)
+    assert codec_pair("int4", backward) == (parse("int4"), parse(INT6))
     pair = codec_pair("SubspaceQuant(rank=4) / subspace-backward", backward)
     assert pair == (parse("SubspaceQuant(rank=4)"), parse("SubspaceQuant(bits=4)"))
 
 
 def test_curves_are_means_of_equal_stretches(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(emulated, "CURVE_POINTS", 2)
-    assert emulated._curve([1.0, 2.0, 3.0, 4.0, 9.0]) == [(3, 2.0), (5, 6.5)]
+    monkeypatch.setattr(training, "CURVE_POINTS", 2)
+    assert training.curve_of([1.0, 2.0, 3.0, 4.0, 9.0]) == [(3, 2.0), (5, 6.5)]
+
+
+def mean_square(model: nn.Module):
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return (model(inputs) - targets).square().mean()
+
+    return loss
+
+
+def test_without_loss_it_is_one_large_batch():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 4), torch.randn(6, 8), torch.randn(6, 4)
+    expected = mean_square(model)(x, y)
+    whole = torch.autograd.grad(expected, list(model.parameters()))
+    replicas = Replicas(model, Cast())
+    assert replicas.backward(mean_square(model), x, y).item() == pytest.approx(expected.item())
+    for gradient, parameter in zip(whole, model.parameters(), strict=True):
+        assert torch.allclose(replicas.storage.gradient(parameter), gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_everything_that_is_rounded_is_rounded():
+    """Each micro-batch, what a rank sends, and the sum that comes back."""
+    torch.manual_seed(0)
+    codec = BlockFloat8(block=32)
+    model, x, y = nn.Linear(8, 4, bias=False), torch.randn(4, 8), torch.randn(4, 4)
+    loss = mean_square(model)
+    total = torch.zeros(4, 8)
+    for rank in range(2):
+        one, other = (
+            torch.autograd.grad(loss(x[i : i + 1], y[i : i + 1]), model.weight)[0] for i in (2 * rank, 2 * rank + 1)
+        )
+        total += codec.round_trip(codec.round_trip(one) + other)
+    replicas = Replicas(model, codec)
+    replicas.backward(loss, x, y)
+    assert torch.equal(replicas.storage.gradient(model.weight), codec.round_trip(total) / 4)
+    before = model.weight.detach().clone()
+    gradient = codec.round_trip(total) / 4
+    replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=0)
+    assert torch.equal(model.weight, before - gradient)
+    assert replicas.storage.gradient(model.weight) is None
+    replicas.backward(loss, x, y)
+    before = model.weight.detach().clone()
+    replicas.step(torch.optim.SGD(model.parameters(), lr=1.0), clip=1e-3)
+    assert (before - model.weight.detach()).norm() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_formats_by_name():
+    assert gradient_codec("fp8") is None
+    assert gradient_codec("gradients:fp8") == BlockFloat8()
+    assert codec_pair("gradients:fp8", "int6") == (Cast(), Cast())
+    with pytest.raises(ValueError, match="keeps something between messages"):
+        gradient_codec("gradients:aq-sgd")
+    with pytest.raises(ValueError, match="codec is 'fp9'"):
+        ConvergenceBenchmark(boundaries=("gradients:fp9",))
+    with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
+        ConvergenceBenchmark(boundaries=("gradients:fp8",), data=DataConfig(batch=3))
+    with pytest.raises(ValueError, match="batch is 3; allowed: multiples of 2"):
+        Replicas(nn.Linear(2, 2), Cast()).backward(mean_square(nn.Linear(2, 2)), torch.zeros(3, 2), torch.zeros(3, 2))

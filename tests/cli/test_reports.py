@@ -14,7 +14,7 @@ from tests.command_line import invoke
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_setting_is_an_option_and_explained(name: str):
-    silent = [action.dest for action in BENCHMARKS[name].parser("").options if str(action.help).startswith(" ")]
+    silent = [action.dest for action in BENCHMARKS[name].parser("")._actions if str(action.help).startswith(" ")]
     assert silent == []
     shown = invoke("bench", name, "--help")
     assert shown.exit_code == 0, shown.output

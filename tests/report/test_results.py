@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lowbit.bench.report import Column, Report, machine, table
+from lowbit.report import Column, Report, Table, machine
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ def test_unwritable_file_says_so(tmp_path: Path):
 
 
 def test_machine_is_described_but_not_identified():
-    found = machine()
-    assert {"cpu", "cores", "torch", "python", "lowbit", "date"} <= set(found)
-    text = json.dumps(found)
+    about = machine()
+    assert {"cpu", "cores", "torch", "python", "lowbit", "date"} <= set(about)
+    text = json.dumps(about)
     for secret in (socket.gethostname(), str(Path.cwd())):
         assert secret not in text
 
 
 def test_a_narrow_terminal_folds_words_and_no_numbers():
     names = [f"number\n{i}" for i in range(8)]
-    columns = [Column(title="a format", field="name"), *(Column(title=n, field=n) for n in names)]
+    columns = [Column("a format", "name"), *(Column(n, n) for n in names)]
     name = "GroupInt(bits=4, group=64, symmetric=True)"
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table([{"name": name} | dict.fromkeys(names, 123.45)], columns))
+    console.print(Table(columns=columns).render([{"name": name} | dict.fromkeys(names, 123.45)]))
     text = console.export_text()
     assert text.count("123.45") == text.count("number") == 8
     assert "…" not in text
@@ -73,14 +73,25 @@ def test_a_narrow_terminal_folds_words_and_no_numbers():
 
 
 def test_table_shows_values_and_gaps():
-    columns = [
-        Column(title="Boundary", field="boundary"),
-        Column(title="Loss", field="loss", show="{:.2f}".format),
-    ]
+    columns = [Column("Boundary", "boundary"), Column("Loss", lambda row: row["loss"], "{:.2f}")]
     console = Console(width=60, record=True, file=io.StringIO())
     rows = [{"boundary": "int4", "loss": 1.234}, {"boundary": "bf16", "loss": None}]
-    console.print(table(rows, columns, title="Formats"))
+    console.print(Table(columns=columns, title="Formats").render(rows))
     text = console.export_text()
     assert "Formats" in text
     assert "int4" in text
     assert text.splitlines()[-3:-1] == [" int4      1.23 ", " bf16         – "]
+
+
+def test_a_table_for_each_value_with_a_title_and_without_empty_columns():
+    rows = [{"link": "a", "ms": 1, "gone": None}, {"link": "b", "ms": 2, "gone": None}]
+    table = Table(
+        columns=lambda rows: [Column("ms", "ms"), Column("gone", "gone")], title=lambda rows: rows[0]["link"] * 3,
+        each="link", rows=lambda rows: rows[::-1],
+    )  # fmt: skip
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(table.render(rows))
+    text = console.export_text()
+    assert text.index("bbb") < text.index("aaa")
+    assert "gone" not in text
+    assert not Table(columns=[]).render([]).renderables

@@ -10,6 +10,6 @@ COMMANDS = {
     "convergence": "lowbit.bench.convergence",
     "memory": "lowbit.bench.memory",
 }
-"""The module of each benchmark, which has its `COMMAND`; they import PyTorch, so import them when they are asked for."""
+"""The module of each benchmark, which has its `COMMAND`. They import PyTorch: import one when it is asked for."""
 
 __all__ = ["COMMANDS"]

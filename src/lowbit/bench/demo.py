@@ -7,26 +7,22 @@ far each comes in it.
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowbit.bench import charts
-from lowbit.bench.launch import UNLIMITED, Ranks
-from lowbit.bench.pipeline import Settings
-from lowbit.bench.pipeline import recipe as pipeline_recipe
-from lowbit.bench.race import seconds_until
-from lowbit.bench.report import Column, Report, machine, table
-from lowbit.bench.speeds import link_name
-from lowbit.collectives.engine import check_torch
-from lowbit.config import ConfigError
+from lowbit.bench.pipeline import PipelineBenchmark
+from lowbit.bench.recipes import PROGRAM, as_mapping
+from lowbit.bench.recipes import recipe as recipe_of
+from lowbit.bench.settings import link_name
+from lowbit.bench.workers import UNLIMITED, set_link, started
 from lowbit.network import Link, LinkUnavailable, SlowLink
-from lowbit.train import prepare
-from lowbit.train.config import TrainConfig, from_mapping
+from lowbit.report import Bars, Baseline, Column, Lines, Report, Row, Table, compare, machine
+from lowbit.report.charts import draw
+from lowbit.train import ConfigError, TrainConfig, prepare
+from lowbit.train.config import OptimizerConfig
 from lowbit.train.folder import RunFolder
 from lowbit.train.generate import generate
 from lowbit.train.metrics import StepMetrics, read_metrics
@@ -37,15 +33,14 @@ if TYPE_CHECKING:
 
 LINK = Link(100.0)
 PROMPT = "def "
-SETTINGS = Settings()
+SETTINGS = PipelineBenchmark()
 FILES = ("report.json", "demo.png")
 _SMOOTHED_STEPS = 8
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One of the runs: its name on the screen and in files, what its boundaries are, and how long it trains."""
+    """One of the runs: its name in files and on the screen, what its boundaries are, and how long it trains."""
 
     name: str
     title: str
@@ -58,18 +53,37 @@ CONTESTANTS = (
     Contestant(name="fp32", title="FP32, stock", boundary="stock-fp32", steps=45),
     Contestant(name="tah-quant", title="TAH-Quant", boundary="tah-quant", steps=180),
 )
-
-OnMetrics = Callable[[StepMetrics], None]
+TABLE = Table(
+    title="The same time, side by side",
+    columns=[
+        Column("boundaries", "title"),
+        Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+        Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
+        Column("bits\nfwd/bwd", lambda row: f"{row['bits_forward']:.3g}/{row['bits_backward']:.3g}"),
+        Column("MB a\nstep", lambda row: row["bytes_per_step"] / 1e6, "{:.1f}"),
+        Column("steps", "steps"),
+        Column("seconds", "seconds", "{:.0f}"),
+        Column("loss", "loss", "{:.3f}"),
+        Column("same\nloss at", "seconds_to_loss", "{:.0f} s"),
+    ],
+)
+CHARTS = (
+    Lines(
+        title=lambda rows: f"A small Llama learns Python, link: {link_name(rows[0])}", series="title", curve="curve",
+        x_label="seconds of training", label="training loss, nats a token", width=5.5,
+    ),
+    Bars(title="Training speed", group=link_name, series="title", y="tokens_per_second", label="tokens/s", width=5.5),
+)  # fmt: skip
 
 
 def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> Report:
     """Train both, show both, and write `report.json`, `demo.png` and the runs' own folders to `output`.
 
     Returns:
-        A report with a row for each run: `boundary`, `link` (its text), `link_mbit` (None: unlimited), `link_rtt_ms`,
-        `steps`, `seconds` (of training), `tokens_per_second`, `speedup_fp32`, `bits_forward`, `bits_backward`,
-        `bytes_per_step`, `loss` (training, last steps), `held_out_loss`, `seconds_to_loss` (until the training loss
-        that both reached) and `curve`.
+        A report with a row for each run: `boundary`, what `set_link` says of the link, `steps`, `seconds` (of
+        training), `tokens_per_second`, `speedup_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss`
+        (training, last steps), `held_out_loss`, `seconds_to_loss` (until the training loss that both reached) and
+        `curve`.
 
     Raises:
         EngineError: this PyTorch is not known to work.
@@ -79,25 +93,37 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     from rich.console import Console
 
     console = console or Console()
-    check_torch()
     check_output(output)
+    link = choose_link(console)
     rows = []
-    with open_link(console) as network:
-        link = network.link if network else UNLIMITED
-        about = {"link": str(link), "link_mbit": link.rate_mbit, "link_rtt_ms": link.rtt_ms}
-        with _progress(console) as show:
-            for contestant in CONTESTANTS:
-                config = recipe(contestant, output / contestant.name)
-                train(network, config, lambda metrics, c=contestant: show(c, metrics))
-                rows.append({**about, **outcome(contestant, output)})
-    _compare(rows)
+    with started(PROGRAM, SETTINGS.pipeline.ranks, [link]) as (network, ranks), _progress(console) as show:
+        about = set_link(network, link)
+        for contestant in CONTESTANTS:
+            config = as_mapping(recipe(contestant, output / contestant.name))
+            ranks.ask("train", config=config, on_progress=lambda values, c=contestant: show(c, StepMetrics(**values)))
+            rows.append({**about, **outcome(contestant, output)})
+    baseline = Baseline(field="speedup_fp32", value="tokens_per_second", to={"boundary": CONTESTANTS[0].name})
+    rows = reached(compare(rows, [baseline]))
     RunFolder(output).note(*FILES)
-    report = Report(command="demo", settings=about, machine=machine(), rows=rows)
+    report = Report(command="demo", settings={"link": str(link)}, machine=machine(), rows=rows)
     report.write_json(output / "report.json")
-    draw(report, output / "demo.png")
-    console.print(table([_shown(row) for row in rows], COLUMNS, title="The same time, side by side"))
-    _say_what_it_wrote(console, output)
+    draw(CHARTS, report.rows, output / "demo.png")
+    console.print(TABLE.render(report.rows))
+    _print_outputs(console, output)
     return report
+
+
+def choose_link(console: Console) -> Link:
+    """The slow link; where this machine does not permit one, none, and a word about it."""
+    if reason := SlowLink.available():
+        console.print(
+            f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: both runs use this machine's loopback, "
+            "where few bits gain nothing.",
+            highlight=False,
+        )
+        return UNLIMITED
+    console.print(f"Two hosts on this machine, joined by {LINK.title}.", highlight=False)
+    return LINK
 
 
 def check_output(output: Path) -> None:
@@ -120,57 +146,27 @@ def recipe(contestant: Contestant, output: Path) -> TrainConfig:
 
     The learning rate stays constant after its rise, so that runs of different length can be compared all the way.
     """
-    return from_mapping(
-        pipeline_recipe(
-            SETTINGS,
-            contestant.boundary,
-            optimizer={"lr": 2e-3, "lr_end": 1.0, "lr_warmup_steps": 10},
-            run={
-                "output": str(output),
-                "overwrite": True,
-                "steps": contestant.steps,
-                "eval_batches": 4,
-            },
-        )
-    )
-
-
-def train(network: SlowLink | None, config: TrainConfig, on_metrics: OnMetrics) -> None:
-    """Run `lowbit train` on the hosts of a link (on this machine without one) and follow its metrics.
-
-    Raises:
-        ChildProcessError: a rank failed; the message has its last words.
-    """
-    file, seen = Path(config.run.output) / "metrics.jsonl", 0
-    RunFolder(file.parent).clear()  # so that nothing is taken for this run's that is an older one's
-    with Ranks(network, config.pipeline.ranks, "lowbit.train.worker") as ranks:
-        ranks.tell(json.dumps(json.loads(config.to_json())))
-        ended = False
-        while not ended:
-            ended = ranks.ended()
-            for metrics in read_metrics(file)[seen:]:
-                on_metrics(StepMetrics(**metrics))
-                seen += 1
-            time.sleep(_POLL_SECONDS)
+    return recipe_of(
+        SETTINGS, contestant.boundary, optimizer=OptimizerConfig(lr=2e-3, lr_end=1.0, lr_warmup_steps=10),
+        output=str(output), overwrite=True, steps=contestant.steps, eval_batches=4,
+    )  # fmt: skip
 
 
 def outcome(contestant: Contestant, output: Path) -> dict[str, Any]:
-    """What a run came to, from the files that it wrote."""
+    """The row of a run, from the files that it wrote."""
     summary = read_summary(output / contestant.name / "summary.json")
     metrics = read_metrics(output / contestant.name / "metrics.jsonl")
-    names = ("steps", "tokens_per_second", "bits_forward", "bits_backward", "bytes_per_step")
+    names = "steps tokens_per_second bits_forward bits_backward bytes_per_step loss held_out_loss"
     return {
         "boundary": contestant.name,
         "title": contestant.title,
-        **{name: getattr(summary, name) for name in names},
+        **{name: getattr(summary, name) for name in names.split()},
         "seconds": sum(step["seconds"] for step in metrics),
-        "loss": summary.loss,
-        "held_out_loss": summary.held_out_loss,
         "curve": curve(metrics),
     }
 
 
-def curve(metrics: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
+def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Training loss, a mean over the last steps each time, against the seconds of training."""
     points, seconds = [], 0.0
     for i, step in enumerate(metrics):
@@ -180,52 +176,26 @@ def curve(metrics: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
     return points
 
 
-def draw(report: Report, path: Path) -> None:
-    """Loss against wall-clock, and tokens per second."""
-    figure = charts.new_figure(panels=2, width=5.5)
-    left, right = figure.axes
-    curves = {row["title"]: row["curve"] for row in report.rows}
-    link = link_name(report.rows[0]["link"])
-    title = f"A small Llama learns Python, link: {link}"
-    charts.lines(left, curves, x_label="seconds of training", label="training loss", title=title)
-    speeds = {row["title"]: [row["tokens_per_second"]] for row in report.rows}
-    charts.bars(right, [link], speeds, label="tokens/s", title="Training speed")
-    charts.save(figure, path)
-
-
-COLUMNS = (
-    Column(title="boundaries", field="title"),
-    Column(title="tokens/s", field="tokens_per_second", show="{:,.0f}".format),
-    Column(title="over\nfp32", field="speedup_fp32", show="{:.2f}x".format),
-    Column(title="bits\nfwd/bwd", field="bits"),
-    Column(title="MB a\nstep", field="megabytes", show="{:.1f}".format),
-    Column(title="steps", field="steps"),
-    Column(title="seconds", field="seconds", show="{:.0f}".format),
-    Column(title="loss", field="loss", show="{:.3f}".format),
-    Column(title="same\nloss at", field="seconds_to_loss", show="{:.0f} s".format),
-)
-
-
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    bits = f"{row['bits_forward']:.3g}/{row['bits_backward']:.3g}"
-    return {**row, "megabytes": row["bytes_per_step"] / 1e6, "bits": bits}
-
-
-def _compare(rows: list[dict[str, Any]]) -> None:
-    """Add what follows from both runs together."""
+def reached(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows with `target_loss`, the lowest loss of a curve that all have reached, and `seconds_to_loss`, when."""
     target = max(min(loss for _, loss in row["curve"]) for row in rows)
-    for row in rows:
-        row["speedup_fp32"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-        row["seconds_to_loss"] = seconds_until(row["curve"], target)
+    return [{**row, "target_loss": target, "seconds_to_loss": seconds_until(row["curve"], target)} for row in rows]
 
 
-def _told(metrics: StepMetrics) -> str:
-    """A step in half a line."""
-    bits = f"{metrics.bits_forward or 0:.1f}/{metrics.bits_backward or 0:.1f} bits"
-    return f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  {bits}"
+def seconds_until(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """When a curve of (seconds, loss) first is at the target or below, between its points by a straight line."""
+    before: tuple[float, float] | None = None
+    for seconds, loss in curve:
+        if loss <= target:
+            if before is None or loss == before[1]:
+                return seconds
+            share = (before[1] - target) / (before[1] - loss)
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, loss)
+    return None
 
 
-def _say_what_it_wrote(console: Console, output: Path) -> None:
+def _print_outputs(console: Console, output: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -234,23 +204,6 @@ def _say_what_it_wrote(console: Console, output: Path) -> None:
     console.print(f"\n{CONTESTANTS[-1].title} after {CONTESTANTS[-1].steps} steps writes:")
     console.print(text, markup=False, highlight=False, style="cyan")
     console.print(f"\nPicture: {output / 'demo.png'}\nModel: {model}", highlight=False)
-
-
-@contextmanager
-def open_link(console: Console) -> Iterator[SlowLink | None]:
-    """The slow link; where this machine does not permit one, none, and a word about it."""
-    reason = SlowLink.available()
-    if reason:
-        console.print(
-            f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: both runs use this machine's loopback, "
-            "where few bits gain nothing.",
-            highlight=False,
-        )
-        yield None
-    else:
-        console.print(f"Two hosts on this machine, joined by {LINK.title}.", highlight=False)
-        with SlowLink(hosts=2, rate_mbit=LINK.rate_mbit) as network:
-            yield network
 
 
 @contextmanager
@@ -269,7 +222,9 @@ def _progress(console: Console) -> Iterator[Callable[[Contestant, StepMetrics], 
             task = tasks[contestant.name]
             if metrics.step == 0:
                 bars.start_task(task)
-            bars.update(task, completed=metrics.step + 1, description=_told(metrics))
+            bits = f"{metrics.bits_forward or 0:.1f}/{metrics.bits_backward or 0:.1f} bits"
+            line = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  {bits}"
+            bars.update(task, completed=metrics.step + 1, description=line)
             if metrics.step + 1 == contestant.steps:
                 bars.stop_task(task)
 

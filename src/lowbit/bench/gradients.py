@@ -6,15 +6,16 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from lowbit.bench.settings import ALGORITHMS, LINK, check_at_least, check_lists, link_name
+from pydantic import Field
+
+from lowbit.bench.settings import LINK, EachOnce, Links, Names, link_name
 from lowbit.bench.sums import Phase, Taken, all_reduce_elements, take_turns
 from lowbit.bench.workers import UNLIMITED, Workers
 from lowbit.codecs import Codec, parse
-from lowbit.codecs.base import check_choice
 from lowbit.collectives.reduce import check_summable
+from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig
@@ -28,41 +29,35 @@ POWER_RANK = 4
 MATRIX = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class GradientsBenchmark:
-    """What is compared, on which links, among how many ranks.
+    """What is compared, on which links, among how many ranks."""
 
-    Args:
-        links: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
-        ranks: processes, each on a host of its own.
-        formats: engine-fp32 and engine-bf16 are PyTorch's all-reduce, hook-fp16 and hook-bf16 its DDP hooks, powersgd
-            its low-rank hook (rank 4); int8 and int4 are symmetric, in groups of 128 and 64; others are codecs.
-        numel: float32 elements of the tensor that is averaged, a multiple of 1048576.
-        rounds: how often each format has its turn.
-        steps: timed steps of data-parallel training for each format and link, on the largest number of ranks; 0: none.
-        model: what is trained. batch: samples of a rank; sequence: tokens of a sample.
-        algorithm: of the codecs, "two_shot" or "one_shot".
-    """
-
-    links: tuple[Link, ...] = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
-    ranks: tuple[int, ...] = (2, 4)
-    formats: tuple[str, ...] = (*ENGINE, "fp8", "int8", "int4")
-    numel: int = 16 << 20
-    rounds: int = 5
-    steps: int = 2
+    links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
+    """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    """Processes, each on a host of its own."""
+    formats: Names = (*ENGINE, "fp8", "int8", "int4")
+    """engine-fp32 and engine-bf16 are PyTorch's all-reduce, hook-fp16 and hook-bf16 its DDP hooks, powersgd its
+    low-rank hook (rank 4); int8 and int4 are symmetric, in groups of 128 and 64; others are codecs."""
+    numel: Positive = 16 << 20
+    """Float32 elements of the tensor that is averaged, a multiple of 1048576."""
+    rounds: Positive = 5
+    """Turns of each format."""
+    steps: NonNegative = 2
+    """Timed steps of data-parallel training for each format and link, on the largest number of ranks; 0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=4, ffn=1536)
-    batch: int = 2
-    sequence: int = 64
-    algorithm: str = "two_shot"
+    """What is trained."""
+    batch: Positive = 2
+    """Samples of a rank."""
+    sequence: Positive = 64
+    """Tokens of a sample."""
+    algorithm: Literal["one_shot", "two_shot"] = "two_shot"
+    """How codecs are summed."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, rounds=1, steps=0, batch=1, sequence=1)
-        check_lists(self, "links", "formats", "ranks")
-        check_choice("algorithm", self.algorithm, ALGORITHMS)
-        if self.numel < 1 or self.numel % MATRIX**2:
-            raise ValueError(f"numel is {self.numel}; allowed: multiples of {MATRIX**2}")
-        if min(self.ranks) < 2:
-            raise ValueError(f"ranks is {self.ranks}; allowed: at least 2 each")
+        if self.numel % MATRIX**2:
+            raise ConfigError(f"numel is {self.numel}; allowed: multiples of {MATRIX**2}")
         for name in set(self.formats) - set(ENGINE):
             codec_of(name)
 

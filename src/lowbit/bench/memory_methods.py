@@ -11,21 +11,18 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.activations.hooks import coded_by
+from lowbit.bench.memory import EIGHT_BIT
 from lowbit.codecs import BlockFloat8
 from lowbit.gradients import GradientStorage
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.optim import make_optimizer
 
-EIGHT_BIT = "low-bit+8bit"
-METHODS = ("bf16", "checkpoint", "fp8", "int4-uniform", "int4", "low-bit", EIGHT_BIT)
-
-
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
-def kept_as(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
-    """Have autograd keep a model's activations in a method's way while the block runs.
+def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
+    """Have autograd save a model's activations in a method's way while the block runs.
 
     bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
     everything that is saved, attention's tensors too, as `BlockFloat8`, nothing recomputed (as COAT does, which fuses
@@ -85,17 +82,17 @@ class Updates:
     def gradients(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
         """Gradients of a loss as they are stored, by name of the parameter, in float32; they are forgotten at once."""
         loss().backward()
-        found = {}
+        gradients = {}
         for name, parameter in self.model.named_parameters():
             stored = parameter.grad
             if self.storage is not None:
                 stored = self.storage.gradient(parameter, torch.float32)
             if stored is not None:
-                found[name] = stored.detach().float().clone()
+                gradients[name] = stored.detach().float().clone()
         if self.storage is not None:
             self.storage.zero_()
         self.optimizer.zero_grad()
-        return found
+        return gradients
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that there are now."""

@@ -1,14 +1,12 @@
-"""The process of one measurement of `lowbit bench memory`: a method at a sequence length, told in JSON both ways."""
+"""The process of one measurement of `lowbit bench memory`: a method at a sequence length."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import gc
-import json
 import re
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -19,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.counting import counted, layer_type
-from lowbit.activations.measure import relative_error
-from lowbit.bench.memory import Settings
-from lowbit.bench.memory_methods import Around, Updates, kept_as
+from lowbit.bench.memory import MemoryBenchmark
+from lowbit.bench.memory_methods import Around, Updates, saving
+from lowbit.bench.worker import serve
+from lowbit.config import build
+from lowbit.plan.measure import relative_error
 from lowbit.train.config import OptimizerConfig
-from lowbit.train.data import Order, Windows, load_data
+from lowbit.train.data import Order, load_data
 from lowbit.train.model import build_model, vocabulary
+from lowbit.train.single_process import model_loss
 
 _SKIPPED = 1  # steps that are not measured: the first makes the optimizer's state
 
@@ -65,11 +66,11 @@ class Meter:
 class Training:
     """A model trained with a method."""
 
-    def __init__(self, settings: Settings, method: str, sequence: int) -> None:
+    def __init__(self, settings: MemoryBenchmark, method: str, sequence: int) -> None:
         self.settings, self.method = settings, method
         self.device = torch.device(settings.device)
-        data = replace(settings.data, sequence=sequence)
-        self.windows: Windows = load_data(data).train
+        data = settings.data(sequence)
+        self.windows = load_data(data).train
         self.order = Order(samples=len(self.windows), batch=data.batch, seed=settings.seed)
         vocab = vocabulary(settings.model, 256)
         model = build_model(settings.model, vocab=vocab, sequence=sequence, seed=settings.seed)
@@ -80,11 +81,9 @@ class Training:
 
     def loss(self, inputs: Tensor, targets: Tensor, around: Around) -> Tensor:
         """Mean loss of a micro-batch, nats a token."""
-        mixed = self.settings.weights == "fp32"
         with around():
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
-                logits = self.model(input_ids=inputs, use_cache=False).logits
-            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            autocast = torch.bfloat16 if self.settings.weights == "fp32" else None
+            return model_loss(self.model, inputs, targets, autocast=autocast)
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Tokens and targets of a step, a micro-batch each."""
@@ -114,19 +113,29 @@ class Training:
             torch.cuda.synchronize(self.device)
 
 
-def measure(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
-    """Train for `settings.steps` steps and measure; see `lowbit.bench.memory.run` for the fields."""
+class Measurement:
+    """The side of a process that measures."""
+
+    def measure(self, settings: dict[str, Any], method: str, sequence: int) -> dict[str, Any]:
+        """A row of `lowbit bench memory`, but for its comparisons."""
+        chosen = build(MemoryBenchmark, settings)
+        torch.set_num_threads(chosen.threads)
+        return measure(chosen, method, sequence)
+
+
+def measure(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, Any]:
+    """Train for `settings.steps` steps and measure; see `lowbit.bench.memory.measure` for the fields."""
     _rehearse(settings, method)
     meter = Meter(torch.device(settings.device))
     training = Training(settings, method, sequence)
-    peaks, seconds, losses, held = [], [], [], 0
-    with kept_as(method, training.model, settings.bits) as around:
+    peaks, seconds, losses, gradient_bytes = [], [], [], 0
+    with saving(method, training.model, settings.bits) as around:
         for number in range(settings.steps):
             meter.reset()
-            loss, took, held = training.step(number, around)
+            loss, elapsed, gradient_bytes = training.step(number, around)
             losses.append(loss)
             peaks.append(meter.peak())
-            seconds.append(took)
+            seconds.append(elapsed)
     row = {
         "method": method,
         "sequence": sequence,
@@ -134,38 +143,28 @@ def measure(settings: Settings, method: str, sequence: int) -> dict[str, Any]:
         "step_seconds": statistics.median(seconds[_SKIPPED:]),
         "loss": losses[-1],
         "weights_bytes": sum(p.nbytes for p in training.model.parameters()),
-        "gradients_bytes": held,
+        "gradients_bytes": gradient_bytes,
         "optimizer_bytes": training.updates.state_bytes(),
     }
-    return row | _kept_and_lost(training)
+    return row | _saved_and_errors(training)
 
 
-def _rehearse(settings: Settings, method: str) -> None:
+def _rehearse(settings: MemoryBenchmark, method: str) -> None:
     """Two steps of a tiny model: afterwards kernels are compiled, and whatever is loaded late is there."""
-    tiny = replace(
-        settings,
-        dim=64,
-        layers=1,
-        heads=1,
-        kv_heads=0,
-        ffn=0,
-        pretrained="",
-        steps=2,
-        max_bytes=20_000,
-    )
-    training = Training(tiny, method, 64)
-    with kept_as(method, training.model, settings.bits) as around:
+    model = replace(settings.model, dim=64, layers=1, heads=1, kv_heads=0, ffn=0, pretrained="")
+    training = Training(replace(settings, model=model, steps=2, max_bytes=20_000), method, 64)
+    with saving(method, training.model, settings.bits) as around:
         for number in range(2):
             training.step(number, around)
-    _kept_and_lost(training)
+    _saved_and_errors(training)
 
 
-def _kept_and_lost(training: Training) -> dict[str, Any]:
-    """Bytes that autograd keeps of a micro-batch, and errors of its gradients, by layer type."""
+def _saved_and_errors(training: Training) -> dict[str, Any]:
+    """Bytes that autograd saves of a micro-batch, and errors of its gradients, by layer type."""
     inputs, targets = training.microbatches(training.settings.steps)[0]
     model, updates = training.model, training.updates
-    with kept_as(training.method, model, training.settings.bits) as around, counted(model) as kept:
-        found = updates.gradients(lambda: training.loss(inputs, targets, around))
+    with saving(training.method, model, training.settings.bits) as around, counted(model) as kept:
+        coded = updates.gradients(lambda: training.loss(inputs, targets, around))
     plain = training.loss(inputs, targets, contextlib.nullcontext)
     named = dict(model.named_parameters())
     exact = dict(zip(named, torch.autograd.grad(plain, list(named.values())), strict=True))
@@ -173,12 +172,12 @@ def _kept_and_lost(training: Training) -> dict[str, Any]:
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, gradient in exact.items():
         groups[_type_of(model, name)][name] = gradient
-    errors = {kind: relative_error(found, group) for kind, group in groups.items()}
+    errors = {kind: relative_error(coded, group) for kind, group in groups.items()}
     return {
         "saved_bytes": kept.total,
         "saved": {kind: size for kind, size in kept.peak.items() if kind != "weights"},
         "weight_copies_bytes": kept.peak.get("weights", 0),
-        "gradient_error": {"all": relative_error(found, exact), **errors},
+        "gradient_error": {"all": relative_error(coded, exact), **errors},
     }
 
 
@@ -190,23 +189,12 @@ def _type_of(model: nn.Module, parameter: str) -> str:
 
 
 def _resident(name: str) -> int:
-    """Bytes that the kernel tells of this process under a name."""
+    """An entry of this process in /proc, in bytes."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def main() -> None:
-    """Read {"settings", "method", "sequence"} from standard input and answer with the row, on the last line."""
-    told = json.loads(sys.stdin.read())
-    values: Any = told["settings"]
-    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    settings = Settings(**values)
-    torch.set_num_threads(settings.threads)
-    row = measure(settings, told["method"], told["sequence"])
-    sys.stdout.write(json.dumps(row) + "\n")
+    match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 if __name__ == "__main__":
-    main()
+    serve(Measurement)

@@ -10,36 +10,31 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
-from lowbit.bench.launch import UNLIMITED, Ranks, set_link, started
-from lowbit.bench.report import Report, Row, machine
-from lowbit.codecs import Codec, parse, parse_pair
-from lowbit.codecs.base import check_choice
-from lowbit.network import Link
-from lowbit.train.boundaries import make_codecs
-from lowbit.train.config import ModelConfig, from_mapping
-from lowbit.train.device import choose_device
-from lowbit.train.plan import make_plan
-
-STOCK = ("stock-fp32", "stock-bf16")
-SUBSPACE = "SubspaceQuant(rank=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
-BOUNDARIES = (
-    *STOCK,
-    "fp32",
-    "bf16",
-    "int4",
-    "tah-quant",
-    "tah-quant-published",
-    "aq-sgd",
-    SUBSPACE,
+from lowbit.bench.recipes import (
+    MANY_STAGES,
+    PROGRAM,
+    THIN_MODEL,
+    as_mapping,
+    check_recipes,
+    check_samples,
+    recipe,
+    step,
 )
-_MODEL = ("dim", "layers", "heads", "kv_heads", "ffn")
+from lowbit.bench.settings import LINK, STOCK, Device, Links, Names, formats_of, link_name
+from lowbit.bench.workers import UNLIMITED, Workers, set_link, started
+from lowbit.codecs.names import pair_name
+from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.network import Link
+from lowbit.report import Bars, Baseline, Column, Command, Row, Table
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
-OnRows = Callable[[Sequence[Row]], None]
+MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
+SUBSPACE = "SubspaceQuant(rank=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
 
 
 @dataclass(frozen=True)
@@ -58,95 +53,76 @@ class Split:
             ValueError: it is not one.
         """
         match text.split("/"):
-            case [schedule, stages, micro_batches] if stages.isdecimal() and micro_batches.isdecimal():
-                return cls(schedule, int(stages), int(micro_batches))
+            case [schedule, stages, microbatches] if stages.isdecimal() and microbatches.isdecimal():
+                return cls(schedule, int(stages), int(microbatches))
         raise ValueError(f"split is {text!r}; allowed: schedule/stages on each rank/micro-batches, such as 1F1B/1/8")
 
     def __str__(self) -> str:
         return f"{self.schedule}/{self.stages_per_rank}/{self.microbatches}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+@section()
+class PipelineBenchmark:
     """What is compared, on which links, with which model.
 
     The default model is one that a slow link holds up even where two CPU cores do the computing, as a large one would
-    hold up graphics cards: 8 stages on 2 ranks, so that activations cross the link 7 times and gradients as often, and
-    thin layers (a feed-forward as narrow as the model, one key-value head), so that there is little to compute between.
-
-    Args:
-        links: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
-        boundaries: formats of activations, by name or in full, or of both ways, such as "int4 / int6"; stock-fp32 and
-            stock-bf16 are PyTorch's own stage.
-        backward: format of gradients beside low-bit activations that do not name their own; absent: the default of the
-            activations' format. fp32, bf16 and fp16 are used both ways.
-        ranks: processes, each on a host of its own. stages_per_rank, schedule, microbatches: of the pipeline.
-        splits: schedule/stages on each rank/micro-batches, such as 1F1B/1/8, to measure each with every boundary in the
-            place of these three.
-        dim, layers, heads, kv_heads, ffn: of the Llama that is trained (0: as usual). batch: samples in a step;
-            sequence: tokens of a sample.
-        rounds: how often each format has its turn on each link; steps: timed steps of a turn, after one that is not.
-        evaluations: batches of held-out text to evaluate at the end of each turn, coded as in training. 0: none.
-        samples: distinct samples, a multiple of `batch`. All are visited once before anything is timed, so that
-            formats which remember samples are timed at their best.
-        device: "cpu", or "cuda": ranks take the machine's devices in turn; PyTorch's own stage cannot.
-        precision: of the computation: "auto", "fp32" or "bf16".
-        seed: of weights and data order.
+    hold up graphics cards: many stages and thin layers (a feed-forward as narrow as the model, one key-value head), so
+    that there is little to compute between them.
     """
 
-    links: tuple[Link, ...] = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
-    boundaries: tuple[str, ...] = BOUNDARIES
+    links: Links = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
+    """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    boundaries: Names = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", SUBSPACE)
+    """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"; stock-fp32 and stock-bf16 are
+    PyTorch's own stage."""
     backward: str = ""
-    ranks: int = 2
-    stages_per_rank: int = 4
-    schedule: str = "Interleaved1F1B"
-    microbatches: int = 4
+    """Format of gradients beside low-bit activations that do not name their own; absent: the default of the
+    activations' format. fp32, bf16 and fp16 are used both ways."""
+    model: ModelConfig = THIN_MODEL
+    """What is trained."""
+    data: DataConfig = DataConfig(batch=32, sequence=128)
+    """Text, samples of a step and tokens of a sample."""
+    pipeline: PipelineConfig = MANY_STAGES
+    """Ranks, each on a host of its own, stages and schedule; `boundaries` has the formats."""
     splits: tuple[Split, ...] = ()
-    dim: int = 128
-    layers: int = 8
-    heads: int = 4
-    kv_heads: int = 1
-    ffn: int = 128
-    batch: int = 32
-    sequence: int = 128
-    rounds: int = 3
-    steps: int = 2
-    evaluations: int = 0
-    samples: int = 64
-    device: str = "cpu"
-    precision: str = "auto"
-    seed: int = 0
+    """schedule/stages on each rank/micro-batches, such as 1F1B/1/8, to measure each with every boundary in place of
+    what `pipeline` has."""
+    rounds: Positive = 3
+    """How often each format has its turn on each link."""
+    steps: Positive = 2
+    """Timed steps of a turn, after one that is not."""
+    evaluations: NonNegative = 0
+    """Batches of held-out text to evaluate at the end of each turn, coded as in training; 0: none."""
+    samples: Positive = 64
+    """Distinct samples, a multiple of the batch. All are visited once before anything is timed, so that formats which
+    remember samples are timed at their best."""
+    device: Device = "cpu"
+    """cuda: ranks take the machine's devices in turn; PyTorch's own stage cannot."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the computation."""
+    seed: NonNegative = 0
+    """Of weights and data order."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, ranks=2, rounds=1, steps=1, batch=1, samples=self.batch, evaluations=0)
-        if self.samples % self.batch:
-            raise ValueError(f"samples is {self.samples}; allowed: a multiple of batch ({self.batch})")
-        for name in ("links", "boundaries"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"{name} is {values}; allowed: one or more, each once")
         if len(set(self.splits)) < len(self.splits):
-            raise ValueError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
-        for split in self.all_splits:
-            check_recipes(replace(self, splits=(), **vars(split)) if self.splits else self)
+            raise ConfigError(f"splits is {', '.join(map(str, self.splits))}; allowed: each once")
+        check_samples(self)
+        for pipeline in self.pipelines:
+            check_recipes(self, pipeline)
 
     @property
-    def all_splits(self) -> tuple[Split, ...]:
-        """What `splits` has, or else the one of `schedule`, `stages_per_rank` and `microbatches`."""
-        return self.splits or (Split(self.schedule, self.stages_per_rank, self.microbatches),)
+    def pipelines(self) -> list[PipelineConfig]:
+        """A pipeline for each of `splits`, or else `pipeline`."""
+        return [replace(self.pipeline, **vars(split)) for split in self.splits] or [self.pipeline]
 
 
-def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
+def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
     """Measure every boundary on every link.
 
-    Args:
-        settings: what to measure.
-        on_rows: called with all rows so far after every turn.
-
-    Returns:
-        A report with a row for each link, split and boundary: `boundary`, `split` (its text), `forward` and `backward`
-        (the formats in full; None for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of
-        the median step) with `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`,
+    Yields:
+        Rows, one for each link, split and boundary: `boundary`, `split` (its text), `forward` and `backward` (the
+        formats in full; None for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of the
+        median step) with `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`,
         `speedup_fp32` (the same stage with full precision; both with the same split), `speedup_best_stock_fp32`
         (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the fastest on the unlimited
         link), `bits_forward`, `bits_backward`, `bytes_per_step` (all ranks, both ways), `seconds_per_step`,
@@ -158,206 +134,183 @@ def run(settings: Settings, *, on_rows: OnRows | None = None) -> Report:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
         ChildProcessError: a rank failed.
     """
-    measured = Measurements(settings)
-    with started(settings.ranks, settings.links) as (network, ranks):
-        _open(settings, ranks)
+    taken: list[Turns] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(PROGRAM, settings.pipeline.ranks, settings.links) as (network, ranks),
+    ):
+        contenders = list(product(settings.pipelines, settings.boundaries))
+        for number, (pipeline, boundary) in enumerate(contenders):
+            _open(settings, ranks, pipeline, boundary, f"{folder}/{number}")
         for link in settings.links:
-            measured.links[link] = set_link(network, link)
+            about = set_link(network, link)
+            every = [Turns(about, pipeline, boundary) for pipeline, boundary in contenders]
             for _ in range(settings.rounds):
-                for split, boundary in product(settings.all_splits, settings.boundaries):
-                    measured.take(ranks, link, split, boundary)
-                    if on_rows:
-                        on_rows(measured.rows())
-    return Report(command="bench pipeline", settings=settings, machine=machine(), rows=measured.rows())
+                for turns in every:
+                    turns.take(ranks, settings)
+                    yield rows_of(settings, [*taken, *(t for t in every if t.steps)])
+            taken += every
 
 
-def _open(settings: Settings, ranks: Ranks) -> None:
-    """Set up all boundaries' runs, and let each visit every sample."""
-    with tempfile.TemporaryDirectory() as folder:
-        held_out = settings.evaluations * settings.batch
-        windows = settings.samples + held_out
-        data: dict[str, Any] = {"max_bytes": 2 * windows * settings.sequence}
-        if held_out:
-            data["held_out_share"] = held_out / windows
-        runs = product(settings.all_splits, settings.boundaries)
-        for number, (split, boundary) in enumerate(runs):
-            entries = {"pipeline": vars(split), "data": data}
-            output = {"output": f"{folder}/{number}", "eval_batches": settings.evaluations}
-            config = recipe(settings, boundary, **entries, run=output)
-            name = f"{split} {boundary}"
-            ranks.ask("open", name=name, config=config, samples=settings.samples)
-            ranks.ask("steps", name=name, count=settings.samples // settings.batch)
+@dataclass
+class Turns:
+    """What one boundary has done on one link."""
+
+    link: Mapping[str, Any]
+    pipeline: PipelineConfig
+    boundary: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    state_bytes: int = 0
+
+    @property
+    def split(self) -> str:
+        """How the model is cut, as text."""
+        return str(Split(self.pipeline.schedule, self.pipeline.stages_per_rank, self.pipeline.microbatches))
+
+    def take(self, ranks: Workers, settings: PipelineBenchmark) -> None:
+        """Take a turn. Its first step meets cold caches and a TCP that starts anew, and does not count."""
+        name = f"{self.split} {self.boundary}"
+        self.steps += step(ranks, name, 1 + settings.steps)[1:]
+        if settings.evaluations:
+            self.evaluations.append(max(ranks.ask("evaluate", name=name)))
+        self.state_bytes = sum(ranks.ask("state_bytes", name=name))
+
+    def row(self, backward: str) -> dict[str, Any]:
+        """What is measured, without comparisons."""
+        speeds = [step["tokens_per_second"] for step in self.steps]
+        return {
+            "boundary": self.boundary,
+            "split": self.split,
+            **self.link,
+            **formats_of(self.boundary, backward),
+            "tokens_per_second": statistics.median(speeds),
+            "tokens_per_second_low": min(speeds),
+            "tokens_per_second_high": max(speeds),
+            "seconds_per_step": self._median("seconds"),
+            "bytes_per_step": round(self._median("bytes_sent")),
+            **{name: self._median(name) for name in MEDIANS},
+            "loss": self.steps[-1]["loss"],
+            "steps": len(self.steps),
+            "evaluation_seconds": statistics.median(self.evaluations) if self.evaluations else None,
+            "state_bytes": self.state_bytes,
+        }
+
+    def _median(self, name: str) -> float:
+        return statistics.median(step[name] for step in self.steps)
 
 
-class Measurements:
-    """What has been measured so far."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.links: dict[Link, dict[str, Any]] = {}
-        self.steps: dict[tuple[Link, Split, str], list[dict[str, Any]]] = {}
-        self.evaluations: dict[tuple[Link, Split, str], list[float]] = {}
-        self.state_bytes: dict[tuple[Split, str], int] = {}
-        self._settings = settings
-
-    def take(self, ranks: Ranks, link: Link, split: Split, boundary: str) -> None:
-        """Give a boundary its turn. Its first step meets cold caches and a TCP that starts anew, and does not count."""
-        name, key = f"{split} {boundary}", (link, split, boundary)
-        done = step(ranks, name, 1 + self._settings.steps)[1:]
-        self.steps.setdefault(key, []).extend(done)
-        if self._settings.evaluations:
-            self.evaluations.setdefault(key, []).append(max(ranks.ask("evaluate", name=name)))
-        self.state_bytes[split, boundary] = sum(ranks.ask("state_bytes", name=name))
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each link, split and boundary, in the order of the settings."""
-        settings = self._settings
-        speed = {key: _median(steps, "tokens_per_second") for key, steps in self.steps.items()}
-        unlimited = max((s for (link, *_), s in speed.items() if link == UNLIMITED), default=None)
-        rows = []
-        for key in product(settings.links, settings.all_splits, settings.boundaries):
-            if not (steps := self.steps.get(key)):
-                continue
-            link, split, boundary = key
-            row = {"boundary": boundary, "split": str(split), **self.links[link]}
-            row |= formats_of(boundary, settings.backward)
-            stock = [speed.get((link, other, "stock-fp32")) for other in settings.all_splits]
-            others = {
-                "stock_fp32": speed.get((link, split, "stock-fp32")),
-                "fp32": speed.get((link, split, "fp32")),
-                "best_stock_fp32": max(filter(None, stock), default=None),
-            }
-            row |= {f"speedup_{name}": speed[key] / other if other else None for name, other in others.items()}
-            row["share_of_unlimited"] = speed[key] / unlimited if unlimited else None
-            taken = self.evaluations.get(key)
-            row["evaluation_seconds"] = statistics.median(taken) if taken else None
-            rows.append(row | _summary(steps) | {"state_bytes": self.state_bytes[split, boundary]})
-        return rows
+def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[Row]:
+    """A row for each link, split and boundary, with the comparisons that are not with one other row."""
+    rows = [turns.row(settings.backward) for turns in taken]
+    unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)
+    stock: dict[str, float] = {}
+    for row in rows:
+        if row["boundary"] == "stock-fp32":
+            stock[row["link"]] = max(stock.get(row["link"], 0.0), row["tokens_per_second"])
+    for row in rows:
+        speed, best = row["tokens_per_second"], stock.get(row["link"])
+        row["speedup_best_stock_fp32"] = speed / best if best else None
+        row["share_of_unlimited"] = speed / unlimited if unlimited else None
+    return rows
 
 
-def recipe(settings: Any, boundary: str, **more: Mapping[str, Any]) -> dict[str, Any]:
-    """The training run of one boundary, as `lowbit.train.config.from_mapping` takes it.
-
-    Args:
-        settings: with the fields of `Settings` that describe model, data and pipeline.
-        boundary: a name in `STOCK` or a codec; more: further entries, by section.
-    """
-    pipeline: dict[str, Any] = {
-        "ranks": settings.ranks,
-        "stages_per_rank": settings.stages_per_rank,
-        "schedule": settings.schedule,
-        "microbatches": settings.microbatches,
-        "warmup_steps": 0,
-    }
-    if boundary in STOCK:
-        pipeline["boundary"] = boundary
-    else:
-        pipeline |= formats_of(boundary, settings.backward)
-    sections: dict[str, dict[str, Any]] = {
-        "model": {name: getattr(settings, name) for name in _MODEL},
-        "data": {"batch": settings.batch, "sequence": settings.sequence},
-        "pipeline": pipeline,
-        "run": {
-            "device": settings.device,
-            "backend": "gloo",
-            "precision": settings.precision,
-            "seed": settings.seed,
-            "progress": False,
-            "tensorboard": False,
-            "checkpoint_every": 0,
-        },
-    }
-    for section, entries in more.items():
-        sections.setdefault(section, {}).update(entries)
-    return sections
+def _open(settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig, boundary: str, folder: str) -> None:
+    """Set up a boundary's run, and let it visit every sample."""
+    held_out = settings.evaluations * settings.data.batch
+    windows = settings.samples + held_out
+    data = replace(settings.data, held_out_share=held_out / windows) if held_out else settings.data
+    if data.tokenizer == "bytes":
+        data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
+    config = recipe(settings, boundary, pipeline=pipeline, data=data, output=folder, eval_batches=settings.evaluations)
+    name = f"{Turns({}, pipeline, boundary).split} {boundary}"
+    ranks.ask("open", name=name, config=as_mapping(config), samples=settings.samples)
+    ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
 
 
-def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
-    """What a boundary carries each way, in full, by `forward` and `backward`; None for PyTorch's own stage."""
-    pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
-    return dict(zip(("forward", "backward"), pair, strict=True))
+def several_splits(rows: Sequence[Row]) -> bool:
+    """Whether rows have different splits."""
+    return len({row["split"] for row in rows}) > 1
 
 
-def step(ranks: Ranks, name: str, count: int) -> list[dict[str, Any]]:
-    """Steps of a run: metrics over all ranks, with the time of the slowest."""
-    answers = ranks.ask("steps", name=name, count=count)
-    merged = []
-    for step in zip(*answers, strict=True):
-        seconds = max(metrics["seconds"] for metrics in step)
-        speed = step[0]["tokens_per_second"] * step[0]["seconds"] / seconds
-        merged.append({**step[0], "seconds": seconds, "tokens_per_second": speed})
-    return merged
+def _columns(*columns: Column) -> Any:
+    """Where, and what is given; the split only where there are several."""
+
+    def of(rows: Sequence[Row]) -> list[Column]:
+        split = [Column("split", "split")] if several_splits(rows) else []
+        every = [LINK, *split, Column("boundary", lambda row: pair_name(row["boundary"])), *columns]
+        return [c for c in every if split or c.value != "speedup_best_stock_fp32"]
+
+    return of
 
 
-def model_of(settings: Any) -> ModelConfig:
-    """The model of settings with a field for each number of it, and a `pretrained` that takes their place."""
-    if settings.pretrained:
-        return ModelConfig(pretrained=settings.pretrained)
-    names = ("family", "dim", "layers", "heads", "kv_heads", "ffn", "vocab")
-    return ModelConfig(**{name: getattr(settings, name) for name in names})
+def _spread(row: Row) -> float:
+    """Half the way from the slowest to the fastest step, as a share of the median."""
+    return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
 
 
-def check_at_least(settings: Any, **least: int) -> None:
-    """Check lower limits of whole numbers.
-
-    Raises:
-        ValueError: a field below its limit.
-    """
-    for name, low in least.items():
-        if getattr(settings, name) < low:
-            raise ValueError(f"{name} is {getattr(settings, name)}; allowed: at least {low}")
+def _series(row: Row) -> str:
+    return row["shown_split"] + pair_name(row["boundary"])
 
 
-def check_recipes(settings: Any) -> None:
-    """Check that every boundary makes a training run that can start, on the device of the settings.
-
-    Raises:
-        ValueError: it does not; the text says why, and what is allowed.
-    """
-    if settings.backward:
-        parse(settings.backward)
-    check_choice("device", settings.device, ("cpu", "cuda"))
-    for boundary in settings.boundaries:
-        if boundary in STOCK and settings.device == "cuda":
-            raise ValueError(
-                f"boundaries has {boundary!r}; PyTorch's own stage cannot use Gloo from a GPU; "
-                "allowed with device cuda: all other formats"
-            )
-        config = from_mapping(recipe(settings, boundary))
-        plan = make_plan(config.pipeline, ranks=settings.ranks, layers=settings.layers)
-        codecs = make_codecs(config.pipeline, plan.stages - 1)
-        check_formats(boundary, (*codecs.forward, *codecs.backward), settings.dim)
-    choose_device(settings.device, settings.ranks)
+def _with_splits(rows: Sequence[Row]) -> list[Row]:
+    several = several_splits(rows)
+    return [{**row, "shown_split": f"{row['split']} " if several else ""} for row in rows]
 
 
-def check_formats(boundary: str, codecs: Iterable[Codec], width: int) -> None:
-    """Check that a boundary's formats can code tokens of so many elements, without a warm-up that settles them.
-
-    Raises:
-        ValueError: one cannot, or leaves something open.
-    """
-    for codec in codecs:
-        try:
-            codec.nbytes((1, width))
-        except ValueError as error:
-            raise ValueError(f"boundaries has {boundary!r}: {error}") from error
+def _panel_width(rows: Sequence[Row]) -> float:
+    return 1.2 + 1.9 * len({row["link"] for row in rows})
 
 
-def _summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    speeds = [step["tokens_per_second"] for step in steps]
-    medians = (
-        "bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds",
-    )  # fmt: skip
-    return {
-        "tokens_per_second": statistics.median(speeds),
-        "tokens_per_second_low": min(speeds),
-        "tokens_per_second_high": max(speeds),
-        "seconds_per_step": _median(steps, "seconds"),
-        "bytes_per_step": round(_median(steps, "bytes_sent")),
-        **{name: _median(steps, name) for name in medians},
-        "loss": steps[-1]["loss"],
-        "steps": len(steps),
-    }
-
-
-def _median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
-    return statistics.median(step[name] for step in steps)
+COMMAND = Command(
+    name="bench pipeline",
+    summary="Training speed over really slow links, boundary format against boundary format.",
+    settings=PipelineBenchmark,
+    measure=measure,
+    baselines=[
+        Baseline(
+            field=f"speedup_{name.replace('-', '_')}", value="tokens_per_second", to={"boundary": name},
+            alike=("link", "split"),
+        )
+        for name in ("stock-fp32", "fp32")
+    ],
+    tables=[
+        Table(
+            title="Training speed",
+            gap="link",
+            columns=_columns(
+                Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+                Column("±", _spread, "{:.0%}"),
+                Column("over\nstock fp32", "speedup_stock_fp32", "{:.2f}x"),
+                Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
+                Column("over best\nstock fp32", "speedup_best_stock_fp32", "{:.2f}x"),
+                Column("of un-\nlimited", "share_of_unlimited", "{:.0%}"),
+            ),
+        ),
+        Table(
+            title="What travels, and the seconds of a step on a rank",
+            gap="link",
+            columns=_columns(
+                Column("bits\nfwd", "bits_forward", "{:.2f}"),
+                Column("bits\nbwd", "bits_backward", "{:.2f}"),
+                Column("MB a\nstep", lambda row: row["bytes_per_step"] / 1e6, "{:.2f}"),
+                Column("com-\npute", "compute_seconds", "{:.2f}"),
+                Column("codec", "codec_seconds", "{:.2f}"),
+                Column("wait", "wait_seconds", "{:.2f}"),
+                Column("eval", "evaluation_seconds", "{:.2f}"),
+                Column("loss", "loss", "{:.3f}"),
+                Column("state\nMB", lambda row: row["state_bytes"] / 1e6, "{:.1f}"),
+            ),
+        ),
+    ],
+    charts=[
+        Bars(
+            title="Training speed", label="tokens/s", rows=_with_splits, group=link_name, series=_series,
+            y="tokens_per_second", width=_panel_width,
+        ),
+        Bars(
+            title="Ratio to PyTorch's own stage in FP32", label="speed, times that of stock-fp32", rows=_with_splits,
+            group=link_name, series=_series, y="speedup_stock_fp32", width=_panel_width,
+        ),
+    ],
+)  # fmt: skip

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lowbit.bench.worker import serve, tell_progress
 from lowbit.pipeline import LowBitStage
-from lowbit.train.config_file import from_mapping
+from lowbit.train.config import from_mapping
 from lowbit.train.data import Order
 from lowbit.train.loop import Trainer
 from lowbit.train.metrics import StepMetrics

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowbit.bench.emulated import Recipe, boundary_modules, train
-from lowbit.codecs import Cast
-from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
+from lowbit.bench.training import Recipe, boundary_modules, train
+from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, vocabulary
 
@@ -72,10 +71,7 @@ def real(source: str, *, steps: int) -> list[Tensor]:
         tokenizer = load_data(data).tokenizer
         model = build_model(config, vocab=vocabulary(config, tokenizer.size), sequence=SEQUENCE, seed=0)
     else:
-        recipe = Recipe(
-            model=config, data=data, optimizer=OptimizerConfig(), steps=steps, warmup_steps=0, stages=2, eval_windows=1
-        )
-        model, _ = train(recipe, forward=Cast(), backward=Cast(), seed=0)
+        model, _ = train(Recipe(model=config, data=data, steps=steps, eval_windows=1), seed=0)
     inputs, _ = load_data(data).held_out.batch(torch.arange(BATCH))
     return capture(model, inputs, stages=count_layers(config))
 
@@ -112,10 +108,10 @@ def _from_file(path: Path) -> list[Tensor]:
     except Exception as error:  # of several libraries, and of kinds of their own
         reason = str(error).partition("\n")[0]
         raise ValueError(f"activations are {str(path)!r}, which cannot be read: {reason}") from error
-    found = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
-    if not found:
+    tensors = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]
+    if not tensors:
         raise ValueError(f"{path} has no floating tensor with two or more dimensions, channels last")
-    return [t if t.dim() == 3 else t.reshape(1, -1, t.shape[-1]) for t in found]
+    return [t if t.dim() == 3 else t.reshape(1, -1, t.shape[-1]) for t in tensors]
 
 
 def _read(path: Path) -> Any:

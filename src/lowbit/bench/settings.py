@@ -1,36 +1,62 @@
-"""What settings of several benchmarks have in common: links, checks and columns."""
+"""What several benchmarks have in common: kinds of settings, checks, and columns."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
+import torch
+from pydantic import AfterValidator, ValidationInfo
+
+from lowbit.codecs import Codec, parse_pair
+from lowbit.config import ConfigError
 from lowbit.network import Link
 from lowbit.report import Column, Row
 
-ALGORITHMS = ("one_shot", "two_shot")
+STOCK = ("stock-fp32", "stock-bf16")
 
 
-def check_at_least(settings: Any, **least: int) -> None:
-    """Check lower limits of whole numbers.
+def _each_once(values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]:
+    if not values or len(set(values)) < len(values):
+        names = ", ".join(map(str, values)) or "empty"
+        raise ConfigError(f"{info.field_name} is {names}; allowed: one or more, each once")
+    return values
+
+
+EachOnce = AfterValidator(_each_once)
+"""Of a list of what is compared: it is not empty, and has nothing twice."""
+Links = Annotated[tuple[Link, ...], EachOnce]
+Names = Annotated[tuple[str, ...], EachOnce]
+Device = Literal["cpu", "cuda"]
+
+
+def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
+    """What a boundary carries each way, in full, by `forward` and `backward`; None for PyTorch's own stage."""
+    pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
+    return dict(zip(("forward", "backward"), pair, strict=True))
+
+
+def check_width(boundary: str, codecs: Iterable[Codec], width: int) -> None:
+    """Check that a boundary's formats can code tokens of so many elements, without a warm-up that settles them.
 
     Raises:
-        ValueError: a field below its limit.
+        ConfigError: one cannot, or leaves something open.
     """
-    for name, low in least.items():
-        if getattr(settings, name) < low:
-            raise ValueError(f"{name} is {getattr(settings, name)}; allowed: at least {low}")
+    for codec in codecs:
+        try:
+            codec.nbytes((1, width))
+        except ValueError as error:
+            raise ConfigError(f"boundaries has {boundary!r}: {error}") from error
 
 
-def check_lists(settings: Any, *names: str) -> None:
-    """Check lists of what is compared.
+def check_device(device: str) -> None:
+    """Check that PyTorch has the device.
 
     Raises:
-        ValueError: an empty list, or one that has something twice.
+        ConfigError: it has not.
     """
-    for name in names:
-        values = getattr(settings, name)
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{name} is {values}; allowed: one or more, each once")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
 
 
 def link_name(row: Row) -> str:

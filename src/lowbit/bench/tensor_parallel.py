@@ -3,66 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from lowbit.bench.settings import ALGORITHMS, LINK, check_at_least, check_lists, link_name
+from lowbit.bench.settings import LINK, EachOnce, Links, link_name
 from lowbit.bench.sums import Phase, Taken, take_turns
 from lowbit.bench.workers import UNLIMITED, Workers
 from lowbit.codecs import Codec, FeatureInt4, GroupInt
+from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig
 
-FORMATS = ("bf16", "int4", "int8", "feature-int4")
+Format = Literal["bf16", "int4", "int8", "feature-int4"]
+Algorithm = Literal["one_shot", "two_shot", "auto"]
 _CALLS = 1 << 20  # elements that a turn sums at least, by calling several times
 _MOST_CALLS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@section()
 class TensorParallelBenchmark:
-    """What is compared, on which links, among how many ranks.
+    """What is compared, on which links, among how many ranks."""
 
-    Args:
-        links: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited.
-        ranks: processes, each on a host of its own.
-        formats: bf16 is PyTorch's own all-reduce of bfloat16; int4 has a static scale for each feature and no outliers;
-            int8 one for each 128 elements, symmetric; feature-int4 is int4 with width / 64 outliers in bfloat16.
-        algorithms: of what is coded: one_shot, two_shot, auto.
-        tokens: of a message; several. width: features of a token.
-        rounds: how often each has its turn.
-        prefill: tokens that a model in bfloat16 with random weights, cut over the ranks, reads at once for each format
-            and link; 0: none.
-        model: that model; each layer sums twice, prefill x dim elements.
-    """
-
-    links: tuple[Link, ...] = (Link(1000.0), Link(10000.0), UNLIMITED)
-    ranks: tuple[int, ...] = (2, 4)
-    formats: tuple[str, ...] = FORMATS
-    algorithms: tuple[str, ...] = ALGORITHMS
-    tokens: tuple[int, ...] = (1, 16, 64, 256, 2048)
-    width: int = 4096
-    rounds: int = 7
-    prefill: int = 512
+    links: Links = (Link(1000.0), Link(10000.0), UNLIMITED)
+    """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
+    """Processes, each on a host of its own."""
+    formats: Annotated[tuple[Format, ...], EachOnce] = get_args(Format)
+    """bf16 is PyTorch's own all-reduce of bfloat16; int4 has a static scale for each feature and no outliers; int8 one
+    for each 128 elements, symmetric; feature-int4 is int4 with width / 64 outliers in bfloat16."""
+    algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = ("one_shot", "two_shot")
+    """How what is coded is summed."""
+    tokens: Annotated[tuple[Positive, ...], EachOnce] = (1, 16, 64, 256, 2048)
+    """Tokens of a message; several."""
+    width: Positive = 4096
+    """Features of a token."""
+    rounds: Positive = 7
+    """Turns of each."""
+    prefill: NonNegative = 512
+    """Tokens that a model in bfloat16 with random weights, cut over the ranks, reads at once for each format and link;
+    0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=8, ffn=1536)
+    """That model; each layer sums twice, prefill x dim elements."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, rounds=1, width=1, prefill=0)
-        check_lists(self, "links", "formats", "ranks", "algorithms", "tokens")
-        for name, allowed in (("formats", FORMATS), ("algorithms", (*ALGORITHMS, "auto"))):
-            if unknown := set(getattr(self, name)) - set(allowed):
-                raise ValueError(f"{name} has {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
-        if min(self.ranks) < 2 or min(self.tokens) < 1:
-            raise ValueError(f"ranks is {self.ranks}, tokens {self.tokens}; allowed: at least 2, at least 1")
         for name in ("heads", "ffn") if self.prefill and not self.model.pretrained else ():
             value = getattr(self.model, name)
             if any(value % count for count in self.ranks):
-                raise ValueError(
+                raise ConfigError(
                     f"model.{name} is {value}, ranks {self.ranks}; allowed: multiples of each number of ranks"
                 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.bench.sums import error_of_sum, timed
-from lowbit.bench.tensor_parallel import FORMATS, codec_of, sample
+from lowbit.bench.tensor_parallel import Format, codec_of, sample
 from lowbit.bench.worker import serve
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
@@ -39,7 +39,7 @@ class TensorParallelRank:
         """Make the largest message, of which smaller ones are the first tokens, and the codecs; bits by format."""
         parts = [sample(max(_FITTED, tokens), width, rank, draw=1) for rank in range(dist.get_world_size())]
         self._x = sample(tokens, width, dist.get_rank())
-        self._codecs = {name: codec_of(name, parts) for name in FORMATS if name != "bf16"}
+        self._codecs = {name: codec_of(name, parts) for name in get_args(Format) if name != "bf16"}
         return {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()} | {"bf16": 16.0}
 
     def reduce(self, name: str, algorithm: str, tokens: int, calls: int) -> dict[str, float]:

@@ -77,9 +77,7 @@ def pin(rank: int, ranks: int) -> None:
 
 
 def _read(orders: queue.SimpleQueue[str], busy: threading.Event) -> None:
-    with os.fdopen(
-        os.dup(0)
-    ) as stdin:  # a file that the interpreter does not close at its end, when this may be reading
+    with os.fdopen(os.dup(0)) as stdin:  # unlike sys.stdin, not closed while this may be reading
         for line in stdin:
             busy.set()
             orders.put(line)

@@ -204,9 +204,11 @@ def started(program: str, count: int, links: Sequence[Link]) -> Iterator[tuple[S
             yield None, ranks
     else:
         first = UNLIMITED if set(links) == {UNLIMITED} else _CONNECTING
-        with SlowLink(count, first.rate_mbit) as network:
-            with Workers(program, count, grouped=True, network=network) as ranks:
-                yield network, ranks
+        with (
+            SlowLink(count, first.rate_mbit) as network,
+            Workers(program, count, grouped=True, network=network) as ranks,
+        ):
+            yield network, ranks
 
 
 def check_available(links: Sequence[Link]) -> None:

@@ -39,7 +39,7 @@ class Group:
             ValueError: there is no such command.
         """
         if not words or words[0] in ("--help", "-h"):
-            print(self.help(program))  # noqa: T201
+            print(self.help(program))
         elif words[0] not in self.commands:
             close = difflib.get_close_matches(words[0], self.commands, n=1)
             advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(self.commands)}"
@@ -75,6 +75,6 @@ COMMANDS = Group(
 def run(program: str, words: Sequence[str]) -> None:
     """Do what a command line says."""
     if words and words[0] == "--version":
-        print(f"lowbit {__version__}")  # noqa: T201
+        print(f"lowbit {__version__}")
     else:
         COMMANDS(program, words)

@@ -9,13 +9,12 @@ import re
 from typing import Any
 
 from lowbit.config import section
-from lowbit.config.section import is_section
 
 
 @functools.cache
 def as_section(settings: Any) -> Any:
     """A section with the fields, checks and explanations of a dataclass."""
-    if is_section(settings):
+    if hasattr(settings, "section_name"):
         return settings
     made: Any = section()(settings)
     for name, text in explanations(settings).items():

@@ -110,8 +110,13 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
     if os.environ.get("RANK", "0") != "0":
         return run(command, settings)
     if command.live:
-        with Live(console=Console(stderr=True), transient=True) as live:
-            report = run(command, settings, file=json, on_rows=lambda rows: live.update(command.tables[0].render(rows)))
+        # Without a thread that refreshes the screen, which would slow down what is measured.
+        with Live(console=Console(stderr=True), transient=True, auto_refresh=False) as live:
+
+            def show(rows: Sequence[Row]) -> None:
+                live.update(command.tables[0].render(rows), refresh=True)
+
+            report = run(command, settings, file=json, on_rows=show)
     else:
         report = run(command, settings, file=json)
     if json is not None:

@@ -24,7 +24,7 @@ Boundary = Literal["lowbit", "stock-fp32", "stock-bf16"]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Seconds = Annotated[float, Field(ge=1, le=1e6)]
+Seconds = Annotated[float, Field(ge=1, le=1_000_000)]
 
 FAMILIES, BOUNDARIES = get_args(Family), get_args(Boundary)
 SCHEDULES = {name.lower(): name for name in get_args(Schedule)}
@@ -111,10 +111,10 @@ class PipelineConfig:
     """How the model is cut, and what travels between the stages."""
 
     ranks: Positive = 2
-    """Processes of a pipeline; `lowbit train` starts so many times `data_parallel`. Under torchrun its number counts,
+    """Processes of a pipeline; `lowbit train` starts `ranks` times `data_parallel`. Under torchrun its processes count,
     divided by `data_parallel`."""
     data_parallel: Positive = 1
-    """Equal pipelines side by side, each on its own share of every batch."""
+    """Equal pipelines side by side, each with its own share of every batch."""
     stages_per_rank: Positive = 1
     """More than one for the interleaved schedules, two for the V-shaped ones."""
     schedule: Annotated[Schedule, BeforeValidator(_schedule)] = "1F1B"
@@ -156,6 +156,9 @@ class ActivationsConfig:
     """Elements for each scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How values between two levels are rounded."""
+    plan: str = ""
+    """File that `lowbit plan memory` wrote, with the bits of every stage; all settings above but `rounding` are then
+    left at their defaults."""
 
 
 @section("gradients")
@@ -177,17 +180,17 @@ class OptimizerConfig:
     lr: NonNegativeFloat = 1e-3
     """The highest learning rate."""
     lr_end: Share = 0.1
-    """Share of it that is left at the last step."""
+    """Share of the learning rate that is left at the last step."""
     lr_warmup_steps: NonNegative = 20
-    """Steps of the rise."""
+    """Steps in which the learning rate rises."""
     beta1: Decay = 0.9
     """Decay of the moving average of gradients."""
     beta2: Decay = 0.95
-    """Decay of the moving average of their squares."""
+    """Decay of the moving average of squared gradients."""
     eps: Share = 1e-8
-    """Added to the root of that average, which gradients are divided by."""
+    """Added to the root of that average before gradients are divided by it."""
     weight_decay: NonNegativeFloat = 0.1
-    """Of matrices; vectors (norms, biases) are not decayed."""
+    """Decay of matrices; vectors (norms, biases) have none."""
     clip: NonNegativeFloat = 1.0
     """Largest norm of all gradients together, over all stages; 0: no clipping."""
 
@@ -201,17 +204,17 @@ class RunConfig:
     steps: Positive = 200
     """Optimizer steps."""
     seed: NonNegative = 0
-    """Of weights, data order and dropout."""
+    """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if each rank of a machine has a device to itself; cuda: the ranks of a machine take its devices in
-    turn."""
+    """What computes; auto: CUDA if each rank of a machine has a device to itself; cuda: the ranks of a machine take its
+    devices in turn."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """What carries messages between GPUs: gloo (for slow networks), nccl (for fast ones; a device for each rank), or
     auto: NCCL within a machine, Gloo between machines."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16: by autocast; auto: bf16 where the device computes in it."""
+    """Dtype of matrix products (weights stay in float32); auto: bf16 where the device computes in it."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Of PyTorch, for each rank; 0: the machine's cores divided among its ranks."""
+    """PyTorch's threads in each rank; 0: the machine's cores divided among its ranks."""
     timeout_seconds: Seconds = 120.0
     """Longest wait for a peer before it counts as gone."""
     supervise: bool = False
@@ -264,19 +267,12 @@ class TrainConfig:
     """
 
     model: ModelConfig = ModelConfig()
-    """What is trained."""
     data: DataConfig = DataConfig()
-    """Text, tokenizer, windows and the held-out share."""
     pipeline: PipelineConfig = PipelineConfig()
-    """Ranks, stages, schedule, and what travels between the stages."""
     activations: ActivationsConfig = ActivationsConfig()
-    """What activations are kept in between forward and backward."""
     gradients: GradientsConfig = GradientsConfig()
-    """What gradients are kept in between micro-batches, and travel in between pipelines."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW, learning rate and clipping."""
     run: RunConfig = RunConfig()
-    """Where, how long, how exact, how often to write."""
 
     def __post_init__(self) -> None:
         pieces = self.pipeline.microbatches * self.pipeline.data_parallel

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.config import ConfigError
@@ -151,6 +152,11 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
     return AutoConfig.for_model(model.family, **values, **_dropouts(model.family, model.dropout))
 
 
+def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in float32. logits: (batch, sequence, vocab); targets: int64 (batch, sequence)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
 class StageModule(nn.Module):
     """What one pipeline stage computes: token ids or activations in, activations or logits out.
 
@@ -196,7 +202,7 @@ class StageModule(nn.Module):
             Activations in the wire's dtype; on the last stage logits (batch, sequence, vocab).
         """
         with torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.float()}
+            inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.to(self.decoder.dtype)}
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             if self.head is not None:
                 return self.head(hidden)

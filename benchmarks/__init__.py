@@ -1,0 +1,11 @@
+"""Benchmarks that only developers of lowbit run: `python -m benchmarks NAME ...`, with the runner of `lowbit bench`."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "race": "benchmarks.race",
+    "codecs": "benchmarks.codecs",
+    "activations": "benchmarks.activations",
+    "spectrum": "benchmarks.spectrum",
+}
+"""The module of each benchmark, which has its `COMMAND`."""

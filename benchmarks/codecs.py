@@ -1,0 +1,32 @@
+"""`python -m benchmarks codecs`: `lowbit bench codecs` with the procedure of the TAH-Quant paper's research code."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.published import PublishedProcedure
+from lowbit.bench import codecs
+from lowbit.bench.codecs import FITTED, CodecsBenchmark
+from lowbit.config import section
+
+codecs.EXTRA_NAMES.update(
+    {
+        "published-procedure": PublishedProcedure(allocation="tile"),
+        "published-procedure-token": PublishedProcedure(allocation="token"),
+    }
+)
+
+
+@section()
+class PublishedBenchmark(CodecsBenchmark):
+    """As `lowbit bench codecs`."""
+
+    codecs: tuple[str, ...] = (
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
+        "tah-quant-token", "published-procedure", "published-procedure-token", FITTED,
+    )  # fmt: skip
+    """As there; also published-procedure and published-procedure-token (allocation by token): what the paper's research
+    code does, its errors and bits, not its speed."""
+
+
+COMMAND = dataclasses.replace(codecs.COMMAND, settings=PublishedBenchmark)

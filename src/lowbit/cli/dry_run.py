@@ -1,0 +1,83 @@
+"""`lowbit train --dry-run`: what a configuration comes to, after all checks that need no peers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from lowbit.collectives.engine import check_torch
+from lowbit.config import to_toml
+from lowbit.train.model import hidden_size
+from lowbit.train.prepare import Prepared, prepare
+
+if TYPE_CHECKING:
+    from lowbit.codecs import Codec
+    from lowbit.train import TrainConfig
+
+
+def dry_run(config: TrainConfig) -> None:
+    """Check a run as it would be checked, print it, and start nothing; under torchrun, the first rank prints.
+
+    The tokens of the text stay in `run.output`, for the run.
+
+    Raises:
+        ConfigError: anything that would keep the run from starting.
+    """
+    check_torch()
+    ranks = int(os.environ.get("WORLD_SIZE", config.ranks))
+    prepared = prepare(config, ranks=ranks, rank=int(os.environ.get("RANK", "0")))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    print(to_toml(config, meanings=False))
+    table = Table(show_header=False, box=None)
+    for name, value in _lines(prepared, ranks):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
+    config, layout = prepared.config, prepared.plan
+    pipelines = config.pipeline.data_parallel
+    each = f" ({pipelines} pipelines of {layout.ranks})" if pipelines > 1 else ""
+    yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages by {prepared.backend}"
+    yield "computes in", "float32" if prepared.autocast is None else str(prepared.autocast).removeprefix("torch.")
+    yield (
+        "schedule",
+        f"{config.pipeline.schedule}, {config.pipeline.microbatches} micro-batches of {config.rows} windows",
+    )
+    for stage in range(layout.stages):
+        layers = layout.layers_of(stage)
+        yield f"stage {stage}", f"rank {layout.rank_of(stage)}, layers {layers[0]} to {layers[-1]}"
+    shape = (config.rows, config.data.sequence, hidden_size(config.model))
+    pairs = zip(prepared.codecs.forward, prepared.codecs.backward, strict=True)
+    yield from _grouped("boundary", (" / ".join(_described(codec, shape) for codec in pair) for pair in pairs))
+    if config.pipeline.boundary == "lowbit" and layout.stages > 1:
+        yield "warm-up", f"{config.codec_warmup_steps} of {config.run.steps} steps at full precision"
+    yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))
+    if prepared.storage is not None:
+        yield "gradients kept in", str(prepared.storage)
+    if pipelines > 1:
+        yield "gradients averaged in", str(prepared.all_reduce)
+    train, held_out = len(prepared.data.train.tokens), len(prepared.data.held_out.tokens)
+    yield "tokens", f"{train:,} to train on, {held_out:,} held out, vocabulary of {prepared.vocab:,}"
+
+
+def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """A line for each run of equal texts, with their numbers."""
+    for text, same in groupby(enumerate(texts), key=itemgetter(1)):
+        numbers = [number for number, _ in same]
+        yield f"{name} {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else ""), text
+
+
+def _described(codec: Codec, shape: tuple[int, int, int | None]) -> str:
+    """A codec with the bits that an element of its messages takes, where that is known before the run."""
+    rows, sequence, width = shape
+    if width is None or not codec.settled:
+        return str(codec)
+    return f"{codec}, {codec.bits_per_element((rows, sequence, width)):.2f} bits"
