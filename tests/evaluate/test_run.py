@@ -85,9 +85,7 @@ def test_values_that_were_not_coded_count_with_their_dtype(folder: Path, calibra
 
 
 @pytest.mark.parametrize(("native", "auto"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_the_default_dtype_suits_the_processor(
-    monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype
-):
+def test_the_default_dtype_suits_the_processor(monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
     expected = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}
     for name, dtype in expected.items():
@@ -260,7 +258,9 @@ def test_settings_are_checked_and_explained():
     assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
     assert CalibrationConfig(model="m", features="5").selection(256) == (5, "fixed")
     assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
-    assert all(setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config))
+    assert all(
+        setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values()
+    )
 
 
 def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):
