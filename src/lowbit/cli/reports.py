@@ -175,7 +175,7 @@ CALIBRATE = Measurement(
     "evaluate.commands:CALIBRATE",
 )
 EVALUATE = Measurement(
-    "Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
+    "Perplexity and zero-shot scores of a model with low-bit tensor-parallel sums.",
     "evaluate.commands:EVALUATE",
 )
 
