@@ -362,6 +362,8 @@ COMMAND = Command(
             ],
             panel=lambda row: TITLES[row["regime"]],
             series="boundary", x="bits_total", low="lowest", y="over_fp32", high="highest", linear=0.01,
+            x_ticks=(4, 6, 8, 10, 12, 16, 24, 32, 48, 64),
+            y_ticks=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
             x_label="bits per element, forward + backward", label="held-out loss over fp32, nats a token",
             width=5.5, height=4.8,
         )

@@ -67,7 +67,7 @@ class Workers:
     ) -> None:
         self.close()
 
-    def ask(self, method: str, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
+    def ask(self, method: str, /, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
         """Give all processes an order and collect their answers, by process.
 
         Args:
