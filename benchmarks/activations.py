@@ -127,10 +127,7 @@ def _trained(settings: ActivationsBenchmark, data: Data) -> tuple[nn.Module, flo
 
 
 def _measure(
-    model: nn.Module,
-    method: str,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    exact: Sequence[dict[str, Tensor]],
+    model: nn.Module, method: str, batches: Sequence[tuple[Tensor, Tensor]], exact: Sequence[dict[str, Tensor]]
 ) -> dict[str, Any]:
     """Bytes of the first sample and errors of all."""
     policy, groups = METHODS[method], _groups(model)

@@ -104,9 +104,7 @@ def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
     assert all(name in text for name in (*METHODS, "norm", "What the peak consists of"))
 
 
-def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(monkeypatch: pytest.MonkeyPatch):
     from lowbit.bench import memory_methods
 
     monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)

@@ -34,10 +34,7 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path):
     assert (first["layers"], last["layers"], first["held"], last["held"]) == (3, 2, 2, 1)
     assert first["saved_bytes"] <= first["int4_bytes"] < first["bf16_bytes"] / 2
     assert last["mlp"] >= first["mlp"]
-    activation, logits = (
-        4 * 32 * 64,
-        2 * 32 * 256,
-    )  # float32 on the wire, bfloat16 from the output matrix
+    activation, logits = (4 * 32 * 64, 2 * 32 * 256)  # float32 on the wire, bfloat16 from the output matrix
     assert first["pipeline_bytes"] == 2 * activation  # outputs held
     assert last["pipeline_bytes"] == logits + activation  # and what it was given
     for row in (first, last):
@@ -62,8 +59,7 @@ def test_settings_are_options_and_explained():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("24gb", 24 * 10**9), ("1.5 GiB", 3 << 29), ("800mb", 8 * 10**8), ("123", 123)],
+    ("text", "size"), [("24gb", 24 * 10**9), ("1.5 GiB", 3 << 29), ("800mb", 8 * 10**8), ("123", 123)]
 )
 def test_budgets_are_written_with_their_unit(text: str, size: int):
     assert parse_bytes(text) == size

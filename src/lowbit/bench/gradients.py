@@ -21,10 +21,7 @@ from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
-SHORT = {
-    "int8": "GroupInt(bits=8, group=128, symmetric=True)",
-    "int4": "GroupInt(bits=4, group=64, symmetric=True)",
-}
+SHORT = {"int8": "GroupInt(bits=8, group=128, symmetric=True)", "int4": "GroupInt(bits=4, group=64, symmetric=True)"}
 POWER_RANK = 4
 MATRIX = 1024
 

@@ -75,10 +75,7 @@ def all_reduce_elements(ranks: int, numel: int) -> float:
 
 
 def take_turns(
-    program: str,
-    counts: Sequence[int],
-    links: Sequence[Link],
-    prepare: Callable[[Workers, int], Sequence[Phase]],
+    program: str, counts: Sequence[int], links: Sequence[Link], prepare: Callable[[Workers, int], Sequence[Phase]]
 ) -> Iterator[Sequence[Taken]]:
     """Run the phases on every link among every number of ranks; all results so far, after every round.
 

@@ -46,11 +46,7 @@ class Command:
 
 
 def run(
-    command: Command,
-    settings: Any,
-    *,
-    file: Path | None = None,
-    on_rows: Callable[[Sequence[Row]], None] | None = None,
+    command: Command, settings: Any, *, file: Path | None = None, on_rows: Callable[[Sequence[Row]], None] | None = None
 ) -> Report:
     """Measure, and return the report.
 
