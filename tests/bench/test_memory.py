@@ -139,7 +139,7 @@ def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monke
 
 
 def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
-    def fail(self: Workers, method: str, **arguments: object) -> None:
+    def fail(self: Workers, method: str, /, **arguments: object) -> None:
         raise ChildProcessError("process 0 failed: MemoryError: no more")
 
     monkeypatch.setattr(Workers, "ask", fail)

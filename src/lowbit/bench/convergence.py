@@ -14,8 +14,7 @@ import dataclasses
 import hashlib
 import statistics
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import Field
 
+from lowbit.bench.progress import step_bars
 from lowbit.bench.settings import Device, EachOnce, check_device, check_width
 from lowbit.bench.training import RANKS, Recipe, activation_policy, codec_pair, gradient_codec, train
 from lowbit.bench.worker import serve, tell_progress
@@ -241,28 +241,14 @@ def train_all(
         {**one, "recipe": dataclasses.asdict(recipes[one["regime"]]), "threads": settings.threads, "keep": keep}
         for one in runs
     ]
-    steps = sum(recipes[one["regime"]].steps for one in runs)
-    with _progress(steps) as show, Workers(_PROGRAM, min(settings.jobs, max(1, len(runs)))) as workers:
-        yield from workers.share("train", orders, on_progress=show)
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[tuple[str, int, float]], None]]:
-    """Show the steps of all runs together, and what ran last."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn()
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=steps)
-
-        def show(told: tuple[str, int, float]) -> None:
-            name, step, loss = told
-            bar.update(task, advance=1, description=f"{name}: step {step}, loss {loss:.3f}")
-
-        yield show
+    steps = {"steps": sum(recipes[one["regime"]].steps for one in runs)}
+    with (
+        step_bars(steps, Console(stderr=True)) as step,
+        Workers(_PROGRAM, min(settings.jobs, max(1, len(runs)))) as workers,
+    ):
+        yield from workers.share("train", orders, on_progress=lambda line: step("steps", line))
 
 
 class Training:
@@ -275,7 +261,7 @@ class Training:
         torch.set_num_threads(threads)
 
         def tell(step: int, loss: float) -> None:
-            tell_progress((f"{regime} {boundary} seed {seed}", step, loss))
+            tell_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
 
         model, result = train(build(Recipe, recipe), boundary, backward, seed=seed, on_step=tell)
         if keep:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 from lowbit.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
@@ -62,9 +61,7 @@ class Workers:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def ask(self, method: str, /, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
@@ -82,9 +79,7 @@ class Workers:
         results = dict(self._answers(set(range(self._count)), on_progress))
         return [results[index] for index in range(self._count)]
 
-    def share(
-        self, method: str, orders: Sequence[Mapping[str, Any]], *, on_progress: OnProgress | None = None
-    ) -> Iterator[Any]:
+    def share(self, method: str, orders: Sequence[Mapping[str, Any]], on_progress: OnProgress) -> Iterator[Any]:
         """Give each order to the next process that is free, and yield answers as they come.
 
         Raises:
