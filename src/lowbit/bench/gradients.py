@@ -97,7 +97,7 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
         every = [{"name": name} for name in settings.formats]
         phases = [Phase(name="average", order="average", contenders=every, rounds=settings.rounds)]
         if settings.steps and count == max(settings.ranks):
-            sizes = {"batch": settings.batch, "sequence": settings.sequence}
+            sizes: dict[str, Any] = {"batch": settings.batch, "sequence": settings.sequence}
             for contender in trained:
                 ranks.ask("prepare", **contender, model=dataclasses.asdict(settings.model), **sizes)
             phases.append(Phase(name="train", order="step", contenders=trained, rounds=settings.steps))

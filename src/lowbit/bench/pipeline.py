@@ -116,7 +116,7 @@ class PipelineBenchmark:
         return [replace(self.pipeline, **vars(split)) for split in self.splits] or [self.pipeline]
 
 
-def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Measure every boundary on every link.
 
     Yields:
@@ -200,7 +200,7 @@ class Turns:
         return statistics.median(step[name] for step in self.steps)
 
 
-def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[Row]:
+def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[dict[str, Any]]:
     """A row for each link, split and boundary, with the comparisons that are not with one other row."""
     rows = [turns.row(settings.backward) for turns in taken]
     unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
@@ -59,7 +59,7 @@ class TensorParallelBenchmark:
                 )
 
     @property
-    def contenders(self) -> list[dict[str, str]]:
+    def contenders(self) -> list[dict[str, Any]]:
         """Format and algorithm of every sum that takes a turn; the engine's algorithm is its ring."""
         return [
             {"name": name, "algorithm": algorithm}
@@ -116,7 +116,8 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
     def prepare(ranks: Workers, count: int) -> list[Phase]:
         bits.update(ranks.ask("open", tokens=max(settings.tokens), width=settings.width)[0])
         for contender in settings.contenders:
-            errors[count, *contender.values()] = ranks.ask("error", **contender)[0]
+            key = count, contender["name"], contender["algorithm"]
+            errors[key] = ranks.ask("error", **contender)[0]
         phases = []
         for tokens in settings.tokens:
             calls = min(_MOST_CALLS, max(1, _CALLS // (tokens * settings.width)))
