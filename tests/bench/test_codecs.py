@@ -107,7 +107,7 @@ def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pyt
     layer = codec_speed.decoder_layer(x)
     layer.layers[0].register_full_backward_hook(lambda m, inner, outer: seen.append(outer[0]))
     layer.layers[0].register_forward_hook(lambda m, given, out: seen.append(given[0]))
-    codec_speed._there_and_back(layer, [x])(0)
+    codec_speed._forward_and_backward(layer, [x])(0)
     assert all(torch.equal(found, x) for found in seen)
     assert len(seen) == 2
     assert len(layer.layers) == 1

@@ -4,8 +4,9 @@ Three regimes, because low-bit boundaries cost most early in training from scrat
 noise: from scratch after some steps at full precision, from scratch without, and fine-tuning from a full-precision
 checkpoint on another text at a small learning rate.
 
-Design in pairs: a seed sets weights and data order, for every format alike, so what counts is the difference from the
-fp32 run of the same seed, and its spread over the seeds. Rows are written as runs finish; a repeated call skips them.
+Runs are compared in pairs: a seed sets weights and data order for every format, so what counts is the difference from
+the fp32 run of the same seed, and its spread over the seeds. Rows are written as runs finish; a repeated call skips
+them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ConvergenceBenchmark:
     activations in 4 bits, 8 for norms; in 4 for norms, too; with attention's tensors in 8; and in 4 for everything."""
     backward: str = ""
     """Format of the gradients beside low-bit forward formats that do not name their own ("int4 / int6"); if omitted,
-    its default. fp32, bf16 and fp16 travel alike both ways. SubspaceQuant(rank='auto') needs a regime with a
+    its default. fp32, bf16 and fp16 are used both ways. SubspaceQuant(rank='auto') needs a regime with a
     warm-up."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and data order."""
@@ -103,7 +104,7 @@ class ConvergenceBenchmark:
     threads: Positive = 1
     """Of each run."""
     folder: str = "runs/convergence"
-    """Where the checkpoint is kept."""
+    """Folder of the checkpoint."""
 
     def __post_init__(self) -> None:
         if self.backward:
@@ -121,7 +122,7 @@ def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
     """Check a boundary's formats against every regime that it is to run in.
 
     Raises:
-        ConfigError: one needs a warm-up that is not there, or cannot code the model's activations.
+        ConfigError: one needs a warm-up that the regimes lack, or cannot code the model's activations.
     """
     codecs = codec_pair(boundary, settings.backward)
     for codec in codecs:
@@ -171,7 +172,7 @@ def recipe(settings: ConvergenceBenchmark, regime: str) -> Recipe:
 
 
 def _checkpoint(settings: ConvergenceBenchmark) -> Path:
-    """Where the weights lie that fine-tuning starts from; a name for each way of making them."""
+    """The file of the weights that fine-tuning starts from; its name tells how they were trained."""
     names = ("model", "data", "optimizer", "pretrain_steps", "precision")
     text = repr([getattr(settings, name) for name in names])
     return Path(settings.folder) / f"pretrained-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"

@@ -1,8 +1,8 @@
 """`lowbit demo`: a small Llama learns Python over a 100 Mbit/s link, with FP32 boundaries and with TAH-Quant.
 
 Two ranks, each on a host of its own (network namespaces, see `lowbit.network`), run `lowbit train`'s own recipe: first
-with PyTorch's pipeline stage in FP32, then with `LowBitStage`. Both get about the same time; what is compared is how
-far each comes in it.
+with PyTorch's pipeline stage in FP32, then with `LowBitStage`. Both get about the same time; what is compared is the
+loss that each reaches in it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def check_output(output: Path) -> None:
     """Check, before anything starts, that nothing is in the way that lowbit did not make.
 
     Raises:
-        ConfigError: a file that is to be written is there, and is not lowbit's.
+        ConfigError: a file that is to be written exists, and is not lowbit's.
     """
     if foreign := RunFolder(output).foreign(FILES):
         raise ConfigError(

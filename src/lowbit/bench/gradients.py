@@ -75,19 +75,19 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
     Yields:
         Rows, one for each number of ranks, link and format: `format`, what `set_link` says of the link, `ranks`,
         `numel`, `ms` (median over the rounds of the slowest rank's time), `ms_low`, `ms_high`, `spread` (interquartile
-        range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over the engine's), `bits_per_element` (of
+        range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over PyTorch's), `bits_per_element` (of
         the format), `wire_bits` (bytes that really left a rank, headers included, over those elements that an
         all-reduce has to send), `link_share` (of the link's goodput that was used: 1 is the physical limit; None:
         unlimited), `relative_error` (of the mean, against float64), `rounds`; and from training `tokens_per_second`
         (all ranks, median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended:
-        gradients, buckets, and what the format keeps beside them), None where it was not trained.
+        gradients, buckets, and the format's own buffers), None where it was not trained.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
         ChildProcessError: a rank failed.
     """
     errors: dict[tuple[int, str], float] = {}
-    # The engine's bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
+    # PyTorch's all-reduce of bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
     trained = [{"name": name} for name in settings.formats if not name.endswith("-bf16")]
 
     def prepare(ranks: Workers, count: int) -> list[Phase]:

@@ -229,7 +229,7 @@ def _open(settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig,
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Rows with the name of a bar, which has the split where there are several; elsewhere nothing is said of splits."""
+    """Rows with the name of a bar, with the split if there are several; otherwise columns about splits are empty."""
     several = len({row["split"] for row in rows}) > 1
     names = [pair_name(row["boundary"]) for row in rows]
     if several:

@@ -31,7 +31,7 @@ class Phase:
         order: the method of the ranks' program that each turn calls; it answers {"seconds", "sent", ...}.
         contenders: the arguments that are their own, which also tell their results apart.
         arguments: those that all have in common.
-        rounds: timed turns of each; untimed: turns before these, in which ranks agree and buffers are made.
+        rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
     """
 
     name: str

@@ -68,7 +68,7 @@ class Workers:
         """Give all processes an order and collect their answers, by process.
 
         Args:
-            method: of what the program serves; arguments: its keyword arguments, as JSON has them.
+            method: of what the program serves; arguments: its keyword arguments, which JSON can hold.
             on_progress: called with what processes tell in between.
 
         Raises:
@@ -153,9 +153,9 @@ class Workers:
                 self._processes[index].wait()
                 raise self._failure(index, self._last_words(index))
             match json.loads(line):
-                case {"progress": told}:
+                case {"progress": value}:
                     if on_progress:
-                        on_progress(told)
+                        on_progress(value)
                 case {"error": reason}:
                     raise self._failure(index, reason)
                 case {"result": result}:
@@ -166,10 +166,10 @@ class Workers:
         return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
 
     def _last_words(self, index: int) -> str:
-        """The end of what a process that has ended said on standard error, and its exit status."""
+        """The exit status of a process that has ended, and the last line of its standard error."""
         self._errors[index].seek(0)
-        said = self._errors[index].read().strip().splitlines()
-        return f"exit status {self._processes[index].returncode}" + (f", {said[-1]}" if said else "")
+        lines = self._errors[index].read().strip().splitlines()
+        return f"exit status {self._processes[index].returncode}" + (f", {lines[-1]}" if lines else "")
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Charts, declared by what of a row stands where. Figures are made without pyplot: no display, no global state."""
+"""Charts, declared by which values of a row go where. Figures are made without pyplot: no display, no global state."""
 
 from __future__ import annotations
 
