@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec, check_int
 from lowbit.collectives.checksum import CHECKSUM_BYTES
-from lowbit.pipeline.arguments import check_warm_up, checked_samples, codec_at, keys_of
-from lowbit.pipeline.boundary import CHOICE, Direction, Lane, Step
+from lowbit.pipeline.arguments import Step, check_warm_up, checked_samples, codec_at, keys_of
+from lowbit.pipeline.boundary import CHOICE, Direction, Lane
 from lowbit.pipeline.traffic import Traffic
 
 _ENDS = ("sender", "receiver")
@@ -82,8 +82,7 @@ class Emulation:
 
     def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
         self.traffic = Traffic()
-        self._warmup_steps = warmup_steps
-        self._in_evaluation = in_evaluation
+        self._warmup_steps, self._in_evaluation = warmup_steps, in_evaluation
         self._steps = 0
         self._samples: Tensor | None = None
         self._handles: list[RemovableHandle] = []
@@ -162,7 +161,7 @@ class Emulation:
                 return output
             step = self._current_step(module.training, forward.needs_key or backward.needs_key)
             pair = activations
-            if _in_backward():
+            if torch._C._current_graph_task_id() != -1:  # autograd runs in this thread: the module has run before
                 if forward.stateful and not step.full_precision:
                     raise RuntimeError(
                         f"boundary {boundary} is computed again during backward (activation checkpointing), and "
@@ -188,8 +187,8 @@ class _LanePair:
 
     def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
         self.name = f"boundary {boundary} {direction}"
-        self._args = boundary, direction, codec
-        self._codec, self._traffic = codec, traffic
+        self._args, self._codec, self._traffic = (boundary, direction, codec), codec, traffic
+        self._identity = f"{codec} [{codec.fingerprint()}]"
         self._lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
         self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
@@ -218,13 +217,13 @@ class _LanePair:
 
     def state_dict(self) -> dict[str, Any]:
         states = {end: lane.state_dict() for end, lane in self._only_lanes().items()}
-        return {"codec": self._identity(), **(states or self._restored or {end: {} for end in _ENDS})}
+        return {"codec": self._identity, **(states or self._restored or {end: {} for end in _ENDS})}
 
     def check_state(self, state: Any) -> None:
         """Raise a ValueError unless `state` may be one of this codec."""
         _check_keys(self.name, state, {"codec", *_ENDS})
-        if state["codec"] != self._identity():
-            raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity()}")
+        if state["codec"] != self._identity:
+            raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity}")
         choices = []
         for end in _ENDS:
             if not _is_state(state[end]):
@@ -240,9 +239,6 @@ class _LanePair:
         for end, lane in lanes.items():
             lane.load_state_dict(state[end])
         self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
-
-    def _identity(self) -> str:
-        return f"{self._codec} [{self._codec.fingerprint()}]"
 
     def _only_lanes(self) -> dict[str, Lane]:
         """The lanes by end; none before the first message."""
@@ -280,11 +276,6 @@ def _is_state(state: Any) -> bool:
     return all(isinstance(name, str) for name in (*state, *(key for key, _ in entries))) and all(
         type(value) is int or (isinstance(value, Tensor) and key != CHOICE) for key, value in entries
     )
-
-
-def _in_backward() -> bool:
-    """Whether autograd is computing gradients in this thread: what runs forward now has run before."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _map_first(output: Any, change: Any) -> Any:
