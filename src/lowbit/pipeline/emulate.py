@@ -82,8 +82,7 @@ class Emulation:
 
     def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
         self.traffic = Traffic()
-        self._warmup_steps, self._in_evaluation = warmup_steps, in_evaluation
-        self._steps = 0
+        self._steps, self._warmup_steps, self._in_evaluation = 0, warmup_steps, in_evaluation
         self._samples: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._pairs: list[_LanePair] = []
@@ -160,26 +159,25 @@ class Emulation:
             if not module.training and not self._in_evaluation:
                 return output
             step = self._current_step(module.training, forward.needs_key or backward.needs_key)
-            pair = activations
-            if torch._C._current_graph_task_id() != -1:  # autograd runs in this thread: the module has run before
-                if forward.stateful and not step.full_precision:
-                    raise RuntimeError(
-                        f"boundary {boundary} is computed again during backward (activation checkpointing), and "
-                        f"{forward} has coded that message already; allowed: checkpointing that leaves the modules in "
-                        "`at` out, or a codec without state"
-                    )
-                pair = recomputed
+            again = torch._C._current_graph_task_id() != -1  # autograd runs in this thread: the module has run before
+            if again and forward.stateful and not step.full_precision:
+                raise RuntimeError(
+                    f"boundary {boundary} is computed again during backward (activation checkpointing), and {forward} "
+                    "has coded that message already; allowed: checkpointing that leaves the modules in `at` out, or a "
+                    "codec without state"
+                )
+            pair = recomputed if again else activations
             return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step))
 
         self._handles.append(module.register_forward_hook(hook))
 
     def _current_step(self, training: bool, keyed: bool) -> Step:
         step = Step.numbered(self._steps, self._warmup_steps, training=training)
-        if not keyed or not training or step.full_precision:
-            return step
-        if self._samples is None:
-            raise ValueError("a codec that keeps something per sample needs set_samples(ids) first")
-        return replace(step, keys=keys_of(self._samples, 1))
+        if keyed and training and not step.full_precision:
+            if self._samples is None:
+                raise ValueError("a codec that keeps something per sample needs set_samples(ids) first")
+            step = replace(step, keys=keys_of(self._samples, 1))
+        return step
 
 
 class _LanePair:
@@ -187,7 +185,8 @@ class _LanePair:
 
     def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
         self.name = f"boundary {boundary} {direction}"
-        self._args, self._codec, self._traffic = (boundary, direction, codec), codec, traffic
+        self._args = boundary, direction, codec
+        self._codec, self._traffic = codec, traffic
         self._identity = f"{codec} [{codec.fingerprint()}]"
         self._lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
         self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
