@@ -1,21 +1,14 @@
 """Links with a distance: what they carry, how long it takes, and what is lost."""
 
-import contextlib
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from lowbit.network import Link, LinkUnavailable, SlowLink, delay, distance, goodput, round_trip
-from tests.network.test_shape import OWNER, RANK, TALKER, TCP_SHARE, all_gone, best
+from tests.network.test_shape import TCP_SHARE, best, needs_distance, talking
 
-needs_distance = pytest.mark.skipif(
-    SlowLink.available(distance=True) is not None,
-    reason=f"no link with a distance here: {SlowLink.available(distance=True)}",
-)
 FAR = Link(100.0, rtt_ms=40)
 
 
@@ -45,12 +38,8 @@ def test_each_direction_has_its_own_rate() -> None:
 
 @needs_distance
 def test_a_link_changes_between_measurements_and_connections_stay() -> None:
-    argv = [sys.executable, "-S", "-c", TALKER]
     with SlowLink(rate_mbit=100) as link:
-        server = link.popen(0, [*argv, "listen"], stdout=subprocess.PIPE, text=True)
-        time.sleep(0.2)
-        client = link.popen(1, [*argv, link.address(0)])
-        assert server.stdout.readline()
+        server, client = talking(link)
         link.set_link(FAR)
         assert shortest(link, 44) >= 40
         link.set_link(Link(100.0, rtt_ms=100))
@@ -158,43 +147,6 @@ def test_more_hosts_meet_at_a_switch() -> None:
         both = goodput(link, [(0, 2), (1, 2)], 1.0)  # which share what host 2 receives at
         assert sum(both) < 1.25 * 30 * TCP_SHARE
         assert best(lambda: min(goodput(link, [(0, 1), (2, 0)], 0.8)), 19) > 18
-
-
-@needs_distance
-@pytest.mark.parametrize("hosts", [2, 3])
-def test_nothing_passes_a_cut_cable_and_all_of_it_afterwards(hosts: int) -> None:
-    argv = [sys.executable, "-S", "-c", TALKER]
-    with SlowLink(hosts=hosts, rate_mbit=100, rtt_ms=20) as link:
-        server = link.popen(0, [*argv, "listen"], stdout=subprocess.PIPE, text=True)
-        time.sleep(0.2)
-        client = link.popen(1, [*argv, link.address(0)])
-        assert server.stdout.readline()
-        link.cut(1)
-        begin = time.monotonic()
-        time.sleep(0.4)
-        link.set_link(Link(100.0, rtt_ms=10))  # which restores nothing
-        time.sleep(0.4)
-        end = time.monotonic()
-        link.restore(1)
-        heard = [float(line) for line in server.communicate(timeout=20)[0].split()]
-        assert client.wait(10) == 0
-    assert not [at for at in heard if begin + 0.05 < at < end]
-    assert min(at for at in heard if at > end) < end + 2
-
-
-@needs_distance
-@pytest.mark.usefixtures("privilege")
-@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), 9)", "pass", "os._exit(1)"])
-def test_nothing_stays_however_it_ends(ending: str) -> None:
-    source = OWNER.format(rank=RANK, ending=ending, user=os.geteuid())
-    source = source.replace("SlowLink()", "SlowLink(rtt_ms=40)")
-    source = source.replace("print(link", "print(link._distance._process.pid, link")
-    owner = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
-    with contextlib.closing(owner.stdout) as output:
-        pids = [int(pid) for pid in output.readline().split()]
-    owner.wait(10)
-    assert len(pids) == 4
-    assert all_gone(pids)
 
 
 @needs_distance

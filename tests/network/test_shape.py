@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,6 +12,10 @@ import pytest
 
 from lowbit.network import LinkUnavailable, SlowLink, goodput, measure
 
+needs_distance = pytest.mark.skipif(
+    SlowLink.available(distance=True) is not None,
+    reason=f"no link with a distance here: {SlowLink.available(distance=True)}",
+)
 needs_link = pytest.mark.skipif(SlowLink.available() is not None, reason=f"no shaped link here: {SlowLink.available()}")
 TCP_SHARE = 0.956  # what Ethernet, IP and TCP headers leave of the rate
 
@@ -19,10 +24,11 @@ import os, subprocess, sys, time
 from lowbit.network import SlowLink, shape
 os.geteuid = lambda: {user}
 shape._SECONDS_TO_END = 0.2
-with SlowLink() as link:
+with SlowLink(rtt_ms={rtt_ms}) as link:
     rank = link.popen(1, [sys.executable, "-S", "-c", {rank!r}], stdout=subprocess.PIPE, text=True)
     children = rank.stdout.readline().split()
-    print(link._namespaces[0].pid, rank.pid, *children, flush=True)
+    helpers = [link._namespaces[0].pid, *([link._distance.pid] if link._distance else [])]
+    print(*helpers, rank.pid, *children, flush=True)
     {ending}
 """
 # A rank that ignores polite signals and has a child of its own, as a launcher has.
@@ -127,18 +133,27 @@ else:
 """
 
 
-@needs_link
-@pytest.mark.parametrize("hosts", [2, 3])
-def test_nothing_passes_a_cut_cable_and_all_of_it_afterwards(hosts: int) -> None:
+def talking(link: SlowLink) -> tuple[subprocess.Popen, subprocess.Popen]:
+    """Host 0, which prints when it hears host 1, and host 1, which talks for 1.5 seconds; they are connected."""
     argv = [sys.executable, "-S", "-c", TALKER]
-    with SlowLink(hosts=hosts) as link:
-        server = link.popen(0, [*argv, "listen"], stdout=subprocess.PIPE, text=True)
-        time.sleep(0.2)
-        client = link.popen(1, [*argv, link.address(0)])
-        assert server.stdout.readline()
+    server = link.popen(0, [*argv, "listen"], stdout=subprocess.PIPE, text=True)
+    time.sleep(0.2)
+    client = link.popen(1, [*argv, link.address(0)])
+    assert server.stdout.readline()
+    return server, client
+
+
+@needs_link
+@pytest.mark.parametrize("rtt_ms", [0, pytest.param(20, marks=needs_distance)])
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_nothing_passes_a_cut_cable_and_all_of_it_afterwards(hosts: int, rtt_ms: float) -> None:
+    with SlowLink(hosts=hosts, rtt_ms=rtt_ms) as link:
+        server, client = talking(link)
         link.cut(1)
         begin = time.monotonic()
-        time.sleep(0.8)
+        time.sleep(0.4)
+        link.set_link(dataclasses.replace(link.link, rtt_ms=rtt_ms / 2))  # which restores nothing
+        time.sleep(0.4)
         end = time.monotonic()
         link.restore(1)
         heard = [float(line) for line in server.communicate(timeout=20)[0].split()]
@@ -235,18 +250,21 @@ def test_exception_leaves_nothing(error: type[BaseException]) -> None:
 @needs_link
 @pytest.mark.usefixtures("privilege")
 @pytest.mark.parametrize(
-    ("ending", "number"),
+    ("ending", "number", "rtt_ms"),
     [
-        ("time.sleep(60)", signal.SIGKILL),
-        ("time.sleep(60)", signal.SIGTERM),
-        ("time.sleep(60)", signal.SIGINT),
-        ("pass", None),
-        ("os._exit(1)", None),
-        ("os.fork(); time.sleep(60)", signal.SIGKILL),  # a fork of the owner holds its pipes open
+        ("time.sleep(60)", signal.SIGKILL, 0),
+        ("time.sleep(60)", signal.SIGTERM, 0),
+        ("time.sleep(60)", signal.SIGINT, 0),
+        ("pass", None, 0),
+        ("os._exit(1)", None, 0),
+        ("os.fork(); time.sleep(60)", signal.SIGKILL, 0),  # a fork of the owner holds its pipes open
+        pytest.param("time.sleep(60)", signal.SIGKILL, 40, marks=needs_distance),
+        pytest.param("pass", None, 40, marks=needs_distance),
+        pytest.param("os._exit(1)", None, 40, marks=needs_distance),
     ],
 )
-def test_nothing_stays_however_it_ends(ending: str, number: int | None) -> None:
-    source = OWNER.format(rank=RANK, ending=ending, user=os.geteuid())
+def test_nothing_stays_however_it_ends(ending: str, number: int | None, rtt_ms: float) -> None:
+    source = OWNER.format(rank=RANK, ending=ending, user=os.geteuid(), rtt_ms=rtt_ms)
     owner = subprocess.Popen(
         [sys.executable, "-c", source],
         stdout=subprocess.PIPE,
@@ -256,7 +274,7 @@ def test_nothing_stays_however_it_ends(ending: str, number: int | None) -> None:
     )
     assert owner.stdout
     pids = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(pids) == 3
+    assert len(pids) == (4 if rtt_ms else 3)
     try:
         if number is not None:
             owner.send_signal(number)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
-from lowbit.pipeline.arguments import checked_samples, codec_at, keys_of
-from lowbit.pipeline.boundary import Lane, Slot, Step
+from lowbit.pipeline.arguments import Step, checked_samples, codec_at, keys_of
+from lowbit.pipeline.boundary import Lane, Slot
 from lowbit.pipeline.traffic import Traffic
+from tests.pipeline.toy import INT4
 
-INT4 = GroupInt(bits=4, group=64)
 SHAPE = torch.Size((2, 3, 64))
 SLOT = (SHAPE, torch.float32)
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.codecs import AQSGD, Cast, Codec, SubspaceQuant, TAHQuant
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import LowBitStage, emulate_
 from tests.pipeline import toy
+from tests.pipeline.toy import INT4, INT6
 from tests.ranks import Ranks
 
-INT4 = GroupInt(bits=4, group=64)
-INT6 = GroupInt(bits=6, group=32, symmetric=True)
 STEPS = 5
 
 

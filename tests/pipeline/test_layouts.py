@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.codecs import Cast
 from lowbit.collectives import PeerError
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, parse, receive_layouts, send_layouts
 from tests.pipeline import toy
+from tests.pipeline.toy import FP32
 from tests.ranks import Ranks
 
-FP32 = Cast(dtype=torch.float32)
 LAYOUTS = [
     torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True),
     torch.empty(5, 2).T,

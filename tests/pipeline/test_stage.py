@@ -12,16 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.codecs import AQSGD, Codec, SubspaceQuant, TAHQuant
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import LowBitStage
 from tests.pipeline import toy
+from tests.pipeline.toy import FP32, INT4, INT6
 from tests.ranks import Ranks
-
-FP32 = Cast(dtype=torch.float32)
-INT4 = GroupInt(bits=4, group=64)
-INT6 = GroupInt(bits=6, group=32, symmetric=True)
-
 
 # PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot, and takes no integers between stages.
 OLD = not hasattr(PipelineStage, "_is_same_rank")

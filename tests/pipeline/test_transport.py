@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore
 
-from lowbit.codecs import GroupInt
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums
 from lowbit.collectives.failure import FailureBoard, PeerError
@@ -29,11 +28,10 @@ from lowbit.pipeline import transport as transport_module
 from lowbit.pipeline.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from lowbit.pipeline.transport import Early, InOrder, Route, choose
 from tests.pipeline import toy
+from tests.pipeline.toy import INT4, INT6
 from tests.ranks import Ranks
 
-INT4 = GroupInt(bits=4, group=64)
 SIZE, MIB = 1 << 18, 1 << 20
-INT6 = GroupInt(bits=6, group=32, symmetric=True)
 
 
 def early(timeout: float = 20.0) -> tuple[Early, Traffic]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,15 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from lowbit.codecs import Cast, GroupInt
 from lowbit.pipeline import LowBitStage
+from tests.ranks import Ranks
 
 WIDTH, ROWS, MICRO_BATCHES = 24, 2, 4
 CPU = torch.device("cpu")
+FP32 = Cast(dtype=torch.float32)
+INT4 = GroupInt(bits=4, group=64)
+INT6 = GroupInt(bits=6, group=32, symmetric=True)
 
 SCHEDULES: dict[str, tuple[Any, int]] = {  # class and stages on each rank
     "gpipe": (ScheduleGPipe, 1),
@@ -136,3 +142,19 @@ def lowbit(**options: Any) -> Callable[..., PipelineStage]:
         return LowBitStage(*args, **options, **kwargs)
 
     return make
+
+
+def timely(ranks: Ranks, function: Callable[..., Any], *args: Any, count: int = 2) -> list[Any]:
+    """Outcomes, which take seconds and no timeout."""
+    ranks.start(count)
+    start = time.monotonic()
+    outcomes = ranks.outcomes(function, *args, ranks=count)
+    assert time.monotonic() - start < 25
+    return outcomes
+
+
+def disagreement(outcomes: list[Any]) -> str:
+    """The error that all ranks raise, word for word the same."""
+    assert {outcome.kind for outcome in outcomes} == {"AgreementError"}
+    [text] = {outcome.text for outcome in outcomes}
+    return text

@@ -50,7 +50,7 @@ class LowBitReduceScatter(ReduceScatter):
             AgreementError, PeerError: as `lowbit.collectives.reduce_scatter`.
         """
         is_sum = op == dist.ReduceOp.SUM
-        if not is_sum and not op == dist.ReduceOp.AVG:  # noqa: SIM201 an operation has == only
+        if not is_sum and not op == dist.ReduceOp.AVG:
             raise ValueError(
                 f"op is {op}; allowed: SUM and AVG (set_gradient_divide_factor asks for another; on Gloo, "
                 "set_force_sum_reduction_for_comms(True) makes it a SUM)"

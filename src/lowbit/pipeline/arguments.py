@@ -1,15 +1,43 @@
-"""Arguments of a pipeline and of its emulation, checked."""
+"""What a pipeline and its emulation are given: formats, a warm-up, sample ids. What follows from it for a step."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Codec, Key, check_int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What decides the format of a step's messages; known before the step, and the same on every rank.
+
+    Attributes:
+        training: False in an evaluation pass.
+        full_precision: the warm-up is not over: everything travels in its own dtype.
+        keys: sample ids of each micro-batch, for codecs that need them.
+        settling: this is the last step of the warm-up, in which senders choose what their codecs leave open.
+    """
+
+    training: bool = True
+    full_precision: bool = False
+    keys: tuple[Key, ...] | None = None
+    settling: bool = False
+
+    @classmethod
+    def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> Step:
+        """A step, or an evaluation pass, after so many training steps."""
+        return cls(training, step < warmup_steps, settling=training and step == warmup_steps - 1)
+
+    @property
+    def phase(self) -> int:
+        """What decides the sizes of messages: 0 at full precision, 1 where choices travel as well, 2 coded."""
+        return 1 if self.settling else 0 if self.full_precision else 2
 
 
 def check_warm_up(argument: str, codecs: Codec | Mapping[int, Codec], warmup_steps: int, prefix: str = "") -> None:
@@ -48,6 +76,15 @@ def codec_at(argument: str, codecs: Codec | Mapping[int, Codec], boundary: int, 
     return codecs
 
 
+def check_numbers(warmup_steps: object, timeout: object) -> None:
+    """Raise unless these can be a number of steps, and one of seconds."""
+    check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
+
+
 def checked_samples(ids: Tensor | Sequence[int]) -> Tensor:
     """Sample ids as an int64 tensor (batch,).
 
@@ -73,12 +110,3 @@ def keys_of(samples: Tensor, micro_batches: int) -> tuple[Key, ...]:
     if samples.unique().numel() != samples.numel():
         raise ValueError("ids has a sample twice; the ids of a batch must differ")
     return tuple(tuple(part.tolist()) for part in samples.tensor_split(micro_batches))
-
-
-def check_numbers(warmup_steps: object, timeout: object) -> None:
-    """Raise unless these can be a number of steps, and one of seconds."""
-    check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from lowbit.codecs.base import FLOATS, Codec, Key, Session
+from lowbit.pipeline.arguments import Step
 from lowbit.pipeline.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -29,33 +29,6 @@ Slot = tuple[torch.Size, torch.dtype]
 _CHOICE_BYTES = 16
 CHOICE = "choice"
 """Key of what a sender has chosen, in a state."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What decides the format of a step's messages; known before the step, and the same on every rank.
-
-    Attributes:
-        training: False in an evaluation pass.
-        full_precision: the warm-up is not over: everything travels in its own dtype.
-        keys: sample ids of each micro-batch, for codecs that need them.
-        settling: this is the last step of the warm-up, in which senders choose what their codecs leave open.
-    """
-
-    training: bool = True
-    full_precision: bool = False
-    keys: tuple[Key, ...] | None = None
-    settling: bool = False
-
-    @classmethod
-    def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> Step:
-        """A step, or an evaluation pass, after so many training steps."""
-        return cls(training, step < warmup_steps, settling=training and step == warmup_steps - 1)
-
-    @property
-    def phase(self) -> int:
-        """What decides the sizes of messages: 0 at full precision, 1 where choices travel as well, 2 coded."""
-        return 1 if self.settling else 0 if self.full_precision else 2
 
 
 _CODED = Step()
@@ -286,13 +259,13 @@ class Lane:
         for name, state in sorted(self.state_dict().items()):
             # A state that keeps count of its messages is known by them; computed numbers may differ in the last bits.
             counted = {"messages", "digest", CHOICE} if "digest" in state else state
-            for key in sorted(state):
-                if key in counted:
-                    value = state[key]
-                    digest.update(f"{name}/{key}".encode())
-                    if isinstance(value, Tensor):
-                        value = value.cpu().contiguous().view(torch.uint8).numpy().data
-                    digest.update(value if isinstance(value, memoryview) else str(value).encode())
+            for key in sorted(state.keys() & counted):
+                value = state[key]
+                digest.update(f"{name}/{key}".encode())
+                if isinstance(value, Tensor):
+                    digest.update(value.cpu().contiguous().view(torch.uint8).numpy().data)
+                else:
+                    digest.update(str(value).encode())
         return digest.hexdigest()
 
     @contextlib.contextmanager

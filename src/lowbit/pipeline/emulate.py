@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec, check_int
 from lowbit.collectives.checksum import CHECKSUM_BYTES
-from lowbit.pipeline.arguments import check_warm_up, checked_samples, codec_at, keys_of
-from lowbit.pipeline.boundary import CHOICE, Direction, Lane, Step
+from lowbit.pipeline.arguments import Step, check_warm_up, checked_samples, codec_at, keys_of
+from lowbit.pipeline.boundary import CHOICE, Direction, Lane
 from lowbit.pipeline.traffic import Traffic
 
 _ENDS = ("sender", "receiver")
@@ -82,9 +82,7 @@ class Emulation:
 
     def __init__(self, warmup_steps: int, in_evaluation: bool) -> None:
         self.traffic = Traffic()
-        self._warmup_steps = warmup_steps
-        self._in_evaluation = in_evaluation
-        self._steps = 0
+        self._steps, self._warmup_steps, self._in_evaluation = 0, warmup_steps, in_evaluation
         self._samples: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._pairs: list[_LanePair] = []
@@ -161,26 +159,25 @@ class Emulation:
             if not module.training and not self._in_evaluation:
                 return output
             step = self._current_step(module.training, forward.needs_key or backward.needs_key)
-            pair = activations
-            if _in_backward():
-                if forward.stateful and not step.full_precision:
-                    raise RuntimeError(
-                        f"boundary {boundary} is computed again during backward (activation checkpointing), and "
-                        f"{forward} has coded that message already; allowed: checkpointing that leaves the modules in "
-                        "`at` out, or a codec without state"
-                    )
-                pair = recomputed
+            again = torch._C._current_graph_task_id() != -1  # autograd runs in this thread: the module has run before
+            if again and forward.stateful and not step.full_precision:
+                raise RuntimeError(
+                    f"boundary {boundary} is computed again during backward (activation checkpointing), and {forward} "
+                    "has coded that message already; allowed: checkpointing that leaves the modules in `at` out, or a "
+                    "codec without state"
+                )
+            pair = recomputed if again else activations
             return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step))
 
         self._handles.append(module.register_forward_hook(hook))
 
     def _current_step(self, training: bool, keyed: bool) -> Step:
         step = Step.numbered(self._steps, self._warmup_steps, training=training)
-        if not keyed or not training or step.full_precision:
-            return step
-        if self._samples is None:
-            raise ValueError("a codec that keeps something per sample needs set_samples(ids) first")
-        return replace(step, keys=keys_of(self._samples, 1))
+        if keyed and training and not step.full_precision:
+            if self._samples is None:
+                raise ValueError("a codec that keeps something per sample needs set_samples(ids) first")
+            step = replace(step, keys=keys_of(self._samples, 1))
+        return step
 
 
 class _LanePair:
@@ -190,6 +187,7 @@ class _LanePair:
         self.name = f"boundary {boundary} {direction}"
         self._args = boundary, direction, codec
         self._codec, self._traffic = codec, traffic
+        self._identity = f"{codec} [{codec.fingerprint()}]"
         self._lanes: dict[torch.device, dict[str, Lane]] = {}  # by device and end
         self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
@@ -218,13 +216,13 @@ class _LanePair:
 
     def state_dict(self) -> dict[str, Any]:
         states = {end: lane.state_dict() for end, lane in self._only_lanes().items()}
-        return {"codec": self._identity(), **(states or self._restored or {end: {} for end in _ENDS})}
+        return {"codec": self._identity, **(states or self._restored or {end: {} for end in _ENDS})}
 
     def check_state(self, state: Any) -> None:
         """Raise a ValueError unless `state` may be one of this codec."""
         _check_keys(self.name, state, {"codec", *_ENDS})
-        if state["codec"] != self._identity():
-            raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity()}")
+        if state["codec"] != self._identity:
+            raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity}")
         choices = []
         for end in _ENDS:
             if not _is_state(state[end]):
@@ -240,9 +238,6 @@ class _LanePair:
         for end, lane in lanes.items():
             lane.load_state_dict(state[end])
         self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
-
-    def _identity(self) -> str:
-        return f"{self._codec} [{self._codec.fingerprint()}]"
 
     def _only_lanes(self) -> dict[str, Lane]:
         """The lanes by end; none before the first message."""
@@ -280,11 +275,6 @@ def _is_state(state: Any) -> bool:
     return all(isinstance(name, str) for name in (*state, *(key for key, _ in entries))) and all(
         type(value) is int or (isinstance(value, Tensor) and key != CHOICE) for key, value in entries
     )
-
-
-def _in_backward() -> bool:
-    """Whether autograd is computing gradients in this thread: what runs forward now has run before."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _map_first(output: Any, change: Any) -> Any:

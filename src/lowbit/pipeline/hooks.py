@@ -28,10 +28,9 @@ from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from lowbit.collectives.engine import check_torch
-from lowbit.pipeline.batch import Batch
 from lowbit.pipeline.boundary import Direction
 from lowbit.pipeline.lanes import Lanes
-from lowbit.pipeline.layouts import Layouts, layout_of
+from lowbit.pipeline.layouts import Batch, Layouts, layout_of
 
 
 class HookedStage(PipelineStage):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.pipeline.arguments import codec_at
-from lowbit.pipeline.boundary import Direction, Lane, Slot, Step
+from lowbit.pipeline.arguments import Step, codec_at
+from lowbit.pipeline.boundary import Direction, Lane, Slot
 from lowbit.pipeline.inbox import Route
 from lowbit.pipeline.layouts import Layouts
 from lowbit.pipeline.numbering import Configuration

@@ -16,6 +16,8 @@ from lowbit.pipeline.layouts import Layouts
 
 MOST_PIPELINES = 64
 """Of a process group."""
+PHASES = 3
+"""Of a pipeline that begins with a warm-up, see `Step.phase`: sizes of messages change with them."""
 
 _FIRST_TAG = 1 << 29  # away from the small ones that a program may use itself
 _MOST_TAGS = 1 << 24  # of a pipeline
@@ -30,9 +32,8 @@ class Configuration:
     """What crosses in a pass, and under which tags.
 
     Attributes:
-        number: of the pipeline's, in the order in which they were agreed on.
-        training: whether gradients are computed.
-        micro_batches: how many.
+        number: position among the pipeline's, in the order in which they were agreed on.
+        training: whether gradients are computed; micro_batches: how many.
         layouts: by stage of this rank, then by micro-batch.
         first_tag: of its messages; most_tensors: that cross a boundary together; phases: of steps that are to come.
     """
@@ -46,7 +47,7 @@ class Configuration:
     phases: int
 
     def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
-        """Of a message: tensor `index` of a micro-batch. phase: of the step, 0 to 2, since sizes change with it."""
+        """Of a message: tensor `index` of a micro-batch."""
         lane = (boundary * 2 + backward) * self.phases + phase % self.phases
         return self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 

@@ -26,14 +26,11 @@ from lowbit.collectives.agreement import Agreement, contradictions
 from lowbit.collectives.checksum import Checksums
 from lowbit.collectives.failure import AgreementError, FailureBoard, described
 from lowbit.pipeline import announce
-from lowbit.pipeline.batch import Batch
-from lowbit.pipeline.layouts import Layouts, layout_of
-from lowbit.pipeline.numbering import Configuration, rank_names, stage_names, tags_of
+from lowbit.pipeline.layouts import Batch, Layouts, layout_of
+from lowbit.pipeline.numbering import PHASES, Configuration, rank_names, stage_names, tags_of
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage
-
-_PHASES = 3  # see `Step.phase`
 
 
 class Passes:
@@ -196,7 +193,7 @@ class Passes:
         number, warm = len(self._agreed), self._stages[0].steps >= self._stages[0].warmup_steps
         configuration = Configuration(
             number=number, training=batch.training, micro_batches=batch.micro_batches, layouts=layouts,
-            first_tag=self._tags.start, most_tensors=max(1, most), phases=1 if warm else _PHASES,
+            first_tag=self._tags.start, most_tensors=max(1, most), phases=1 if warm else PHASES,
         )  # fmt: skip
         taken = configuration.tags(self._stages[0].num_stages - 1)
         if taken > len(self._tags):

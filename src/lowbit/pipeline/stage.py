@@ -1,8 +1,8 @@
 """`LowBitStage`: a pipeline stage whose activations and gradients cross to its neighbours in few bits.
 
 `HookedStage` (in `hooks`) replaces the communication of PyTorch's stage. Before each pass, `Passes` (in `passes`) has
-all ranks agree on what crosses. Here, a tensor that crosses becomes a payload (`Lane`, in `boundary`), which travels
-over a `Transport` (in `transport`).
+all ranks agree on what crosses. `Lanes` (in `lanes`) makes payloads of the tensors that cross, which travel over a
+`Transport` (in `transport`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from lowbit.codecs.base import Codec, Session
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
 from lowbit.collectives.failure import FailureBoard
-from lowbit.pipeline.arguments import check_numbers, check_warm_up, checked_samples, keys_of
-from lowbit.pipeline.batch import Batch
-from lowbit.pipeline.boundary import Step
+from lowbit.pipeline.arguments import Step, check_numbers, check_warm_up, checked_samples, keys_of
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
-from lowbit.pipeline.layouts import receive_layouts, send_layouts
+from lowbit.pipeline.layouts import Batch, receive_layouts, send_layouts
 from lowbit.pipeline.numbering import Configuration, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.traffic import Traffic
