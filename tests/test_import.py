@@ -26,22 +26,16 @@ PUBLIC = {
     "lowbit.bench": "Report",
     "lowbit.cli": "app main",
     "lowbit.codecs": (
-        "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant gradients_beside parse "
-        "parse_pair"
+        "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session StatefulCodec SubspaceQuant Summable TAHQuant "
+        "backward_codec parse parse_pair"
     ),
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
     "lowbit.evaluate": "CalibrateSettings EvaluateSettings Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
+    "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
-    "lowbit.ops": (
-        "apart backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
-        "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode implementation "
-        "norm_backward norm_encode norm_recompute subspace_coefficients_decode subspace_coefficients_encode "
-        "subspace_follow subspace_inverse subspace_renew subspace_rest_decode subspace_rest_encode "
-        "tah_quant_decode tah_quant_encode"
-    ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "

@@ -189,20 +189,20 @@ def test_the_default_texts_are_on_this_machine_and_apart():
         ({"boundaries": ("int1",)}, "codec is 'int1'"),
         ({"backward": "nothing"}, "codec is 'nothing'"),
         (
-            {"boundaries": ("int4 / SubspaceQuant(rank='auto')",), "regimes": ("finetune",)},
+            {"boundaries": ("int4 / SubspaceQuant(directions='auto')",), "regimes": ("finetune",)},
             r"regimes is \('finetune',\), and boundary .int4 / .* has .*; allowed with it: scratch-warmup",
         ),
         (
             {
-                "boundaries": ("SubspaceQuant(rank='auto')",),
+                "boundaries": ("SubspaceQuant(directions='auto')",),
                 "regimes": ("scratch-warmup",),
                 "warmup_steps": 0,
             },
             "warmup_steps is 0, and boundary .* has SubspaceQuant.*; allowed: at least 1",
         ),
         (
-            {"boundaries": ("SubspaceQuant(rank=300)",)},
-            "boundaries has .*: rank is 300, .* 1 to 256",
+            {"boundaries": ("SubspaceQuant(directions=300)",)},
+            "boundaries has .*: directions is 300, .* 1 to 256",
         ),
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
         ({"stages": 9}, r"stages is 9; allowed: at most layers \(8\)"),

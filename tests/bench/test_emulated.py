@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.bench import emulated
 from lowbit.bench.emulated import (
     Recipe,
@@ -29,7 +29,7 @@ INT6 = GroupInt(bits=6, group=32, symmetric=True)
 
 @pytest.fixture(autouse=True)
 def _without_compilation() -> Iterator[None]:
-    with ops.backend("reference"):
+    with kernels.backend("reference"):
         yield
 
 
@@ -142,9 +142,9 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
 
 
 def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
-    auto = parse("SubspaceQuant(rank='auto', group=8)")
+    auto = parse("SubspaceQuant(directions='auto', group=8)")
     _, result = train(recipe, forward=auto, backward=auto, seed=0)
-    bits = [SubspaceQuant(rank=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
+    bits = [SubspaceQuant(directions=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
     found = result["bits_forward"] - CHECKSUM_BITS
     assert bits[0] <= found < bits[-1], "ranks differ between the boundaries"
     told = 16 * 8 / (2 * 16 * 32)  # in the last step of the warm-up
@@ -205,8 +205,8 @@ def test_plain_formats_travel_alike_both_ways():
     backward = "GroupInt(bits=6, group=32, symmetric=True)"
     assert codec_pair("bf16", backward) == (Cast(dtype=torch.bfloat16),) * 2
     assert codec_pair("int4", backward) == (parse("int4"), INT6)
-    pair = codec_pair("SubspaceQuant(rank=4) / subspace-backward", backward)
-    assert pair == (parse("SubspaceQuant(rank=4)"), parse("SubspaceQuant(bits=4)"))
+    pair = codec_pair("SubspaceQuant(directions=4) / subspace-backward", backward)
+    assert pair == (parse("SubspaceQuant(directions=4)"), parse("SubspaceQuant(bits=4)"))
 
 
 def test_curves_are_means_of_equal_stretches(monkeypatch: pytest.MonkeyPatch):

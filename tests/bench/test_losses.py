@@ -27,7 +27,13 @@ ROWS = [
     row("scratch", "int4", 1, 3.75, 0.75),
 ]
 PAIRS = [
-    row("scratch", f"SubspaceQuant(rank={r}, bits=2) / SubspaceQuant(rank={r}, bits=4)", 0, 0.9, r / 10000 - 0.1)
+    row(
+        "scratch",
+        f"SubspaceQuant(directions={r}, bits=2) / SubspaceQuant(directions={r}, bits=4)",
+        0,
+        0.9,
+        r / 10000 - 0.1,
+    )
     for r in (8, 16)
 ]
 REPORT = Report(command="bench convergence", settings={}, machine={}, rows=ROWS)
@@ -59,7 +65,7 @@ def test_a_table_keeps_its_numbers_whole_on_80_columns():
     console.print(losses.show(dataclasses.replace(REPORT, rows=PAIRS)))
     text = console.export_text()
     assert "…" not in text
-    for word in ("bits=2/4)", "-0.0984", "9.00", "seeds", "SubspaceQuant(rank=16,"):
+    for word in ("bits=2/4)", "-0.0984", "9.00", "seeds", "SubspaceQuant(directions=16,"):
         assert word in text
 
 
@@ -73,7 +79,7 @@ def test_the_picture_has_a_panel_for_each_regime_and_a_point_for_each_boundary(
     panels = {
         axes.get_title(loc="left"): {text.get_text().replace("\n", " ") for text in axes.texts} for axes in figure.axes
     }
-    names = {f"SubspaceQuant(rank={rank}, bits=2/4)" for rank in (8, 16)}
+    names = {f"SubspaceQuant(directions={rank}, bits=2/4)" for rank in (8, 16)}
     assert panels == {"from scratch, no warm-up": {"int4", *names}}, "fp32 is the line at zero"
     (axes,) = figure.axes
     boxes = [text.get_window_extent() for text in axes.texts]

@@ -17,7 +17,7 @@ from lowbit.network.shape import burst_bytes
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config_file import from_mapping
 
-SUBSPACE = "SubspaceQuant(rank=4) / SubspaceQuant(rank=2, bits=3)"  # a "/" and commas in a name
+SUBSPACE = "SubspaceQuant(directions=4) / SubspaceQuant(directions=2, bits=3)"  # a "/" and commas in a name
 TINY = Settings(
     links=(Link(None),),
     boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", SUBSPACE, "aq-sgd"),
@@ -144,9 +144,9 @@ def test_rows_of_what_is_there_so_far():
 
 
 def test_recipe_of_a_boundary():
-    low = from_mapping(recipe(TINY, "SubspaceQuant(rank=8) / int4"))
+    low = from_mapping(recipe(TINY, "SubspaceQuant(directions=8) / int4"))
     assert low.pipeline.boundary == "lowbit"
-    assert make_codecs(low.pipeline, 1).forward == (SubspaceQuant(rank=8),)
+    assert make_codecs(low.pipeline, 1).forward == (SubspaceQuant(directions=8),)
     assert make_codecs(low.pipeline, 1).backward == (parse("int4"),)
     assert low.codec_warmup_steps == 0
     for name in ("int4", "subspace", "bf16"):
@@ -205,10 +205,10 @@ class FakeRanks:
         ({"boundaries": ("int4", "int4")}, "boundaries is"),
         ({"boundaries": ("int9",)}, "codec is 'int9'"),
         ({"backward": "what"}, "codec is 'what'"),
-        ({"boundaries": ("SubspaceQuant(rank='auto')",)}, "boundaries has .*: rank is 'auto'"),
+        ({"boundaries": ("SubspaceQuant(directions='auto')",)}, "boundaries has .*: directions is 'auto'"),
         (
-            {"backward": "SubspaceQuant(rank=65)"},
-            "has 'tah-quant': rank is 65, .* allowed: 1 to 64",
+            {"backward": "SubspaceQuant(directions=65)"},
+            "has 'tah-quant': directions is 65, .* allowed: 1 to 64",
         ),
         ({"layers": 3}, "4 stages"),
         ({"dim": 63}, "model.dim is 63"),

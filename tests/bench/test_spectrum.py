@@ -108,11 +108,11 @@ def test_a_line_has_only_what_all_boundaries_have(monkeypatch: pytest.MonkeyPatc
     ("settings", "message"),
     [
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
-        ({"ranks": (0,)}, "rank is 0"),
+        ({"directions": (0,)}, "directions is 0"),
         ({"bits": ()}, "bits is empty"),
         ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
         (
-            {"codecs": ("SubspaceQuant(rank='auto')",)},
+            {"codecs": ("SubspaceQuant(directions='auto')",)},
             "codecs has .*, which a pipeline's warm-up settles",
         ),
     ],

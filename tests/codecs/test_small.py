@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.codecs import (
     AQSGD,
     BlockFloat8,
@@ -32,7 +32,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _slow_but_nothing_to_compile() -> Iterator[None]:
-    with ops.backend("reference"):
+    with kernels.backend("reference"):
         yield
 
 
@@ -62,7 +62,7 @@ def stateless(shape: tuple[int, ...]) -> st.SearchStrategy[Codec]:
 def stateful(shape: tuple[int, ...]) -> st.SearchStrategy[Codec]:
     size = shape[-1] if shape else 1
     codecs = st.builds(
-        SubspaceQuant, rank=st.integers(1, max(1, min(size, 32))), bits=st.integers(2, 8),
+        SubspaceQuant, directions=st.integers(1, max(1, min(size, 32))), bits=st.integers(2, 8),
         group=st.sampled_from([8, 64]), refresh=st.sampled_from([1, 4, 80]),
     )  # fmt: skip
     known = st.builds(AQSGD, inner=stateless(shape).filter(lambda c: c.grain == 1))
@@ -137,7 +137,7 @@ def test_a_cast_is_what_was_asked_for() -> None:
 
 def test_small_messages_between_large_ones_leave_the_directions_alone() -> None:
     """A plain message among those that build on each other: it may even be lost."""
-    codec, g = SubspaceQuant(rank=8, refresh=4), torch.Generator().manual_seed(0)
+    codec, g = SubspaceQuant(directions=8, refresh=4), torch.Generator().manual_seed(0)
     large, small = (2, 16, 64), (1, 1, 64)
     assert codec.sized(small, torch.bfloat16)[1]
     ends = [codec.open(shape=small, dtype=torch.bfloat16) for _ in range(2)]

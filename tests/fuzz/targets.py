@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit import ops
 from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
-from lowbit.ops.feature_int4 import feature_int4_layout
-from lowbit.ops.float8 import block_float8_layout
-from lowbit.ops.layout import Layout, group_int_layout
+from lowbit.codecs.block_float8.reference import block_float8_layout
+from lowbit.codecs.feature_int4.reference import feature_int4_layout
+from lowbit.codecs.group_int.reference import group_int_layout
+from lowbit.kernels.layout import Layout
 
 from .damage import SPECIAL, Span, damage
 from .guard import GuardedScratch, Room, Rooms
@@ -132,7 +132,7 @@ def layout_of(codec: Codec, shape: Shape) -> Layout:
     if plain or not size:
         return Layout.of(all=size)
     if isinstance(codec, TAHQuant):
-        return codec._geometry(shape).layout
+        return codec.geometry(shape).layout
     if isinstance(codec, SubspaceQuant):
         return codec.geometry(shape).layout
     if isinstance(codec, GroupInt):
@@ -312,7 +312,7 @@ class Fused:
             if backward and not gated:
                 arguments += [out(shape[1:]), out(shape[1:]), out()]
             arguments += [activation] if gated else [1e-6, centred, 0.0]
-            getattr(ops, self._operator)(*arguments, *self._settings)
+            getattr(torch.ops.lowbit, self._operator)(*arguments, *self._settings)
             return b"".join(room.content for room in rooms)
 
         return Case(f"{self.name} {shape} {dtype} {made[0][0]}", run)

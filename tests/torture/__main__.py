@@ -141,7 +141,8 @@ def _import_all() -> None:
     import typer._adapters  # noqa: F401
 
     import lowbit.cli.app
-    import lowbit.ops.cpu
+    import lowbit.codecs.subspace_quant.cpu
+    import lowbit.codecs.tah_quant.cpu
     import lowbit.train.loop  # noqa: F401
 
 

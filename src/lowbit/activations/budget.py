@@ -16,7 +16,7 @@ import torch
 
 from lowbit.activations.in_flight import InFlight, Moment
 from lowbit.activations.policy import LayerAware
-from lowbit.codecs.base import check_int
+from lowbit.codecs.checks import check_int
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 CHOSEN = ("norm", "mlp", "linear")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lowbit import ops
+from lowbit.activations.gated import reference as gated
 from lowbit.activations.kept import (
     GatedOutput,
     Kept,
@@ -24,7 +24,8 @@ from lowbit.activations.kept import (
     plain_gated,
     release,
 )
-from lowbit.codecs.base import draw_seed
+from lowbit.activations.norm import reference as norm_operators
+from lowbit.codecs.checks import draw_seed
 
 
 def first_order(backward: Any) -> Any:
@@ -60,7 +61,7 @@ class NormFunction(torch.autograd.Function):
         if codec is None or not fresh:
             return norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        ops.norm_encode(
+        norm_operators.encode(
             _rows(x), weight, bias, kept[0], _rows(out), form.eps, norm.centred, norm.offset,
             codec.bits, codec.group, draw_seed(codec.rounding, x.device),
         )  # fmt: skip
@@ -82,7 +83,7 @@ class NormFunction(torch.autograd.Function):
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if wants_weight else None
-        ops.norm_backward(
+        norm_operators.backward(
             kept, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
             form.eps, form.norm.centred, form.norm.offset, form.codec.bits, form.codec.group,
         )  # fmt: skip
@@ -102,7 +103,7 @@ class GatedFunction(torch.autograd.Function):
         if codec is None:
             return plain_gated(gate, up, form.activation).to(dtype)
         out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-        ops.gated_encode(
+        gated.encode(
             gate.contiguous(), None if up is None else up.contiguous(), kept[0], kept[1], out,
             form.activation, codec.bits, codec.group, draw_seed(codec.rounding, gate.device),
         )  # fmt: skip
@@ -123,7 +124,7 @@ class GatedFunction(torch.autograd.Function):
         of_gate, of_up = ctx.dtypes
         grad_gate = torch.empty(form.shape, dtype=of_gate, device=grad_out.device)
         grad_up = None if of_up is None else torch.empty_like(grad_gate, dtype=of_up)
-        ops.gated_backward(
+        gated.backward(
             gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
             form.activation, form.codec.bits, form.codec.group,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from lowbit.activations.measure import gradients, relative_error
 from lowbit.activations.structure import in_attention, linear_like
 from lowbit.bench.pipeline import check_at_least, model_of
 from lowbit.bench.report import Report, Row, machine
-from lowbit.codecs.base import check_choice
+from lowbit.codecs.checks import check_choice
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Data, Order, load_data
 from lowbit.train.model import build_model, vocabulary

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.bench import samples, timing
 from lowbit.bench.published import PublishedProcedure
 from lowbit.bench.report import Report, Row, machine
@@ -282,7 +282,7 @@ def _there_and_back(layer: nn.Module, xs: Sequence[Tensor]) -> timing.Operation:
 
 def _eagerly(operation: timing.Operation) -> timing.Operation:
     def run(i: int) -> None:
-        with ops.backend("reference"):
+        with kernels.backend("reference"):
             operation(i)
 
     return run

@@ -34,7 +34,7 @@ from lowbit.bench.pipeline import check_formats
 from lowbit.bench.replicas import RANKS
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import parse
-from lowbit.codecs.base import check_choice
+from lowbit.codecs.checks import check_choice
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
@@ -60,7 +60,7 @@ class Settings:
             the boundaries, and what autograd keeps in 4 bits, 8 for norms; in 4 for norms, too; with attention's
             tensors in 8; and in 4 for everything.
         backward: format of the gradients beside low-bit forward formats that do not name their own ("int4 / int6");
-            if omitted, its default. fp32, bf16 and fp16 travel alike both ways. SubspaceQuant(rank='auto') needs
+            if omitted, its default. fp32, bf16 and fp16 travel alike both ways. SubspaceQuant(directions='auto') needs
             a regime with a warm-up.
         seeds: of weights and data order.
         device: "cpu" or "cuda"; with several devices, runs at the same time take them in turn.

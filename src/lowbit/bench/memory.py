@@ -24,7 +24,7 @@ import torch
 from lowbit.bench.memory_methods import EIGHT_BIT, METHODS
 from lowbit.bench.pipeline import check_at_least, model_of
 from lowbit.bench.report import Report, Row, machine
-from lowbit.codecs.base import check_choice, check_int
+from lowbit.codecs.checks import check_choice, check_int
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import vocabulary

@@ -18,7 +18,7 @@ from typing import Any
 from lowbit.bench.launch import UNLIMITED, Ranks, set_link, started
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec, parse, parse_pair
-from lowbit.codecs.base import check_choice
+from lowbit.codecs.checks import check_choice
 from lowbit.network import Link
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import ModelConfig
@@ -27,7 +27,7 @@ from lowbit.train.device import choose_device
 from lowbit.train.plan import make_plan
 
 STOCK = ("stock-fp32", "stock-bf16")
-SUBSPACE = "SubspaceQuant(rank=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
+SUBSPACE = "SubspaceQuant(directions=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
 BOUNDARIES = (
     *STOCK,
     "fp32",

@@ -17,7 +17,7 @@ from lowbit.bench.pipeline import check_at_least, model_of
 from lowbit.bench.plan_stages import OPTIMIZERS, StageMeter, gradient_errors
 from lowbit.bench.report import Report, machine
 from lowbit.codecs import parse
-from lowbit.codecs.base import check_choice
+from lowbit.codecs.checks import check_choice
 from lowbit.train.config import FULL_PRECISION, ModelConfig, PipelineConfig
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.plan import Plan, make_plan

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.bench.emulated import boundary_modules
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec, SubspaceQuant, parse
-from lowbit.codecs.base import Session
+from lowbit.codecs.sessions import Session
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, vocabulary
@@ -36,7 +36,7 @@ class Settings:
         model: local folder with a Hugging Face checkpoint of a causal language model.
         text: file, folder or pattern that the model is run on.
         stages: of the pipeline that the model would be cut into, at most its layers.
-        ranks: numbers of directions to try; besides them, the one that suits the first message (SubspaceQuant.fitted).
+        directions: numbers of them to try; besides them, the one that suits the first message (SubspaceQuant.fitted).
         bits: of the remainder, to try with each of them; group, refresh: of SubspaceQuant.
         codecs: formats to compare with, by name or in full.
         sequence: tokens of a window; batch: windows in a message; messages: how many; the second half is judged.
@@ -47,7 +47,7 @@ class Settings:
     model: str
     text: str
     stages: int = 4
-    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    directions: tuple[int, ...] = (8, 16, 32, 64)
     bits: tuple[int, ...] = (3, 4)
     group: int = 64
     refresh: int = 8
@@ -73,9 +73,9 @@ class Settings:
                 )
         if not self.bits:
             raise ValueError("bits is empty; allowed: 2 to 8, between commas")
-        for rank in (*self.ranks, 1):
+        for directions in (*self.directions, 1):
             for bits in self.bits:
-                SubspaceQuant(rank=rank, bits=bits, group=self.group, refresh=self.refresh)
+                SubspaceQuant(directions=directions, bits=bits, group=self.group, refresh=self.refresh)
 
 
 @dataclass
@@ -114,27 +114,26 @@ class _Boundary:
         made: dict[tuple[int, int], bool] = {}
         for bits in settings.bits:
             more = {"bits": bits, "group": settings.group, "refresh": settings.refresh}
-            made |= {(rank, bits): False for rank in settings.ranks if rank <= x.shape[-1]}
-            made[SubspaceQuant.fitted(x, **more).directions, bits] = True
+            made |= {(directions, bits): False for directions in settings.directions if directions <= x.shape[-1]}
+            made[SubspaceQuant.fitted(x, **more).count, bits] = True
         self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
-        for (rank, bits), fitted in sorted(made.items(), key=lambda item: item[0][::-1]):
-            codec = SubspaceQuant(rank=rank, bits=bits, group=settings.group, refresh=settings.refresh)
+        for (directions, bits), fitted in sorted(made.items(), key=lambda item: item[0][::-1]):
+            codec = SubspaceQuant(directions=directions, bits=bits, group=settings.group, refresh=settings.refresh)
             self.trials.append(self._trial("subspace", codec, x, fitted))
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
         for trial in self.trials:
-            subspace = trial.codec if isinstance(trial.codec, SubspaceQuant) else None
-            rank = subspace.directions if subspace else None
+            directions = getattr(trial.codec, "directions", None)
             yield {
                 "boundary": self.index,
                 "direction": self.direction,
                 "shape": list(shape),
                 "format": trial.name,
                 "codec": str(trial.codec),
-                "rank": rank,
-                "bits": subspace.bits if subspace else None,
+                "directions": directions,
+                "bits": getattr(trial.codec, "bits", None) if directions else None,
                 "fitted": trial.fitted,
-                "outside": float(self.outside[min(rank, len(self.outside) - 1)]) if rank else None,
+                "outside": float(self.outside[min(directions, len(self.outside) - 1)]) if directions else None,
                 "bits_per_element": trial.codec.bits_per_element(shape),
                 "decibels": trial.decibels(),
             }
@@ -154,8 +153,8 @@ def run(settings: Settings, on_rows: Callable[[list[Row]], None] | None = None) 
     Returns:
         A report whose rows have `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`,
         `bits_per_element` (every byte counted) and `decibels` (signal over noise, second half of the messages); those
-        of SubspaceQuant also `rank`, `bits` and `outside`: the share of the first message's energy that its best
-        directions, so many, leave out; `fitted`: whether this rank is `SubspaceQuant.fitted`'s.
+        of SubspaceQuant also `directions`, `bits` and `outside`: the share of the first message's energy that its best
+        directions, so many, leave out; `fitted`: whether this number is `SubspaceQuant.fitted`'s.
 
     Raises:
         ValueError: a model or text that cannot be used, or more stages than layers.

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
-from lowbit.codecs.base import FLOATS, Codec
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS
+from lowbit.codecs.sums import Summable
 
 BUCKET_BYTES = 16 << 20
 
@@ -62,12 +64,11 @@ class GradientStorage:
     """
 
     def __init__(self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None) -> None:
-        self.codec = BlockFloat8() if codec is None else codec
-        if not isinstance(self.codec, Codec) or self.codec.stateful:
-            raise TypeError(f"codec is {self.codec!r}; allowed: a codec without state, such as BlockFloat8()")
-        self._nearest = self.codec
-        if getattr(self.codec, "rounding", "nearest") != "nearest":
-            self._nearest = dataclasses.replace(self.codec, rounding="nearest")  # pyright: ignore[reportCallIssue]
+        codec = BlockFloat8() if codec is None else codec
+        if not isinstance(codec, Summable):
+            raise TypeError(f"codec is {codec!r}; allowed: a codec without state that sums, such as BlockFloat8()")
+        self.codec = codec
+        self._nearest = self.codec.nearest()
         named = _named(parameters)
         self._stored = {p: _Stored(name) for name, p in named if p.requires_grad}
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec, Key, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_int
+from lowbit.codecs.sessions import Key
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.traffic import Traffic
 

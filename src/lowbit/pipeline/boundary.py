@@ -17,7 +17,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lowbit.codecs.base import FLOATS, Codec, Key, Session
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS
+from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.stateful import StatefulCodec
 from lowbit.pipeline.traffic import Traffic
 
 log = logging.getLogger(__name__)
@@ -204,7 +207,7 @@ class Lane:
 
     def chosen(self) -> dict[str, Codec]:
         """What codes each tensor ("tensor 0, width 256") whose codec left something open, as far as that is settled."""
-        return {name: self.codec.settle(choice) for name, choice in self._choices.items()}
+        return {name: self._settled(name) for name in self._choices}
 
     def state_bytes(self) -> int:
         """Bytes that the codec keeps between messages, at this end."""
@@ -245,6 +248,7 @@ class Lane:
     def _choose(self, index: int, slot: Slot, x: Tensor) -> int:
         state = self._state_of(index, slot)
         if state not in self._choices:
+            assert isinstance(self.codec, StatefulCodec)
             self._adopt(index, slot, self.codec.choose(x))
             log.info("%s: %s: %s", self.name, state, self.session(index, *slot).codec)
         return self._choices[state]
@@ -261,16 +265,18 @@ class Lane:
         return self.codec.settled or self._state_of(index, slot) in self._choices
 
     def _settled(self, state: str) -> Codec:
-        if not self.codec.settled and state not in self._choices:
+        if self.codec.settled or not isinstance(self.codec, StatefulCodec):
+            return self.codec
+        if state not in self._choices:
             raise ValueError(
                 f"{state}: what {self.codec} leaves open is chosen in the last step of the warm-up, and nothing was "
                 "chosen here; allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
             )
-        return self.codec.settle(self._choices.get(state, 0))
+        return self.codec.settle(self._choices[state])
 
     def _state_of(self, index: int, slot: Slot) -> str:
         """Name of what the codec keeps for messages of a tensor, which several shapes may share."""
-        shared = self.codec.shared_by(slot[0])
+        shared = self.codec.shared_by(slot[0]) if isinstance(self.codec, StatefulCodec) else None
         return f"tensor {index}, {_described(slot) if shared is None else f'width {shared}'}"
 
     def session(self, index: int, shape: torch.Size, dtype: torch.dtype) -> Session:

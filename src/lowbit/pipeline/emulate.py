@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lowbit.codecs.base import Codec, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_int
+from lowbit.codecs.stateful import StatefulCodec
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.arguments import check_warm_up, checked_samples, codec_at, keys_of
 from lowbit.pipeline.boundary import CHOICE, Direction, Lane, Step
@@ -47,7 +49,7 @@ def emulate_(
         backward: format of gradients, likewise.
         warmup_steps: so many training steps go uncoded; `Emulation.step` counts them, as `LowBitStage` counts calls of
             `schedule.step`. At least 1 for a codec that leaves something to choose, such as
-            `SubspaceQuant(rank="auto")`: it is settled in the last.
+            `SubspaceQuant(directions="auto")`: it is settled in the last.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
 
@@ -231,8 +233,9 @@ class _Wire:
             if not _is_state(state[end]):
                 raise ValueError(f"{self.name}: state of the {end} is none; allowed: what state_dict gave")
             choices.append({name: s[CHOICE] for name, s in state[end].items() if CHOICE in s})
-        for choice in choices[0].values():
-            self._codec.settle(choice)
+        if isinstance(self._codec, StatefulCodec):
+            for choice in choices[0].values():
+                self._codec.settle(choice)
         if choices[0] != choices[1]:
             raise ValueError(f"{self.name}: state has {choices}; both ends have the same choices")
 

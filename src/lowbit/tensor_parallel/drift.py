@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import FeatureInt4
-from lowbit.codecs.base import Codec, check_fraction, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_fraction, check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives.objects import gather_json
 
 THRESHOLD = 0.01
@@ -51,7 +52,7 @@ class DriftRow:
 class _Seen:
     """Of one boundary: counters on the device of the values, so that nothing waits for them."""
 
-    codec: FeatureInt4
+    codec: Summable
     counts: Tensor
     squares: Tensor
     values: int = 0
@@ -89,18 +90,19 @@ class Drift:
         self.threshold, self.every = threshold, every
         self._seen: dict[str, _Seen] = {}
 
-    def attach(self, boundary: str, codec: Codec | None, device: torch.device) -> FeatureInt4:
+    def attach(self, boundary: str, codec: Codec | None, device: torch.device) -> Summable:
         """The boundary's codec, counting.
 
         Raises:
             TypeError: a codec without calibrated ranges.
         """
-        if not isinstance(codec, FeatureInt4):
+        if not isinstance(codec, Summable):
             raise TypeError(f"drift watches calibrated ranges; codec is {codec}; allowed: a FeatureInt4")
         counts = torch.zeros(2, dtype=torch.int64, device=device)
         squares = torch.zeros(2, dtype=torch.float64, device=device)
+        counting = codec.counting(counts)
         self._seen[boundary] = _Seen(codec, counts, squares)
-        return codec.counting(counts)
+        return counting
 
     def look(self, boundary: str, partials: Sequence[Tensor], coded: int, first: int = 0) -> None:
         """Before a sum is coded: take note of its size, and in some calls of its error.
@@ -147,7 +149,7 @@ class Drift:
             if row.error == row.error:
                 writer.add_scalar(f"drift/error/{row.boundary}", row.error, step)
 
-    def _sample(self, seen: _Seen, partial: Tensor, codec: Codec) -> None:
+    def _sample(self, seen: _Seen, partial: Tensor, codec: Summable) -> None:
         rows = partial.reshape(-1, partial.shape[-1])
         x = rows[:: max(1, len(rows) // _ROWS)][:_ROWS].float()
         lost = codec.decode(codec.encode(x), shape=x.shape) - x

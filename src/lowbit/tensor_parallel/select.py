@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import check_choice, check_int
+from lowbit.codecs.checks import check_choice, check_int
 
 SHARE = 64
 """One of so many features travels in bfloat16: (16 + 4 * 63) / 64 = 4.1875 bits a value."""

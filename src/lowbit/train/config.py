@@ -131,11 +131,11 @@ class PipelineConfig(Section):
         schedule: a schedule of `torch.distributed.pipelining`; microbatches: pieces of the batch.
         forward, backward: codecs of activations and gradients, by name ("tah-quant", "int4") or in full
             ("GroupInt(bits=6, group=32)"): one for all boundaries, or a list with one for each. Absent, `backward` is
-            what belongs to each of `forward` (`lowbit.codecs.gradients_beside`): "fp32" and "bf16" travel alike both
+            what belongs to each of `forward` (`lowbit.codecs.backward_codec`): "fp32" and "bf16" travel alike both
             ways, "subspace" comes back as "subspace-backward", all else in 6 bits.
         warmup_steps: steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is
             small beside the noise of few bits; none when a `model.pretrained` is fine-tuned. A codec that leaves
-            something to choose, such as "SubspaceQuant(rank='auto')", is settled in the last and needs one at least.
+            something to choose, such as "SubspaceQuant(directions='auto')", is settled in the last and needs one at least.
         boundary: "lowbit", or PyTorch's own stage with float32 or bfloat16 on the wire to compare with.
     """
 
