@@ -1,4 +1,4 @@
-"""Times of norms and gated activations with 4-bit payloads beside PyTorch's own: `python -m tests.activations.operator_speed`.
+"""Times of norms and gated activations with 4-bit payloads: `python -m tests.activations.operator_speed`.
 
 Prints nanoseconds for each element, the median of some rounds in which every operation has its turn, from cold caches.
 `--device cuda` on a GPU; `--gemm` for GEMMs whose output is encoded block by block of rows, while it is in a cache;

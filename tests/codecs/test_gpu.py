@@ -17,13 +17,7 @@ from lowbit.kernels.gpu.launch import launch  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [
-    (2, 2, 256),
-    (1, 3, 100),
-    (1, 1, 7),
-    (2, 3, 200),
-    (1, 1, 64),
-]  # an interpreted program takes 20 ms or more
+SHAPES = [(2, 2, 256), (1, 3, 100), (1, 1, 7), (2, 3, 200), (1, 1, 64)]  # an interpreted program takes 20 ms or more
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams")
 
 PUBLISHED = {"high_bits": 4, "low_bits": 3, "high_fraction": 0.8}
@@ -105,9 +99,7 @@ def test_group_int(codec: GroupInt) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec",
-    [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(rounding="stochastic")],
-    ids=repr,
+    "codec", [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(rounding="stochastic")], ids=repr
 )
 def test_block_float8(codec: BlockFloat8) -> None:
     for shape, dtype, kind in (
@@ -128,13 +120,7 @@ def test_block_float8(codec: BlockFloat8) -> None:
 
 @pytest.mark.parametrize(
     ("size", "outliers"),
-    [
-        (571, (0, 7, 570)),
-        (33, ()),
-        (1, ()),
-        (70, tuple(range(1, 70))),
-        (600, tuple(range(1, 600, 2))),
-    ],
+    [(571, (0, 7, 570)), (33, ()), (1, ()), (70, tuple(range(1, 70))), (600, tuple(range(1, 600, 2)))],
 )
 def test_feature_int4(size: int, outliers: tuple[int, ...]) -> None:
     """Rows and bytes that fill no program; counters, and sums over ranks in every dtype."""
@@ -225,13 +211,7 @@ def test_strided_and_unaligned_input() -> None:
 def test_nothing_waits_for_the_gpu() -> None:
     x = torch.randn(4, 256, 1024, device=DEVICE)
     stochastic = GroupInt(rounding="stochastic")
-    codecs = (
-        TAHQuant(),
-        TAHQuant.published(),
-        TAHQuant(allocation="token"),
-        stochastic,
-        BlockFloat8(),
-    )
+    codecs = (TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token"), stochastic, BlockFloat8())
     for codec in codecs:
         codec.round_trip(x)
     torch.cuda.set_sync_debug_mode("error")

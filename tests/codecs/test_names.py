@@ -3,16 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.codecs import (
-    AQSGD,
-    BlockFloat8,
-    Cast,
-    GroupInt,
-    SubspaceQuant,
-    TAHQuant,
-    parse,
-    parse_pair,
-)
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, GroupInt, SubspaceQuant, TAHQuant, parse, parse_pair
 from lowbit.codecs.names import pair_name
 
 

@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import (
-    AQSGD,
-    BlockFloat8,
-    Cast,
-    Codec,
-    FeatureInt4,
-    GroupInt,
-    SubspaceQuant,
-    TAHQuant,
-)
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [
@@ -157,12 +148,7 @@ def test_small_messages_between_large_ones_leave_the_directions_alone() -> None:
 def test_a_message_brings_no_more_directions_than_it_has_tokens() -> None:
     codec = SubspaceQuant()
     bits = [codec.bits_per_element((1, tokens, 4096)) for tokens in (1, 2, 4, 8)]
-    assert [round(b, 1) for b in bits] == [
-        11.5,
-        11.3,
-        11.3,
-        7.2,
-    ]  # four each: 35.5, 19.3, 11.3, 7.2
+    assert [round(b, 1) for b in bits] == [11.5, 11.3, 11.3, 7.2]  # four each: 35.5, 19.3, 11.3, 7.2
     x = torch.randn(1, 3, 4096, generator=torch.Generator().manual_seed(0))
     sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
     y = receiver.decode(sender.encode(x))

@@ -9,16 +9,7 @@ from typing import Protocol
 
 import torch
 
-from lowbit.codecs import (
-    AQSGD,
-    BlockFloat8,
-    Cast,
-    Codec,
-    FeatureInt4,
-    GroupInt,
-    SubspaceQuant,
-    TAHQuant,
-)
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
 
 from .sessions import Differences, Subspace, SubspaceDecoding
 from .targets import AddingTo, Case, Decoding, Encoding, Fused, Shape, Summing

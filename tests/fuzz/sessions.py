@@ -61,12 +61,7 @@ class Subspace:
         return Case(f"{self.name} {dtype} state {at} {kinds}", run)
 
     def _decode(
-        self,
-        bench: Bench,
-        session: SubspaceSession,
-        message: bytes,
-        dtype: torch.dtype,
-        training: bool,
+        self, bench: Bench, session: SubspaceSession, message: bytes, dtype: torch.dtype, training: bool
     ) -> bytes:
         """What comes of it, with the state; an error changes neither."""
         room, out = bench.out(self._shape, dtype)

@@ -21,10 +21,7 @@ from .damage import SPECIAL, Span, damage
 from .guard import GuardedScratch, Room, Rooms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BEFORE = {
-    True: b"\xa5",
-    False: b"\x5b",
-}  # what an output holds, by placement: nobody may depend on it
+BEFORE = {True: b"\xa5", False: b"\x5b"}  # what an output holds, by placement: nobody may depend on it
 AT_ONCE = 4  # payloads that are decoded by turns in one case
 Shape = tuple[int, ...]
 
@@ -280,11 +277,7 @@ class Fused:
     """Operators that decode saved activations as they compute; sums in any order, so not compared."""
 
     def __init__(self, name: str, bits: int, group: int) -> None:
-        self.name, self._operator, self._settings = (
-            f"{name} {bits} bits, {group}",
-            name,
-            (bits, group),
-        )
+        self.name, self._operator, self._settings = (f"{name} {bits} bits, {group}", name, (bits, group))
         self._codec = Decoding(GroupInt(bits=bits, group=group), ())
 
     def case(self, rng: random.Random) -> Case:

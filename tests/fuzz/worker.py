@@ -24,13 +24,7 @@ MOST_FAULTS = 10
 
 
 def work(
-    note: Note,
-    result: Path,
-    seed: int,
-    numbers: Iterable[int],
-    *,
-    until: float = float("inf"),
-    only: str = "",
+    note: Note, result: Path, seed: int, numbers: Iterable[int], *, until: float = float("inf"), only: str = ""
 ) -> Outcome:
     """Try cases one after the other, noting each before and saving the outcome now and then.
 

@@ -48,11 +48,7 @@ FUSED: dict[str, tuple[Any, str, Any]] = {  # module, operator, and its argument
     "RMSNorm + GroupInt() encode": (norm, "encode", lambda m, v, p: (m, v, None, p, m, *NORM, None)),
     "RMSNorm recompute": (norm, "recompute", lambda m, v, p: (p, v, None, m, *NORM)),
     "RMSNorm backward": (norm, "backward", lambda m, v, p: (p, v, None, m, m, v, None, None, *NORM)),
-    "SwiGLU + GroupInt() encode": (
-        gated,
-        "encode",
-        lambda m, v, p: (m, m, p, p, m, "silu", 4, 64, None),
-    ),
+    "SwiGLU + GroupInt() encode": (gated, "encode", lambda m, v, p: (m, m, p, p, m, "silu", 4, 64, None)),
     "SwiGLU recompute": (gated, "recompute", lambda m, v, p: (p, p, m, "silu", 4, 64)),
     "SwiGLU backward": (gated, "backward", lambda m, v, p: (p, p, m, m, m, None, "silu", 4, 64)),
 }
@@ -145,14 +141,7 @@ def _settings(codec: Codec, encode: bool) -> tuple:
         return codec.format, codec.block, *((None, False) if encode else (False,))
     assert isinstance(codec, TAHQuant)
     last = (codec.pivot_ratio,) if encode else (codec.pivot_ratio is not None, False)
-    return (
-        codec.tile,
-        codec.high_bits,
-        codec.low_bits,
-        1 - codec.high_fraction,
-        codec.allocation,
-        *last,
-    )
+    return (codec.tile, codec.high_bits, codec.low_bits, 1 - codec.high_fraction, codec.allocation, *last)
 
 
 def compiled(kernel: Any, warps: int, shape: dict, arguments: tuple, settings: dict) -> Any:

@@ -130,13 +130,7 @@ def test_compiles_without_a_graph_break() -> None:
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
     x = torch.randn(2, 3, 70)
-    for codec in (
-        GroupInt(bits=5),
-        TAHQuant(),
-        BlockFloat8(),
-        FEATURES,
-        Cast(dtype=torch.bfloat16),
-    ):
+    for codec in (GroupInt(bits=5), TAHQuant(), BlockFloat8(), FEATURES, Cast(dtype=torch.bfloat16)):
         with kernels.backend(backend):
             expected = codec.encode(x)
             buffer = torch.zeros(offset + len(expected), dtype=torch.uint8)

@@ -1,7 +1,6 @@
-"""The codec interface: configuration that turns tensors into bytes, and back.
+"""The codec interface: a frozen, keyword-only dataclass that turns tensors into bytes, and back.
 
-A codec is a frozen, keyword-only dataclass whose fields are its whole configuration. What only some codecs can do is in
-classes of its own: `lowbit.codecs.sums.Summable`, `lowbit.codecs.stateful.StatefulCodec`.
+Its fields are its whole configuration. What only some codecs can do is in `lowbit.codecs.sums` and `.stateful`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import plain
-from lowbit.codecs.checks import FLOATS, check_float, check_out, check_payload
+from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload
 from lowbit.codecs.sessions import Session
 
 
@@ -30,19 +29,16 @@ class Codec(ABC):
 
     Attributes:
         payload_version: changes whenever the bytes of the same configuration change.
-        plain: numbers travel as they are; so gradients do if activations do, whatever is said of them.
+        is_plain: numbers travel as they are; so gradients do if activations do, whatever else is said of gradients.
         stateful: works through sessions only, which remember messages. needs_key: those need to know the samples' ids.
         settled: payloads have a size; False while a parameter must still be chosen from data.
     """
 
     payload_version: ClassVar[int] = 1
-    plain: ClassVar[bool] = False
+    is_plain: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
     needs_key: ClassVar[bool] = False
-
-    @property
-    def settled(self) -> bool:
-        return True
+    settled: ClassVar[bool] = True
 
     @abstractmethod
     def format_nbytes(self, shape: Sequence[int]) -> int:
@@ -54,15 +50,11 @@ class Codec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        """Write the tensor in `payload` to `out` (contiguous, not empty), or add it to what is there."""
+        """Write the tensor in `payload` to `out` (contiguous, not empty), or add it to what `out` holds."""
 
     def for_gradients(self) -> Codec | None:
         """The format of gradients where this one codes activations; None: the default (see `backward_codec`)."""
         return None
-
-    def advice(self, shape: Sequence[int]) -> str:
-        """A line that says which setting makes messages of this shape needlessly long; empty: none does."""
-        return ""
 
     def sized(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[int, bool]:
         """Bytes of a payload, and whether it is plain numbers of this dtype, because the format would take more."""
@@ -70,41 +62,34 @@ class Codec(ABC):
         return min(own, plainly), own > plainly
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the payload of a tensor of this shape, any content; never more than plain numbers take.
-
-        Args:
-            dtype: of plain numbers: float32 for `encode`, which codes all dtypes alike, and holds them exactly; a
-                session's own for its messages.
-        """
+        """Bytes of a payload, at most those of plain numbers: float32 for `encode`, a session's dtype for its messages."""
         return self.sized(shape, dtype)[0]
 
     def bits_per_element(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
         """Every byte of the payload (see `nbytes`), divided by the elements (0 for an empty tensor)."""
-        numel = math.prod(shape)
-        return 8 * self.nbytes(shape, dtype) / numel if numel else 0.0
+        return 8 * self.nbytes(shape, dtype) / max(1, math.prod(shape))
 
     def encode(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Code a tensor.
+        """The payload of a tensor: uint8, one dimension, contiguous, on the device of `x`.
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides; not changed.
             out: uint8 buffer of exactly `nbytes(x.shape)` bytes to fill; allocated if absent.
-
-        Returns:
-            The payload: uint8, one dimension, contiguous, on the device of `x`.
 
         Raises:
             TypeError: `x` is not a tensor of one of these dtypes.
             ValueError: `out` has another length, dtype or device.
         """
         check_float("x", x)
-        size = self.nbytes(x.shape)
         if out is None:
-            out = torch.empty(size, dtype=torch.uint8, device=x.device)
-        check_payload("out", out, size, x.device)
+            out = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
+        check_payload("out", out, self.nbytes(x.shape), x.device)
         if x.numel():
-            target = out if out.is_contiguous() else torch.empty_like(out)
-            self._write(x.detach().contiguous(), target)
+            target, x = out.contiguous(), x.detach().contiguous()
+            if self._sends_plain(x.shape):
+                plain.write(x, torch.float32, target)
+            else:
+                self._encode(x, target)
             if target is not out:
                 out.copy_(target)
         return out
@@ -130,13 +115,15 @@ class Codec(ABC):
         if out is None:
             if accumulate:
                 raise ValueError("accumulate=True needs out=, the tensor to add into; out is None")
-            if dtype not in FLOATS:
-                raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+            check_dtype(dtype)
             out = torch.empty(shape, dtype=dtype, device=payload.device)
         check_out(out, shape, payload.device)
         if out.numel():
-            target = out if out.is_contiguous() else out.contiguous()
-            self._read(payload.contiguous(), target, accumulate)
+            target = out.contiguous()
+            if self._sends_plain(shape):
+                plain.read(payload.contiguous(), torch.float32, target, accumulate)
+            else:
+                self._decode(payload.contiguous(), target, accumulate)
             if target is not out:
                 out.copy_(target)
         return out
@@ -147,8 +134,8 @@ class Codec(ABC):
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that two peers compare before they talk: format, version and configuration."""
-        parts = [getattr(self, field.name) for field in fields(self)]
-        inner = "".join("/" + part.fingerprint() for part in parts if isinstance(part, Codec))
+        settings = [getattr(self, field.name) for field in fields(self)]
+        inner = "".join("/" + each.fingerprint() for each in settings if isinstance(each, Codec))
         text = f"{type(self).__name__}/{self.payload_version}/{self!r}{inner}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -156,15 +143,6 @@ class Codec(ABC):
         """Start a session for messages of one shape and dtype, in one direction of one boundary."""
         return Session(self, torch.Size(shape), dtype, torch.device(device))
 
-    def _write(self, x: Tensor, payload: Tensor) -> None:
-        """`_encode`, or plain numbers; what is stateful codes nothing without a session."""
-        if not self.stateful and self.sized(x.shape)[1]:
-            plain.write(x, torch.float32, payload)
-        else:
-            self._encode(x, payload)
-
-    def _read(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        if not self.stateful and self.sized(out.shape)[1]:
-            plain.read(payload, torch.float32, out, accumulate)
-        else:
-            self._decode(payload, out, accumulate)
+    def _sends_plain(self, shape: Sequence[int]) -> bool:
+        """Whether `encode` makes plain numbers of it; what is stateful codes nothing without a session."""
+        return not self.stateful and self.sized(shape)[1]

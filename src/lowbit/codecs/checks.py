@@ -33,6 +33,12 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}; allowed: 0 to 1")
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise unless it is a dtype that codecs take."""
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+
+
 def check_float(name: str, x: Tensor) -> None:
     """Raise unless `x` is a tensor of a dtype that codecs take."""
     if not isinstance(x, Tensor):

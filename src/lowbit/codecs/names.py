@@ -39,7 +39,7 @@ def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
     forward = parse(first)
     if both:
         return forward, parse(second)
-    if backward and not forward.plain:
+    if backward and not forward.is_plain:
         return forward, parse(backward)
     return forward, backward_codec(forward)
 

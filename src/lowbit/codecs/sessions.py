@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs import plain
-from lowbit.codecs.checks import FLOATS, check_float, check_out, check_payload
+from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload
 
 if TYPE_CHECKING:
     from lowbit.codecs.base import Codec
@@ -27,8 +27,7 @@ class Session:
     """
 
     def __init__(self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        if dtype not in FLOATS:
-            raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        check_dtype(dtype)
         self.codec = codec
         self.shape = shape
         self.dtype = dtype
@@ -74,12 +73,7 @@ class Session:
         return out
 
     def decode(
-        self,
-        payload: Tensor,
-        *,
-        key: Key | None = None,
-        out: Tensor | None = None,
-        training: bool = True,
+        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None, training: bool = True
     ) -> Tensor:
         """The tensor in `payload`, in the session's shape and dtype (or in `out`); arguments as for `encode`.
 

@@ -31,6 +31,10 @@ class StatefulCodec(Codec):
         """The codec with that choice made; settled ones return themselves."""
         return self
 
+    def advice(self, shape: Sequence[int]) -> str:
+        """A line that says which setting makes messages of this shape needlessly long; empty: none does."""
+        return ""
+
     def shared_by(self, shape: Sequence[int]) -> int | None:
         """Messages for which this is the same number share what a session keeps; None: those of one shape."""
         return None

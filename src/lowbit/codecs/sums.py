@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -87,8 +88,8 @@ class Summable(Codec):
         check_payload("payload", payload, self.nbytes(x.shape), x.device)
         if x.numel():
             target = payload.contiguous()
-            add = Summable._add if self.sized(x.shape)[1] else type(self)._add
-            add(self, target, x.detach().contiguous())
+            add = partial(Summable._add, self) if self._sends_plain(x.shape) else self._add
+            add(target, x.detach().contiguous())
             if target is not payload:
                 payload.copy_(target)
         return payload
@@ -115,15 +116,15 @@ class Summable(Codec):
         if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
             raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
         if out.numel():
-            add_up = Summable._sum if self.sized(out.shape)[1] else type(self)._sum
-            add_up(self, payloads, out, divisor, scratch)
+            add_up = partial(Summable._sum, self) if self._sends_plain(out.shape) else self._sum
+            add_up(payloads, out, divisor, scratch)
         return out
 
     def _add(self, payload: Tensor, x: Tensor) -> None:
         """`add` of a contiguous tensor; formats that need no float32 copy for it do better."""
         total = x.float() if x.dtype != torch.float32 else x.clone()
-        self._read(payload, total, True)
-        self._write(total, payload)
+        self.decode(payload, shape=x.shape, out=total, accumulate=True)
+        self.encode(total, out=payload)
 
     def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
         """`sum` into a tensor that is not empty; formats that need no float32 copy for it do better."""

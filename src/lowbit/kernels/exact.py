@@ -38,9 +38,9 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def octave_rounding(bits: int) -> int:
-    """What is added to a step's bits before they are cut to sixteenths of an octave: to nearest, from 6 bits on upwards.
+    """What is added to a step's bits before they are cut to sixteenths of an octave: to round to nearest.
 
-    There a range cut short costs whole cells.
+    From 6 bits on it rounds up, because a range cut short costs whole cells there.
     """
     return 1 << 18 if bits < 6 else (1 << 19) - 1
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit.codecs import Cast, Codec, backward_codec, parse
+from lowbit.codecs import Cast, Codec, StatefulCodec, backward_codec, parse
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import PipelineConfig
 from lowbit.train.section import ConfigError
@@ -103,7 +103,7 @@ def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
     found: list[str] = []
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in dict.fromkeys(each):
-            if advice := codec.advice(shape):
+            if isinstance(codec, StatefulCodec) and (advice := codec.advice(shape)):
                 found.append(f"pipeline.{name}: {advice}")
     return found
 

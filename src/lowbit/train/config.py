@@ -135,7 +135,8 @@ class PipelineConfig(Section):
             ways, "subspace" comes back as "subspace-backward", all else in 6 bits.
         warmup_steps: steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is
             small beside the noise of few bits; none when a `model.pretrained` is fine-tuned. A codec that leaves
-            something to choose, such as "SubspaceQuant(directions='auto')", is settled in the last and needs one at least.
+            something to choose, such as "SubspaceQuant(directions='auto')", is settled in the last and needs one at
+            least.
         boundary: "lowbit", or PyTorch's own stage with float32 or bfloat16 on the wire to compare with.
     """
 

@@ -24,10 +24,7 @@ def test_float16_saturates_but_keeps_inf() -> None:
 
 def test_bfloat16_saturates() -> None:
     x = torch.tensor([3.4028e38, float("inf")])
-    assert Cast(dtype=torch.bfloat16).round_trip(x).tolist() == [
-        torch.finfo(torch.bfloat16).max,
-        float("inf"),
-    ]
+    assert Cast(dtype=torch.bfloat16).round_trip(x).tolist() == [torch.finfo(torch.bfloat16).max, float("inf")]
 
 
 def test_bad_dtype() -> None:

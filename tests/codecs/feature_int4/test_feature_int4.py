@@ -50,14 +50,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-SHAPES = [
-    (3, 64, (7,)),
-    (3, 71, (0, 1, 70)),
-    (1, 7, (2, 4)),
-    (2, 1, ()),
-    (4, 33, tuple(range(1, 33))),
-    (3, 96, ()),
-]
+SHAPES = [(3, 64, (7,)), (3, 71, (0, 1, 70)), (1, 7, (2, 4)), (2, 1, ()), (4, 33, tuple(range(1, 33))), (3, 96, ())]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -65,10 +65,7 @@ def subspace(bits: int) -> bytes:
     c, unit = x[:, 3:12].contiguous(), x[2, :9].abs().bfloat16().float()
     n = torch.arange(1890, dtype=torch.int64) * 2654435761 % 4294967296
     # Integers, and sixteenths: their sums of products are exact in any order.
-    share, directions = (
-        (n[:90].view(10, 9) % 5 - 2).float(),
-        (n[90:1890].view(9, 200) % 17) / 16 - 0.5,
-    )
+    share, directions = ((n[:90].view(10, 9) % 5 - 2).float(), (n[90:1890].view(9, 200) % 17) / 16 - 0.5)
     geo = subspace_geometry(10, 200, 9, bits, group=48, refresh=4)  # a ragged last group of 8
     payload, coded = torch.zeros(geo.layout.nbytes, dtype=torch.uint8), torch.empty_like(c)
     kernels.implementation(coefficients_encode, x.device)(c, unit, payload, coded, geo)

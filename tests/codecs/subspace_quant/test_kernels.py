@@ -38,24 +38,12 @@ def inputs(rows: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     c[7] *= 1e-30
     x = x.to(dtype)
     share[:, 0], share[0], share[0, 0], share[4:6], directions[0] = 0, 0, 1, 0, x[0].float()
-    x[1, 3], x[2, -1], x[3, :8], x[4, 2], x[5] = (
-        math.nan,
-        -math.inf,
-        torch.finfo(dtype).max,
-        1e-38,
-        0,
-    )
+    x[1, 3], x[2, -1], x[3, :8], x[4, 2], x[5] = (math.nan, -math.inf, torch.finfo(dtype).max, 1e-38, 0)
     return c, unit, x, share, directions
 
 
 def run(
-    name: str,
-    dtype: torch.dtype,
-    rows: int,
-    channels: int,
-    bits: int,
-    group: int,
-    device: str = "cpu",
+    name: str, dtype: torch.dtype, rows: int, channels: int, bits: int, group: int, device: str = "cpu"
 ) -> list[Tensor]:
     c, unit, x, share, directions = (t.to(device) for t in inputs(rows, channels, dtype))
     geo = subspace_geometry(rows, channels, DIRECTIONS, bits, group, REFRESH)

@@ -30,10 +30,7 @@ SHAPE = (2, 40, 70)
 
 
 def ends(codec: SubspaceQuant, shape: tuple[int, ...] = SHAPE) -> tuple[Session, Session]:
-    return (
-        codec.open(shape=shape, dtype=torch.float32),
-        codec.open(shape=shape, dtype=torch.float32),
-    )
+    return (codec.open(shape=shape, dtype=torch.float32), codec.open(shape=shape, dtype=torch.float32))
 
 
 def tokens(shape: tuple[int, ...] = SHAPE, *, seed: int, directions: int = 6) -> Tensor:
@@ -216,11 +213,7 @@ def test_directions_beyond_the_rank_are_refused(slot: int, late: bool, monkeypat
     sender, receiver = ends(SubspaceQuant(directions=4, refresh=2))
     payload = sender.encode(tokens(seed=0))
     at = sender._geometry.layout.offsets
-    parts = (
-        ("slots", torch.int16, 4),
-        ("lengths", torch.float32, 8),
-        ("directions", torch.int8, 140),
-    )
+    parts = (("slots", torch.int16, 4), ("lengths", torch.float32, 8), ("directions", torch.int8, 140))
     slots, lengths, codes = (payload[at[n] : at[n] + size].view(t) for n, t, size in parts)
     slots[0] = slot
     payload[12:16].view(torch.int32).copy_(Renewal(slots, lengths, codes.view(2, 70)).digest())

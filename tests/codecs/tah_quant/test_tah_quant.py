@@ -24,10 +24,7 @@ def squared_error(codec: TAHQuant | GroupInt, x: torch.Tensor) -> float:
     return float((codec.round_trip(x) - x).square().sum() / x.square().sum())
 
 
-@pytest.mark.parametrize(
-    ("codec", "least", "most"),
-    [(TAHQuant.published(), 4.30, 4.35), (TAHQuant(), 4.35, 4.45)],
-)
+@pytest.mark.parametrize(("codec", "least", "most"), [(TAHQuant.published(), 4.30, 4.35), (TAHQuant(), 4.35, 4.45)])
 def test_effective_bits(codec: TAHQuant, least: float, most: float) -> None:
     for channels in (512, 1024, 4096):
         assert least <= codec.bits_per_element((1, 1024, channels)) <= most + 64 / channels / 2
@@ -144,11 +141,7 @@ def test_range_is_no_worse_than_entropy_at_the_same_bits() -> None:
     assert error["range"] < min(error["tile"], error["token"])
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token", tile=32)],
-    ids=repr,
-)
+@pytest.mark.parametrize("codec", [TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token", tile=32)], ids=repr)
 def test_golden_payloads(codec: TAHQuant) -> None:
     check_golden(codec)
 

@@ -99,12 +99,7 @@ def _forward(
     total, activation, gated, bits, group, at_once, scratch, start, stop,
 ) -> None:  # fmt: skip
     size = 4 * at_once * group
-    gate_line, up_line, out_line, rest = (
-        scratch,
-        scratch + size,
-        scratch + 2 * size,
-        scratch + 3 * size,
-    )
+    gate_line, up_line, out_line, rest = (scratch, scratch + size, scratch + 2 * size, scratch + 3 * size)
     _fill(up_line, at_once * group)
     for first in range(start, stop, at_once):
         last, begin = min(first + at_once, stop), first * group

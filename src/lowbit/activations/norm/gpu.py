@@ -144,9 +144,7 @@ def _is_wide(x: Tensor) -> bool:
 @functools.cache
 def _say_wide(channels: int) -> None:
     log.warning(
-        "norms over %d channels take the slow reference path: a GPU's program holds %d of them",
-        channels,
-        WIDEST,
+        "norms over %d channels take the slow reference path: a GPU's program holds %d of them", channels, WIDEST
     )
 
 
@@ -171,15 +169,7 @@ def _lanes(
     column = (part * GROUP)[:, None] + j
     count = tl.minimum(channels - part * GROUP, GROUP)[:, None]
     keep = there[:, None] & (j < GROUP // 8) & (j < count)
-    return (
-        row * (channels // GROUP) + part,
-        there,
-        column,
-        (row * channels)[:, None] + column,
-        keep,
-        count,
-        j,
-    )
+    return (row * (channels // GROUP) + part, there, column, (row * channels)[:, None] + column, keep, count, j)
 
 
 @triton.jit

@@ -25,8 +25,8 @@ class AQSGD(StatefulCodec):
     its own dtype and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the
     data set: samples x elements of a sample x 4 bytes, on each side of each boundary (`Session.state_bytes`).
 
-    Bytes of a message: for each sample (entry of the first dimension) apart, 4 or 2 bytes an element at its first visit,
-    the inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest.
+    Bytes of a message: for each sample (entry of the first dimension) apart, 4 or 2 an element at its first visit, the
+    inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest.
     Where the inner codec would take more than 4 or 2, every visit is like the first, and nothing is kept. A message
     needs its samples' ids, so this codec works through sessions only (`open`), not through `encode`.
 

@@ -28,7 +28,7 @@ class Cast(Summable):
         dtype: what travels.
     """
 
-    plain: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = True
 
     dtype: torch.dtype = torch.float32
 

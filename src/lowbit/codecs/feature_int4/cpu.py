@@ -45,14 +45,7 @@ MOST = np.float32(LARGEST_BF16)
 INFINITE = np.float32(np.inf)
 
 
-def encode(
-    x: Tensor,
-    payload: Tensor,
-    inverse: Tensor,
-    order: Tensor,
-    outliers: int,
-    clipped: Tensor | None,
-) -> None:
+def encode(x: Tensor, payload: Tensor, inverse: Tensor, order: Tensor, outliers: int, clipped: Tensor | None) -> None:
     """The reference's bytes."""
     rows, features = x.shape
     layout = feature_int4_layout(rows, features, outliers)
@@ -78,14 +71,7 @@ def decode(payload: Tensor, out: Tensor, scale: Tensor, order: Tensor, outliers:
     _sum([payload], out, scale, order, outliers, 1, accumulate)
 
 
-def sum(
-    payloads: Sequence[Tensor],
-    out: Tensor,
-    scales: Tensor,
-    order: Tensor,
-    outliers: int,
-    divisor: int,
-) -> None:
+def sum(payloads: Sequence[Tensor], out: Tensor, scales: Tensor, order: Tensor, outliers: int, divisor: int) -> None:
     """The reference's numbers."""
     _sum(payloads, out, scales, order, outliers, divisor, False)
 

@@ -24,14 +24,7 @@ NAN_BF16_, NAN_CODE_ = tl.constexpr(NAN_BF16), tl.constexpr(NAN_CODE)
 ROWS, WIDTH, WARPS = 8, 256, 4  # of a program: 2048 bytes of codes, 4096 elements
 
 
-def encode(
-    x: Tensor,
-    payload: Tensor,
-    inverse: Tensor,
-    order: Tensor,
-    outliers: int,
-    clipped: Tensor | None,
-) -> None:
+def encode(x: Tensor, payload: Tensor, inverse: Tensor, order: Tensor, outliers: int, clipped: Tensor | None) -> None:
     """The reference's bytes."""
     rows, features = x.shape
     layout = feature_int4_layout(rows, features, outliers)
@@ -47,14 +40,7 @@ def decode(payload: Tensor, out: Tensor, scale: Tensor, order: Tensor, outliers:
     _sum((payload,), out, scale, order, outliers, 1, accumulate)
 
 
-def sum(
-    payloads: Sequence[Tensor],
-    out: Tensor,
-    scales: Tensor,
-    order: Tensor,
-    outliers: int,
-    divisor: int,
-) -> None:
+def sum(payloads: Sequence[Tensor], out: Tensor, scales: Tensor, order: Tensor, outliers: int, divisor: int) -> None:
     """The reference's numbers."""
     _sum(tuple(payloads), out, scales, order, outliers, divisor, False)
 
@@ -148,17 +134,7 @@ def _number(bits, scale):
 
 
 @triton.jit
-def _give(
-    value,
-    out,
-    row,
-    feature,
-    features,
-    keep,
-    divisor,
-    DIVIDE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-):
+def _give(value, out, row, feature, features, keep, divisor, DIVIDE: tl.constexpr, ACCUMULATE: tl.constexpr):
     if DIVIDE:
         value = tl.div_rn(value, tl.full(value.shape, 1.0, tl.float32) * divisor)
     to = out + row * features + feature

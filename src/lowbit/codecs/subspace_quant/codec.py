@@ -82,10 +82,11 @@ class SubspaceQuant(StatefulCodec):
     such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
 
     Args:
-        directions: how many, 1 to C, 32768 at most; or "auto": a sender chooses them, at most 256, in the last step of the
-            warm-up, by the spectrum of the first message that it sends there, and its choice travels with the messages
-            of that step. Each tensor of each boundary and direction gets a number of its own: 32 (or C, if that is less)
-            where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over there is no session.
+        directions: how many, 1 to C, 32768 at most; or "auto": a sender chooses the number, at most 256, in the last
+            step of the warm-up, by the spectrum of the first message that it sends there, and its choice travels with
+            the messages of that step. Each tensor of each boundary, forward and backward, gets a number of its own: 32
+            (or C, if that is less) where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over
+            there is no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
         refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536.
@@ -161,8 +162,8 @@ class SubspaceQuant(StatefulCodec):
         if bits <= 2 * least:
             return ""
         return (
-            f"{self} takes {bits:.1f} bits an element in messages of {tuple(shape)}, and {least:.1f} with directions=1; "
-            "set fewer directions, or directions='auto' with a warm-up"
+            f"{self} takes {bits:.1f} bits an element in messages of {tuple(shape)}, and {least:.1f} with "
+            "directions=1; set fewer directions, or directions='auto' with a warm-up"
         )
 
     def choose(self, x: Tensor) -> int:
@@ -209,12 +210,7 @@ class SubspaceSession(Session):
     codec: SubspaceQuant
 
     def __init__(
-        self,
-        codec: SubspaceQuant,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        memory: Memory,
+        self, codec: SubspaceQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
     ) -> None:
         super().__init__(codec, shape, dtype, device)
         self._memory = memory
@@ -287,11 +283,7 @@ class SubspaceSession(Session):
         """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
         memory = self._memory
         memory.headers.check(wait=True)
-        return {
-            "directions": memory.directions.clone(),
-            "messages": memory.messages,
-            "digest": int(memory.digest),
-        }
+        return {"directions": memory.directions.clone(), "messages": memory.messages, "digest": int(memory.digest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; an empty one is that of before the first message.

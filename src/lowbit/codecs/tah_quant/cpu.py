@@ -35,8 +35,9 @@ def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
         _decode(
             at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
             geo.row_bytes, geo.saved, at["widths"], geo.flag_bytes, geo.scope_rows, geo.low, geo.low_last, in_row,
-            out.data_ptr(), KINDS[out.dtype], geo.rows, geo.channels, geo.tile, geo.tiles, geo.full, geo.high_bits, geo.low_bits,
-            geo.allocation == "token", geo.pivot, accumulate, geo.tile**-0.5, scratch.data_ptr(), start, stop,
+            out.data_ptr(), KINDS[out.dtype], geo.rows, geo.channels, geo.tile, geo.tiles, geo.full,
+            geo.high_bits, geo.low_bits, geo.allocation == "token", geo.pivot, accumulate, geo.tile**-0.5,
+            scratch.data_ptr(), start, stop,
         )  # fmt: skip
 
     over_rows(work, geo.rows, out.nbytes)

@@ -86,11 +86,7 @@ def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
 
 @functools.cache
 def _say_wide(channels: int) -> None:
-    log.warning(
-        "tokens of %d elements take the slow reference path: the kernels hold up to %d",
-        channels,
-        WIDEST,
-    )
+    log.warning("tokens of %d elements take the slow reference path: the kernels hold up to %d", channels, WIDEST)
 
 
 def _shape(geo: TAHGeometry) -> tuple[int, int, dict[str, Any]]:
@@ -162,14 +158,7 @@ def _encode(
         last = tl.program_id(0) == tl.num_programs(0) - 1
         flags = smallest(ordered(key, candidate), tl.where(last, low_last, low))
         store_bitmap(
-            flags,
-            section(payload, widths_16),
-            tl.where(last, per_last, per_scope),
-            flag_bytes,
-            C,
-            TILE,
-            T,
-            NT,
+            flags, section(payload, widths_16), tl.where(last, per_last, per_scope), flag_bytes, C, TILE, T, NT
         )
         bits = tl.where(flags > 0, LOW, HIGH)
         before = low_before(section(payload, widths_16), first, length, low, flag_bytes, False)

@@ -72,11 +72,7 @@ def choose(keys, widths, low, flag_bytes, per_scope):
     threshold = tl.full((), 0, tl.uint32)
     for d in range(16):
         unit = tl.full((), 1, tl.uint32) << (30 - 2 * d)
-        ones, twos, threes = (
-            tl.full((), 0, tl.int64),
-            tl.full((), 0, tl.int64),
-            tl.full((), 0, tl.int64),
-        )
+        ones, twos, threes = (tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64))
         start = tl.full((), 0, tl.int64)
         while start < per_scope:  # Triton's interpreter has no ranges with computed bounds
             one, two, three = _counts(_load_keys(keys, start, per_scope), threshold, unit, 21)

@@ -82,9 +82,7 @@ def encode(
     if geo.low:
         layout.section(payload, "widths").copy_(pack_flags(low).view(-1))
     bytes_RTK = torch.where(
-        (bits_RT == low_bits)[..., None],
-        _tile_bytes(codes_RTE, geo, low_bits),
-        _tile_bytes(codes_RTE, geo, high_bits),
+        (bits_RT == low_bits)[..., None], _tile_bytes(codes_RTE, geo, low_bits), _tile_bytes(codes_RTE, geo, high_bits)
     )
     layout.section(payload, "codes").copy_(bytes_RTK[_byte_mask(bits_RT, geo)])
     zero_gaps(payload, layout)
@@ -105,9 +103,7 @@ def decode(
     bytes_RTK = torch.zeros(kept.shape, dtype=torch.uint8, device=payload.device)
     bytes_RTK[kept] = layout.section(payload, "codes")
     codes_RTE = torch.where(
-        (bits_RT == low_bits)[..., None],
-        _tile_codes(bytes_RTK, geo, low_bits),
-        _tile_codes(bytes_RTK, geo, high_bits),
+        (bits_RT == low_bits)[..., None], _tile_codes(bytes_RTK, geo, low_bits), _tile_codes(bytes_RTK, geo, high_bits)
     )
     exponent_R = layout.section(payload, "exponents").int()
     below_RT = layout.section(payload, "scales").view(geo.rows, geo.tiles).int()

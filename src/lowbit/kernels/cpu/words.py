@@ -1,8 +1,8 @@
 """Runs of elements as vector instructions: eight codes at a time for any run, all at once for one of 64.
 
-A run of n elements shares a scale, and its codes lie in bit planes (see `lowbit.kernels.packing`). Cut into `8 / p` parts,
-p being its narrowest plane's width, all codes of a part lie at one shift in every plane; so eight neighbours of each
-part make up eight bytes of every plane, one 64-bit word each, without a detour through memory. LLVM turns vectors
+A run of n elements shares a scale, and its codes lie in bit planes (see `lowbit.kernels.packing`). Cut into `8 / p`
+parts, p being its narrowest plane's width, all codes of a part lie at one shift in every plane; so eight neighbours of
+each part make up eight bytes of every plane, one 64-bit word each, without a detour through memory. LLVM turns vectors
 into what the machine has. The loops that numba vectorises by itself are slower, above all for their preambles.
 """
 

@@ -1,9 +1,9 @@
 """Runs of elements that share a scale (tiles, groups), cut into eight parts, one element of each in the same lane.
 
-A run of n elements, n a multiple of 8, has codes in bit planes (see `lowbit.kernels.packing`): byte j of a plane of p bits
-holds elements j, j + w, j + 2 w, ... with w = n p / 8. With v = n / 8, element k v + j is element j of eighth k, and
-byte m v + j of the plane holds eighths m, m + p, m + 2 p, ... So eight tensors (runs, v) pack and unpack lane by lane,
-whatever the widths, and a lane that holds whole runs needs no other lane.
+A run of n elements, n a multiple of 8, has codes in bit planes (see `lowbit.kernels.packing`): byte j of a plane of p
+bits holds elements j, j + w, j + 2 w, ... with w = n p / 8. With v = n / 8, element k v + j is element j of eighth k,
+and byte m v + j of the plane holds eighths m, m + p, m + 2 p, ... So eight tensors (runs, v) pack and unpack lane by
+lane, whatever the widths, and a lane that holds whole runs needs no other lane.
 """
 
 from __future__ import annotations
