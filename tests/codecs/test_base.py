@@ -21,18 +21,7 @@ CODECS: list[Codec] = [
     TAHQuant.published(),
     TAHQuant(allocation="token", high_fraction=0.5, low_bits=2, tile=32),
 ]
-SHAPES = [
-    (2, 8, 128),
-    (3, 5, 70),
-    (1, 1),
-    (4, 1),
-    (7,),
-    (1000,),
-    (),
-    (2, 0, 64),
-    (0,),
-    (2, 2, 3, 63),
-]
+SHAPES = [(2, 8, 128), (3, 5, 70), (1, 1), (4, 1), (7,), (1000,), (), (2, 0, 64), (0,), (2, 2, 3, 63)]
 
 
 def relative_error(y: torch.Tensor, x: torch.Tensor) -> float:

@@ -11,17 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowbit import ops
-from lowbit.codecs import (
-    AQSGD,
-    BlockFloat8,
-    Cast,
-    Codec,
-    FeatureInt4,
-    GroupInt,
-    SubspaceQuant,
-    TAHQuant,
-)
+from lowbit import kernels
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [
@@ -32,7 +23,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _slow_but_nothing_to_compile() -> Iterator[None]:
-    with ops.backend("reference"):
+    with kernels.backend("reference"):
         yield
 
 
@@ -62,7 +53,7 @@ def stateless(shape: tuple[int, ...]) -> st.SearchStrategy[Codec]:
 def stateful(shape: tuple[int, ...]) -> st.SearchStrategy[Codec]:
     size = shape[-1] if shape else 1
     codecs = st.builds(
-        SubspaceQuant, rank=st.integers(1, max(1, min(size, 32))), bits=st.integers(2, 8),
+        SubspaceQuant, directions=st.integers(1, max(1, min(size, 32))), bits=st.integers(2, 8),
         group=st.sampled_from([8, 64]), refresh=st.sampled_from([1, 4, 80]),
     )  # fmt: skip
     known = st.builds(AQSGD, inner=stateless(shape).filter(lambda c: c.grain == 1))
@@ -137,7 +128,7 @@ def test_a_cast_is_what_was_asked_for() -> None:
 
 def test_small_messages_between_large_ones_leave_the_directions_alone() -> None:
     """A plain message among those that build on each other: it may even be lost."""
-    codec, g = SubspaceQuant(rank=8, refresh=4), torch.Generator().manual_seed(0)
+    codec, g = SubspaceQuant(directions=8, refresh=4), torch.Generator().manual_seed(0)
     large, small = (2, 16, 64), (1, 1, 64)
     assert codec.sized(small, torch.bfloat16)[1]
     ends = [codec.open(shape=small, dtype=torch.bfloat16) for _ in range(2)]
@@ -157,12 +148,7 @@ def test_small_messages_between_large_ones_leave_the_directions_alone() -> None:
 def test_a_message_brings_no_more_directions_than_it_has_tokens() -> None:
     codec = SubspaceQuant()
     bits = [codec.bits_per_element((1, tokens, 4096)) for tokens in (1, 2, 4, 8)]
-    assert [round(b, 1) for b in bits] == [
-        11.5,
-        11.3,
-        11.3,
-        7.2,
-    ]  # four each: 35.5, 19.3, 11.3, 7.2
+    assert [round(b, 1) for b in bits] == [11.5, 11.3, 11.3, 7.2]  # four each: 35.5, 19.3, 11.3, 7.2
     x = torch.randn(1, 3, 4096, generator=torch.Generator().manual_seed(0))
     sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
     y = receiver.decode(sender.encode(x))

@@ -40,15 +40,7 @@ def _attack(seed: int, numbers: range, seconds: float, only: str) -> tuple[Outco
     with tempfile.TemporaryDirectory() as folder:
         note, result = Path(folder, "note"), Path(folder, "result")
         noted = Note(note)
-        command = [
-            sys.executable,
-            "-m",
-            "tests.fuzz",
-            "--worker",
-            str(note),
-            str(result),
-            str(seed),
-        ]
+        command = [sys.executable, "-m", "tests.fuzz", "--worker", str(note), str(result), str(seed)]
         command += [str(n) for n in (numbers.start, numbers.stop, numbers.step, seconds)]
         process = subprocess.Popen([*command, only], stderr=subprocess.PIPE, text=True, cwd=ROOT)
         why = _wait(process, noted)

@@ -9,16 +9,7 @@ from typing import Protocol
 
 import torch
 
-from lowbit.codecs import (
-    AQSGD,
-    BlockFloat8,
-    Cast,
-    Codec,
-    FeatureInt4,
-    GroupInt,
-    SubspaceQuant,
-    TAHQuant,
-)
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
 
 from .sessions import Differences, Subspace, SubspaceDecoding
 from .targets import AddingTo, Case, Decoding, Encoding, Fused, Shape, Summing
@@ -57,12 +48,12 @@ FLOAT8 = [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(block
 CASTS = [Cast(dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
 STOCHASTIC = [GroupInt(bits=4, group=32, rounding="stochastic"), BlockFloat8(rounding="stochastic")]
 SUBSPACE: list[tuple[SubspaceQuant, Shape]] = [
-    (SubspaceQuant(rank=4, bits=3, group=16, refresh=2), (6, 40)),
-    (SubspaceQuant(rank=8, bits=2, group=8, refresh=1), (100, 8)),
-    (SubspaceQuant(rank=1, bits=8, group=64), (2, 2, 100)),
-    (SubspaceQuant(rank=32, bits=5, group=24), (9, 96)),
-    (SubspaceQuant(rank=1, bits=4, group=8), (400,)),
-    (SubspaceQuant(rank=7, bits=6, group=64, refresh=4), (70, 64)),
+    (SubspaceQuant(directions=4, bits=3, group=16, refresh=2), (6, 40)),
+    (SubspaceQuant(directions=8, bits=2, group=8, refresh=1), (100, 8)),
+    (SubspaceQuant(directions=1, bits=8, group=64), (2, 2, 100)),
+    (SubspaceQuant(directions=32, bits=5, group=24), (9, 96)),
+    (SubspaceQuant(directions=1, bits=4, group=8), (400,)),
+    (SubspaceQuant(directions=7, bits=6, group=64, refresh=4), (70, 64)),
 ]
 
 

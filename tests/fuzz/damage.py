@@ -90,22 +90,7 @@ def valid(rng: random.Random, payload: bytearray, spans: Sequence[Span]) -> None
     """No damage."""
 
 
-KINDS = [
-    random_bytes,
-    zeros,
-    ones,
-    flips,
-    run,
-    splice,
-    special,
-    special,
-    section,
-    section,
-    shuffled,
-    flag,
-    flag,
-    valid,
-]
+KINDS = [random_bytes, zeros, ones, flips, run, splice, special, special, section, section, shuffled, flag, flag, valid]
 WEIGHTS = [6, 1, 1, 3, 3, 3, 3, 3, 4, 4, 3, 3, 3, 1]
 
 

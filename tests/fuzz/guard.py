@@ -8,25 +8,17 @@ import itertools
 import math
 import mmap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import lowbit
+
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0  # PROT_NONE
 POISON = bytes(i * 37 % 251 + 3 for i in range(PAGE))
-KERNELS = (
-    "block_float8",
-    "feature_int4",
-    "gated",
-    "group_int",
-    "norm",
-    "subspace",
-    "subspace_basis",
-)
-KERNELS += ("tah_decode", "tah_encode")
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -125,9 +117,12 @@ class GuardedScratch:
 def guard_scratch() -> GuardedScratch:
     """Let all kernels of this process allocate guarded scratch, and take payloads at any address as they are."""
     scratch = GuardedScratch()
-    for name in KERNELS:
-        vars(importlib.import_module(f"lowbit.ops.cpu.{name}"))["torch"] = scratch
+    source = Path(lowbit.__path__[0])
+    for file in [*source.glob("codecs/*/cpu*.py"), *source.glob("activations/*/cpu*.py")]:
+        module = importlib.import_module(".".join(["lowbit", *file.relative_to(source).with_suffix("").parts]))
+        if hasattr(module, "torch"):
+            module.torch = scratch
     # A copy of a payload that lies at an odd address would lie elsewhere: kernels themselves take any address.
-    vars(importlib.import_module("lowbit.ops.contract"))["_is_aligned"] = lambda payload: True
-    vars(importlib.import_module("lowbit.codecs.subspace_quant"))["ALIGNMENT"] = 1
+    vars(importlib.import_module("lowbit.kernels.operators"))["_is_aligned"] = lambda payload: True
+    vars(importlib.import_module("lowbit.codecs.subspace_quant.codec"))["ALIGNMENT"] = 1
     return scratch

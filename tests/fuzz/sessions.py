@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.codecs import AQSGD, SubspaceQuant
-from lowbit.codecs.subspace_quant import SubspaceSession
+from lowbit.codecs.subspace_quant.codec import SubspaceSession
+from lowbit.codecs.subspace_quant.reference import coefficients_decode, rest_decode
+from lowbit.codecs.subspace_quant.reference_basis import follow
 
 from .damage import damage
 from .targets import DTYPES, Bench, Case, Shape, as_bytes, as_tensor, hard, layout_of, spans_of
@@ -59,12 +61,7 @@ class Subspace:
         return Case(f"{self.name} {dtype} state {at} {kinds}", run)
 
     def _decode(
-        self,
-        bench: Bench,
-        session: SubspaceSession,
-        message: bytes,
-        dtype: torch.dtype,
-        training: bool,
+        self, bench: Bench, session: SubspaceSession, message: bytes, dtype: torch.dtype, training: bool
     ) -> bytes:
         """What comes of it, with the state; an error changes neither."""
         room, out = bench.out(self._shape, dtype)
@@ -81,7 +78,7 @@ class Subspace:
         """With the header that the receiver expects of these bytes; both backends expect the same."""
         found = []
         for backend in ("cpu", "reference"):
-            with ops.backend(backend):
+            with kernels.backend(backend):
                 found.append(self._follow(session, as_tensor(payload, torch.uint8), training))
         for a, b in zip(*found, strict=True):
             assert bool(((a == b) | (a.isnan() & b.isnan())).all()), "the backends follow differently"
@@ -91,11 +88,9 @@ class Subspace:
         memory, geo = session._memory, session._geometry
         header = torch.empty(4, dtype=torch.int32)
         then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
-        unit = memory.directions.new_empty(self.codec.directions)
-        ops.subspace_follow(
-            payload, memory.directions, memory.digest, header, *then, unit,
-            geo.rows, memory.messages, training, *session._settings,
-        )  # fmt: skip
+        unit = memory.directions.new_empty(self.codec.count)
+        follower = kernels.implementation(follow, payload.device)
+        follower(payload, memory.directions, memory.digest, header, *then, unit, memory.messages, training, geo)
         return [header, *then, unit]
 
 
@@ -112,25 +107,24 @@ class SubspaceDecoding:
 
     def case(self, rng: random.Random) -> Case:
         """What the numbers at random make of it."""
-        (rows, channels), rank, dtype = self._shape, self.codec.directions, rng.choice(DTYPES)
-        settings = self.codec.bits, self.codec.group, self.codec.refresh
-        layout = layout_of(self.codec, self._shape)
-        kind, payload = damage(rng, rng.randbytes(layout.nbytes), spans_of(layout))
+        (rows, channels), count, dtype = self._shape, self.codec.count, rng.choice(DTYPES)
+        geo = self.codec.geometry(self._shape)
+        kind, payload = damage(rng, rng.randbytes(geo.layout.nbytes), spans_of(geo.layout))
 
         def decode(given: Tensor, c: Tensor, out: Tensor) -> None:
-            unit, nothing = torch.ones(rank), torch.zeros(rank, channels)
-            ops.subspace_coefficients_decode(given, unit, c, channels, *settings)
+            unit, nothing = torch.ones(count), torch.zeros(count, channels)
+            kernels.implementation(coefficients_decode, given.device)(given, unit, c, geo)
             # Sums of directions are exact for a basis of zeros only.
-            ops.subspace_rest_decode(given, torch.zeros(rows, rank), nothing, out, *settings, False)
+            kernels.implementation(rest_decode, given.device)(given, torch.zeros(rows, count), nothing, out, geo)
 
         def run(bench: Bench) -> bytes:
-            c_room, c = bench.out((rows, rank), torch.float32)
+            c_room, c = bench.out((rows, count), torch.float32)
             room, out = bench.out(self._shape, dtype)
             decode(bench.payload(payload), c, out)
             return as_bytes(as_tensor(c_room.content, torch.float32).to(dtype)) + room.content
 
         def expected() -> Tensor:
-            c, out = torch.empty(rows, rank), torch.empty(self._shape, dtype=dtype)
+            c, out = torch.empty(rows, count), torch.empty(self._shape, dtype=dtype)
             decode(as_tensor(payload, torch.uint8), c, out)
             return torch.cat([c.to(dtype).view(-1), out.view(-1)])
 

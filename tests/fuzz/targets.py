@@ -11,20 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit import ops
 from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
-from lowbit.ops.feature_int4 import feature_int4_layout
-from lowbit.ops.float8 import block_float8_layout
-from lowbit.ops.layout import Layout, group_int_layout
+from lowbit.codecs.block_float8.reference import block_float8_layout
+from lowbit.codecs.feature_int4.reference import feature_int4_layout
+from lowbit.codecs.group_int.reference import group_int_layout
+from lowbit.kernels.layout import Layout
 
 from .damage import SPECIAL, Span, damage
 from .guard import GuardedScratch, Room, Rooms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BEFORE = {
-    True: b"\xa5",
-    False: b"\x5b",
-}  # what an output holds, by placement: nobody may depend on it
+BEFORE = {True: b"\xa5", False: b"\x5b"}  # what an output holds, by placement: nobody may depend on it
 AT_ONCE = 4  # payloads that are decoded by turns in one case
 Shape = tuple[int, ...]
 
@@ -132,7 +129,7 @@ def layout_of(codec: Codec, shape: Shape) -> Layout:
     if plain or not size:
         return Layout.of(all=size)
     if isinstance(codec, TAHQuant):
-        return codec._geometry(shape).layout
+        return codec.geometry(shape).layout
     if isinstance(codec, SubspaceQuant):
         return codec.geometry(shape).layout
     if isinstance(codec, GroupInt):
@@ -280,11 +277,7 @@ class Fused:
     """Operators that decode saved activations as they compute; sums in any order, so not compared."""
 
     def __init__(self, name: str, bits: int, group: int) -> None:
-        self.name, self._operator, self._settings = (
-            f"{name} {bits} bits, {group}",
-            name,
-            (bits, group),
-        )
+        self.name, self._operator, self._settings = (f"{name} {bits} bits, {group}", name, (bits, group))
         self._codec = Decoding(GroupInt(bits=bits, group=group), ())
 
     def case(self, rng: random.Random) -> Case:
@@ -312,7 +305,7 @@ class Fused:
             if backward and not gated:
                 arguments += [out(shape[1:]), out(shape[1:]), out()]
             arguments += [activation] if gated else [1e-6, centred, 0.0]
-            getattr(ops, self._operator)(*arguments, *self._settings)
+            getattr(torch.ops.lowbit, self._operator)(*arguments, *self._settings)
             return b"".join(room.content for room in rooms)
 
         return Case(f"{self.name} {shape} {dtype} {made[0][0]}", run)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import codecs, ops
+from lowbit import codecs, kernels
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, SubspaceQuant, TAHQuant
 
 from .__main__ import attack
@@ -87,7 +87,7 @@ def check_amid_poison(
         inside.copy_(as_tensor(payload, torch.uint8))
         around = torch.full((numel + 256,), poison, dtype=dtype, device=DEVICE)
         out = around[128:-128].fill_(1.5).view(shape)
-        with ops.backend(backend):
+        with kernels.backend(backend):
             codec.decode(inside, shape=shape, out=out, accumulate=adds)
         assert (around[:128] == poison).all()
         assert (around[-128:] == poison).all()
@@ -110,7 +110,7 @@ def test_damage_that_is_found_stays_within_its_scope() -> None:
     expected = codec.decode(payload, shape=shape)
     layout_of(codec, shape).section(payload, "widths")[2] ^= 1  # of the second token's two bytes
     for backend in ("reference", "cpu"):
-        with ops.backend(backend):
+        with kernels.backend(backend):
             found = codec.decode(payload, shape=shape)
         assert found[1].isnan().all()
         assert torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
@@ -119,7 +119,7 @@ def test_damage_that_is_found_stays_within_its_scope() -> None:
 @pytest.mark.parametrize("damaged", ["twice", "beyond", "below"])
 def test_directions_in_no_place_of_their_own_are_refused(damaged: str) -> None:
     """Even from a sender that says so itself, with the header that belongs to such a message."""
-    codec, shape = SubspaceQuant(rank=4, bits=3, group=8, refresh=2), (6, 16)
+    codec, shape = SubspaceQuant(directions=4, bits=3, group=8, refresh=2), (6, 16)
     sender, receiver = (codec.open(shape=shape, dtype=torch.float32) for _ in range(2))
     payload = sender.encode(hard(random.Random(0), shape))
     layout = codec.geometry(shape).layout

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit import ops
+from lowbit import kernels
 
 from .catalogue import case_of
 from .guard import Outside, guard_scratch
@@ -24,13 +24,7 @@ MOST_FAULTS = 10
 
 
 def work(
-    note: Note,
-    result: Path,
-    seed: int,
-    numbers: Iterable[int],
-    *,
-    until: float = float("inf"),
-    only: str = "",
+    note: Note, result: Path, seed: int, numbers: Iterable[int], *, until: float = float("inf"), only: str = ""
 ) -> Outcome:
     """Try cases one after the other, noting each before and saving the outcome now and then.
 
@@ -75,7 +69,7 @@ def attempt(bench: Bench, case: Case, ends: list[bool], *, compare: bool) -> Non
     if case.finite and as_tensor(found[0], case.dtype).isinf().any():
         raise AssertionError("Inf, of what has finite scales only")
     if compare and case.expected is not None:
-        with ops.backend("reference"):
+        with kernels.backend("reference"):
             expected = case.expected().reshape(-1)
         _check_same(as_tensor(found[0], case.dtype), expected)
 

@@ -18,7 +18,7 @@ SHAPE = torch.Size((2, 3, 64))
 SLOT = (SHAPE, torch.float32)
 
 
-def ready(lane: Lane, *slots: Slot, step: Step = Step(), micro_batches: int = 3) -> Lane:  # noqa: B008 frozen
+def ready(lane: Lane, *slots: Slot, step: Step = Step(), micro_batches: int = 3) -> Lane:
     """The lane, and these tensors cross with each micro-batch."""
     lane.prepare(slots, step)
     lane.use([slots] * micro_batches)
@@ -29,7 +29,7 @@ def lane(codec: Codec, *slots: Slot) -> Lane:
     return ready(Lane(1, "forward", codec, "cpu", Traffic()), *(slots or (SLOT,)))
 
 
-def crosses(codec: Codec, x: Tensor, step: Step = Step()) -> tuple[Tensor, int]:  # noqa: B008 frozen
+def crosses(codec: Codec, x: Tensor, step: Step = Step()) -> tuple[Tensor, int]:
     """`x` at the other end, and the bytes that travelled."""
     sender, receiver = (lane(codec, (x.shape, x.dtype)) for _ in range(2))
     assert sender.messages(0) == receiver.messages(0) == 1
@@ -148,7 +148,7 @@ def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
 
 def test_shapes_that_share_what_a_codec_keeps():
     """A basis belongs to a width: a smaller micro-batch and an evaluation are coded by it, and it is saved once."""
-    codec = SubspaceQuant(rank=8, refresh=2)
+    codec = SubspaceQuant(directions=8, refresh=2)
     sender, receiver = lane(codec), lane(codec)
     small = torch.Size((1, 3, 64))
 
@@ -175,7 +175,7 @@ def test_shapes_that_share_what_a_codec_keeps():
     assert torch.equal(again.encode(0, Step(), 0, x), fresh.encode(0, Step(), 0, x))
 
 
-AUTO = SubspaceQuant(rank="auto", group=8, refresh=2)
+AUTO = SubspaceQuant(directions="auto", group=8, refresh=2)
 SETTLING = Step.numbered(4, 5)
 
 
@@ -251,7 +251,7 @@ def test_what_was_chosen_survives_a_restart(steps_after: int):
         assert end.chosen() == old.chosen()
     for i in range(3):
         assert torch.equal(pass_on(*again, Step(), i, near(i)), pass_on(sender, receiver, Step(), i, near(i)))
-    other = Lane(1, "forward", SubspaceQuant(rank=9, group=8, refresh=2), "cpu", Traffic())
+    other = Lane(1, "forward", SubspaceQuant(directions=9, group=8, refresh=2), "cpu", Traffic())
     other.load_state_dict(sender.state_dict())
     with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
         other.prepare([SLOT])

@@ -64,8 +64,8 @@ def one_process(forward: Codec, backward: Codec) -> tuple[list[Tensor], list[Ten
         (TAHQuant(), INT6),
         (INT4, Cast(dtype=torch.bfloat16)),
         (AQSGD(inner=INT4), INT6),
-        (SubspaceQuant(rank=4, bits=2, group=8), SubspaceQuant(rank=3, bits=4, group=24)),
-        (SubspaceQuant(rank="auto", group=8), SubspaceQuant(rank="auto", bits=4, group=24)),
+        (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
+        (SubspaceQuant(directions="auto", group=8), SubspaceQuant(directions="auto", bits=4, group=24)),
     ],
     ids=["tah-quant", "int4", "aq-sgd", "subspace", "subspace-auto"],
 )
@@ -117,7 +117,7 @@ def accumulating(in_pipeline: bool, codec: Codec) -> tuple[list[Tensor], list[in
     return losses, sent
 
 
-@pytest.mark.parametrize("codec", [INT4, SubspaceQuant(rank="auto", group=8)], ids=str)
+@pytest.mark.parametrize("codec", [INT4, SubspaceQuant(directions="auto", group=8)], ids=str)
 def test_warm_up_counts_batches_under_gradient_accumulation(ranks: Ranks, codec: Codec):
     (_, sent), (losses, _) = ranks.run(accumulating, True, codec)
     [(expected, expected_sent)] = ranks.run(accumulating, False, codec, ranks=1)
@@ -162,8 +162,8 @@ def resumed(forward: Codec, backward: Codec, stop: int) -> tuple[list[Tensor], l
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
-        (SubspaceQuant(rank=4, bits=2, group=8), SubspaceQuant(rank=3, bits=4, group=24)),
-        (SubspaceQuant(rank="auto", group=8), SubspaceQuant(rank="auto", bits=4, group=24)),
+        (SubspaceQuant(directions=4, bits=2, group=8), SubspaceQuant(directions=3, bits=4, group=24)),
+        (SubspaceQuant(directions="auto", group=8), SubspaceQuant(directions="auto", bits=4, group=24)),
         (AQSGD(inner=INT4), INT6),
     ],
     ids=["subspace", "subspace-auto", "aq-sgd"],
@@ -174,7 +174,7 @@ def test_an_emulation_goes_on_where_it_stopped(forward: Codec, backward: Codec, 
 
 
 def test_states_that_do_not_fit_are_refused():
-    auto = SubspaceQuant(rank="auto", group=8)
+    auto = SubspaceQuant(directions="auto", group=8)
 
     def emulated(codec: Codec = auto) -> Any:
         torch.manual_seed(0)
@@ -211,7 +211,7 @@ def test_states_that_do_not_fit_are_refused():
         (changed("choice", 99, kept), "both ends have the same choices"),
         (changed("choice", True, kept), "state of the sender is none"),
         (changed("choice", torch.ones(1), kept), "state of the sender is none"),
-        (changed("choice", -1, kept), "rank is -1"),
+        (changed("choice", -1, kept), "directions is -1"),
     ]
     for wrong, said in wrongs:
         with pytest.raises(ValueError, match=re.escape(said)):
@@ -355,7 +355,7 @@ def checkpointed(forward: Codec, *, reentrant: bool | None, warmup_steps: int = 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool):
-    auto = SubspaceQuant(rank="auto", group=8)
+    auto = SubspaceQuant(directions="auto", group=8)
     for forward, steps in ((TAHQuant(), 0), (auto, 2)):
         plain = checkpointed(forward, reentrant=None, warmup_steps=steps)
         found = checkpointed(forward, reentrant=reentrant, warmup_steps=steps)
@@ -366,7 +366,7 @@ def test_what_checkpointing_computes_again_is_no_second_message(reentrant: bool)
 
 
 def test_there_must_be_a_warm_up_where_something_is_left_to_choose():
-    auto, model = SubspaceQuant(rank="auto"), nn.Sequential(nn.Identity())
+    auto, model = SubspaceQuant(directions="auto"), nn.Sequential(nn.Identity())
     for forward, backward in ((auto, INT6), (INT4, {0: auto})):
         with pytest.raises(ValueError, match="warmup_steps is 0, and .*ward has .*'auto'"):
             emulate_(model, at=["0"], forward=forward, backward=backward)
@@ -395,7 +395,7 @@ def test_a_compiled_model_gives_the_same_with_a_codec_that_learns():
     def losses(backend: str | None) -> list[Tensor]:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-        codec = SubspaceQuant(rank=4, refresh=2)
+        codec = SubspaceQuant(directions=4, refresh=2)
         emulate_(model, at=["0"], forward=codec, backward=codec)
         run = torch.compile(model, backend=backend) if backend else model
         found = []

@@ -162,7 +162,7 @@ def coded(codec: Codec) -> Any:
     return losses, {state["steps"] for state in states}, lanes
 
 
-@pytest.mark.parametrize("codec", [SubspaceQuant(rank=4, group=8), TAHQuant()], ids=["subspace", "tah"])
+@pytest.mark.parametrize("codec", [SubspaceQuant(directions=4, group=8), TAHQuant()], ids=["subspace", "tah"])
 def test_codecs_go_on_from_shape_to_shape(ranks: Ranks, codec: Codec):
     (_, steps, lower), (losses, more, upper) = ranks.run(coded, codec)
     assert len(losses) == 20 * N
@@ -519,7 +519,7 @@ def test_a_rank_that_loads_alone_is_the_same_error_everywhere(ranks: Ranks):
     assert "codec state: loaded anew on rank 1 (stage 1)" in text
 
 
-@pytest.mark.parametrize("codec", [SubspaceQuant(rank=4, group=8), AQSGD()], ids=["subspace", "aq"])
+@pytest.mark.parametrize("codec", [SubspaceQuant(directions=4, group=8), AQSGD()], ids=["subspace", "aq"])
 def test_states_of_different_runs_are_the_same_error_everywhere(ranks: Ranks, codec: Codec):
     text = toy.disagreement(toy.timely(ranks, mixed, codec))
     assert "boundary 0 forward state: " in text

@@ -307,10 +307,10 @@ def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
 
 @pytest.mark.parametrize("auto", [False, True], ids=["rank", "auto"])
 def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ranks, auto: bool):
-    codec, backward = SubspaceQuant(rank=4, group=8), SubspaceQuant(rank=3, bits=4, group=8)
+    codec, backward = SubspaceQuant(directions=4, group=8), SubspaceQuant(directions=3, bits=4, group=8)
     chosen = [(codec, backward)] * 2
     if auto:
-        codec, backward = (replace(c, rank="auto") for c in (codec, backward))
+        codec, backward = (replace(c, directions="auto") for c in (codec, backward))
     through = ranks.run(keyed, codec, None, backward)
     for stop in (1, 3) if auto else (3,):
         resumed = ranks.run(keyed, codec, stop, backward)
@@ -320,7 +320,7 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
         ((there,), (back,)) = (list(outcome[3].items()) for outcome in through)
         assert there[0] == "boundary 0 forward, tensor 0, width 24"
         assert back[0] == "boundary 0 backward, tensor 0, width 24"
-        assert there[1] == replace(codec, rank=there[1].rank)
+        assert there[1] == replace(codec, directions=there[1].directions)
         chosen = [(there[1], back[1])] * 2
     for (_, _, state, _), pair in zip(through, chosen, strict=True):
         assert state == 4 * toy.WIDTH * sum(c.rank for c in pair) + 2 * 16
@@ -345,7 +345,7 @@ def test_samples_must_be_told(ranks: Ranks):
 
 def chooses(schedule: str) -> Any:
     """Train past a warm-up in which several stages and micro-batches settle, with evaluations in between."""
-    auto = SubspaceQuant(rank="auto", group=8)
+    auto = SubspaceQuant(directions="auto", group=8)
     run = toy.Run(schedule, toy.lowbit(forward=auto, backward=auto, warmup_steps=2, timeout=30))
     for step in range(4):
         run.train(step)
@@ -387,7 +387,7 @@ def bad_arguments() -> list[tuple[str, str]]:
         {"warmup_steps": 2.5},
         {"timeout": 0},
         {"timeout": "soon"},
-        {"forward": {0: SubspaceQuant(rank="auto")}},
+        {"forward": {0: SubspaceQuant(directions="auto")}},
     ):
         options = {"forward": INT4, "backward": INT6} | change
         try:

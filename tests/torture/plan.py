@@ -57,7 +57,7 @@ class Shape:
 
     def config(self, folder: Path, *, rejoin: float = REJOIN) -> TrainConfig:
         """A run of about ten seconds whose codecs remember, with checkpoints and evaluations on the way."""
-        remembers = f"SubspaceQuant(rank=4, group=8, bits={'{}'})"
+        remembers = f"SubspaceQuant(directions=4, group=8, bits={'{}'})"
         return tiny(
             folder,
             model={"layers": self.stages},

@@ -36,8 +36,8 @@ def test_gradients_without_a_name_get_what_belongs_to_the_activations():
     [
         ("subspace", "", 32, ["forward: .* 12.1 bits .*, and 4.3 w", "backward: .* 13.1 .* 5.3 w"]),
         ("subspace", "", 128, []),
-        ("SubspaceQuant(rank=2)", "subspace", 32, [r"backward: .*\(2, 256, 32\), .* rank='auto'"]),
-        ("SubspaceQuant(rank='auto')", "int8", 32, []),
+        ("SubspaceQuant(directions=2)", "subspace", 32, [r"backward: .*\(2, 256, 32\), .* directions='auto'"]),
+        ("SubspaceQuant(directions='auto')", "int8", 32, []),
     ],
 )
 def test_more_directions_than_pay_are_told_once(forward: str, backward: str, width: int, told: list[str]):

@@ -23,7 +23,7 @@ from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
-AUTO = "SubspaceQuant(rank='auto', bits=4, group=8)"
+AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
 LIMIT = 110  # seconds, where everything else runs at the same time
 
 
@@ -60,7 +60,7 @@ def test_a_killed_run_is_blamed_on_its_rank_and_resumes_bit_for_bit(
     assert list(resumed.chosen) == ["boundary 0 backward, tensor 0, width 32"]
     (codec,) = map(parse, resumed.chosen.values())
     assert isinstance(codec, SubspaceQuant)
-    assert replace(codec, rank="auto") == parse(AUTO)
+    assert replace(codec, directions="auto") == parse(AUTO)
     sealed = 8 * CHECKSUM_BYTES / (2 * 16 * 32)
     assert resumed.bits_backward == codec.bits_per_element((2, 16, 32)) + sealed
 

@@ -80,8 +80,8 @@ def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path
         assert metrics.bytes_saved == metrics.bytes_sent == 2 * 2 * elements
 
 
-AUTO = "SubspaceQuant(rank='auto', group=8)"
-FORWARD, BACKWARD = "SubspaceQuant(rank=2, group=8)", "SubspaceQuant(rank=2, bits=6, group=32)"
+AUTO = "SubspaceQuant(directions='auto', group=8)"
+FORWARD, BACKWARD = "SubspaceQuant(directions=2, group=8)", "SubspaceQuant(directions=2, bits=6, group=32)"
 
 
 def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_path: Path):
@@ -98,8 +98,8 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     output = Path(config.run.output)
     assert read_summary(output / "summary.json") == here
     written = json.loads((output / "config.json").read_text())["pipeline"]
-    assert written["forward"] == ["SubspaceQuant(rank=2, bits=3, group=8, refresh=8)"], "in full"
-    assert written["backward"] == ["SubspaceQuant(rank=2, bits=6, group=32, refresh=8)"]
+    assert written["forward"] == ["SubspaceQuant(directions=2, bits=3, group=8, refresh=8)"], "in full"
+    assert written["backward"] == ["SubspaceQuant(directions=2, bits=6, group=32, refresh=8)"]
 
     lines = read_metrics(output / "metrics.jsonl")
     shape = (2, 16, 32)
@@ -148,7 +148,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
                 found.append(trainer.evaluate(step + 1))
         states.append(state.collect(trainer.pipeline, trainer.optimizer).tensors)
         other = trainer.evaluation.loss(
-            trainer.prepared.data.held_out, batch=8, batches=2, codecs=[SubspaceQuant(rank=5)]
+            trainer.prepared.data.held_out, batch=8, batches=2, codecs=[SubspaceQuant(directions=5)]
         )
     same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}
     warned = [str(call) for call in warning.call_args_list]
@@ -156,14 +156,14 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
 
 
 def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_path: Path):
-    pipeline = {"forward": AUTO, "backward": "SubspaceQuant(rank=32)", "warmup_steps": 2}
+    pipeline = {"forward": AUTO, "backward": "SubspaceQuant(directions=32)", "warmup_steps": 2}
     config = tiny(tmp_path, pipeline=pipeline)
     outcomes = ranks.run(_evaluates_in_between, config, timeout=LIMIT)
     assert [len(warned) for *_, warned in outcomes] == [1, 0], "on one rank"
-    assert "pipeline.backward: SubspaceQuant(rank=32" in outcomes[0][-1][0]
+    assert "pipeline.backward: SubspaceQuant(directions=32" in outcomes[0][-1][0]
     for evaluations, same, lines, other, _ in outcomes:
         [line] = lines
-        assert line.startswith("boundary 0 forward, tensor 0, width 32: SubspaceQuant(rank=")
+        assert line.startswith("boundary 0 forward, tensor 0, width 32: SubspaceQuant(directions=")
         assert all(same.values()), same
         through = [e["held_out_loss_codecs"] - e["held_out_loss"] for e in evaluations]
         assert through[0] == 0, "nothing is learned or chosen before the warm-up is over"

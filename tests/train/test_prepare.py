@@ -25,12 +25,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("pipeline", {"backward": "GroupInt(bits=1)"}, "pipeline.backward: bits is 1; allowed"),
     (
         "pipeline",
-        {"backward": "SubspaceQuant(rank=33)"},
-        r"pipeline.backward: rank is 33, .* to 32",
+        {"backward": "SubspaceQuant(directions=33)"},
+        r"pipeline.backward: directions is 33, .* to 32",
     ),
     (
         "pipeline",
-        {"forward": "SubspaceQuant(rank='auto')"},
+        {"forward": "SubspaceQuant(directions='auto')"},
         r"pipeline.warmup_steps is 0, and .*forw",
     ),
     ("pipeline", {"microbatches": 1}, "pipeline.microbatches is 1; allowed with 1F1B"),

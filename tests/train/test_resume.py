@@ -109,7 +109,7 @@ def test_parts_are_sent_from_the_machine_that_has_them(ranks: Ranks, tmp_path: P
     ]
 
 
-AUTO = "SubspaceQuant(rank='auto', bits=4, group=8)"
+AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
 
 
 def _exchange_slowly(folder: Path, limit: float) -> list[str]:

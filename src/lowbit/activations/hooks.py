@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lowbit.activations.counting import note
 from lowbit.activations.policy import LayerAware
 from lowbit.codecs import Codec
-from lowbit.codecs.base import FLOATS
+from lowbit.codecs.checks import FLOATS
 
 MINIMUM = 1024
 """Elements of the smallest tensor that is coded; smaller ones are statistics and scalars."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from lowbit.codecs import GroupInt
-from lowbit.codecs.base import check_int
+from lowbit.codecs.checks import check_int
 
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lowbit import ops
+from lowbit.activations.gated import reference as gated
+from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.policy import WHOLE
 from lowbit.codecs import GroupInt
-from lowbit.codecs.base import FLOATS
+from lowbit.codecs.checks import FLOATS
 
 SavedTensors = tuple[Tensor | None, ...]
 FEWEST = 12
@@ -113,7 +114,7 @@ class NormOutput:
         if self.codec is None:
             return self.norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=x.device)
-        ops.norm_recompute(
+        norm_operators.recompute(
             x, weight, bias, out.view(-1, self.shape[-1]), self.eps, self.norm.centred, self.norm.offset,
             self.codec.bits, self.codec.group,
         )  # fmt: skip
@@ -135,7 +136,7 @@ class GatedOutput:
         if self.codec is None:
             return plain_gated(gate, up, self.activation).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=gate.device)
-        ops.gated_recompute(gate, up, out, self.activation, self.codec.bits, self.codec.group)
+        gated.recompute(gate, up, out, self.activation, self.codec.bits, self.codec.group)
         return out
 
 

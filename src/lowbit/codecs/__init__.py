@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from lowbit.codecs.aq_sgd import AQSGD
-from lowbit.codecs.base import Codec, Session
-from lowbit.codecs.block_float8 import BlockFloat8
-from lowbit.codecs.cast import Cast
-from lowbit.codecs.feature_int4 import FeatureInt4
-from lowbit.codecs.group_int import GroupInt
-from lowbit.codecs.names import gradients_beside, parse, parse_pair
-from lowbit.codecs.subspace_quant import SubspaceQuant
-from lowbit.codecs.tah_quant import TAHQuant
+from lowbit.codecs.aq_sgd.codec import AQSGD
+from lowbit.codecs.base import Codec
+from lowbit.codecs.block_float8.codec import BlockFloat8
+from lowbit.codecs.cast.codec import Cast
+from lowbit.codecs.feature_int4.codec import FeatureInt4
+from lowbit.codecs.group_int.codec import GroupInt
+from lowbit.codecs.names import backward_codec, parse, parse_pair
+from lowbit.codecs.sessions import Session
+from lowbit.codecs.stateful import StatefulCodec
+from lowbit.codecs.subspace_quant.codec import SubspaceQuant
+from lowbit.codecs.sums import Summable
+from lowbit.codecs.tah_quant.codec import TAHQuant
 
 __all__ = [
     "AQSGD",
@@ -20,9 +23,11 @@ __all__ = [
     "FeatureInt4",
     "GroupInt",
     "Session",
+    "StatefulCodec",
     "SubspaceQuant",
+    "Summable",
     "TAHQuant",
-    "gradients_beside",
+    "backward_codec",
     "parse",
     "parse_pair",
 ]

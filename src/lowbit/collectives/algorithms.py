@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.sums import Summable
 from lowbit.collectives.shards import Shards
 from lowbit.collectives.wire import Wire
 
@@ -27,7 +27,7 @@ def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
     return "one_shot" if ranks <= 2 or nbytes <= ONE_SHOT_BYTES else "two_shot"
 
 
-def two_shot(x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
+def two_shot(x: Tensor, codec: Summable, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
 
     Every rank codes its share of each shard for the rank that owns the shard (all-to-all), which adds them up in
@@ -64,7 +64,7 @@ def two_shot(x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, e
 
 def _spread(
     total: Tensor,
-    codec: Codec,
+    codec: Summable,
     wire: Wire,
     shards: Shards,
     k: int,
@@ -82,7 +82,7 @@ def _spread(
     wire.send(shards.chunks + k)
 
 
-def one_shot(x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
+def one_shot(x: Tensor, codec: Summable, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but everything goes to everybody.
 
     Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
@@ -94,7 +94,7 @@ def one_shot(x: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int, e
         add_up(x[shards.piece(0, k)], codec, wire, k, divisor, total)
 
 
-def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int, divisor: int) -> None:
+def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, wire: Wire, *, chunk: int, divisor: int) -> None:
     """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
     shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel(), grain=codec.grain)
     open_scatter(codec, wire, shards)
@@ -107,7 +107,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: i
         out[piece.start - wire.rank * shards.length :][: part.numel()].copy_(part)
 
 
-def all_gather(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int) -> None:
+def all_gather(x: Tensor, out: Tensor, codec: Summable, wire: Wire, *, chunk: int) -> None:
     """Write what every rank's `x` (n elements) decodes to, one after the other, to `out` (ranks * n elements)."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     gather(x, codec, wire, shards, None)
@@ -117,14 +117,14 @@ def all_gather(x: Tensor, out: Tensor, codec: Codec, wire: Wire, *, chunk: int) 
             codec.part(source).decode(wire.take(k, source), shape=target.shape, out=target)
 
 
-def open_scatter(codec: Codec, wire: Wire, shards: Shards) -> None:
+def open_scatter(codec: Summable, wire: Wire, shards: Shards) -> None:
     """Prepare lanes 0, 1, ... for `scatter`."""
     for k in range(shards.chunks):
         sizes = [codec.nbytes((shards.size(r, k),)) for r in range(wire.ranks)]
         wire.open(k, [sizes[wire.rank]] * wire.ranks, sizes)
 
 
-def scatter(x: Tensor, codec: Codec, wire: Wire, shards: Shards, k: int, errors: Tensor | None) -> None:
+def scatter(x: Tensor, codec: Summable, wire: Wire, shards: Shards, k: int, errors: Tensor | None) -> None:
     """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
     mine = codec.part(wire.rank)
     for step in range(1, wire.ranks + 1):  # each rank begins with another, and itself comes last
@@ -135,7 +135,7 @@ def scatter(x: Tensor, codec: Codec, wire: Wire, shards: Shards, k: int, errors:
         wire.send(k, to)
 
 
-def gather(x: Tensor, codec: Codec, wire: Wire, shards: Shards, errors: Tensor | None) -> None:
+def gather(x: Tensor, codec: Summable, wire: Wire, shards: Shards, errors: Tensor | None) -> None:
     """Code `x` (a single shard) and send it to everybody, on lanes 0, 1, ... for the chunks."""
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
@@ -147,7 +147,7 @@ def gather(x: Tensor, codec: Codec, wire: Wire, shards: Shards, errors: Tensor |
         wire.send(k)
 
 
-def add_up(out: Tensor, codec: Codec, wire: Wire, lane: int, divisor: int, scratch: Tensor | None = None) -> Tensor:
+def add_up(out: Tensor, codec: Summable, wire: Wire, lane: int, divisor: int, scratch: Tensor | None = None) -> Tensor:
     """Decode what all ranks sent on a lane and write its sum to `out`, in the order of the ranks.
 
     `scratch`: at least as many float32 elements, where `out` is not float32.
@@ -159,7 +159,7 @@ def add_up(out: Tensor, codec: Codec, wire: Wire, lane: int, divisor: int, scrat
     return out
 
 
-def _encode(x: Tensor, codec: Codec, box: Tensor, errors: Tensor | None) -> None:
+def _encode(x: Tensor, codec: Summable, box: Tensor, errors: Tensor | None) -> None:
     codec.encode(x, out=box)
     if errors is not None:
         errors.copy_(_finite(x.float() - codec.decode(box, shape=x.shape)))

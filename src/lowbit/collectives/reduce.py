@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import TAHQuant
-from lowbit.codecs.base import FLOATS, Codec, check_choice, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS, check_choice, check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms, engine
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import check_checksums, sealed_bytes
@@ -99,7 +100,7 @@ def all_reduce(
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    _check(tensor, codec, op, chunk=chunk, timeout=timeout, checksums=checksums)
+    codec = _check(tensor, codec, op, chunk=chunk, timeout=timeout, checksums=checksums)
     check_call(codec, group, algorithm=algorithm, node_size=node_size, small=small)
     check_choice("transport", transport, ("auto", "messages", "collectives"))
     check_fit("tensor", tensor, codec, ranks, node_size)
@@ -159,6 +160,7 @@ def all_reduce_bytes(
     """
     if ranks == 1 or numel < max(1, small):
         return 2 * (ranks - 1) * 4 * numel // ranks
+    codec = check_summable(codec)
     everything = _chosen(algorithm, numel, codec, ranks) == "one_shot"
     shards = Shards(numel=numel, ranks=1 if everything else ranks, chunk=chunk, grain=codec.grain)
 
@@ -199,7 +201,7 @@ def reduce_scatter(
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    _check(input, codec, op, chunk=chunk, timeout=timeout, name="input", checksums=checksums)
+    codec = _check(input, codec, op, chunk=chunk, timeout=timeout, name="input", checksums=checksums)
     check_pair("output", output, "input", input, ranks)
     check_fit("output", output, codec, ranks)
     check_fit("input", input, codec, ranks)
@@ -247,7 +249,7 @@ def all_gather(
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    _check(input, codec, "sum", chunk=chunk, timeout=timeout, name="input", checksums=checksums)
+    codec = _check(input, codec, "sum", chunk=chunk, timeout=timeout, name="input", checksums=checksums)
     check_pair("input", input, "output", output, ranks)
     check_fit("input", input, codec, ranks)
     check_fit("output", output, codec, ranks)
@@ -267,7 +269,7 @@ def all_gather(
     return _submit(facts, group, input.device, timeout, work, transport, async_op, codec.layer(), checksums)
 
 
-def check_summable(codec: object) -> Codec:
+def check_summable(codec: object) -> Summable:
     """The codec, if flat pieces of any tensor can go through it in any order.
 
     Raises:
@@ -275,12 +277,8 @@ def check_summable(codec: object) -> Codec:
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
-    reason = ""
-    if codec.stateful:
-        reason = "keeps something between messages"
-    elif isinstance(codec, TAHQuant):
-        reason = "is made for the tokens of activations"
-    if reason:
+    if not isinstance(codec, Summable) or codec.shaped:
+        reason = "keeps something between messages" if codec.stateful else "is made for the tokens of activations"
         raise TypeError(
             f"codec is {codec}, which {reason}: it cannot be summed; allowed: a codec without state whose format "
             "does not depend on the tensor's shape, such as GroupInt or Cast"
@@ -332,7 +330,7 @@ def _submit(
     return None
 
 
-def _facts(name: str, x: Tensor, codec: Codec, **more: object) -> dict[str, str]:
+def _facts(name: str, x: Tensor, codec: Summable, **more: object) -> dict[str, str]:
     facts = {"collective": name, "tensor": described(x)}
     facts["codec"] = codec.identity()
     return facts | {key: str(value) for key, value in more.items()}
@@ -380,9 +378,10 @@ def check_call(
 def _check(
     x: object, codec: object, op: object, *,
     chunk: int, timeout: float, checksums: bool, name: str = "tensor",
-) -> None:  # fmt: skip
+) -> Summable:  # fmt: skip
     check_call(codec, None, chunk=chunk, timeout=timeout, checksums=checksums)
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} is {found}; allowed: {', '.join(map(str, FLOATS))}")
     check_choice("op", op, ("sum", "avg"))
+    return check_summable(codec)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import FLOATS, Codec
+from lowbit.codecs.checks import FLOATS
+from lowbit.codecs.sums import Summable
 
 
 def described(x: Tensor) -> str:
@@ -13,7 +14,7 @@ def described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
-def check_fit(name: str, x: Tensor, codec: Codec, ranks: int, node_size: int = 1) -> None:
+def check_fit(name: str, x: Tensor, codec: Summable, ranks: int, node_size: int = 1) -> None:
     """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`."""
     if codec.ranks not in (None, ranks):
         raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")

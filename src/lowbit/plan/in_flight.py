@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.codecs.base import check_int
+from lowbit.codecs.checks import check_int
 
 _ACTION = re.compile(r"(\d+)(F|B|I|W)\d+")
 Order = Mapping[int, Sequence[Any]]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowbit.codecs.base import check_choice, check_int
+from lowbit.codecs.checks import check_choice, check_int
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.calibration import Calibration, magnitudes_of
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_

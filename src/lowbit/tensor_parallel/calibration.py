@@ -151,10 +151,10 @@ class Calibration:
         """
         tensors, metadata = files.read(path, _FORMAT)
         version = metadata.get("codec_version")
-        if version != str(FeatureInt4.wire_version):
+        if version != str(FeatureInt4.payload_version):
             raise CalibrationError(
                 f"{path} is for version {version} of FeatureInt4, this lowbit has version "
-                f"{FeatureInt4.wire_version}: calibrate again"
+                f"{FeatureInt4.payload_version}: calibrate again"
             )
         try:
             lows, highs = split(tensors)
@@ -175,7 +175,7 @@ class Calibration:
 
     def _metadata(self) -> dict[str, str]:
         return {
-            "format": _FORMAT, "codec": "FeatureInt4", "codec_version": str(FeatureInt4.wire_version),
+            "format": _FORMAT, "codec": "FeatureInt4", "codec_version": str(FeatureInt4.payload_version),
             "model": self.model, "world": str(self.world), "count": str(self.count), "text": self.text,
             "settings": json.dumps(dict(self.settings), sort_keys=True),
             "features": json.dumps(self.features, sort_keys=True),

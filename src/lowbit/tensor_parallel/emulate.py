@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowbit.codecs.base import Codec, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_int
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import ROW, Plan, check_heads, is_row, plan_of, sharded_rowwise_layers, shards

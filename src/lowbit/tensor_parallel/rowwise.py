@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
 from lowbit.tensor_parallel.drift import Drift
@@ -256,7 +255,9 @@ class LowBitRowwiseParallel(RowwiseParallel):
 
 def agree_on(group: dist.ProcessGroup, codec: Codec, settings: SumSettings) -> None:
     """Raise on all ranks unless all of them have the same codec and settings."""
-    facts = {"codec": f"{type(codec).__name__} [{codec.fingerprint()}]", "settings": str(settings)}
-    if isinstance(codec, FeatureInt4):
-        facts["codec version"] = str(codec.wire_version)
+    facts = {
+        "codec": f"{type(codec).__name__} [{codec.fingerprint()}]",
+        "codec version": str(codec.payload_version),
+        "settings": str(settings),
+    }
     agree(group, facts, settings.timeout, topic="tensor parallel")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowbit.codecs import Cast, Codec, Session
-from lowbit.codecs.base import Key
+from lowbit.codecs import Cast, Codec, Session, StatefulCodec
+from lowbit.codecs.sessions import Key
 from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
 from lowbit.train.data import Windows
@@ -228,7 +228,7 @@ class Evaluation:
         """
         stage = self._stages.get(boundary if outgoing else boundary + 1)
         taught = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
-        if stage is not None and taught and codec.shared_by(shape) is not None:
+        if stage is not None and taught and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:
             if not stage.in_warmup:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import parse
+from lowbit.codecs import StatefulCodec, parse
 from lowbit.collectives.objects import gather_json
 from lowbit.train import state
 from lowbit.train.checkpoint import (
@@ -235,7 +235,8 @@ class _Plan:
         config, first = self._pipeline.config, self._found.first
         shape = (config.rows, config.data.sequence, 1)
         alike = (first.layout["rows"], first.identity.get("data.sequence")) == shape[:2]
-        return alike or parse(codec).shared_by(shape) is not None
+        parsed = parse(codec)
+        return alike or (isinstance(parsed, StatefulCodec) and parsed.shared_by(shape) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

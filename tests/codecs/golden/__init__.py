@@ -1,7 +1,7 @@
 """Payloads frozen as files: the bytes on the wire of yesterday's peers.
 
 `python -m tests.codecs.golden` writes those that are missing. A payload that changes on purpose needs a new
-`wire_version` of its codec, and its old file removed.
+`payload_version` of its codec, and its old file removed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.codecs import Codec, FeatureInt4
-from lowbit.ops.layout import subspace_geometry
+from lowbit.codecs.subspace_quant.layout import subspace_geometry
+from lowbit.codecs.subspace_quant.reference import coefficients_encode, rest_encode
 
 FOLDER = Path(__file__).parent
 
@@ -44,14 +45,14 @@ def check_golden(codec: Codec) -> None:
     """Both backends give exactly the frozen payload."""
     frozen = golden_path(codec).read_bytes()
     for name in ("reference", "cpu"):
-        with ops.backend(name):
+        with kernels.backend(name):
             assert codec.encode(sample()).numpy().tobytes() == frozen, f"{name} changed the wire"
 
 
 def write_golden(codec: Codec) -> None:
     """Freeze a payload that is not frozen yet."""
     if not golden_path(codec).exists():
-        with ops.backend("reference"):
+        with kernels.backend("reference"):
             golden_path(codec).write_bytes(codec.encode(sample()).numpy().tobytes())
 
 
@@ -64,15 +65,11 @@ def subspace(bits: int) -> bytes:
     c, unit = x[:, 3:12].contiguous(), x[2, :9].abs().bfloat16().float()
     n = torch.arange(1890, dtype=torch.int64) * 2654435761 % 4294967296
     # Integers, and sixteenths: their sums of products are exact in any order.
-    share, directions = (
-        (n[:90].view(10, 9) % 5 - 2).float(),
-        (n[90:1890].view(9, 200) % 17) / 16 - 0.5,
-    )
-    rank, settings = 9, (bits, 48, 4)  # a ragged last group of 8
-    layout = subspace_geometry(10, 200, rank, *settings).layout
-    payload, coded = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.empty_like(c)
-    ops.subspace_coefficients_encode(c, unit, payload, coded, 200, *settings)
-    ops.subspace_rest_encode(x, share, directions, payload, *settings)
+    share, directions = ((n[:90].view(10, 9) % 5 - 2).float(), (n[90:1890].view(9, 200) % 17) / 16 - 0.5)
+    geo = subspace_geometry(10, 200, 9, bits, group=48, refresh=4)  # a ragged last group of 8
+    payload, coded = torch.zeros(geo.layout.nbytes, dtype=torch.uint8), torch.empty_like(c)
+    kernels.implementation(coefficients_encode, x.device)(c, unit, payload, coded, geo)
+    kernels.implementation(rest_encode, x.device)(x, share, directions, payload, geo)
     return payload.numpy().tobytes()
 
 
@@ -85,12 +82,12 @@ def check_golden_subspace(bits: int) -> None:
     """Both backends fill exactly the frozen payload."""
     frozen = subspace_path(bits).read_bytes()
     for name in ("reference", "cpu"):
-        with ops.backend(name):
+        with kernels.backend(name):
             assert subspace(bits) == frozen, f"{name} changed the wire"
 
 
 def write_golden_subspace(bits: int) -> None:
     """Freeze a payload that is not frozen yet."""
     if not subspace_path(bits).exists():
-        with ops.backend("reference"):
+        with kernels.backend("reference"):
             subspace_path(bits).write_bytes(subspace(bits))

@@ -1,0 +1,1 @@
+"""Gated activations whose backward starts from quantized inputs: operators of `lowbit.activations`."""

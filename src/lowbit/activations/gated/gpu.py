@@ -1,0 +1,164 @@
+"""Gated activations on a GPU: one launch for each operator.
+
+A program holds some groups of gate and up in registers, so that each element is read once.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.activations.gated.gpu_curves import activate
+from lowbit.activations.gated.reference import ACTIVATIONS
+from lowbit.codecs.group_int.gpu import decode_parts, encode_parts, lanes, shape_of, zero_gaps
+from lowbit.codecs.group_int.reference import group_int_layout
+from lowbit.kernels.gpu import eighths
+from lowbit.kernels.gpu.launch import ends, launch, starts
+
+AT_ONCE = 8192  # elements of each tensor that a program holds in registers
+
+
+def encode(
+    gate: Tensor, up: Tensor | None, payload_gate: Tensor, payload_up: Tensor | None, out: Tensor,
+    activation: str, bits: int, group: int, seed: int | None,
+) -> None:  # fmt: skip
+    """The reference's payloads; out = act(gate) * up."""
+    layout = group_int_layout(gate.numel(), bits, group, symmetric=False)
+    launch(
+        _encode, *_shape(gate.numel(), group), gate, gate if up is None else up,
+        payload_gate, payload_gate if payload_up is None else payload_up, out,
+        gate.numel(), (seed or 0) % 2**32, ((seed or 0) + 1) % 2**32,
+        *starts(layout, "mids", "codes"), *ends(layout, "scales", "mids"),
+        ACTIVATION=ACTIVATIONS.index(activation), GATED=up is not None,
+        BITS=bits, GROUP=group, STOCHASTIC=seed is not None,
+    )  # fmt: skip
+
+
+def recompute(
+    payload_gate: Tensor, payload_up: Tensor | None, out: Tensor,
+    activation: str, bits: int, group: int,
+) -> None:  # fmt: skip
+    """out = act(gate') * up'."""
+    layout = group_int_layout(out.numel(), bits, group, symmetric=False)
+    launch(
+        _recompute, *_shape(out.numel(), group), payload_gate,
+        payload_gate if payload_up is None else payload_up, out,
+        out.numel(), *starts(layout, "mids", "codes"),
+        ACTIVATION=ACTIVATIONS.index(activation), GATED=payload_up is not None,
+        BITS=bits, GROUP=group,
+    )  # fmt: skip
+
+
+def backward(
+    payload_gate: Tensor, payload_up: Tensor | None, grad_out: Tensor,
+    grad_gate: Tensor, grad_up: Tensor | None, out: Tensor | None,
+    activation: str, bits: int, group: int,
+) -> None:  # fmt: skip
+    """Gradients at gate' and up', and act(gate') * up' if it is wanted."""
+    layout = group_int_layout(grad_out.numel(), bits, group, symmetric=False)
+    launch(
+        _backward, *_shape(grad_out.numel(), group), payload_gate,
+        payload_gate if payload_up is None else payload_up, grad_out,
+        grad_gate, grad_gate if grad_up is None else grad_up, grad_gate if out is None else out,
+        grad_out.numel(), *starts(layout, "mids", "codes"),
+        ACTIVATION=ACTIVATIONS.index(activation), GATED=payload_up is not None,
+        AGAIN=out is not None, BITS=bits, GROUP=group,
+    )  # fmt: skip
+
+
+def _shape(numel: int, group: int) -> tuple[int, int, dict[str, int | bool]]:
+    """Twice the warps that one tensor would have."""
+    programs, warps, shape = shape_of(numel, group, AT_ONCE)
+    return programs, min(32, 2 * warps), shape
+
+
+@triton.jit(do_not_specialize=[
+    "numel", "gate_seed", "up_seed", "mids_16", "codes_16", "scales_end", "mids_end",
+])  # fmt: skip
+def _encode(
+    gate, up, payload_gate, payload_up, out, numel, gate_seed, up_seed,
+    mids_16, codes_16, scales_end, mids_end,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
+    there = group * GROUP < numel
+    x = eighths.load(gate, at, v, keep, count, j, RAGGED)
+    encode_parts(
+        x, payload_gate, group, there, at, count, j, v, keep, gate_seed, mids_16, codes_16,
+        BITS, GROUP, False, STOCHASTIC, RAGGED,
+    )  # fmt: skip
+    zero_gaps(payload_gate, mids_16, codes_16, scales_end, mids_end)
+    z = ()
+    for k in tl.static_range(8):
+        value, _ = activate(x[k], ACTIVATION)
+        z = z + (value,)
+    if GATED:
+        y = eighths.load(up, at, v, keep, count, j, RAGGED)
+        encode_parts(
+            y, payload_up, group, there, at, count, j, v, keep, up_seed, mids_16, codes_16,
+            BITS, GROUP, False, STOCHASTIC, RAGGED,
+        )  # fmt: skip
+        zero_gaps(payload_up, mids_16, codes_16, scales_end, mids_end)
+        product = ()
+        for k in tl.static_range(8):
+            product = product + (z[k] * y[k],)
+        eighths.store(product, out, at, v, keep, count, j, RAGGED)
+    else:
+        eighths.store(z, out, at, v, keep, count, j, RAGGED)
+
+
+@triton.jit(do_not_specialize=["numel", "mids_16", "codes_16"])
+def _recompute(
+    payload_gate, payload_up, out, numel, mids_16, codes_16,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
+    there = group * GROUP < numel
+    x = decode_parts(payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+    y = x
+    if GATED:
+        y = decode_parts(payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+    z = ()
+    for k in tl.static_range(8):
+        value, _ = activate(x[k], ACTIVATION)
+        if GATED:
+            value = value * y[k]
+        z = z + (value,)
+    eighths.store(z, out, at, v, keep, count, j, RAGGED)
+
+
+@triton.jit(do_not_specialize=["numel", "mids_16", "codes_16"])
+def _backward(
+    payload_gate, payload_up, grad_out, grad_gate, grad_up, out, numel, mids_16, codes_16,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, AGAIN: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
+    there = group * GROUP < numel
+    g = eighths.load(grad_out, at, v, keep, count, j, RAGGED)
+    x = decode_parts(payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+    y = x
+    if GATED:
+        y = decode_parts(payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+    of_gate, of_up, product = (), (), ()
+    for k in tl.static_range(8):
+        value, slope = activate(x[k], ACTIVATION)
+        if GATED:
+            of_gate = of_gate + (g[k] * y[k] * slope,)
+            of_up = of_up + (g[k] * value,)
+            product = product + (value * y[k],)
+        else:
+            of_gate = of_gate + (g[k] * slope,)
+            product = product + (value,)
+    eighths.store(of_gate, grad_gate, at, v, keep, count, j, RAGGED)
+    if GATED:
+        eighths.store(of_up, grad_up, at, v, keep, count, j, RAGGED)
+    if AGAIN:
+        eighths.store(product, out, at, v, keep, count, j, RAGGED)

@@ -1,0 +1,120 @@
+"""Gated activations whose backward starts from quantized inputs: the definition, in plain PyTorch.
+
+act(gate) * up; `up` may be None, with its payload and gradient: act(gate).
+
+Forward computes from what it is given and keeps `GroupInt` payloads (asymmetric) of it; backward decodes them and
+computes everything else anew, in float32 (AGoQ, arXiv 2605.00539). x' stands for what a payload of x decodes to.
+Payloads are the same bytes on every backend. Sums and functions of real numbers are not: backends round and order them
+differently, within a few float32 steps. Unlike the decoders of messages, results beyond float16 become Inf: scalers of
+losses look for it. Tensors of one call may differ in dtype, not in shape. Shape suffixes: N rows, C channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.codecs.group_int import reference as group_int
+from lowbit.codecs.group_int.reference import check_asymmetric, check_settings, decoded
+from lowbit.kernels import operator
+from lowbit.kernels.checks import check_pair, check_shapes
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ERFC = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+"""For kernels: erfc(z) = t ((((c0 t + c1) t + ...) t + c4) e^(-z^2) within 1.5e-7, where t = 1 / (1 + p z), z >= 0
+(Abramowitz and Stegun, 7.1.26)."""
+GELU_TANH = math.sqrt(2 / math.pi), 0.044715  # act(g) = g (1 + tanh(a (g + b g^3))) / 2
+
+
+def _check(
+    x: Tensor, payload_gate: Tensor, payload_up: Tensor | None, activation: str, bits: int, group: int,
+    **tensors: Tensor | None,
+) -> None:  # fmt: skip
+    check_settings(bits, group)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; allowed: {', '.join(map(repr, ACTIVATIONS))}")
+    check_shapes(x.shape, x.device, **tensors)
+    check_asymmetric("payload_gate", payload_gate, x, bits, group)
+    if payload_up is not None:
+        check_asymmetric("payload_up", payload_up, x, bits, group)
+
+
+def _check_encode(gate, up, payload_gate, payload_up, out, activation, bits, group, seed) -> None:
+    check_pair(up=up, payload_up=payload_up)
+    _check(gate, payload_gate, payload_up, activation, bits, group, gate=gate, up=up, out=out)
+
+
+def _check_recompute(payload_gate, payload_up, out, activation, bits, group) -> None:
+    _check(out, payload_gate, payload_up, activation, bits, group, out=out)
+
+
+def _check_backward(payload_gate, payload_up, grad_out, grad_gate, grad_up, out, activation, bits, group) -> None:
+    check_pair(payload_up=payload_up, grad_up=grad_up)
+    _check(
+        grad_gate, payload_gate, payload_up, activation, bits, group,
+        grad_gate=grad_gate, grad_up=grad_up, grad_out=grad_out, out=out,
+    )  # fmt: skip
+
+
+@operator(writes=("payload_gate", "payload_up", "out"), check=_check_encode)
+def encode(
+    gate: Tensor, up: Tensor | None, payload_gate: Tensor, payload_up: Tensor | None, out: Tensor,
+    activation: str, bits: int, group: int, seed: int | None,
+) -> None:  # fmt: skip
+    """out = act(gate) * up, or act(gate); payloads: both. `up` takes the seed's successor."""
+    group_int.encode.definition(gate.view(-1), payload_gate, bits, group, False, seed)
+    if up is not None and payload_up is not None:
+        following = None if seed is None else (seed + 1) % 2**32
+        group_int.encode.definition(up.view(-1), payload_up, bits, group, False, following)
+    value, _ = activate(gate.float(), activation)
+    out.copy_(value if up is None else value * up.float())
+
+
+@operator(writes="out", check=_check_recompute)
+def recompute(
+    payload_gate: Tensor, payload_up: Tensor | None, out: Tensor,
+    activation: str, bits: int, group: int,
+) -> None:  # fmt: skip
+    """out = act(gate') * up', where gate' and up' are what the payloads decode to."""
+    value, _ = activate(decoded(payload_gate, out.shape, bits, group), activation)
+    out.copy_(value if payload_up is None else value * decoded(payload_up, out.shape, bits, group))
+
+
+@operator(writes=("grad_gate", "grad_up", "out"), check=_check_backward)
+def backward(
+    payload_gate: Tensor, payload_up: Tensor | None, grad_out: Tensor,
+    grad_gate: Tensor, grad_up: Tensor | None, out: Tensor | None,
+    activation: str, bits: int, group: int,
+) -> None:  # fmt: skip
+    """Gradients of act(gate) * up at gate' and up'; `out`, if it is wanted, act(gate') * up' itself."""
+    value, slope = activate(decoded(payload_gate, grad_gate.shape, bits, group), activation)
+    g = grad_out.float()
+    if payload_up is not None and grad_up is not None:
+        up = decoded(payload_up, grad_up.shape, bits, group)
+        if out is not None:
+            out.copy_(value * up)
+        grad_up.copy_(g * value)
+        g = g * up
+    elif out is not None:
+        out.copy_(value)
+    grad_gate.copy_(g * slope)
+
+
+def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Values and derivatives of an activation in float32; NaN for NaN."""
+    if activation == "silu":
+        share = x.sigmoid()
+        return functional.silu(x), share * (1 + x * (1 - share))
+    if activation == "relu":
+        return x.relu(), torch.where(x.isnan(), x, (x > 0).float())
+    if activation == "gelu":
+        below = (1 + torch.erf(x * math.sqrt(0.5))) / 2
+        density = torch.exp(-x * x / 2) * (2 * math.pi) ** -0.5
+        return functional.gelu(x), below + x * density
+    a, b = GELU_TANH
+    inner = torch.tanh(a * (x + b * x**3))
+    slope = (1 + inner) / 2 + x * (1 - inner * inner) * (a / 2) * (1 + 3 * b * x * x)
+    return functional.gelu(x, approximate="tanh"), slope

@@ -1,0 +1,1 @@
+"""Norms whose backward starts from quantized inputs: operators of `lowbit.activations`."""

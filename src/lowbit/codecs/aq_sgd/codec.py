@@ -1,0 +1,122 @@
+"""`AQSGD`: code what changed since the sample was last seen; the baseline that pays for it with memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.codecs.cast.codec import Cast
+from lowbit.codecs.group_int.codec import GroupInt
+from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.stateful import StatefulCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AQSGD(StatefulCodec):
+    """Another codec, applied to the difference from each sample's last reconstruction (AQ-SGD, NeurIPS 2022).
+
+    Both ends keep the last reconstructed activation m of every sample, under its id. The first visit sends x in
+    its own dtype and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the
+    data set: samples x elements of a sample x 4 bytes, on each side of each boundary (`Session.state_bytes`).
+
+    Bytes of a message: for each sample (entry of the first dimension) apart, 4 or 2 an element at its first visit, the
+    inner codec's later. `nbytes` is that of a message whose samples have all been seen; a session knows the rest.
+    Where the inner codec would take more than 4 or 2, every visit is like the first, and nothing is kept. A message
+    needs its samples' ids, so this codec works through sessions only (`open`), not through `encode`.
+
+    Args:
+        inner: the codec of the differences.
+    """
+
+    payload_version: ClassVar[int] = 2
+
+    inner: Codec = field(default_factory=lambda: GroupInt(bits=4, group=64))
+    needs_key: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Codec) or self.inner.stateful:
+            raise TypeError(f"inner is {self.inner!r}; allowed: a codec without state")
+
+    def format_nbytes(self, shape: Sequence[int]) -> int:
+        batch, sample = (shape[0], shape[1:]) if shape else (1, ())
+        return batch * self.inner.format_nbytes(sample) if math.prod(shape) else 0
+
+    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
+        if not len(shape):
+            raise ValueError("shape is (); AQSGD needs a first dimension, the samples")
+        return AQSGDSession(self, torch.Size(shape), dtype, torch.device(device))
+
+
+class AQSGDSession(Session):
+    """The last reconstruction of every sample that has passed, in float32, under its id."""
+
+    codec: AQSGD
+
+    def __init__(self, codec: AQSGD, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(codec, shape, dtype, device)
+        self._memory: dict[int, Tensor] = {}
+        self._first = Cast(dtype=dtype)
+
+    def nbytes(self, key: Key | None = None) -> int:
+        return self._nbytes if self._plain else sum(self._sizes(self._ids(key)))
+
+    def max_nbytes(self) -> int:
+        return self._first.nbytes(self.shape)  # what the inner codec takes is less, or not used
+
+    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
+        parts = []
+        for row, sample in zip(x, self._ids(key), strict=True):
+            codec, last = self._codec_of(sample), self._memory.get(sample)
+            parts.append(codec.encode(row if last is None else row.float() - last))
+            if training:
+                self._memory[sample] = self._moved(sample, parts[-1])
+        torch.cat(parts, out=payload)
+
+    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
+        ids = self._ids(key)
+        for row, sample, part in zip(out, ids, payload.split(self._sizes(ids)), strict=True):
+            moved = self._moved(sample, part)
+            row.copy_(moved)
+            if training:
+                self._memory[sample] = moved
+
+    def state_bytes(self) -> int:
+        return sum(m.numel() * m.element_size() for m in self._memory.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): m for i, m in self._memory.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, m in state.items():
+            if not isinstance(m, Tensor):
+                raise ValueError(f"state of sample {i} is {type(m).__name__}; allowed: a tensor")
+            if m.shape != self.shape[1:]:
+                raise ValueError(f"state of sample {i} has shape {tuple(m.shape)}; expected {tuple(self.shape[1:])}")
+        self._memory = {int(i): m.to(self.device, torch.float32, copy=True) for i, m in state.items()}
+
+    def _ids(self, key: Key | None) -> Key:
+        if key is None or len(key) != self.shape[0] or len(set(key)) != len(key):
+            raise ValueError(f"key is {key}; AQSGD needs {self.shape[0]} different sample ids, one for each entry")
+        return key
+
+    def _sizes(self, ids: Key) -> list[int]:
+        return [self._codec_of(i).nbytes(self.shape[1:]) for i in ids]
+
+    def _codec_of(self, sample: int) -> Codec:
+        return self.codec.inner if sample in self._memory else self._first
+
+    def _moved(self, sample: int, payload: Tensor) -> Tensor:
+        """What the receiver holds of a sample after this message."""
+        codec, last, shape = self._codec_of(sample), self._memory.get(sample), self.shape[1:]
+        if last is None:
+            return codec.decode(payload, shape=shape)
+        return codec.decode(payload, shape=shape, out=last.clone(), accumulate=True)
+
+
+SHORT_NAMES = {"aq-sgd": AQSGD}

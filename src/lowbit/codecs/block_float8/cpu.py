@@ -1,0 +1,238 @@
+"""`BlockFloat8` on the CPU: one pass, block by block."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils
+from numba.types import float32, int32, intp, none, uint64  # pyright: ignore[reportAttributeAccessIssue]
+from torch import Tensor
+
+from lowbit.codecs.block_float8.reference import (
+    EXPONENT,
+    FORMATS,
+    NAN_SCALE,
+    QUARTER_BELOW,
+    Format,
+    block_float8_layout,
+)
+from lowbit.kernels.cpu import formulas
+from lowbit.kernels.cpu.formulas import INTEGER_BITS, MAGNITUDE, TO_INTEGER, constant, shaped
+from lowbit.kernels.cpu.jit import helper, kernel, operation
+from lowbit.kernels.cpu.lines import FLOAT32, KINDS, add, narrow, sections, widen
+from lowbit.kernels.cpu.memory import F32, I8, I32, I64, get_byte, get_float, pointer, put_byte, put_float
+from lowbit.kernels.cpu.operations import bits_float
+from lowbit.kernels.cpu.threads import over_rows
+from lowbit.kernels.layout import ceil_div
+
+LANES = 32  # elements in registers together; blocks are multiples of it
+INFINITY = 0x7F800000
+E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
+
+
+def encode(x: Tensor, payload: Tensor, format: str, block: int, seed: int | None, accumulate: bool) -> None:
+    """The reference's bytes."""
+    layout, form = block_float8_layout(x.numel(), block), FORMATS[format]
+    at, end = sections(payload, layout), layout.sizes["codes"]
+    ctypes.memset(payload.data_ptr() + end, 0, layout.offsets["scales"] - end)
+
+    def work(start: int, stop: int) -> None:
+        scratch = torch.empty(5 * block, dtype=torch.uint8)
+        _encode(
+            x.data_ptr(), KINDS[x.dtype], x.numel(), at["scales"], at["codes"], form.bits, form.top,
+            block, seed is not None, (seed or 0) % 2**32, accumulate,
+            scratch.data_ptr(), start, stop,
+        )  # fmt: skip
+
+    over_rows(work, ceil_div(x.numel(), block), x.nbytes)
+
+
+def decode(payload: Tensor, out: Tensor, format: str, block: int, accumulate: bool) -> None:
+    """The reference's numbers."""
+    at, form = sections(payload, block_float8_layout(out.numel(), block)), FORMATS[format]
+
+    def work(start: int, stop: int) -> None:
+        scratch = torch.empty(5 * block, dtype=torch.uint8)
+        _decode(
+            at["scales"], at["codes"], out.data_ptr(), KINDS[out.dtype], out.numel(), form.bits,
+            block, accumulate, scratch.data_ptr(), start, stop,
+        )  # fmt: skip
+
+    over_rows(work, ceil_div(out.numel(), block), out.nbytes)
+
+
+@operation(int32, intp, intp)
+def _largest(b: Any, x: Any, count: Any) -> Any:
+    """The bits of the largest magnitude of `count` numbers, a multiple of `LANES`; NaN and Inf are the largest."""
+    kind = ir.VectorType(I32, LANES)
+    found = cgutils.alloca_once_value(b, ir.Constant(kind, [0] * LANES))
+    with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
+        bits = formulas.float_bits(b, _load(b, x, b.mul(loop.index, I64(LANES)), F32))
+        bits = b.and_(bits, constant(I32, MAGNITUDE, bits))
+        b.store(formulas.greater32(b, bits, b.load(found)), found)
+    name = f"llvm.vector.reduce.smax.v{LANES}i32"
+    reduce = cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, [kind]), name)
+    return b.call(reduce, [b.load(found)])
+
+
+def _encoder(form: Format, *, stochastic: bool) -> Any:
+    """Code `LANES` numbers times `inverse`; `first` is the index of the first of them in the tensor."""
+
+    @operation(none, intp, intp, float32, uint64, uint64)
+    def encode(b: Any, x: Any, to: Any, inverse: Any, first: Any, seed: Any) -> None:
+        y = _load(b, x, I64(0), F32)
+        limit = constant(F32, 1.75 * 2.0**form.top, y)
+        v = formulas.lesser(b, b.fmul(formulas.magnitude(b, y), _spread(b, inverse)), limit)
+        exponent = b.lshr(formulas.float_bits(b, v), constant(I32, EXPONENT, v))
+        exponent = formulas.greater32(b, exponent, constant(I32, form.lowest, v))
+        unit = b.sub(constant(I32, 254 + form.bits, v), exponent)
+        r = b.fmul(v, formulas.bits_float(b, b.shl(unit, constant(I32, EXPONENT, v))))
+        if stochastic:
+            integer = b.fptosi(b.fadd(r, _uniform(b, first, seed)), shaped(I32, v))
+        else:
+            rounded = formulas.float_bits(b, b.fadd(r, constant(F32, TO_INTEGER, r)))
+            integer = b.sub(rounded, constant(I32, INTEGER_BITS, r))
+        binade = b.sub(exponent, constant(I32, form.lowest, v))
+        code = b.add(b.shl(binade, constant(I32, form.bits, v)), integer)
+        sign = b.lshr(formulas.float_bits(b, y), constant(I32, 24, v))
+        code = b.or_(code, b.and_(sign, constant(I32, 0x80, v)))
+        _store(b, b.trunc(code, shaped(I8, code)), to)
+
+    return encode
+
+
+def _decoder(form: Format) -> Any:
+    """Decode `LANES` codes to float32 numbers."""
+
+    @operation(none, intp, intp, float32)
+    def decode(b: Any, codes: Any, to: Any, scale: Any) -> None:
+        code = _load(b, codes, I64(0), I8)
+        code = b.zext(code, shaped(I32, code))
+        magnitude = b.and_(code, constant(I32, 0x7F, code))
+        one, bits = constant(I32, 1, code), constant(I32, form.bits, code)
+        exponent = formulas.greater32(b, b.lshr(magnitude, bits), one)
+        r = b.sub(magnitude, b.shl(b.sub(exponent, one), bits))
+        unit = b.add(exponent, constant(I32, form.lowest - 1 - form.bits, code))
+        unit = formulas.bits_float(b, b.shl(unit, constant(I32, EXPONENT, code)))
+        value = b.fmul(b.sitofp(r, shaped(F32, code)), unit)
+        sign = b.shl(b.and_(code, constant(I32, 0x80, code)), constant(I32, 24, code))
+        value = formulas.bits_float(b, b.or_(formulas.float_bits(b, value), sign))
+        _store(b, b.fmul(value, _spread(b, scale)), to)
+
+    return decode
+
+
+_nearest_e4m3, _nearest_e5m2 = (_encoder(f, stochastic=False) for f in (E4M3, E5M2))
+_random_e4m3, _random_e5m2 = (_encoder(f, stochastic=True) for f in (E4M3, E5M2))
+_decode_e4m3, _decode_e5m2 = _decoder(E4M3), _decoder(E5M2)
+
+
+@kernel
+def _encode(
+    source, kind, total, scales, codes, bits, top, block, stochastic, seed, accumulate,
+    scratch, start, stop,
+) -> None:  # fmt: skip
+    line, spare = scratch, scratch + 4 * block
+    for g in range(start, stop):
+        begin = g * block
+        count, to = min(block, total - begin), codes + begin
+        padded = (count + LANES - 1) // LANES * LANES
+        x = source + 4 * begin
+        if accumulate:
+            _decode_block(scales, codes, g, begin, count, padded, bits, line, spare)
+            add(source, kind, begin, count, line)
+        elif kind != FLOAT32:
+            widen(source, kind, begin, count, line)
+        elif padded != count:
+            for j in range(count):
+                put_float(line, j, get_float(x, j))
+        if accumulate or kind != FLOAT32 or padded != count:
+            x = line
+        for j in range(count, padded):
+            put_float(line, j, np.float32(0))
+        largest = _largest(x, padded)
+        scale = min(max(((largest + QUARTER_BELOW) >> EXPONENT) - top, 1), 254 - top)
+        if largest >= INFINITY:
+            put_byte(scales, g, NAN_SCALE)
+            for j in range(count):
+                put_byte(to, j, 0)
+            continue
+        put_byte(scales, g, scale)
+        inverse = bits_float((254 - scale) << EXPONENT)
+        target = to if padded == count else spare
+        for j in range(0, padded, LANES):
+            if stochastic:
+                if bits == E4M3.bits:
+                    _random_e4m3(x + 4 * j, target + j, inverse, begin + j, seed)
+                else:
+                    _random_e5m2(x + 4 * j, target + j, inverse, begin + j, seed)
+            elif bits == E4M3.bits:
+                _nearest_e4m3(x + 4 * j, target + j, inverse, begin + j, seed)
+            else:
+                _nearest_e5m2(x + 4 * j, target + j, inverse, begin + j, seed)
+        if padded != count:
+            for j in range(count):
+                put_byte(to, j, get_byte(spare, j))
+
+
+@kernel
+def _decode(scales, codes, target, kind, total, bits, block, accumulate, scratch, start, stop) -> None:
+    line, spare = scratch, scratch + 4 * block
+    for g in range(start, stop):
+        begin = g * block
+        count = min(block, total - begin)
+        padded = (count + LANES - 1) // LANES * LANES
+        if kind == FLOAT32 and not accumulate and padded == count:
+            to = target + 4 * begin
+            _decode_block(scales, codes, g, begin, count, padded, bits, to, spare)
+        else:
+            _decode_block(scales, codes, g, begin, count, padded, bits, line, spare)
+            narrow(line, target, kind, begin, count, accumulate)
+
+
+@helper
+def _decode_block(scales, codes, g, begin, count, padded, bits, to, spare):
+    """Decode a block to `padded` float32 numbers, those behind `count` without meaning."""
+    scale = bits_float(get_byte(scales, g) << EXPONENT)
+    at = codes + begin
+    if padded != count:
+        for j in range(count):
+            put_byte(spare, j, get_byte(at, j))
+        at = spare
+    for j in range(0, padded, LANES):
+        if bits == E4M3.bits:
+            _decode_e4m3(at + j, to + 4 * j, scale)
+        else:
+            _decode_e5m2(at + j, to + 4 * j, scale)
+
+
+def _uniform(b: Any, first: Any, seed: Any) -> Any:
+    """`lowbit.kernels.exact.uniform` of `LANES` neighbours, among whose indices only the low 32 bits differ."""
+    kind = ir.VectorType(I32, LANES)
+    lanes = ir.Constant(kind, list(range(LANES)))
+    above = b.mul(b.trunc(b.lshr(first, I64(32)), I32), I32(0x9E3779B9))
+    h = b.add(_spread(b, b.trunc(first, I32)), lanes)
+    h = b.xor(h, _spread(b, b.add(b.trunc(seed, I32), above)))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        h = b.mul(b.xor(h, b.lshr(h, constant(I32, shift, h))), constant(I32, factor, h))
+    h = b.xor(h, b.lshr(h, constant(I32, 16, h)))
+    number = b.sitofp(b.lshr(h, constant(I32, 8, h)), shaped(F32, h))
+    return b.fmul(number, constant(F32, 2.0**-24, h))
+
+
+def _load(b: Any, address: Any, index: Any, kind: ir.Type) -> Any:
+    vector = ir.PointerType(ir.VectorType(kind, LANES))
+    return b.load(b.bitcast(pointer(b, address, index, kind), vector), align=1)
+
+
+def _store(b: Any, values: Any, address: Any) -> None:
+    b.store(values, b.inttoptr(address, ir.PointerType(values.type)), align=1)
+
+
+def _spread(b: Any, value: Any) -> Any:
+    one = b.insert_element(ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, I32(0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))

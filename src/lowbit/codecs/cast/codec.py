@@ -1,0 +1,59 @@
+"""`Cast`: the tensor's own numbers in 32 or 16 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs import plain
+from lowbit.codecs.checks import FLOATS
+from lowbit.codecs.sums import Summable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast(Summable):
+    """Send each element as a float32, bfloat16 or float16: the baselines.
+
+    Bytes of a payload: 4 or 2 an element, as asked for, so that float32 doubles a bfloat16 tensor. Rounds to nearest,
+    ties to even. Finite values beyond float16's largest (65504) become that, so that finite input gives finite output;
+    bfloat16 likewise. Inf and NaN travel as they are.
+
+    Args:
+        dtype: what travels.
+    """
+
+    is_plain: ClassVar[bool] = True
+
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FLOATS:
+            raise ValueError(f"dtype is {self.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+
+    def for_gradients(self) -> Cast:
+        return self
+
+    def format_nbytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
+
+    def sized(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[int, bool]:
+        return self.format_nbytes(shape), False  # more for 16-bit tensors in float32, as asked for
+
+    def _encode(self, x: Tensor, payload: Tensor) -> None:
+        plain.write(x, self.dtype, payload)
+
+    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        plain.read(payload, self.dtype, out, accumulate)
+
+
+SHORT_NAMES = {
+    "fp32": partial(Cast, dtype=torch.float32),
+    "bf16": partial(Cast, dtype=torch.bfloat16),
+    "fp16": partial(Cast, dtype=torch.float16),
+}

@@ -1,0 +1,81 @@
+"""Checks of settings and tensors that codecs share: an error names the argument, its value, and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels.checks import FLOATS
+
+
+def check_int(name: str, value: object, low: int, high: int, multiple: int = 1) -> None:
+    """Raise unless `value` is an int (no bool) in [low, high], and a multiple of `multiple`."""
+    allowed = f"{low} to {high}" + (f", multiples of {multiple}" if multiple > 1 else "")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; allowed: an integer from {allowed}")
+    if not low <= value <= high or value % multiple:
+        raise ValueError(f"{name} is {value}; allowed: {allowed}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise unless `value` is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; allowed: a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; allowed: 0 to 1")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise unless it is a dtype that codecs take."""
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype is {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """Raise unless `x` is a tensor of a dtype that codecs take."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; allowed: a tensor")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+
+
+def check_payload(name: str, payload: Tensor, size: int, device: torch.device) -> None:
+    """Raise unless `payload` is so many bytes on the device."""
+    if not isinstance(payload, Tensor) or payload.dtype != torch.uint8:
+        given = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
+        raise ValueError(f"{name} is {given}; allowed: a uint8 tensor")
+    if payload.dim() != 1 or payload.numel() != size:
+        raise ValueError(f"{name} has shape {tuple(payload.shape)}; expected one dimension of {size} bytes")
+    if payload.device != device:
+        raise ValueError(f"{name} is on {payload.device}; expected {device}")
+
+
+def check_out(out: Tensor, shape: torch.Size, device: torch.device) -> None:
+    """Raise unless a tensor of this shape can be decoded to `out`."""
+    check_float("out", out)
+    if out.shape != shape or out.device != device:
+        raise ValueError(f"out has shape {tuple(out.shape)} on {out.device}; expected {tuple(shape)} on {device}")
+
+
+def draw_seed(rounding: str, device: torch.device) -> int | None:
+    """A seed for stochastic rounding, from PyTorch's default generator; None for any other.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured: all its replays would round with the same random numbers.
+    """
+    if rounding != "stochastic":
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "rounding is 'stochastic', and a CUDA graph is being captured: its replays would all round alike; "
+            "allowed there: 'nearest'"
+        )
+    return int(torch.randint(2**31, ()))

@@ -1,0 +1,119 @@
+"""Sessions: a codec at work on the messages of one shape, and what it keeps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs import plain
+from lowbit.codecs.checks import check_dtype, check_float, check_out, check_payload
+
+if TYPE_CHECKING:
+    from lowbit.codecs.base import Codec
+
+Key = tuple[int, ...]
+"""Sample ids of a message, one for each entry of its first dimension."""
+
+
+class Session:
+    """Messages of one shape, in one direction of one boundary. This one, for stateless formats, keeps nothing.
+
+    Both ends open the same session and pass it the same keys in the same order, so that their states stay equal. Where
+    the codec's format takes more bytes than the tensor in its own dtype, that one travels, and nothing is remembered of
+    it. Subclasses implement `_encode` and `_decode` for all others.
+    """
+
+    def __init__(self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        check_dtype(dtype)
+        self.codec = codec
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self._nbytes, self._plain = codec.sized(shape, dtype)
+
+    def nbytes(self, key: Key | None = None) -> int:
+        """Bytes of the next message with this key."""
+        return self._nbytes
+
+    def max_nbytes(self) -> int:
+        """The most bytes that any message of this session has."""
+        return self._nbytes
+
+    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        """A session for messages of another shape that shares what this one keeps; see `Codec.shared_by`."""
+        return self.codec.open(shape=shape, dtype=dtype, device=self.device)
+
+    def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None) -> Tensor:
+        """Payload of `x`, whose shape must be the session's.
+
+        Args:
+            x: the tensor; key: its samples' ids, if the codec needs them. training: False in an evaluation pass: what
+                is kept is used, and stays as it is. out: uint8 (nbytes(key),) to fill; allocated if absent.
+
+        Raises:
+            TypeError: `x` is not a tensor of float32, bfloat16 or float16.
+            ValueError: another shape or device, or an `out` of another length, dtype or device.
+        """
+        check_float("x", x)
+        if x.shape != self.shape:
+            found, expected = tuple(x.shape), tuple(self.shape)
+            raise ValueError(f"x has shape {found}; this session is for {expected}")
+        size = self.nbytes(key)
+        if out is None:
+            out = torch.empty(size, dtype=torch.uint8, device=x.device)
+        check_payload("out", out, size, x.device)
+        if x.numel():
+            if self._plain:
+                plain.write(x.detach().contiguous(), self.dtype, out)
+            else:
+                self._encode(x.detach(), out, key, training)
+        return out
+
+    def decode(
+        self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None, training: bool = True
+    ) -> Tensor:
+        """The tensor in `payload`, in the session's shape and dtype (or in `out`); arguments as for `encode`.
+
+        Raises:
+            TypeError: `out` is not a tensor of float32, bfloat16 or float16.
+            ValueError: a payload of another length, dtype or device, or that is not the sender's next message, or an
+                `out` of another shape or device.
+        """
+        check_payload("payload", payload, self.nbytes(key), payload.device)
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=payload.device)
+        check_out(out, self.shape, payload.device)
+        if out.numel():
+            if self._plain:
+                plain.read(payload.contiguous(), self.dtype, out, False)
+            else:
+                self._decode(payload, out, key, training)
+        return out
+
+    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
+        """Fill `payload` (uint8, `nbytes(key)` long) from `x` (not empty)."""
+        self.codec.encode(x, out=payload)
+
+    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
+        """Write the tensor in `payload` to `out` (not empty)."""
+        self.codec.decode(payload, shape=self.shape, out=out)
+
+    def state_bytes(self) -> int:
+        """Bytes kept between messages."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart for both ends to go on as before."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            ValueError: the state is of another format.
+        """
+        if state:
+            raise ValueError(f"state has {sorted(state)}; a session of {self.codec} keeps none")

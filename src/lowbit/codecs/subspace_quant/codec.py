@@ -1,0 +1,326 @@
+"""`SubspaceQuant`: a boundary's principal directions in 8 bits, what remains in fewer, both ways."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.checks import FLOATS, check_int
+from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.stateful import StatefulCodec
+from lowbit.codecs.subspace_quant.fit import best_directions
+from lowbit.codecs.subspace_quant.layout import SubspaceGeometry, subspace_geometry
+from lowbit.codecs.subspace_quant.memory import Memory
+from lowbit.codecs.subspace_quant.reference import coefficients_decode, coefficients_encode, rest_decode, rest_encode
+from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
+from lowbit.kernels import apart, implementation
+from lowbit.kernels.layout import ALIGNMENT
+
+log = logging.getLogger(__name__)
+
+FALLBACK = 32  # directions where there is nothing to choose them by
+MOST = 1 << 15  # directions: slots are int16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubspaceQuant(StatefulCodec):
+    """Coefficients along `directions` learned directions in 8 bits, the remainder in groups of `bits`-bit integers.
+
+    What crosses a boundary lies near a small subspace, forward and backward. With the K directions V (K x C) that both
+    ends hold, a token x (C channels) is coded as
+
+        c: the least squares of x - V' c,  c' = 8 bits of c,  x' = V' c',  y = x' + `bits` bits of (x - x').
+
+    The remainder is taken from what the receiver computes (a closed loop): a useless basis costs precision, never
+    correctness, and tokens far from the basis (massive activations) keep theirs by the remainder.
+
+    The basis follows the tokens, which move as a model trains. Each message brings ceil(K / refresh) new
+    directions, but not more than it has tokens, in place of those that serve it least: the principal directions of
+    what the others leave of this very message, which is coded with them already. With `refresh` messages the whole
+    basis can have been replaced: with refresh=1 each message brings its own; from refresh = 2 K on, once there
+    are K directions, a new one comes in every (refresh // K)th message only, which spares the others the
+    search. The payloads of a shape have one size, so that a receiver can always post its buffer. Evaluation is
+    coded likewise, and what its messages bring is forgotten.
+
+    Every message carries its number, a digest of the directions of all messages before it, and one of its own: one that
+    is lost, repeated or out of order, or whose directions have changed on the way, is an error at the receiver, whose
+    state and `out` stay as they are. Any other byte that changes spoils tokens of this message alone, unnoticed: to
+    carry bytes unchanged is the transport's task. Nobody waits for a GPU: there a wrong message decodes to NaN and
+    leaves the directions alone, and the error is raised by a later message, or by `state_dict()`, once the host has
+    seen the header.
+
+    Payload, sections at multiples of 16 bytes, for R tokens in G = ceil(C / group) groups each and M new directions:
+
+    - header, 4 int32: messages of training before this one, modulo 2^31; digest of what they brought; 1 in training, 0
+      in evaluation; digest of what this one brings, of 31 bits each;
+    - slots, M int16: which directions are replaced, each once (-1: none); lengths, M float32, and directions, M x C
+      int8: the new ones are the products;
+    - units, K bfloat16: root mean square of the coefficients along each direction;
+    - factors, R bfloat16: the token's largest coefficient in these units, rounded up;
+    - coefficients, R K int8: c' = q (factor / 127) unit;
+    - exponents, R bytes, and steps, R G bytes: each group's step as in `TAHQuant`, in sixteenths of an octave below the
+      token's largest; 255: a group of zeros, 254: one with NaN or Inf, which decodes to NaN;
+    - codes: group after group in bit planes as in `GroupInt`; a token's ragged last group takes a multiple of 8
+      elements. y = x' + (code - (2^bits - 1) / 2) step; a step is 2^(1 - bits) of the group's largest magnitude.
+
+    New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has
+    1024 tokens, and 4 bits if it has 8: then a larger `refresh` saves them. Each end of each direction of a
+    boundary keeps `state_bytes()` = 4 C K + 16; a sender holds the inverse of the directions' products beside
+    them, 4 K^2 bytes that follow from them. While it works, `encode` takes up to 4 R C bytes beside its payload
+    (without kernels, or on a GPU, two times as many, and once more for 16-bit input), and `decode` none if `out` is
+    contiguous float32, else up to 4 R C; coefficients and directions are small beside that.
+
+    A message needs what earlier ones left, so this codec works through sessions only (`open`), not through `encode`.
+    A token whose coefficients are not finite or beyond 2^96 is coded by the remainder alone. A message with NaN, Inf or
+    such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
+
+    Args:
+        directions: how many, 1 to C, 32768 at most; or "auto": a sender chooses the number, at most 256, in the last
+            step of the warm-up, by the spectrum of the first message that it sends there, and its choice travels with
+            the messages of that step. Each tensor of each boundary, forward and backward, gets a number of its own: 32
+            (or C, if that is less) where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over
+            there is no session.
+        bits: of the remainder, 2 to 8.
+        group: elements of it for each step, a multiple of 8 from 8 to 65536.
+        refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536.
+    """
+
+    payload_version: ClassVar[int] = 3
+
+    directions: int | Literal["auto"] = 32
+    bits: int = 3
+    group: int = 64
+    refresh: int = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.directions, str) and self.directions != "auto":
+            raise ValueError(f"directions is {self.directions!r}; allowed: an integer from 1 to {MOST}, or 'auto'")
+        if self.settled:
+            check_int("directions", self.directions, 1, MOST)
+        check_int("bits", self.bits, 2, 8)
+        check_int("group", self.group, 8, 65536, multiple=8)
+        check_int("refresh", self.refresh, 1, 65536)
+
+    @classmethod
+    def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int = 8) -> SubspaceQuant:
+        """The codec whose directions suit messages like this one: least noise for the bits that they cost.
+
+        Both ends need the same number: measure once, as `lowbit bench spectrum` does, and configure the result.
+
+        Args:
+            x: a typical message, (..., C): activations, or gradients.
+            bits, group, refresh: as above.
+
+        Raises:
+            ValueError: nothing but zeros, NaN or Inf in x, or no element.
+            TypeError: another dtype than float32, bfloat16 or float16.
+        """
+        if x.dtype not in FLOATS:
+            raise TypeError(f"x has dtype {x.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        directions = best_directions(x.detach().reshape(_folded(x.shape)), bits, refresh)
+        if not directions:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and holds nothing but zeros, or NaN or Inf; allowed: finite numbers"
+            )
+        return cls(directions=directions, bits=bits, group=group, refresh=refresh)
+
+    @property
+    def pause(self) -> int:
+        """Messages from one that brings new directions to the next that does."""
+        return max(1, self.refresh // self.count)
+
+    @property
+    def settled(self) -> bool:
+        return self.directions != "auto"
+
+    @property
+    def count(self) -> int:
+        """Number of directions; a ValueError where that is "auto"."""
+        if isinstance(self.directions, int):
+            return self.directions
+        raise ValueError(
+            "directions is 'auto': the number is chosen in the last step of a pipeline's warm-up, and nothing can be "
+            "coded before; allowed here: an integer, such as that of SubspaceQuant.fitted(x)"
+        )
+
+    def for_gradients(self) -> SubspaceQuant:
+        """The same settings and at least 4 bits, because gradients have less of their energy in few directions."""
+        return replace(self, bits=max(self.bits, 4))
+
+    def advice(self, shape: Sequence[int]) -> str:
+        """Says so if fewer directions would halve messages of this shape."""
+        if not self.settled:
+            return ""
+        bits, least = (codec.bits_per_element(shape) for codec in (self, replace(self, directions=1)))
+        if bits <= 2 * least:
+            return ""
+        return (
+            f"{self} takes {bits:.1f} bits an element in messages of {tuple(shape)}, and {least:.1f} with "
+            "directions=1; set fewer directions, or directions='auto' with a warm-up"
+        )
+
+    def choose(self, x: Tensor) -> int:
+        """The number of directions for messages like `x`, (..., C); the fallback where `x` does not tell."""
+        rows, channels = _folded(x.shape)
+        directions = best_directions(x.detach().reshape(rows, channels), self.bits, self.refresh)
+        if not directions:
+            directions = max(1, min(FALLBACK, channels))
+            log.warning("a message of %s is zeros, or has NaN or Inf: %d directions", tuple(x.shape), directions)
+        return directions
+
+    def settle(self, choice: int) -> SubspaceQuant:
+        return self if self.settled else replace(self, directions=choice)
+
+    def format_nbytes(self, shape: Sequence[int]) -> int:
+        return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
+
+    def geometry(self, shape: Sequence[int]) -> SubspaceGeometry:
+        """Sizes of a payload.
+
+        Raises:
+            ValueError: fewer channels than directions.
+        """
+        rows, channels = _folded(shape)
+        if self.count > channels:
+            raise ValueError(
+                f"directions is {self.count}, and the last dimension of {tuple(shape)} is {channels}; "
+                f"allowed: 1 to {channels}"
+            )
+        return subspace_geometry(rows, channels, self.count, self.bits, self.group, self.refresh)
+
+    def shared_by(self, shape: Sequence[int]) -> int:
+        return _folded(shape)[1]
+
+    def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
+        self.geometry(shape)
+        memory = Memory(self.count, _folded(shape)[1], torch.device(device))
+        return SubspaceSession(self, torch.Size(shape), dtype, torch.device(device), memory)
+
+
+class SubspaceSession(Session):
+    """One shape's messages; the basis is shared with the sessions of other shapes of the same width."""
+
+    codec: SubspaceQuant
+
+    def __init__(
+        self, codec: SubspaceQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
+    ) -> None:
+        super().__init__(codec, shape, dtype, device)
+        self._memory = memory
+        self._geometry = codec.geometry(shape)
+        # Compiled code would free tensors whose addresses kernels have. (Not as decorators: this imports the compiler.)
+        disable = torch.compiler.disable
+        vars(self).update(encode=disable(self.encode), decode=disable(self.decode))
+
+    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
+        return SubspaceSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
+
+    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
+        device = self._memory.directions.device
+        if x.device != device:
+            raise ValueError(f"x is on {x.device}; this session is for {device}")
+        payload.zero_()  # between sections, too
+        with apart(device):
+            self._code(x.contiguous(), payload, training)
+
+    def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
+        memory, geo = self._memory, self._geometry
+        x_RC = x.view(geo.rows, geo.channels)
+        filled = memory.messages * geo.renewed >= geo.directions
+        brings = not (filled and memory.messages % self.codec.pause)
+        basis = Basis(memory.directions, memory.inverse(), memory.digest)
+        new = Basis(*map(torch.empty_like, basis))
+        c_RK, unit_K = basis.inverse_KK.new_empty(geo.rows, geo.directions), basis.inverse_KK.new_empty(geo.directions)
+        self._run(renew, x_RC, basis, payload, c_RK, unit_K, new, memory.messages, training, brings, geo)
+        self._run(coefficients_encode, c_RK, unit_K, payload, c_RK, geo)
+        self._run(rest_encode, x_RC, c_RK, new.directions_KC, payload, geo)
+        if training:
+            memory.keep(new.directions_KC, new.digest, new.inverse_KK)
+
+    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
+        device = self._memory.directions.device
+        if payload.device != device:
+            raise ValueError(f"payload is on {payload.device}; expected {device}")
+        payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
+        target = out.detach().contiguous()
+        with apart(device):
+            self._follow(payload, target, training)
+            if target.data_ptr() != out.data_ptr():
+                out.copy_(target)
+
+    def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
+        memory, geo = self._memory, self._geometry
+        directions_KC, digest = map(torch.empty_like, (memory.directions, memory.digest))
+        expected = torch.empty(4, dtype=torch.int32, device=payload.device)
+        unit_K = directions_KC.new_empty(geo.directions)
+        self._run(
+            follow, payload, memory.directions, memory.digest, expected, directions_KC, digest, unit_K,
+            memory.messages, training, geo,
+        )  # fmt: skip
+        header = geo.layout.section(payload, "header", torch.int32)
+        if not memory.headers.compare(header, expected):
+            # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
+            wrong = ((header != expected) | (expected < 0)).any()
+            directions_KC = torch.where(wrong, memory.directions, directions_KC)
+            unit_K = torch.where(wrong, math.nan, unit_K)
+        c_RK = directions_KC.new_empty(geo.rows, geo.directions)
+        self._run(coefficients_decode, payload, unit_K, c_RK, geo)
+        self._run(rest_decode, payload, c_RK, directions_KC, out.view(geo.rows, geo.channels), geo)
+        if training:
+            memory.keep(directions_KC, digest)
+
+    def state_bytes(self) -> int:
+        return self._memory.directions.nbytes + 16
+
+    def state_dict(self) -> dict[str, Any]:
+        """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
+        memory = self._memory
+        memory.headers.check(wait=True)
+        return {"directions": memory.directions.clone(), "messages": memory.messages, "digest": int(memory.digest)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; an empty one is that of before the first message.
+
+        Raises:
+            ValueError: it is of another number of directions, or another width.
+        """
+        memory = self._memory
+        if not state:
+            memory.reset()
+            return
+        if unlike := {"directions", "messages", "digest"} ^ set(state):
+            raise ValueError(f"state lacks or has {sorted(unlike)}; it is not one of {self.codec}")
+        directions, counts = state["directions"], (state["messages"], state["digest"])
+        if not isinstance(directions, Tensor) or any(type(count) is not int for count in counts):
+            raise ValueError(
+                "state has directions, messages or digest of a wrong type; allowed: a tensor and two integers"
+            )
+        if directions.shape != memory.directions.shape:
+            expected = tuple(memory.directions.shape)
+            raise ValueError(
+                f"state has directions of shape {tuple(directions.shape)}; expected (directions, channels) = {expected}"
+            )
+        memory.restore(
+            directions.to(self.device, torch.float32, copy=True),
+            int(state["messages"]),
+            torch.full((), int(state["digest"]), dtype=torch.int64, device=self.device),
+        )
+
+    def _run(self, function: Callable[..., None], *arguments: object) -> None:
+        implementation(function, self.device)(*arguments)
+
+
+def _folded(shape: Sequence[int]) -> tuple[int, int]:
+    """Any shape as (tokens, channels)."""
+    padded = (1, 1, *shape)
+    return math.prod(padded[:-1]), padded[-1]
+
+
+SHORT_NAMES = {"subspace": SubspaceQuant, "subspace-backward": partial(SubspaceQuant, bits=4)}

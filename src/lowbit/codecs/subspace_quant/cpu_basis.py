@@ -1,0 +1,367 @@
+"""How a basis is renewed and followed: matrix products are the engine's, and all between them is compiled.
+
+Beside rows of `x`, the engine multiplies few directions only, which stay rows themselves: several times faster than
+few columns. The tokens' remainder is never written out: what the directions that stay take of it is subtracted from
+the products. Its sums are not the reference's to the last bit; both ends' arithmetic, in `follow`, is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
+from lowbit.codecs.subspace_quant.reference import FARTHEST
+from lowbit.codecs.subspace_quant.reference_basis import ITERATIONS, PLACES, RIDGE, WEIGHT, Basis, start
+from lowbit.kernels.cpu.jit import helper, kernel, summing
+from lowbit.kernels.cpu.memory import (
+    get_byte,
+    get_float,
+    get_half,
+    get_word,
+    put_byte,
+    put_float,
+    put_half,
+    put_int,
+    put_word,
+)
+from lowbit.kernels.cpu.operations import (
+    bits_float,
+    float_bits,
+    from_bf16,
+    greater,
+    greater32,
+    lesser,
+    magnitude,
+    round_signed,
+    to_bf16,
+    truncate,
+)
+from lowbit.kernels.cpu.runs import ONE, SMALLEST, ZERO
+from lowbit.kernels.cpu.threads import over_rows
+from lowbit.kernels.cpu.vectors import add, dot, largest, norm_of, squares
+
+FAR, STEPS = np.float32(FARTHEST), np.float32(127)
+INFINITE = np.float32(np.inf)
+DEPENDENT = np.float32(1e-6)  # of a vector's length: less than this beside the others is rounding
+TINY = 1e-12  # of a pivot, so that a root and a quotient are numbers
+
+
+def renew(
+    x: Tensor, basis: Basis, payload: Tensor, c: Tensor, unit: Tensor, new: Basis,
+    number: int, training: bool, brings: bool, geo: SubspaceGeometry,
+) -> None:  # fmt: skip
+    """See `reference_basis`; a message of no use brings zeros."""
+    at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
+    slots, lengths, codes, units = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions", "units"))
+    x = x.float()
+    products = torch.mm(basis.directions_KC, x.t())
+    scale = _scale(x) if brings else 0.0
+    fresh = torch.empty(count, channels, dtype=torch.float32, device="cpu")
+    along = torch.empty(count, rows, dtype=torch.float32, device="cpu")
+    if scale:
+        kept, coefficients = torch.empty_like(basis.inverse_KK), torch.mm(basis.inverse_KK, products)
+        _replaced(
+            coefficients.data_ptr(), basis.inverse_KK.data_ptr(), kept.data_ptr(), slots, rank, rows, count, scale
+        )
+        taken = torch.mm(kept, basis.directions_KC)
+        fresh.copy_(start(count, channels, x.device))
+        staying = rank if count < rank else 0
+        share = torch.empty(count, rank, dtype=torch.float32, device="cpu")
+        for _ in range(ITERATIONS):
+            torch.mm(fresh, x.t(), out=along)
+            _take_along(
+                along.data_ptr(), fresh.data_ptr(), taken.data_ptr(), products.data_ptr(),
+                share.data_ptr(), count, staying, rows, channels, scale,
+            )  # fmt: skip
+            torch.mm(along, x, out=fresh)
+            _orthonormal(fresh.data_ptr(), share.data_ptr(), taken.data_ptr(), count, staying, channels, scale)
+        _put_directions(fresh.data_ptr(), lengths, codes, count, channels)
+    else:
+        _put_nothing(slots, lengths, codes, count, channels)
+    _follow(
+        slots, lengths, codes, count, rank, channels,
+        basis.directions_KC.data_ptr(), basis.digest.data_ptr(), payload.data_ptr() + at["header"],
+        new.directions_KC.data_ptr(), new.digest.data_ptr(), number % (1 << 31), training,
+    )  # fmt: skip
+    if scale:
+        torch.mm(fresh, x.t(), out=along)
+        _put_rows(along.data_ptr(), slots, products.data_ptr(), count, rows)
+        invert(new.directions_KC, new.inverse_KK)
+    else:
+        new.inverse_KK.copy_(basis.inverse_KK)
+    torch.mm(products.t(), new.inverse_KK, out=c)
+    _put_units(c.data_ptr(), rows, rank, units, unit.data_ptr())
+
+
+def invert(directions: Tensor, out: Tensor) -> None:
+    """See `reference_basis`."""
+    gram = torch.mm(directions, directions.t())
+    _invert(gram.data_ptr(), out.data_ptr(), len(directions))
+
+
+def follow(
+    payload: Tensor, directions: Tensor, digest: Tensor, header: Tensor, next_directions: Tensor, next_digest: Tensor,
+    unit: Tensor, number: int, training: bool, geo: SubspaceGeometry,
+) -> None:  # fmt: skip
+    """The reference's numbers."""
+    at, start = geo.layout.offsets, payload.data_ptr()
+    _follow(
+        start + at["slots"], start + at["lengths"], start + at["directions"], geo.renewed, geo.directions,
+        geo.channels, directions.data_ptr(), digest.data_ptr(), header.data_ptr(),
+        next_directions.data_ptr(), next_digest.data_ptr(), number % (1 << 31), training,
+    )  # fmt: skip
+    _get_units(start + at["units"], unit.data_ptr(), geo.directions)
+
+
+def _scale(x: Tensor) -> float:
+    """What brings tokens to at most 1; 0 where they are of no use."""
+    found: list[float] = []
+    start, (rows, channels) = x.data_ptr(), x.shape
+
+    def work(first: int, last: int) -> None:
+        found.append(_farthest(start + 4 * first * channels, (last - first) * channels))
+
+    over_rows(work, rows, x.nbytes)
+    most = np.float32(max(found))
+    return float(ONE / most) if SMALLEST <= most <= FAR else 0.0
+
+
+@kernel
+def _farthest(x, count) -> Any:
+    """The largest magnitude; Inf where there is NaN."""
+    most = np.int32(0)
+    for j in range(count):
+        most = greater32(most, float_bits(magnitude(get_float(x, j))))
+    return bits_float(most) if most <= 0x7F800000 else np.float32(np.inf)
+
+
+@kernel
+def _replaced(c, inverse, kept, slots, rank, rows, count, scale) -> None:
+    """Which directions give way: those with the least energy; and `kept`, the inverse of the products of the others.
+
+    It is inverse - inverse[:, s] B^-1 inverse[s], for the block B of the inverse at s, which leaves nothing in the rows
+    and columns of those that give way. With B = L L', `part` becomes L^-1 inverse[s].
+    """
+    energy = np.empty(rank, np.float64)
+    for k in range(rank):
+        energy[k] = squares(c + 4 * k * rows, rows, np.float32(scale))
+    part, lower = np.empty((count, rank), np.float64), np.empty((count, count), np.float64)
+    for m in range(count):
+        chosen = np.argmin(energy)
+        energy[chosen] = np.inf
+        put_half(slots, m, chosen)
+        for k in range(rank):
+            part[m, k] = get_float(inverse, chosen * rank + k)
+    for m in range(count):
+        for n in range(m + 1):
+            total = part[m, np.int64(get_half(slots, n))]
+            for i in range(n):
+                total -= lower[m, i] * lower[n, i]
+            lower[m, n] = total / lower[n, n] if n < m else np.sqrt(max(total, TINY))
+    for m in range(count):
+        for n in range(m):
+            for k in range(rank):
+                part[m, k] -= lower[m, n] * part[n, k]
+        for k in range(rank):
+            part[m, k] /= lower[m, m]
+    for j in range(rank):
+        for k in range(rank):
+            total = np.float64(get_float(inverse, j * rank + k))
+            for m in range(count):
+                total -= part[m, j] * part[m, k]
+            put_float(kept, j * rank + k, np.float32(total))
+
+
+@kernel
+def _invert(gram, out, rank) -> None:
+    """The inverse of a positive definite matrix with `RIDGE` on its diagonal, L L': the product of L^-1 with itself."""
+    lower, back = np.zeros((rank, rank), np.float64), np.zeros((rank, rank), np.float64)
+    for i in range(rank):
+        for j in range(i + 1):
+            total = np.float64(get_float(gram, i * rank + j)) - _dot_rows(lower, i, j)
+            lower[i, j] = total / lower[j, j] if j < i else np.sqrt(max(total + RIDGE, TINY))
+    for i in range(rank):
+        back[i, i] = 1.0
+        for j in range(i):
+            for k in range(j + 1):
+                back[i, k] -= lower[i, j] * back[j, k]
+        for k in range(i + 1):
+            back[i, k] /= lower[i, i]
+    lower[:] = 0.0
+    for i in range(rank):
+        for j in range(i + 1):
+            for k in range(i + 1):
+                lower[j, k] += back[i, j] * back[i, k]
+    for j in range(rank):
+        for k in range(rank):
+            put_float(out, j * rank + k, np.float32(lower[j, k]))
+
+
+@summing
+def _dot_rows(lower, i, j) -> Any:
+    """Of rows i and j up to column j."""
+    total = 0.0
+    for k in range(j):
+        total += lower[i, k] * lower[j, k]
+    return total
+
+
+@kernel
+def _take_along(along, new, taken, products, share, count, rank, rows, channels, scale) -> None:
+    """Products of new directions with tokens become those with their remainders, scaled; `share`: times `products`."""
+    for m in range(count):
+        line = along + 4 * m * rows
+        for k in range(rank):
+            part = dot(new + 4 * m * channels, taken + 4 * k * channels, channels)
+            add(line, products + 4 * k * rows, -part, rows)
+        for r in range(rows):
+            put_float(line, r, get_float(line, r) * np.float32(scale))
+        for k in range(rank):
+            put_float(share, m * rank + k, dot(line, products + 4 * k * rows, rows))
+
+
+@kernel
+def _orthonormal(new, share, taken, count, rank, channels, scale) -> None:
+    """Sums of tokens become those of their remainders, and these orthonormal; any others in the place of none."""
+    for m in range(count):
+        line = new + 4 * m * channels
+        for k in range(rank):
+            add(line, taken + 4 * k * channels, -get_float(share, m * rank + k), channels)
+        for j in range(channels):
+            value = get_float(line, j) * np.float32(scale)
+            put_float(line, j, value if magnitude(value) < INFINITE else ZERO)
+    axis = 0  # what failed once lies in the span of what is there, and would fail again
+    for m in range(count):
+        line = new + 4 * m * channels
+        length = norm_of(line, channels)
+        while True:
+            for _ in range(2):  # the second time for what the first leaves by rounding
+                for n in range(m):
+                    other = new + 4 * n * channels
+                    add(line, other, -dot(line, other, channels), channels)
+            left = norm_of(line, channels)
+            if left > DEPENDENT * length and left > SMALLEST:
+                break
+            for j in range(channels):
+                put_float(line, j, ONE if j == axis else ZERO)
+            length, axis = ONE, axis + 1
+        for j in range(channels):
+            put_float(line, j, get_float(line, j) / left)
+
+
+@kernel
+def _put_directions(new, lengths, codes, count, channels) -> None:
+    """New directions as they travel, and `new` as it arrives."""
+    for m in range(count):
+        line = new + 4 * m * channels
+        length = largest(line, channels) / STEPS
+        put_float(lengths, m, length)
+        for j in range(channels):
+            q = lesser(greater(round_signed(get_float(line, j) / length), -STEPS), STEPS)
+            put_byte(codes, m * channels + j, truncate(q))
+            put_float(line, j, q * length)
+
+
+@kernel
+def _put_nothing(slots, lengths, codes, count, channels) -> None:
+    for m in range(count):
+        put_half(slots, m, -1)
+        put_float(lengths, m, ZERO)
+    for j in range(count * channels):
+        put_byte(codes, j, 0)
+
+
+@kernel
+def _follow(
+    slots, lengths, codes, count, rank, channels,
+    directions, digest, header, next_directions, next_digest, number, training,
+) -> None:  # fmt: skip
+    own, there = _digest(slots, lengths, codes, count, channels), True
+    taken = np.zeros(rank, np.uint8)
+    for m in range(count):
+        slot = np.int64(np.int16(get_half(slots, m)))
+        there = there and -1 <= slot < rank
+        if there and slot >= 0:
+            there = taken[slot] == 0
+            taken[slot] = 1
+    own = own if there else -1
+    for i in range(rank * channels):
+        put_float(next_directions, i, get_float(directions, i))
+    for m in range(count):
+        slot = np.int64(np.int16(get_half(slots, m)))
+        if there and slot >= 0:
+            length = get_float(lengths, m)
+            for j in range(channels):
+                q = np.float32(np.int8(get_byte(codes, m * channels + j)))
+                put_float(next_directions, slot * channels + j, q * length)
+    before = np.int64(get_word(digest, 0))
+    put_word(next_digest, 0, (before * 31 + own) & 0x7FFFFFFF)
+    put_int(header, 0, number)
+    put_int(header, 1, before)
+    put_int(header, 2, training)
+    put_int(header, 3, own)
+
+
+@helper
+def _digest(slots, lengths, codes, count, channels) -> Any:
+    """Of a renewal (see `reference_basis.Renewal`): the sum of what it holds, times its place from 1 on."""
+    total, place = np.int64(0), 0
+    for m in range(count):
+        place += 1
+        total += np.int64(np.int16(get_half(slots, m))) * _weight(place)
+    for i in range(2 * count):
+        place += 1
+        total += np.int64(np.int16(get_half(lengths, i))) * _weight(place)
+    for j in range(count * channels):
+        place += 1
+        total += np.int64(np.int8(get_byte(codes, j))) * _weight(place)
+    return (total * WEIGHT) & 0x7FFFFFFF
+
+
+@helper
+def _weight(place) -> Any:
+    return (place - 1) % PLACES + 1
+
+
+@kernel
+def _put_rows(source, slots, target, count, rows) -> None:
+    for m in range(count):
+        to = target + 4 * np.int64(get_half(slots, m)) * rows
+        for r in range(rows):
+            put_float(to, r, get_float(source, m * rows + r))
+
+
+@kernel
+def _put_units(c, rows, rank, units, unit) -> None:
+    """Root mean square of the coefficients along each direction, without those that are far or no numbers."""
+    top = ZERO
+    for i in range(rows * rank):
+        top = greater(_near(get_float(c, i)), top)
+    top = top if top >= SMALLEST else ZERO  # the reciprocal of less would be Inf
+    inverse = ONE / (top if top > ZERO else ONE)
+    sums = np.zeros(rank, np.float64)
+    for row in range(rows):
+        for k in range(rank):
+            value = _near(get_float(c, row * rank + k)) * inverse
+            sums[k] += np.float64(value * value)
+    for k in range(rank):
+        half = to_bf16(np.float32(np.sqrt(sums[k] / rows)) * top)
+        put_half(units, k, half)
+        put_float(unit, k, from_bf16(half))
+
+
+@kernel
+def _get_units(units, unit, rank) -> None:
+    for k in range(rank):
+        put_float(unit, k, from_bf16(get_half(units, k)))
+
+
+@helper
+def _near(value) -> Any:
+    """Its magnitude, or 0 for what is not coded."""
+    size = magnitude(value)
+    return size if size <= FAR else ZERO

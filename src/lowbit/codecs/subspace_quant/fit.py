@@ -1,0 +1,39 @@
+"""How many directions suit a boundary's tokens (see `lowbit.codecs.SubspaceQuant`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.subspace_quant.reference_basis import leading
+
+MOST = 256  # directions among which `best_directions` chooses
+
+
+def best_directions(x_RC: Tensor, bits: int, refresh: int) -> int:
+    """How many directions suit these tokens, if the rest has so many bits: most decibels for the bits that they cost.
+
+    An integer of b bits leaves noise in proportion to 4^-b of what it codes, whether remainder or coefficients (8), and
+    everywhere a bit more an element is worth 6.02 dB. So the best number has the least noise(k) 4^bits(k).
+
+    The energy along each direction comes from the block power method with `MOST` columns, so that is the most this
+    returns; below `MOST` tokens or channels it sees all there is. The last bits of products depend on the machine and
+    its threads, and so might the answer: who needs the same one elsewhere must send it there.
+
+    Returns:
+        1 to `MOST`; 0 for tokens that tell nothing: all zeros, or with NaN or Inf.
+    """
+    if not bool(x_RC.any()) or not bool(x_RC.isfinite().all()):
+        return 0
+    rows, channels = x_RC.shape
+    x_RC = (x_RC.double() / x_RC.abs().amax()).float()  # the reciprocal of tiny numbers is Inf
+    v_NC = leading(x_RC, min(MOST, rows, channels), x_RC.new_ones(()))
+    seen_RN = (x_RC @ v_NC.t()).double()
+    energy_N = torch.linalg.eigvalsh(seen_RN.t() @ seen_RN).flip(0).clamp(min=0)
+    total = x_RC.square().sum(dtype=torch.float64)
+    share_N = (energy_N.cumsum(0) / total).clamp(max=1)
+    k_N = torch.arange(1, len(energy_N) + 1, device=x_RC.device)
+    noise_N = (1 - share_N) * 4.0**-bits + share_N * 4.0**-8
+    new_N = ((k_N + refresh - 1) // refresh).clamp(max=rows)
+    bits_N = 8 * k_N / channels + 8 * new_N / rows
+    return int((noise_N.log2() / 2 + bits_N).argmin()) + 1

@@ -1,0 +1,243 @@
+"""The directions that a boundary's tokens lie near: how a sender renews them, and how both ends take the new ones.
+
+The definition, and what computes it on GPUs: mostly the engine's matrix products; nothing waits there. All that belongs
+to a basis is float32 but for digests, int64 (), and headers, int32 (4,). Shape suffixes: R rows (tokens), K directions,
+M of them renewed, C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
+from lowbit.codecs.subspace_quant.reference import FARTHEST
+from lowbit.kernels.exact import SMALLEST
+from lowbit.kernels.exact import inverse as reciprocal
+
+PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
+ITERATIONS = 3  # of the block power method, from a random start
+RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
+
+
+class Basis(NamedTuple):
+    """What an end of a boundary knows: the directions, the inverse of their products, a digest of how they came."""
+
+    directions_KC: Tensor
+    inverse_KK: Tensor
+    digest: Tensor
+
+
+class Renewal(NamedTuple):
+    """Directions that replace others, as they travel: integers of 8 bits, times a length each.
+
+    Attributes:
+        slots_M: int16, which ones are replaced; -1: none, the tokens were of no use.
+        lengths_M: float32.
+        codes_MC: int8.
+    """
+
+    slots_M: Tensor
+    lengths_M: Tensor
+    codes_MC: Tensor
+
+    @staticmethod
+    def none(count: int, channels: int, device: torch.device) -> Renewal:
+        """No new directions, in the place of so many."""
+        slots_M = torch.full((count,), -1, dtype=torch.int16, device=device)
+        lengths_M = torch.zeros(count, dtype=torch.float32, device=device)
+        return Renewal(slots_M, lengths_M, torch.zeros(count, channels, dtype=torch.int8, device=device))
+
+    def applied(self, directions_KC: Tensor) -> Tensor:
+        """A basis with the new directions in it."""
+        new_MC = self.codes_MC.float() * self.lengths_M[:, None]
+        count = len(directions_KC)
+        index_M = torch.where(self.slots_M < 0, count, self.slots_M.long())
+        room = torch.cat([directions_KC, torch.zeros_like(directions_KC[:1])])  # for those of no slot
+        return room.index_copy(0, index_M, new_MC)[:count]
+
+    def fits(self, count: int) -> Tensor:
+        """Whether each slot is one of a basis of `count` directions, and none is there twice; a boolean ()."""
+        index_M = torch.where(self.slots_M < 0, count, self.slots_M.long()).clamp(max=count)
+        times_K = index_M.new_zeros(count + 1).index_add_(0, index_M, torch.ones_like(index_M))
+        within = (self.slots_M >= -1) & (self.slots_M < count)
+        return within.all() & (times_K[:count] <= 1).all()
+
+    def digest(self) -> Tensor:
+        """An int64 number of 31 bits, other for every change of one slot, one code or half a length.
+
+        Of any other change one in 2^31 goes unnoticed. Sums of integers are the same in every order.
+        """
+        # Parts and weights below 2^16: their products' lowest 31 bits are not all zero, so that each change shows.
+        parts = (self.slots_M, self.lengths_M.view(torch.int16), self.codes_MC.reshape(-1))
+        values = torch.cat([part.long() for part in parts])
+        return (values * _weights(values.numel(), values.device)).sum() & 0x7FFFFFFF
+
+
+def renew(
+    x: Tensor, basis: Basis, payload: Tensor, c: Tensor, unit: Tensor, new: Basis,
+    number: int, training: bool, brings: bool, geo: SubspaceGeometry,
+) -> None:  # fmt: skip
+    """Header, directions and units of the payload of x (R, C), the basis that it leaves, and coefficients with that.
+
+    Args:
+        basis: of the sender. c: coefficients (R, K), and their units (K,), to be written, as is the `new` basis.
+        number: of the message. brings: whether it brings new directions.
+    """
+    full_RC = x.float()
+    products_RK = full_RC @ basis.directions_KC.t()
+    if brings:
+        renewal = find_renewal(full_RC, basis.directions_KC, geo.renewed, products_RK, basis.inverse_KK)
+    else:
+        renewal = Renewal.none(geo.renewed, geo.channels, x.device)
+    for section, part in zip(_sections(payload, geo), renewal, strict=True):
+        section.copy_(part)
+    header = geo.layout.section(payload, "header", torch.int32)
+    _follow(renewal, basis.directions_KC, basis.digest, header, new.directions_KC, new.digest, number, training)
+    if brings:
+        products_RK = renewed_products(full_RC, products_RK, renewal, new.directions_KC)
+        new.inverse_KK.copy_(gram_inverse(new.directions_KC))
+    else:
+        new.inverse_KK.copy_(basis.inverse_KK)
+    torch.mm(products_RK, new.inverse_KK, out=c)
+    units = geo.layout.section(payload, "units", torch.bfloat16)
+    units.copy_(units_of(c))
+    unit.copy_(units)
+
+
+def invert(directions: Tensor, out: Tensor) -> None:
+    """The inverse of the directions' products with each other (see `gram_inverse`)."""
+    out.copy_(gram_inverse(directions))
+
+
+def follow(
+    payload: Tensor, directions: Tensor, digest: Tensor, header: Tensor, next_directions: Tensor, next_digest: Tensor,
+    unit: Tensor, number: int, training: bool, geo: SubspaceGeometry,
+) -> None:  # fmt: skip
+    """What the header must be if the payload's directions are meant for this basis, and what comes of it with them.
+
+    Args:
+        directions, digest: of the receiver. number: of its next message. The rest is written.
+    """
+    renewal = Renewal(*_sections(payload, geo))
+    _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
+    unit.copy_(geo.layout.section(payload, "units", torch.bfloat16))
+
+
+def _follow(
+    renewal: Renewal,
+    directions_KC: Tensor,
+    digest: Tensor,
+    header: Tensor,
+    next_directions_KC: Tensor,
+    next_digest: Tensor,
+    number: int,
+    training: bool,
+) -> None:
+    fits = renewal.fits(len(directions_KC))
+    own = torch.where(fits, renewal.digest(), -1)
+    renewal = renewal._replace(slots_M=torch.where(fits, renewal.slots_M, -1))
+    next_directions_KC.copy_(renewal.applied(directions_KC))
+    next_digest.copy_((digest * 31 + own) & 0x7FFFFFFF)
+    header[0].fill_(number % (1 << 31))
+    header[1].copy_(digest)
+    header[2].fill_(int(training))
+    header[3].copy_(own)
+
+
+def _sections(payload: Tensor, geo: SubspaceGeometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a payload, as those of a `Renewal`."""
+    section = geo.layout.section
+    return (
+        section(payload, "slots", torch.int16),
+        section(payload, "lengths", torch.float32),
+        section(payload, "directions", torch.int8).view(geo.renewed, geo.channels),
+    )
+
+
+def find_renewal(x_RC: Tensor, directions_KC: Tensor, count: int, products_RK: Tensor, inverse_KK: Tensor) -> Renewal:
+    """Find what tokens have most of outside the basis, in place of the `count` directions that serve them least.
+
+    The tokens' remainder, once the directions that stay are taken out, goes through a block power method: products with
+    `count` columns, and no C x C matrix. With all directions renewed this is the best basis for these tokens.
+
+    Args:
+        x_RC: float32. directions_KC: the last basis; zeros where there is none yet.
+        products_RK: of tokens and directions; inverse_KK: `gram_inverse(directions_KC)`.
+    """
+    low, high = x_RC.aminmax()
+    top = torch.maximum(high, -low)
+    usable = (top >= SMALLEST) & (top <= FARTHEST)  # not so for NaN
+    scale = reciprocal(torch.where(usable, top, 0.0))  # squares of tiny gradients would underflow
+    c_RK = products_RK @ inverse_KK
+    slots_M = (c_RK * scale).square().sum(0).argsort(stable=True)[:count]
+    # Without some of the directions, the others' coefficients are other ones; a block of the inverse says which.
+    factor_MM, _ = torch.linalg.cholesky_ex(inverse_KK[slots_M][:, slots_M])
+    share_MK = torch.cholesky_solve(inverse_KK[slots_M], factor_MM)
+    kept_RK = (c_RK - c_RK[:, slots_M] @ share_MK).index_fill(1, slots_M, 0.0)
+    rest_RC = torch.addmm(x_RC, kept_RK, directions_KC, alpha=-1)
+    new_MC = leading(rest_RC, count, scale)
+    lengths_M = new_MC.abs().amax(1) / 127
+    codes_MC = (new_MC / lengths_M[:, None]).round().clamp(-127, 127)
+    slots_M = torch.where(usable, slots_M, -1)
+    return Renewal(slots_M.to(torch.int16), lengths_M, codes_MC.to(torch.int8))
+
+
+def leading(x_RC: Tensor, count: int, scale: Tensor) -> Tensor:
+    """Orthonormal (count, C): about the principal directions of these tokens; any others where there is NaN.
+
+    Args:
+        scale: a factor that keeps squares of the tokens from underflow.
+    """
+    v_MC = start(count, x_RC.shape[1], x_RC.device)
+    for _ in range(ITERATIONS):
+        # Few rows rather than few columns at every product: several times faster on CPUs.
+        along_MR = (v_MC @ x_RC.t()) * scale
+        powers_MC = (along_MR @ x_RC * scale).nan_to_num(0.0, 0.0, 0.0)
+        v_MC = torch.linalg.qr(powers_MC.t())[0].t().contiguous()
+    return v_MC
+
+
+# What follows is kept, because it is the same for every message. It is made on the host, whose copy waits until it is
+# there, so that every stream may read it.
+
+
+@functools.lru_cache(maxsize=64)
+def start(count: int, channels: int, device: torch.device) -> Tensor:
+    """Where the power method starts."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    start_CM = torch.randn(channels, count, generator=generator, dtype=torch.float32, device="cpu")
+    return start_CM.t().contiguous().to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    return ((torch.arange(count, device="cpu") % PLACES + 1) * WEIGHT).to(device)
+
+
+def gram_inverse(directions_KC: Tensor) -> Tensor:
+    """The (K, K) that makes coefficients of tokens' products with the directions, from the directions alone.
+
+    As they travel, directions are not quite orthogonal to each other: products by themselves would count twice.
+    """
+    gram_KK = directions_KC @ directions_KC.t()
+    gram_KK.diagonal().add_(RIDGE)
+    return torch.cholesky_inverse(torch.linalg.cholesky_ex(gram_KK)[0])
+
+
+def renewed_products(x_RC: Tensor, products_RK: Tensor, renewal: Renewal, directions_KC: Tensor) -> Tensor:
+    """Products (R, K) of tokens and a basis with new directions in it, from those before: new columns alone."""
+    index_M = renewal.slots_M.long().clamp(min=0)
+    return products_RK.index_copy(1, index_M, x_RC @ directions_KC[index_M].t())
+
+
+def units_of(c_RK: Tensor) -> Tensor:
+    """What the coefficients along each direction are measured in: their root mean square, bfloat16 (K,)."""
+    size_RK = c_RK.abs()
+    size_RK = torch.where(size_RK <= FARTHEST, size_RK, 0.0)  # not NaN either
+    top = size_RK.amax()
+    top = torch.where(top >= SMALLEST, top, 0.0)  # the reciprocal of less would be Inf
+    return ((size_RK * reciprocal(top)).square().mean(0).sqrt() * top).bfloat16()

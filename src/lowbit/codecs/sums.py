@@ -1,0 +1,140 @@
+"""Codecs whose payloads can be added up: what collectives and stored gradients use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_float, check_payload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summable(Codec):
+    """A codec without state, whose payloads can be added to and summed.
+
+    In a sum over ranks, `part(r)` codes what rank r adds, and `whole()` codes the sum: this codec itself, unless the
+    format knows the ranks apart, as `FeatureInt4` does.
+
+    Attributes:
+        shaped: the format depends on the tensor's shape, so that flat pieces cannot be coded: no sums over ranks.
+        grain: elements that must stay together where a tensor is cut, such as the features of a token; 1: none.
+        ranks: how many ranks' tensors it can code in a sum; None: any number.
+        device: where the tensors must be that it codes; None: anywhere.
+    """
+
+    shaped: ClassVar[bool] = False
+
+    @property
+    def grain(self) -> int:
+        return 1
+
+    @property
+    def ranks(self) -> int | None:
+        return None
+
+    @property
+    def device(self) -> torch.device | None:
+        return None
+
+    def part(self, rank: int) -> Self:
+        """What codes the tensor that a rank adds to a sum."""
+        return self
+
+    def whole(self) -> Self:
+        """What codes a sum over all ranks."""
+        return self
+
+    def nearest(self) -> Self:
+        """The same codec, rounding to nearest."""
+        return self
+
+    def counting(self, clipped: Tensor) -> Summable:
+        """The same codec, which also counts the values that it cuts to calibrated ranges.
+
+        Raises:
+            TypeError: the format has none, as most.
+        """
+        raise TypeError(f"codec is {self}; allowed: one with calibrated ranges, such as FeatureInt4")
+
+    def identity(self) -> str:
+        """What ranks compare before they sum with it: the same for all its parts."""
+        return f"{self} [{self.fingerprint()}]"
+
+    def layer(self) -> str:
+        """Which of the codecs of one identity this is, the same for all its parts; empty: there is only one."""
+        return ""
+
+    def add(self, payload: Tensor, x: Tensor) -> Tensor:
+        """Add a tensor to the one in a payload: decode, add in float32, code again.
+
+        Args:
+            payload: uint8, `nbytes(x.shape)` long, contiguous; changed in place.
+            x: float32, bfloat16 or float16, any shape and strides; not changed.
+
+        Returns:
+            The payload.
+
+        Raises:
+            TypeError: `x` is not a tensor of one of these dtypes.
+            ValueError: a payload of another length, dtype or device.
+        """
+        check_float("x", x)
+        check_payload("payload", payload, self.nbytes(x.shape), x.device)
+        if x.numel():
+            target = payload.contiguous()
+            add = partial(Summable._add, self) if self._sends_plain(x.shape) else self._add
+            add(target, x.detach().contiguous())
+            if target is not payload:
+                payload.copy_(target)
+        return payload
+
+    def sum(
+        self, payloads: Iterable[Tensor], *, out: Tensor, divisor: int = 1, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Add up what all ranks sent: decode, sum in float32 in the order of the ranks, divide, round once.
+
+        Args:
+            payloads: of rank 0, 1, ..., each made by its `part(rank).encode`; taken one after the other.
+            out: tensor to overwrite: float32, bfloat16 or float16, contiguous; its shape is that of what was coded.
+            divisor: what the sum is divided by.
+            scratch: float32, contiguous, as many elements as `out`: partial sums may go there; allocated if absent.
+
+        Returns:
+            `out`.
+
+        Raises:
+            TypeError: a dtype of `out` that is not allowed.
+            ValueError: an `out` or `scratch` that is not contiguous, or payloads of another number or length.
+        """
+        check_float("out", out)
+        if not out.is_contiguous() or (scratch is not None and not scratch.is_contiguous()):
+            raise ValueError("out or scratch is not contiguous; allowed: contiguous tensors")
+        if out.numel():
+            add_up = partial(Summable._sum, self) if self._sends_plain(out.shape) else self._sum
+            add_up(payloads, out, divisor, scratch)
+        return out
+
+    def _add(self, payload: Tensor, x: Tensor) -> None:
+        """`add` of a contiguous tensor; formats that need no float32 copy for it do better."""
+        total = x.float() if x.dtype != torch.float32 else x.clone()
+        self.decode(payload, shape=x.shape, out=total, accumulate=True)
+        self.encode(total, out=payload)
+
+    def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
+        """`sum` into a tensor that is not empty; formats that need no float32 copy for it do better."""
+        total = out if out.dtype == torch.float32 else scratch
+        if total is None:
+            total = torch.empty(out.shape, device=out.device)
+        total = total.view(out.shape)
+        for rank, payload in enumerate(payloads):
+            self.part(rank).decode(payload, shape=out.shape, out=total, accumulate=rank > 0)
+        if divisor > 1:
+            total.div_(total.new_full((), divisor))  # CUDA multiplies by the inverse of a number
+        if total is not out:
+            out.copy_(total)

@@ -1,0 +1,291 @@
+"""`TAHQuant.encode` on the CPU: measure all tiles, choose their widths, write their codes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.codecs.tah_quant.cpu_choice import choose, count_flags, spin, write_flags
+from lowbit.codecs.tah_quant.cpu_entropy import put_tile_keys, put_token_key
+from lowbit.codecs.tah_quant.layout import kernel_geometry
+from lowbit.codecs.tah_quant.reference import MID_SHARE, ROTATABLE
+from lowbit.kernels.cpu.jit import helper, kernel
+from lowbit.kernels.cpu.lines import FLOAT32, KINDS, sections, widen, zero_gaps
+from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, put_byte, put_float, put_half, put_int
+from lowbit.kernels.cpu.operations import (
+    add32,
+    bits_float,
+    float_bits,
+    greater,
+    greater32,
+    key_value,
+    lesser,
+    magnitude,
+    order_key,
+    power_of_two,
+    round_signed,
+    step_below,
+    steps_below,
+    truncate,
+)
+from lowbit.kernels.cpu.runs import HALF, LARGEST, ONE, SMALLEST, ZERO, are_finite, encode_run, put_extremes
+from lowbit.kernels.cpu.threads import over_rows
+
+RANGE, TILE, TOKEN, NONE = 0, 1, 2, 3
+ALLOCATIONS = {"range": RANGE, "tile": TILE, "token": TOKEN}
+INFINITY = np.float32(np.inf)
+
+
+class _Message(NamedTuple):
+    """Where a tensor and the sections of its payload are, and what its `TAHGeometry` says of them."""
+
+    source: int
+    kind: int
+    rows: int
+    channels: int
+    tile: int
+    tiles: int
+    full: int
+    mode: int
+    high_bits: int
+    low_bits: int
+    width: int
+    share: float
+    ratio: float
+    norm: float
+    scope_rows: int
+    scopes: int
+    low: int
+    low_last: int
+    flag_bytes: int
+    row_bytes: int
+    saved: int
+    exponents: int
+    scales: int
+    mids: int
+    pivots: int
+    widths: int
+    codes: int
+
+
+def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
+    """The reference's bytes."""
+    geo, ratio = kernel_geometry(x.shape, *settings), settings[-1] or 0.0
+    at = sections(payload, geo.layout)
+    zero_gaps(payload, geo.layout)
+    message = _Message(
+        x.data_ptr(), KINDS[x.dtype], geo.rows, geo.channels, geo.tile, geo.tiles, geo.full,
+        ALLOCATIONS[geo.allocation] if geo.low else NONE, geo.high_bits, geo.low_bits, geo.mid_bytes,
+        MID_SHARE[geo.mid_bytes], ratio, geo.tile**-0.5,
+        geo.scope_rows, geo.scopes, geo.low, geo.low_last, geo.flag_bytes, geo.row_bytes, geo.saved,
+        *(at[name] for name in ("exponents", "scales", "mids", "pivots", "widths", "codes")),
+    )  # fmt: skip
+    room = 4 * geo.channels + 20 * geo.tiles + 5 * geo.tile + 8
+
+    def notes(rows: int, scopes: int) -> tuple[Tensor, ...]:
+        """Room for half ranges, middles, keys and flags of so many tokens in so many scopes."""
+        tiles = torch.empty(2, rows * geo.tiles)
+        keys = torch.empty(scopes * geo.per_scope, dtype=torch.int32)
+        return *tiles, keys, torch.zeros(scopes * geo.flag_bytes * 8, dtype=torch.uint8)
+
+    def run(work: Any, kept: tuple[Tensor, ...], start: int, stop: int) -> None:
+        scratch = torch.empty(room, dtype=torch.uint8)
+        work(message, *(t.data_ptr() for t in kept), scratch.data_ptr(), start, stop)
+
+    if geo.allocation == "token":  # a scope is a whole sequence: more than a cache holds, and perhaps the only one
+        kept = notes(geo.rows, geo.scopes)
+        over_rows(functools.partial(run, _measure, kept), geo.rows, x.nbytes)
+        over_rows(functools.partial(run, _choose, kept), geo.scopes, x.nbytes)
+        over_rows(functools.partial(run, _code, kept), geo.rows, x.nbytes)
+    else:
+        over_rows(lambda *b: run(_encode, notes(geo.scope_rows, 1), *b), geo.scopes, x.nbytes)
+
+
+@kernel
+def _encode(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Scope after scope: its tokens are still in the cache when they are coded."""
+    for scope in range(start, stop):
+        first = scope * m.scope_rows
+        last = min(m.rows, first + m.scope_rows)
+        # The notes hold one scope; the phases count from the first of all.
+        notes = (
+            extents - 4 * first * m.tiles, mids - 4 * first * m.tiles,
+            keys - 4 * first * m.full, flags - 8 * scope * m.flag_bytes, scratch,
+        )  # fmt: skip
+        _measure(m, *notes, first, last)
+        _choose(m, *notes, scope, scope + 1)
+        _code(m, *notes, first, last)
+
+
+@kernel
+def _measure(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Half range and middle of every tile (Inf and 0 for one with NaN or Inf), pivots, and the keys for `choose`."""
+    channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
+    line, low, high = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
+    sums = high + 4 * tiles
+    spun = sums + 8 * tiles
+    share, ratio, norm = np.float32(m.share), np.float32(m.ratio), np.float32(m.norm)
+    for row in range(start, stop):
+        x, first = m.source + 4 * row * channels, row * tiles
+        if m.kind != FLOAT32:
+            widen(m.source, m.kind, row * channels, channels, line)
+            x = line
+        for t in range(tiles):
+            put_extremes(x + 4 * t * tile, min(tile, channels - t * tile), low + 4 * t, high + 4 * t)
+        for t in range(tiles):
+            _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
+        if mode == TILE:
+            put_tile_keys(x, tile, full, low, high, keys + 4 * row * full, sums)
+        elif mode == TOKEN:
+            put_token_key(x, channels, tile, tiles, low, high, keys + 4 * row, sums)
+        if ratio > ZERO:
+            for t in range(tiles):
+                pivot, at = 0, x + 4 * t * tile
+                if t < full:
+                    pivot = _find_pivot(at, tile, get_int(low, t), get_int(high, t), ratio)
+                put_byte(m.pivots, first + t, pivot)
+                if pivot:
+                    spin(at, tile, pivot & 127, norm, spun)
+                    put_extremes(spun, tile, low + 4 * t, high + 4 * t)
+                    _put_extent(get_int(low, t), get_int(high, t), share, extents, mids, first + t)
+        if mode == RANGE:
+            for t in range(full):
+                put_int(keys, row * full + t, order_key(get_float(extents, first + t)))
+
+
+@kernel
+def _choose(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Flags of the scopes' candidates, and their bitmaps."""
+    if m.mode == NONE:
+        return
+    in_row = 1 if m.mode == TOKEN else m.full
+    for scope in range(start, stop):
+        first = scope * m.scope_rows
+        candidates = (min(m.rows, first + m.scope_rows) - first) * in_row
+        chosen = flags + 8 * scope * m.flag_bytes
+        for i in range(candidates, 8 * m.flag_bytes):
+            put_byte(chosen, i, 0)
+        low = m.low if scope < m.scopes - 1 else m.low_last
+        choose(keys + 4 * first * in_row, candidates, low, chosen)
+        write_flags(chosen, m.flag_bytes, m.widths + scope * m.flag_bytes)
+
+
+@helper
+def _put_extent(low, high, share, extents, mids, i):
+    least = greater(key_value(low), -LARGEST)
+    most = lesser(key_value(high), LARGEST)
+    half = most * HALF - least * HALF
+    mid = most * HALF + least * HALF
+    extent = greater(half, magnitude(mid) * share)
+    finite = are_finite(low, high)
+    put_float(extents, i, extent if finite else INFINITY)
+    put_float(mids, i, mid if finite else ZERO)
+
+
+@helper
+def _find_pivot(x, count, low, high, ratio) -> Any:
+    """128 + position of the tile's pivot, or 0."""
+    least, most = key_value(low), key_value(high)
+    first, other = greater(most, -least), lesser(most, -least)
+    # The other end of the range is a second magnitude already: most tiles are decided by it.
+    if not (are_finite(low, high) and ZERO < first < ROTATABLE) or other * ratio > first:
+        return 0
+    top, second, equal = float_bits(first), np.int32(0), np.int32(0)
+    for j in range(count):
+        a = float_bits(magnitude(get_float(x, j)))
+        equal = add32(equal, a == top)
+        second = greater32(second, a if a < top else 0)
+    if equal > 1 or not first >= bits_float(second) * ratio:
+        return 0
+    position = 0
+    while magnitude(get_float(x, position)) != first:
+        position += 1
+    return 128 + position
+
+
+@kernel
+def _code(m, extents, mids, keys, flags, scratch, start, stop) -> None:
+    """Parameters and codes of every tile."""
+    channels, tile, tiles, full, mode = m.channels, m.tile, m.tiles, m.full, m.mode
+    line, octave, bits = scratch, scratch + 4 * channels, scratch + 4 * (channels + tiles)
+    inverse, shift, middle = bits + 4 * tiles, bits + 8 * tiles, bits + 12 * tiles
+    spun = middle + 4 * tiles
+    codes = spun + 4 * tile
+    in_row = 0 if mode == NONE else 1 if mode == TOKEN else full
+    norm = np.float32(m.norm)
+    scope, begun = start // m.scope_rows, start % m.scope_rows
+    before = scope * m.low + count_flags(flags + 8 * scope * m.flag_bytes, begun * in_row)
+    to = m.codes + start * m.row_bytes - before * m.saved
+    for row in range(start, stop):
+        x, first = m.source + 4 * row * channels, row * tiles
+        if m.kind != FLOAT32:
+            widen(m.source, m.kind, row * channels, channels, line)
+            x = line
+        chosen = flags + 8 * (row // m.scope_rows) * m.flag_bytes + row % m.scope_rows * in_row
+        _set_bits(chosen, tiles, full, mode, m.high_bits, m.low_bits, bits)
+        exponent = _set_octaves(extents + 4 * first, tiles, bits, octave)
+        put_byte(m.exponents, row, exponent)
+        _parameters(
+            octave, exponent * 16 + 15, bits, extents + 4 * first, mids + 4 * first, tiles, m.width,
+            m.scales + first, inverse, shift, middle,
+        )  # fmt: skip
+        for t in range(tiles):
+            if m.width == 1:
+                put_byte(m.mids, first + t, get_int(middle, t))
+            else:
+                put_half(m.mids, first + t, get_int(middle, t))
+        for t in range(tiles):
+            at, count, b = x + 4 * t * tile, min(tile, channels - t * tile), get_int(bits, t)
+            top = power_of_two(b) - ONE if get_int(octave, t) else ZERO
+            pivot = get_byte(m.pivots, first + t) if m.width == 2 else 0
+            if pivot:
+                spin(at, tile, pivot & 127, norm, spun)
+                at = spun
+            factor, added = get_float(inverse, t), get_float(shift, t)
+            to = encode_run(at, count, factor, added, top, b, to, codes)
+
+
+@helper
+def _set_bits(flags, tiles, full, mode, high_bits, low_bits, bits):
+    for t in range(tiles):
+        low = mode != NONE and t < full and get_byte(flags, t) > 0
+        if mode == TOKEN:
+            low = get_byte(flags, 0) > 0
+        put_int(bits, t, low_bits if low else high_bits)
+
+
+@helper
+def _set_octaves(extents, tiles, bits, octave) -> Any:
+    """Each tile's step in sixteenths of an octave (0: all zero, or not finite); the largest one's float32 exponent."""
+    largest = np.int32(0)
+    for t in range(tiles):
+        extent, b = get_float(extents, t), get_int(bits, t)
+        step = greater(extent * power_of_two(1 - b), SMALLEST)
+        n = np.int32((float_bits(step) + (1 << 18 if b < 6 else (1 << 19) - 1)) >> 19)
+        n = n if ZERO < extent < INFINITY else np.int32(0)
+        put_int(octave, t, n)
+        largest = greater32(largest, n)
+    return np.int64(largest) >> 4
+
+
+@helper
+def _parameters(octave, top, bits, extents, mids, tiles, width, scales, inverse, shift, middle):
+    """Each tile's scale as it travels, 1 / step, what is added to x / step, and its middle as an integer."""
+    units, limit = (np.float32(64), np.float32(127)) if width == 1 else (np.float32(256), np.float32(32767))
+    nan = -128 if width == 1 else -32768
+    for t in range(tiles):
+        below = steps_below(get_int(octave, t), top)
+        put_byte(scales, t, below)
+        size, cells = step_below(below, top), power_of_two(get_int(bits, t))
+        empty = size == ZERO
+        factor = ONE / (ONE if empty else size)
+        m = round_signed(get_float(mids, t) * factor * (units * power_of_two(-get_int(bits, t))))
+        m = lesser(greater(m, -limit), limit)
+        m = ZERO if empty else m
+        put_float(inverse, t, factor)
+        put_float(shift, t, (cells - ONE) * HALF - m * (cells * (ONE / units)))
+        put_int(middle, t, truncate(m) if get_float(extents, t) < INFINITY else nan)

@@ -1,0 +1,86 @@
+"""Keys of tiles and tokens in the order of their entropy (`lowbit.kernels.exact.entropy`), Inf where one is not finite.
+
+`low` and `high` are addresses of the order keys of every tile's extremes, `sums` of scratch for two numbers a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lowbit.kernels.cpu.formulas import INTEGER_BITS
+from lowbit.kernels.cpu.jit import helper
+from lowbit.kernels.cpu.memory import get_float, get_int, put_int
+from lowbit.kernels.cpu.operations import (
+    add32,
+    bits_float,
+    float_bits,
+    greater,
+    greater32,
+    key_value,
+    lesser32,
+    level,
+    log2,
+    order_key,
+    weighted_log,
+)
+from lowbit.kernels.cpu.runs import KEY_INFINITY, are_finite
+from lowbit.kernels.cpu.words import entropy_sums_64
+
+
+@helper
+def put_tile_keys(x, tile, full, low, high, keys, sums) -> None:
+    """Keys of a token's full tiles."""
+    for t in range(full):
+        scale = _scale(get_int(low, t), get_int(high, t))
+        _put_sums(x + 4 * t * tile, tile, scale, sums + 4 * t, sums + 4 * (full + t))
+    for t in range(full):
+        total, terms = get_int(sums, t), get_int(sums, full + t)
+        key = _key(np.float32(greater32(total, 1)), np.float32(terms))
+        finite = are_finite(get_int(low, t), get_int(high, t))
+        put_int(keys, t, key if finite else KEY_INFINITY)
+
+
+@helper
+def put_token_key(x, channels, tile, tiles, low, high, key, sums) -> None:
+    """Key of a whole token."""
+    least, most = get_int(low, 0), get_int(high, 0)
+    for t in range(1, tiles):
+        least, most = lesser32(least, get_int(low, t)), greater32(most, get_int(high, t))
+    total, terms, scale = 0, 0, _scale(least, most)
+    for t in range(tiles):
+        count = min(tile, channels - t * tile)
+        _put_sums(x + 4 * t * tile, count, scale, sums, sums + 4)
+        total += get_int(sums, 0)
+        terms += get_int(sums, 1)
+    found = _key(np.float32(max(total, 1)), np.float32(terms))
+    put_int(key, 0, found if are_finite(least, most) else KEY_INFINITY)
+
+
+@helper
+def _scale(low, high) -> Any:
+    """The power of two that makes the largest magnitude a 15-bit integer."""
+    most = greater(key_value(high), -key_value(low))
+    exponent = min(max(float_bits(most) >> 23, 27), 254)
+    return bits_float((127 + 14 + 127 - exponent) << 23)
+
+
+@helper
+def _put_sums(x, count, scale, total, terms) -> None:
+    """Of up to 128 integers and of their weighted logarithms: below 2^31, so that 32 bits suffice."""
+    if count == 64:
+        entropy_sums_64(x, scale, total, terms)
+        return
+    some, some_terms = np.int32(0), np.int32(0)
+    for j in range(count):
+        found = level(get_float(x, j), scale)
+        some = add32(some, float_bits(found) - INTEGER_BITS)
+        some_terms = add32(some_terms, float_bits(weighted_log(found)) - 0x49000000)
+    put_int(total, 0, some)
+    put_int(terms, 0, some_terms)
+
+
+@helper
+def _key(weight, terms) -> Any:
+    return order_key(log2(weight) - terms * np.float32(0.0625) / weight)

@@ -1,0 +1,300 @@
+"""`TAHQuant` on a GPU.
+
+A program holds whole tokens in registers, a lane for each tile, so the tensor is read once. Where low bits are shared
+out among a program's own tiles ("range", "tile"), encoding is one launch. Among the tokens of a sequence it is three:
+each token's entropy, the choice, the codes. Decoding is always one.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.codecs.tah_quant import reference
+from lowbit.codecs.tah_quant.gpu_choice import choose, ordered, smallest
+from lowbit.codecs.tah_quant.gpu_rotation import find_pivots, restore_pivots, rotate_pivots
+from lowbit.codecs.tah_quant.gpu_tiles import checked_flags, code_offsets, load_flags, low_before, store_bitmap
+from lowbit.codecs.tah_quant.layout import SCOPE_TILES, TAHGeometry, tah_geometry
+from lowbit.codecs.tah_quant.reference import MID_LIMIT, MID_SHARE, MID_UNITS, NAN_MID
+from lowbit.kernels.exact import LARGEST, SMALLEST
+from lowbit.kernels.gpu import eighths
+from lowbit.kernels.gpu.lanes import lanes, row_maximum, step_of
+from lowbit.kernels.gpu.launch import ends, launch, power_of_two_from, starts, warps_for
+from lowbit.kernels.gpu.numbers import (
+    bits_of,
+    code_of,
+    entropy_key,
+    entropy_terms,
+    inverse_of,
+    magnitude_scale,
+    number_of,
+    of_bits,
+    power_of_two,
+    round_signed,
+    section,
+    widened,
+    zero_gap,
+)
+from lowbit.kernels.layout import ceil_div
+
+log = logging.getLogger(__name__)
+
+LARGEST_, SMALLEST_ = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+CHUNK = 4096
+WIDEST = 1 << 17  # elements of a token: more do not fit into a program's registers
+
+
+def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
+    """The reference's bytes."""
+    geo, ratio = tah_geometry(x.shape, *settings), settings[-1] or 0.0
+    if geo.channels > WIDEST:
+        _say_wide(geo.channels)
+        reference.encode.definition(x, payload, *settings)
+        return
+    if geo.low and geo.allocation == "token":
+        keys = torch.empty(geo.rows, dtype=torch.int32, device=x.device)
+        launch(_measure, geo.rows, 4, {}, x, keys, channels=geo.channels, CHUNK=CHUNK)
+        launch(
+            choose, geo.scopes, 4, {}, keys, payload[geo.layout.offsets["widths"] :], geo.low, geo.flag_bytes,
+            per_scope=geo.per_scope,
+        )  # fmt: skip
+    width = geo.mid_bytes
+    launch(
+        _encode, *_shape(geo), x, payload, ratio, geo.tile**-0.5, *_numbers(geo),
+        *ends(geo.layout, "exponents", "scales", "mids", "pivots", "widths"),
+        SHARE=MID_SHARE[width], LIMIT=float(MID_LIMIT[width]),
+    )  # fmt: skip
+
+
+def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
+    """The reference's numbers."""
+    geo = tah_geometry(out.shape, *settings[:-1])
+    if geo.channels > WIDEST:
+        _say_wide(geo.channels)
+        reference.decode.definition(payload, out, *settings)
+        return
+    launch(_decode, *_shape(geo), payload, out, geo.tile**-0.5, *_numbers(geo), ACCUMULATE=settings[-1])
+
+
+@functools.cache
+def _say_wide(channels: int) -> None:
+    log.warning("tokens of %d elements take the slow reference path: the kernels hold up to %d", channels, WIDEST)
+
+
+def _shape(geo: TAHGeometry) -> tuple[int, int, dict[str, Any]]:
+    """Programs, warps, and the shape of a program's tensors, with the settings."""
+    mode = geo.allocation if geo.low else "none"
+    # Whatever the number of tokens: a shorter message shall not need kernels of its own.
+    rows = {"tile": 1, "range": SCOPE_TILES // max(1, geo.full)}.get(mode, SCOPE_TILES // geo.tiles)
+    rows = max(1, rows)
+    lanes, width = power_of_two_from(rows * geo.tiles), geo.tile // 8
+    shape = {
+        "C": geo.channels, "TILE": geo.tile, "T": geo.tiles, "ROWS": rows, "NT": lanes,
+        "RP": power_of_two_from(rows), "WIDTH": width, "HIGH": geo.high_bits, "LOW": geo.low_bits,
+        "MODE": mode, "MID_WIDTH": geo.mid_bytes, "UNITS": float(MID_UNITS[geo.mid_bytes]),
+        "NAN_MID": NAN_MID[geo.mid_bytes],
+    }  # fmt: skip
+    return ceil_div(geo.rows, rows), warps_for(lanes * width), shape
+
+
+def _numbers(geo: TAHGeometry) -> tuple[int, ...]:
+    return (
+        geo.rows, geo.scope_rows, geo.per_scope, geo.per_last, geo.low, geo.low_last, geo.flag_bytes,
+        *starts(geo.layout, "scales", "mids", "pivots", "widths", "codes"),
+    )  # fmt: skip
+
+
+NUMBERS = (
+    "rows", "length", "per_scope", "per_last", "low", "low_last", "flag_bytes",
+    "scales_16", "mids_16", "pivots_16", "widths_16", "codes_16",
+    "exponents_end", "scales_end", "mids_end", "pivots_end", "widths_end",
+)  # fmt: skip
+"""Arguments that change with a message's length: kernels are compiled once for all of them."""
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _encode(
+    x, payload, ratio, norm,
+    rows, length, per_scope, per_last, low, low_last, flag_bytes,
+    scales_16, mids_16, pivots_16, widths_16, codes_16,
+    exponents_end, scales_end, mids_end, pivots_end, widths_end,
+    MODE: tl.constexpr, MID_WIDTH: tl.constexpr, SHARE: tl.constexpr, LIMIT: tl.constexpr,
+    UNITS: tl.constexpr, NAN_MID: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr,
+    RP: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    RAGGED: tl.constexpr = C % TILE > 0
+    first, row, t, there, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
+    parts = eighths.load(x, at, v, keep, count, j, RAGGED)
+    least, most, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
+    index = first * T + tl.arange(0, NT)
+
+    candidate = there & (t < C // TILE)
+    if MODE == "tile":
+        key = _tile_keys(parts, tl.maximum(most, -least), finite)
+    if MID_WIDTH == 2:
+        pivot = find_pivots(parts, finite & candidate, j, TILE // 8, ratio)
+        tl.store(section(payload, pivots_16) + index, pivot.to(tl.uint8), mask=there)
+        if tl.max(pivot, axis=0) > 0:
+            parts = rotate_pivots(parts, pivot, j, TILE // 8, norm, WIDTH, NT)
+            least, most, _ = eighths.extremes(parts, v, keep, count, j, RAGGED)
+    least, most = tl.maximum(least, -LARGEST_), tl.minimum(most, LARGEST_)
+    mid = most * 0.5 + least * 0.5
+    extent = tl.maximum(most * 0.5 - least * 0.5, tl.abs(mid) * SHARE)
+
+    bits = tl.full((NT,), HIGH, tl.int32)
+    before = tl.full((), 0, tl.int64)
+    if MODE == "range":
+        key = tl.where(finite, bits_of(extent) & 0x7FFFFFFF, 0x7F800000)
+    if MODE == "range" or MODE == "tile":
+        last = tl.program_id(0) == tl.num_programs(0) - 1
+        flags = smallest(ordered(key, candidate), tl.where(last, low_last, low))
+        store_bitmap(
+            flags, section(payload, widths_16), tl.where(last, per_last, per_scope), flag_bytes, C, TILE, T, NT
+        )
+        bits = tl.where(flags > 0, LOW, HIGH)
+        before = low_before(section(payload, widths_16), first, length, low, flag_bytes, False)
+    if MODE == "token":
+        flags = load_flags(section(payload, widths_16), first, row, t, there, length, flag_bytes, C, TILE, True)
+        bits = tl.where(flags > 0, LOW, HIGH)
+        before = low_before(section(payload, widths_16), first, length, low, flag_bytes, True)
+
+    exponent, below = _steps(extent, finite & there, bits, row, T, ROWS, NT, RP)
+    step = of_bits(step_of(below, exponent))
+    inverse, cells = inverse_of(step), power_of_two(bits)
+    m = round_signed(mid * inverse * (UNITS * power_of_two(-bits)))
+    m = tl.where(step > 0, tl.minimum(tl.maximum(m, -LIMIT), LIMIT), 0.0)
+    shift = (cells - 1) * 0.5 - m * (cells * (1 / UNITS))
+    top = tl.where(step > 0, cells - 1, 0.0)
+
+    tl.store(payload + first + row, exponent.to(tl.uint8), mask=there & (t == 0))
+    tl.store(section(payload, scales_16) + index, below.to(tl.uint8), mask=there)
+    middle = tl.where(finite, m.to(tl.int32), NAN_MID)
+    if MID_WIDTH == 1:
+        tl.store(section(payload, mids_16) + index, middle.to(tl.uint8), mask=there)
+    else:
+        mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int16))
+        tl.store(mids + index, middle.to(tl.int16), mask=there)
+    codes = ()
+    for k in tl.static_range(8):
+        code = code_of(parts[k], inverse[:, None], shift[:, None], top[:, None])
+        if RAGGED:
+            code = tl.where(k * v + j < count, code, 0)
+        codes = codes + (code,)
+    start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, MODE == "token")
+    eighths.store_codes(section(payload, codes_16) + start + j, codes, v, bits[:, None], keep, HIGH | LOW)
+    if tl.program_id(0) == 0:
+        zero_gap(payload, exponents_end, scales_16)
+        zero_gap(payload, scales_end, mids_16)
+        zero_gap(payload, mids_end, pivots_16)
+        zero_gap(payload, pivots_end, widths_16)
+        zero_gap(payload, widths_end, codes_16)
+
+
+@triton.jit
+def _tile_keys(parts, largest, finite):
+    """Tiles in the order of their entropy."""
+    scale = magnitude_scale(largest)[:, None]
+    total = tl.zeros(parts[0].shape, tl.int32)
+    terms = tl.zeros(parts[0].shape, tl.int32)
+    for k in tl.static_range(8):
+        some, more = entropy_terms(parts[k], scale)
+        total += some
+        terms += more
+    return entropy_key(tl.sum(total, axis=1), tl.sum(terms, axis=1), finite)
+
+
+@triton.jit
+def _steps(
+    extent, finite, bits, row,
+    T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr, RP: tl.constexpr,
+):  # fmt: skip
+    """Each token's exponent, at all its tiles, and each tile's step below it (see `reference`)."""
+    step = bits_of(tl.maximum(extent * power_of_two(1 - bits), SMALLEST_))
+    octave = (step + tl.where(bits < 6, 1 << 18, (1 << 19) - 1)) >> 19
+    octave = tl.where(finite & (extent > 0), octave, 0)
+    exponent = row_maximum(octave, row, T, ROWS, NT, RP) >> 4
+    below = tl.minimum(tl.maximum(exponent * 16 + 15 - octave, 0), 254)
+    return exponent, tl.where(octave > 0, below, 255)
+
+
+@triton.jit
+def _measure(x, keys, channels: tl.constexpr, CHUNK: tl.constexpr):
+    """Key of a token, in the order of entropy."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * channels
+    i = tl.arange(0, CHUNK)
+    most, nothing = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, channels, CHUNK):
+        part = widened(tl.load(x + start + i, mask=start + i < channels, other=0.0))
+        most = tl.maximum(most, tl.abs(part))
+        nothing = tl.fma(part, 0.0, nothing)
+    scale = magnitude_scale(tl.max(most, axis=0))
+    total, terms = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
+    for start in range(0, channels, CHUNK):
+        part = widened(tl.load(x + start + i, mask=start + i < channels, other=0.0))
+        some, more = entropy_terms(part, scale)
+        total += some
+        terms += more
+    finite = tl.sum(nothing, axis=0) == 0
+    tl.store(keys + row, entropy_key(tl.sum(total, axis=0), tl.sum(terms, axis=0), finite))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _decode(
+    payload, out, norm,
+    rows, length, per_scope, per_last, low, low_last, flag_bytes,
+    scales_16, mids_16, pivots_16, widths_16, codes_16,
+    MODE: tl.constexpr, MID_WIDTH: tl.constexpr, UNITS: tl.constexpr, NAN_MID: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, NT: tl.constexpr,
+    RP: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    RAGGED: tl.constexpr = C % TILE > 0
+    BY_TOKEN: tl.constexpr = MODE == "token"
+    first, row, t, there, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
+    index = first * T + tl.arange(0, NT)
+    bits = tl.full((NT,), HIGH, tl.int32)
+    before = tl.full((), 0, tl.int64)
+    damaged = row < 0
+    if MODE != "none":
+        flags, before, intact = checked_flags(
+            section(payload, widths_16), first, row, t, there, length, low, low_last, flag_bytes, rows,
+            C, TILE, ROWS, BY_TOKEN,
+        )  # fmt: skip
+        bits = tl.where(flags > 0, LOW, HIGH)
+        damaged = intact == 0
+    start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, BY_TOKEN)
+    codes = eighths.load_codes(section(payload, codes_16) + start + j, v, bits[:, None], keep, HIGH | LOW)
+
+    exponent = tl.load(payload + first + row, mask=there, other=0).to(tl.int32)
+    below = tl.load(section(payload, scales_16) + index, mask=there, other=0).to(tl.int32)
+    if MID_WIDTH == 1:
+        mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int8))
+    else:
+        mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int16))
+    m = tl.load(mids + index, mask=there, other=0).to(tl.int32)
+    damaged |= m == NAN_MID
+    if MID_WIDTH == 2:
+        pivot = tl.load(section(payload, pivots_16) + index, mask=there, other=0).to(tl.int32)
+        turned = (pivot >= 128) & (pivot < 128 + TILE) & (t < C // TILE)
+        damaged |= (pivot > 0) & (turned == 0)
+        pivot = tl.where(turned, pivot, 0)
+    step = of_bits(tl.where(damaged, 0x7FC00000, step_of(below, exponent)))
+    cells = power_of_two(bits)
+    offset = m.to(tl.float32) * (cells * (1 / UNITS)) - (cells - 1) * 0.5
+    y = ()
+    for k in tl.static_range(8):
+        y = y + ((number_of(codes[k]) + offset[:, None]) * step[:, None],)
+    if MID_WIDTH == 2:  # noqa: SIM102, because the other condition is not known to the compiler
+        if tl.max(pivot, axis=0) > 0:
+            y = restore_pivots(y, pivot, j, TILE // 8, norm, WIDTH, NT)
+    eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

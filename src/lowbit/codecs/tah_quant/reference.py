@@ -1,0 +1,264 @@
+"""The definition of `TAHQuant`'s operators in plain PyTorch, by the rules of `lowbit.kernels.exact`.
+
+Shape suffixes: R rows (tokens), T tiles of E elements, C channels; K bytes of a tile's codes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.tah_quant.layout import TAHGeometry, tah_geometry
+from lowbit.kernels import operator
+from lowbit.kernels.checks import check_bytes, check_numbers
+from lowbit.kernels.exact import (
+    LARGEST,
+    SMALLEST,
+    entropy,
+    inverse,
+    octave_rounding,
+    octave_steps,
+    rotate,
+    smallest,
+    store,
+)  # fmt: skip
+from lowbit.kernels.layout import ceil_div, zero_gaps
+from lowbit.kernels.packing import pack, pack_flags, unpack, unpack_flags
+
+ROTATABLE = 2.0**120  # larger pivots stay where they are: their rotation could overflow
+NAN_MID = {1: -128, 2: -32768}
+MID_LIMIT = {1: 127, 2: 32767}
+MID_UNITS = {1: 64, 2: 256}  # units of a mid in one range (2^bits steps)
+MID_SHARE = {1: 0.2703, 2: 0.0042017}  # least half range for a |mid| of 1: 1 / limit, and a scale's rounding
+
+
+def _check(
+    x: Tensor, payload: Tensor, tile: int, high_bits: int, low_bits: int, low_fraction: float, allocation: str,
+    pivot: float | bool | None, _: object = None,
+) -> None:  # fmt: skip
+    if tile not in (8, 16, 32, 64, 128):
+        raise ValueError(f"tile is {tile}; allowed: 8, 16, 32, 64, 128")
+    if not 2 <= low_bits <= high_bits <= 8:
+        raise ValueError(f"low_bits is {low_bits}, high_bits {high_bits}; allowed: 2 to 8 in order")
+    if allocation not in ("token", "tile", "range") or not 0 <= low_fraction <= 1:
+        raise ValueError(f"allocation is {allocation!r}, low_fraction {low_fraction}")
+    check_numbers(x, 3)
+    geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot)
+    check_bytes("payload", payload, geo.layout.nbytes, x.device)
+
+
+@operator(writes="payload", check=_check)
+def encode(
+    x: Tensor, payload: Tensor, tile: int, high_bits: int, low_bits: int, low_fraction: float, allocation: str,
+    pivot_ratio: float | None,
+) -> None:  # fmt: skip
+    """x (sequences, length, channels) -> payload; see `lowbit.codecs.TAHQuant` for formulas and layout."""
+    geo = tah_geometry(x.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot_ratio)
+    x_RTE = _tiled(x.float(), geo)
+    finite_RT = x_RTE.isfinite().all(-1)
+    y_RTE, pivot_RT = x_RTE, torch.zeros_like(finite_RT, dtype=torch.uint8)
+    if pivot_ratio is not None:
+        pivot_RT = find_pivots(x_RTE, finite_RT, geo, pivot_ratio)
+        y_RTE = torch.where(pivot_RT[..., None] > 0, rotate(swap(x_RTE, pivot_RT)), x_RTE)
+    extent_RT, mid_RT = _extents(y_RTE, geo.mid_bytes)
+    counts = torch.full((geo.scopes,), geo.low, device=x.device)
+    counts[-1] = geo.low_last
+    low = smallest(_keys(x_RTE, extent_RT, finite_RT, geo), counts)
+    bits_RT = torch.where(_spread(low, geo), low_bits, high_bits)
+    exponent_R, below_RT = _steps(extent_RT, finite_RT, bits_RT)
+    step_RT = octave_steps(exponent_R, below_RT)
+    m_RT, codes_RTE = _quantize(y_RTE, mid_RT, step_RT, bits_RT, geo.mid_bytes)
+    codes_RTE.view(geo.rows, -1)[:, geo.channels :] = 0
+
+    layout = geo.layout
+    layout.section(payload, "exponents").copy_(exponent_R)
+    layout.section(payload, "scales").copy_(below_RT.reshape(-1))
+    m_RT = torch.where(finite_RT, m_RT, float(NAN_MID[geo.mid_bytes]))
+    layout.section(payload, "mids", _mid_dtype(geo.mid_bytes)).copy_(m_RT.reshape(-1))
+    if pivot_ratio is not None:
+        layout.section(payload, "pivots").copy_(pivot_RT.reshape(-1))
+    if geo.low:
+        layout.section(payload, "widths").copy_(pack_flags(low).view(-1))
+    bytes_RTK = torch.where(
+        (bits_RT == low_bits)[..., None], _tile_bytes(codes_RTE, geo, low_bits), _tile_bytes(codes_RTE, geo, high_bits)
+    )
+    layout.section(payload, "codes").copy_(bytes_RTK[_byte_mask(bits_RT, geo)])
+    zero_gaps(payload, layout)
+
+
+@operator(writes="out", check=lambda payload, out, *settings: _check(out, payload, *settings))
+def decode(
+    payload: Tensor, out: Tensor, tile: int, high_bits: int, low_bits: int, low_fraction: float, allocation: str,
+    pivot: bool, accumulate: bool,
+) -> None:  # fmt: skip
+    """Payload -> out (sequences, length, channels), or added to it."""
+    geo = tah_geometry(out.shape, tile, high_bits, low_bits, low_fraction, allocation, pivot)
+    layout, width = geo.layout, geo.mid_bytes
+    low, intact_R = _checked_flags(payload, geo)
+    bits_RT = torch.where(_spread(low, geo), low_bits, high_bits)
+
+    kept = _byte_mask(bits_RT, geo)
+    bytes_RTK = torch.zeros(kept.shape, dtype=torch.uint8, device=payload.device)
+    bytes_RTK[kept] = layout.section(payload, "codes")
+    codes_RTE = torch.where(
+        (bits_RT == low_bits)[..., None], _tile_codes(bytes_RTK, geo, low_bits), _tile_codes(bytes_RTK, geo, high_bits)
+    )
+    exponent_R = layout.section(payload, "exponents").int()
+    below_RT = layout.section(payload, "scales").view(geo.rows, geo.tiles).int()
+    mid_RT = layout.section(payload, "mids", _mid_dtype(width)).view(geo.rows, geo.tiles)
+    step_RT = octave_steps(exponent_R, below_RT)
+    step_RT = torch.where((mid_RT == NAN_MID[width]) | ~intact_R[:, None], math.nan, step_RT)
+    if pivot:
+        pivot_RT = layout.section(payload, "pivots").view(geo.rows, geo.tiles)
+        there_RT = (pivot_RT >= 128) & (pivot_RT.int() < 128 + geo.tile)
+        there_RT[:, geo.full :] = False
+        step_RT = torch.where((pivot_RT > 0) & ~there_RT, math.nan, step_RT)
+        pivot_RT = torch.where(there_RT, pivot_RT, 0)
+    levels_RT = torch.exp2(bits_RT.float())
+    offset_RT = mid_RT.float() * (levels_RT / MID_UNITS[width])
+    centered_RTE = codes_RTE.float() - ((levels_RT - 1) / 2)[..., None]
+    y_RTE = (centered_RTE + offset_RT[..., None]) * step_RT[..., None]
+    if pivot:
+        y_RTE = torch.where(pivot_RT[..., None] > 0, swap(rotate(y_RTE), pivot_RT), y_RTE)
+    store(y_RTE.reshape(geo.rows, -1)[:, : geo.channels].reshape(out.shape), out, accumulate)
+
+
+def find_pivots(x_RTE: Tensor, finite_RT: Tensor, geo: TAHGeometry, ratio: float) -> Tensor:
+    """128 + position of each full tile's pivot: its largest |x|, if at least `ratio` times the second; else 0.
+
+    It must be larger, too: the smallest ratios and the tiniest numbers round `second * ratio` to `second`.
+    """
+    top = x_RTE.abs().nan_to_num(0).topk(2, dim=-1)
+    first, second = top.values.unbind(-1)
+    qualifies = (first >= second * ratio) & (first > second) & (first < ROTATABLE) & finite_RT
+    qualifies[:, geo.full :] = False
+    return torch.where(qualifies, top.indices[..., 0] + 128, 0).to(torch.uint8)
+
+
+def swap(x_RTE: Tensor, pivot_RT: Tensor) -> Tensor:
+    """Exchange each tile's first element with the one at its pivot (tiles without a pivot stay)."""
+    position = (pivot_RT.long() & 127)[..., None]
+    first, pivot = x_RTE[..., :1], x_RTE.gather(-1, position)
+    y = x_RTE.scatter(-1, position, first)
+    return torch.cat([pivot, y[..., 1:]], -1)
+
+
+def _tiled(x: Tensor, geo: TAHGeometry) -> Tensor:
+    """(R, T, E), a ragged last tile padded with copies of its last element."""
+    x_RC = x.reshape(geo.rows, geo.channels)
+    pad = x_RC[:, -1:].expand(-1, geo.tiles * geo.tile - geo.channels)
+    return torch.cat([x_RC, pad], 1).view(geo.rows, geo.tiles, geo.tile)
+
+
+def _extents(x_RTE: Tensor, mid_bytes: int) -> tuple[Tensor, Tensor]:
+    """Half the range that a tile's 2^bits cells must cover, and the range's middle."""
+    low_RT = x_RTE.amin(-1).clamp(min=-LARGEST)
+    high_RT = x_RTE.amax(-1).clamp(max=LARGEST)
+    half_RT = high_RT * 0.5 - low_RT * 0.5
+    mid_RT = high_RT * 0.5 + low_RT * 0.5
+    # A middle too far away for its integer widens the cells instead of being cut off.
+    return torch.maximum(half_RT, mid_RT.abs() * MID_SHARE[mid_bytes]), mid_RT
+
+
+def _keys(x_RTE: Tensor, extent_RT: Tensor, finite_RT: Tensor, geo: TAHGeometry) -> Tensor:
+    """What each scope's candidates are ordered by, (scopes, per_scope); NaN, Inf and what is missing come last."""
+    if geo.allocation == "range":
+        key = torch.where(finite_RT, extent_RT, math.inf)[:, : geo.full]
+    elif geo.allocation == "tile":
+        key = torch.where(finite_RT, entropy(x_RTE), math.inf)[:, : geo.full]
+    else:
+        x_RC = x_RTE.reshape(geo.rows, -1)[:, : geo.channels]
+        key = torch.where(finite_RT.all(-1), entropy(x_RC), math.inf)
+    missing = geo.per_scope - geo.per_last
+    return torch.nn.functional.pad(key.reshape(-1), (0, missing), value=math.inf).view(geo.scopes, geo.per_scope)
+
+
+def _steps(extent_RT: Tensor, finite_RT: Tensor, bits_RT: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's exponent, and how far below its top each tile's step lies (see `octave_steps`).
+
+    A step becomes a 12-bit number of sixteenths of an octave, float32's exponent and four bits of its mantissa.
+    """
+    step_RT = extent_RT / torch.exp2(bits_RT.float() - 1)
+    step_RT = torch.where(finite_RT & (extent_RT > 0), step_RT.clamp(min=SMALLEST), 0.0)
+    octave_RT = (step_RT.view(torch.int32) + torch.where(bits_RT < 6, octave_rounding(2), octave_rounding(8))) >> 19
+    exponent_R = octave_RT.amax(-1) >> 4
+    below_RT = (exponent_R[:, None] * 16 + 15 - octave_RT).clamp(0, 254)
+    return exponent_R, torch.where(octave_RT > 0, below_RT, 255)
+
+
+def _quantize(x_RTE: Tensor, mid_RT: Tensor, step_RT: Tensor, bits_RT: Tensor, mid_bytes: int) -> tuple[Tensor, Tensor]:
+    """Integer middles, and codes relative to them; both 0 where the step is 0."""
+    inverse_RT = inverse(step_RT)
+    cells_RT = torch.exp2(bits_RT.float())
+    limit = MID_LIMIT[mid_bytes]
+    m_RT = (mid_RT * inverse_RT * (MID_UNITS[mid_bytes] / cells_RT)).round().clamp(-limit, limit)
+    m_RT = torch.where(step_RT > 0, m_RT, 0.0)
+    shift_RT = (cells_RT - 1) / 2 - m_RT * (cells_RT / MID_UNITS[mid_bytes])
+    v_RTE = (x_RTE * inverse_RT[..., None] + shift_RT[..., None]).round().clamp(min=0)
+    v_RTE = torch.minimum(v_RTE, (cells_RT - 1)[..., None]).nan_to_num(0)
+    return m_RT, torch.where((step_RT > 0)[..., None], v_RTE, 0.0).to(torch.uint8)
+
+
+def _checked_flags(payload: Tensor, geo: TAHGeometry) -> tuple[Tensor, Tensor]:
+    """Flags of the candidates (scopes, per_scope), and of which tokens (R,) they are those of an encoder.
+
+    A scope with another number of flags than the geometry gives it is damaged: its first candidates take their places,
+    so that its codes and those of the scopes behind it still lie within the payload.
+    """
+    device = payload.device
+    counts = torch.full((geo.scopes, 1), geo.low, device=device)
+    counts[-1] = geo.low_last
+    place = torch.arange(geo.per_scope, device=device).expand(geo.scopes, -1)
+    if not geo.low:
+        return place < counts, torch.ones(geo.rows, dtype=torch.bool, device=device)
+    packed = geo.layout.section(payload, "widths").view(geo.scopes, geo.flag_bytes)
+    low = unpack_flags(packed, geo.per_scope)
+    low[-1, geo.per_last :] = False
+    intact = low.sum(1, keepdim=True) == counts
+    intact_R = intact.view(-1).repeat_interleave(geo.scope_rows)[: geo.rows]
+    return torch.where(intact, low, place < counts), intact_R
+
+
+def _spread(low: Tensor, geo: TAHGeometry) -> Tensor:
+    """Flags of the candidates as flags of all tiles, (R, T)."""
+    if geo.allocation == "token":
+        return low.reshape(geo.rows, 1).expand(-1, geo.tiles)
+    flags = low.reshape(-1)[: geo.rows * geo.full].view(geo.rows, geo.full)
+    return torch.nn.functional.pad(flags, (0, geo.tiles - geo.full))
+
+
+def _byte_mask(bits_RT: Tensor, geo: TAHGeometry) -> Tensor:
+    """(R, T, K): which of the K bytes that a tile may take are in the payload."""
+    size_T = torch.full((geo.tiles,), geo.tile, device=bits_RT.device)
+    size_T[geo.full :] = _ragged(geo)
+    k = torch.arange(geo.tile * geo.high_bits // 8, device=bits_RT.device)
+    return k < (size_T * bits_RT // 8)[..., None]
+
+
+def _tile_bytes(codes_RTE: Tensor, geo: TAHGeometry, bits: int) -> Tensor:
+    packed = pack(codes_RTE[:, : geo.full], bits)
+    room = geo.tile * geo.high_bits // 8
+    parts = [torch.nn.functional.pad(packed, (0, room - packed.shape[-1]))]
+    if geo.full < geo.tiles:
+        tail = pack(codes_RTE[:, geo.full :, : _ragged(geo)], bits)
+        parts.append(torch.nn.functional.pad(tail, (0, room - tail.shape[-1])))
+    return torch.cat(parts, 1)
+
+
+def _tile_codes(bytes_RTK: Tensor, geo: TAHGeometry, bits: int) -> Tensor:
+    parts = [unpack(bytes_RTK[:, : geo.full, : geo.tile * bits // 8], bits)]
+    if geo.full < geo.tiles:
+        tail = unpack(bytes_RTK[:, geo.full :, : _ragged(geo) * bits // 8], bits)
+        parts.append(torch.nn.functional.pad(tail, (0, geo.tile - tail.shape[-1])))
+    return torch.cat(parts, 1)
+
+
+def _ragged(geo: TAHGeometry) -> int:
+    """Elements that a ragged last tile takes in the payload."""
+    return ceil_div(geo.channels - geo.full * geo.tile, 8) * 8
+
+
+def _mid_dtype(width: int) -> torch.dtype:
+    return torch.int8 if width == 1 else torch.int16

@@ -1,0 +1,140 @@
+"""How kernels are compiled and cached, and how machine operations that Python cannot spell become functions for them.
+
+Kernels run without the interpreter's lock and without fast-math: no step may be contracted with its neighbour or
+reordered, or their bytes would differ from the reference's (`summing` is for what no other end computes again).
+Numba's front end takes most of the compile time, widens arithmetic on small integers to 64 bits, and counts references
+to arrays in inner loops. So kernels take addresses instead of arrays, and elementwise formulas are built as LLVM
+instructions (`operation`); loops stay in Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import config
+from numba.core.compiler_lock import global_compiler_lock
+from numba.extending import intrinsic
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 60.0  # seconds
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a function that is inlined into the kernels that use it."""
+    return numba.njit(forceinline=True, no_cpython_wrapper=True, **OPTIONS)(function)
+
+
+def summing(function: Callable[..., Any]) -> Any:
+    """The same for one whose sums may be taken in any order, and thus by vectors: nobody computes the same again."""
+    return numba.njit(forceinline=True, no_cpython_wrapper=True, fastmath={"reassoc", "contract"}, **OPTIONS)(function)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile a function called from Python, at its first call or from the cache on disk if one can be written."""
+    package = function.__module__.partition(".")[0]
+    before, config.CACHE_DIR = config.CACHE_DIR, _cache_folder(package)
+    try:
+        dispatcher: Any = numba.njit(cache=True, **OPTIONS)(function)
+        lock = os.path.join(_cache_folder(package), f"{function.__module__}.{function.__name__}.{platform.node()}.lock")
+        dispatcher.compile = _in_turn(dispatcher.compile, lock)  # (a home may be shared by machines)
+        return dispatcher
+    except (RuntimeError, OSError) as error:
+        log.info("kernels are compiled anew in every process: %s", error)
+        return numba.njit(**OPTIONS)(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+def _in_turn(compile: Callable[..., Any], path: str) -> Callable[..., Any]:
+    """Let one process of a machine compile a kernel while the others wait for what it leaves in the cache.
+
+    Ranks that start together would all compile the same, on the same cores. Numba's own lock comes first, as it does
+    where a kernel calls another one: so no two threads wait for each other.
+    """
+
+    def compile_in_turn(signature: Any) -> Any:
+        with global_compiler_lock, contextlib.ExitStack() as stack:
+            try:
+                lock = stack.enter_context(open(path, "w"))
+                if fcntl and _wait_for(lock.fileno()):
+                    # A process forked meanwhile has the file open, too.
+                    stack.callback(fcntl.flock, lock.fileno(), fcntl.LOCK_UN)
+            except OSError as error:  # such as a file system without locks
+                log.debug("%s cannot be locked, so another process may compile the same: %s", path, error)
+            return compile(signature)
+
+    return compile_in_turn
+
+
+def _wait_for(file: int) -> bool:
+    """Lock a file, or go on without the lock after `PATIENCE`: whoever has it may have been stopped."""
+    assert fcntl
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                log.info("another process compiles this kernel, too long to be waited for")
+                return False
+            time.sleep(0.02)
+        else:
+            return True
+
+
+@functools.cache
+def _cache_folder(package: str) -> str:
+    """A folder named after these sources and those of a package that are beside kernels, `cpu*.py`.
+
+    Numba itself would not notice a change in a helper of another file.
+    """
+    here, root = Path(__file__).parent, Path(sys.modules[package].__file__ or "").parent
+    folders = {here, here.parent, *(file.parent for file in root.rglob("cpu*.py"))}
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
+        digest.update(file.read_bytes())
+    cache = config.CACHE_DIR or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lowbit"
+    )
+    return os.path.join(cache, f"kernels-{digest.hexdigest()[:16]}")
+
+
+def operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for kernels out of one that builds LLVM instructions from a builder and its operands.
+
+    Args:
+        result: numba type of what it returns.
+        parameters: numba types of the operands, to which kernels' values are converted.
+    """
+
+    def decorate(build: Callable[..., Any]) -> Any:
+        def define(typingctx: Any, *operands: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                return build(builder, *values) or context.get_dummy_value()
+
+            return result(*parameters), generate
+
+        functools.update_wrapper(define, build)
+        define.__signature__ = inspect.signature(build)  # type: ignore[attr-defined]
+        return intrinsic(define)
+
+    return decorate

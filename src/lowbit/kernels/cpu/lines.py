@@ -1,0 +1,110 @@
+"""float32, bfloat16 and float16 elements, so that one compiled kernel serves all three.
+
+What is not float32 passes through a line of float32 numbers that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.kernels.cpu.jit import helper
+from lowbit.kernels.cpu.memory import get_float, get_half, put_float, put_half
+from lowbit.kernels.cpu.operations import from_bf16, from_fp16, overflown, to_bf16, to_fp16
+from lowbit.kernels.layout import Layout
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+# What kernels hand to kernels: Python's own constants would have these compiled anew for them.
+LINE, NO = np.int64(FLOAT32), np.bool_(False)
+
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+
+def sections(payload: Tensor, layout: Layout) -> dict[str, int]:
+    """Address of each section of a payload."""
+    start = payload.data_ptr()
+    return {name: start + offset for name, offset in layout.offsets.items()}
+
+
+def element(x: Tensor | None) -> tuple[int, int]:
+    """Address and kind of a tensor; for None, what makes `room` choose the line and `give` write nothing."""
+    return (0, -1) if x is None else (x.data_ptr(), KINDS[x.dtype])
+
+
+def zero_gaps(payload: Tensor, layout: Layout) -> None:
+    """Clear the bytes between sections."""
+    end = 0
+    for name, start in layout.offsets.items():
+        ctypes.memset(payload.data_ptr() + end, 0, start - end)
+        end = start + layout.sizes[name]
+
+
+@helper
+def widen(x, kind, start, count, line) -> None:
+    """Convert `count` elements from `start` on to float32, exactly."""
+    if kind == BFLOAT16:
+        for j in range(count):
+            put_float(line, j, from_bf16(get_half(x, start + j)))
+    else:
+        for j in range(count):
+            put_float(line, j, from_fp16(get_half(x, start + j)))
+
+
+@helper
+def narrow(line, y, kind, start, count, accumulate) -> None:
+    """Write `count` float32 numbers to the elements from `start` on, or add them, rounding once."""
+    if accumulate:
+        add(y, kind, start, count, line)
+    if kind == FLOAT32:
+        for j in range(count):
+            put_float(y, start + j, get_float(line, j))
+    elif kind == BFLOAT16:
+        for j in range(count):
+            put_half(y, start + j, to_bf16(get_float(line, j)))
+    else:
+        for j in range(count):
+            put_half(y, start + j, to_fp16(get_float(line, j)))
+
+
+@helper
+def take(x, kind, start, count, line) -> Any:
+    """Where the `count` elements from `start` on are as float32 numbers: in place, or converted to a line."""
+    if kind == FLOAT32:
+        return x + 4 * start
+    widen(x, kind, start, count, line)
+    return line
+
+
+@helper
+def room(y, kind, start, line) -> Any:
+    """Where float32 numbers that `give` is to write may be computed."""
+    return y + 4 * start if kind == FLOAT32 else line
+
+
+@helper
+def give(line, y, kind, start, count) -> None:
+    """Write what was computed in the `room` of the elements from `start` on; beyond float16 they become Inf."""
+    if kind == BFLOAT16:
+        for j in range(count):
+            put_half(y, start + j, to_bf16(get_float(line, j)))
+    if kind == FLOAT16:
+        for j in range(count):
+            put_half(y, start + j, to_fp16(overflown(get_float(line, j))))
+
+
+@helper
+def add(y, kind, start, count, line) -> None:
+    """Add `count` elements from `start` on to a line of float32 numbers."""
+    if kind == FLOAT32:
+        for j in range(count):
+            put_float(line, j, get_float(y, start + j) + get_float(line, j))
+    elif kind == BFLOAT16:
+        for j in range(count):
+            put_float(line, j, from_bf16(get_half(y, start + j)) + get_float(line, j))
+    else:
+        for j in range(count):
+            put_float(line, j, from_fp16(get_half(y, start + j)) + get_float(line, j))

@@ -1,0 +1,43 @@
+"""Elements in memory by address and index, for kernels: `get_float(x, j)` is x[j] of the float32 numbers at address x.
+
+Nothing needs to be aligned, because the sections of a payload may lie at any byte of a message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.types import float32, int32, intp, none, uint8, uint16, uint64
+
+from lowbit.kernels.cpu.jit import operation
+
+I8, I16, I32, I64, F32 = (*(ir.IntType(n) for n in (8, 16, 32, 64)), ir.FloatType())
+
+
+def pointer(b: Any, address: Any, index: Any, kind: ir.Type) -> Any:
+    """LLVM's pointer to element `index` of the type `kind` from an address on."""
+    return b.gep(b.inttoptr(address, ir.PointerType(kind)), [index], inbounds=True)
+
+
+def _reader(kind: Any, stored: ir.Type) -> Any:
+    @operation(kind, intp, intp)
+    def get(b: Any, address: Any, index: Any) -> Any:
+        return b.load(pointer(b, address, index, stored), align=1)
+
+    return get
+
+
+def _writer(kind: Any, stored: ir.Type) -> Any:
+    @operation(none, intp, intp, kind)
+    def put(b: Any, address: Any, index: Any, value: Any) -> None:
+        b.store(value, pointer(b, address, index, stored), align=1)
+
+    return put
+
+
+get_byte, put_byte = _reader(uint8, I8), _writer(uint8, I8)
+get_half, put_half = _reader(uint16, I16), _writer(uint16, I16)
+get_int, put_int = _reader(int32, I32), _writer(int32, I32)
+get_float, put_float = _reader(float32, F32), _writer(float32, F32)
+get_word, put_word = _reader(uint64, I64), _writer(uint64, I64)

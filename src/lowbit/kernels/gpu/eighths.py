@@ -1,0 +1,141 @@
+"""Runs of elements that share a scale (tiles, groups), cut into eight parts, one element of each in the same lane.
+
+A run of n elements, n a multiple of 8, has codes in bit planes (see `lowbit.kernels.packing`): byte j of a plane of p
+bits holds elements j, j + w, j + 2 w, ... with w = n p / 8. With v = n / 8, element k v + j is element j of eighth k,
+and byte m v + j of the plane holds eighths m, m + p, m + 2 p, ... So eight tensors (runs, v) pack and unpack lane by
+lane, whatever the widths, and a lane that holds whole runs needs no other lane.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels.gpu.numbers import narrowed, rounded, widened
+
+
+@triton.jit
+def load(x, at, v, keep, count, j, RAGGED: tl.constexpr):
+    """Eight float32 tensors; 0 where nothing is to be read.
+
+    Args:
+        x: pointer; at: element j of each run, (runs, width); v: length of an eighth; keep: which of `at` exist.
+        count: elements of each run, less than 8 v in a ragged one.
+    """
+    parts = ()
+    for k in tl.static_range(8):
+        mask = keep
+        if RAGGED:
+            mask = keep & (k * v + j < count)
+        parts = parts + (widened(tl.load(x + at + k * v, mask=mask, other=0.0)),)
+    return parts
+
+
+@triton.jit
+def extremes(parts, v, keep, count, j, RAGGED: tl.constexpr):
+    """Minimum and maximum of each run, and whether it holds neither NaN nor Inf."""
+    low = tl.full(parts[0].shape, float("inf"), tl.float32)
+    high = tl.full(parts[0].shape, float("-inf"), tl.float32)
+    nothing = tl.zeros(parts[0].shape, tl.float32)
+    for k in tl.static_range(8):
+        x = parts[k]
+        nothing = tl.fma(x, 0.0, nothing)  # 0, or NaN once there is NaN or Inf
+        if RAGGED:
+            there = keep & (k * v + j < count)
+            low = tl.minimum(low, tl.where(there, x, float("inf")))
+            high = tl.maximum(high, tl.where(there, x, float("-inf")))
+        else:
+            low = tl.minimum(low, x)
+            high = tl.maximum(high, x)
+    if not RAGGED:
+        low = tl.where(keep, low, float("inf"))
+        high = tl.where(keep, high, float("-inf"))
+    finite = tl.sum(nothing, axis=1) == 0
+    return tl.min(low, axis=1), tl.max(high, axis=1), finite
+
+
+@triton.jit
+def store_plane(to, codes, v, done, keep, P: tl.constexpr):
+    """Write the plane of P bits that has `done` bits of a code below it.
+
+    Args:
+        to: pointers to byte j of each run's codes, (runs, width); codes: eight int32 tensors.
+    """
+    for m in tl.static_range(P):
+        byte = (codes[m] >> done) & ((1 << P) - 1)
+        for a in tl.static_range(1, 8 // P):
+            byte |= ((codes[m + P * a] >> done) & ((1 << P) - 1)) << (P * a)
+        tl.store(to + m * v + v * done, byte.to(tl.uint8), mask=keep)
+
+
+@triton.jit
+def store_codes(to, codes, v, bits, keep, WIDTHS: tl.constexpr):
+    """Write all planes; `bits` is each run's width, (runs, 1); WIDTHS: all that occur, or-ed."""
+    if WIDTHS & 8:
+        store_plane(to, codes, v, bits * 0, keep & ((bits & 8) > 0), 8)
+    if WIDTHS & 4:
+        store_plane(to, codes, v, bits & 8, keep & ((bits & 4) > 0), 4)
+    if WIDTHS & 2:
+        store_plane(to, codes, v, bits & 12, keep & ((bits & 2) > 0), 2)
+    if WIDTHS & 1:
+        store_plane(to, codes, v, bits & 14, keep & ((bits & 1) > 0), 1)
+
+
+@triton.jit
+def load_plane(at, v, done, keep, P: tl.constexpr):
+    """The P parts of a plane, as int32 tensors."""
+    parts = ()
+    for m in tl.static_range(P):
+        byte = tl.load(at + m * v + v * done, mask=keep, other=0)
+        parts = parts + (byte.to(tl.int32),)
+    return parts
+
+
+@triton.jit
+def add_plane(codes, at, v, done, keep, P: tl.constexpr):
+    """Codes with the bits of one more plane."""
+    plane = load_plane(at, v, done, keep, P)
+    added = ()
+    for k in tl.static_range(8):
+        field = (plane[k % P] >> (P * (k // P))) & ((1 << P) - 1)
+        added = added + (codes[k] | (field << done),)
+    return added
+
+
+@triton.jit
+def load_codes(at, v, bits, keep, WIDTHS: tl.constexpr):
+    """Inverse of `store_codes`: eight int32 tensors."""
+    nothing = tl.zeros(keep.shape, tl.int32)
+    codes = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    if WIDTHS & 8:
+        codes = add_plane(codes, at, v, bits * 0, keep & ((bits & 8) > 0), 8)
+    if WIDTHS & 4:
+        codes = add_plane(codes, at, v, bits & 8, keep & ((bits & 4) > 0), 4)
+    if WIDTHS & 2:
+        codes = add_plane(codes, at, v, bits & 12, keep & ((bits & 2) > 0), 2)
+    if WIDTHS & 1:
+        codes = add_plane(codes, at, v, bits & 14, keep & ((bits & 1) > 0), 1)
+    return codes
+
+
+@triton.jit
+def store_numbers(y, out, at, v, keep, count, j, RAGGED: tl.constexpr, ACCUMULATE: tl.constexpr):
+    """Write eight float32 tensors to `out`, or add them, rounding once (see `lowbit.kernels.exact.store`)."""
+    for k in tl.static_range(8):
+        mask = keep
+        if RAGGED:
+            mask = keep & (k * v + j < count)
+        value, to = y[k], out + at + k * v
+        if ACCUMULATE:
+            value = widened(tl.load(to, mask=mask, other=0.0)) + value
+        tl.store(to, narrowed(value, out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store(y, out, at, v, keep, count, j, RAGGED: tl.constexpr):
+    """Write eight float32 tensors to `out`; beyond float16 they become Inf."""
+    for k in tl.static_range(8):
+        mask = keep
+        if RAGGED:
+            mask = keep & (k * v + j < count)
+        tl.store(out + at + k * v, rounded(y[k], out.dtype.element_ty), mask=mask)

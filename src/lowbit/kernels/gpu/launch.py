@@ -1,0 +1,58 @@
+"""How kernels are launched: on the tensor's device and the current stream, without fusing multiply and add."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from lowbit.kernels.layout import ALIGNMENT, Layout
+
+INTERPRETED: bool = knobs.runtime.interpret
+
+
+@functools.cache
+def unsupported(device: torch.device) -> str:
+    """Why kernels cannot run on a device, or nothing."""
+    if torch.version.hip:
+        return "the kernels are made for NVIDIA's GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"the kernels need compute capability 8.0, and it has {capability[0]}.{capability[1]}"
+    return ""
+
+
+def launch(kernel: Any, programs: int, warps: int, shape: dict[str, Any], *arguments: Any, **settings: Any) -> None:
+    """Queue `programs` programs of a kernel; the first argument that is a tensor names the device.
+
+    For a CPU tensor, in Triton's interpreter, device -1 is none.
+    """
+    tensor = next(a for a in arguments if isinstance(a, Tensor))
+    with torch.cuda.device(tensor.device if tensor.is_cuda else -1):
+        kernel[(programs,)](*arguments, **settings, **shape, num_warps=warps, enable_fp_fusion=False)
+
+
+def starts(layout: Layout, *names: str) -> tuple[int, ...]:
+    """Where sections begin, in `ALIGNMENT` bytes: multiplied in the kernel, so that its compiler knows the alignment.
+
+    For a section of no bytes, which begins anywhere, the number means nothing.
+    """
+    return tuple(layout.offsets[name] // ALIGNMENT for name in names)
+
+
+def ends(layout: Layout, *names: str) -> tuple[int, ...]:
+    """Where sections end, in bytes."""
+    return tuple(layout.offsets[name] + layout.sizes[name] for name in names)
+
+
+def power_of_two_from(n: int) -> int:
+    """The least power of two that is at least n, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def warps_for(lanes: int) -> int:
+    """Warps of a program whose tensors have this many lanes of eight elements."""
+    return min(32, max(1, lanes // 256))

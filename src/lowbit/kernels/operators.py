@@ -1,0 +1,186 @@
+"""How an operator is declared, once, at its definition; and which backend computes it.
+
+Operators fill or read tensors that the caller allocated, so they allocate no output and work on posted buffers. All of
+them are registered with `torch.library`, with their checks as fake implementation, so that `torch.compile` knows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels.layout import ALIGNMENT
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "reference", "cpu", "gpu")
+NEEDS = {"cpu": "numba", "gpu": "Triton"}
+HOMES = {"cpu": "cpu", "cuda": "gpu"}  # whose kernels a device has; others: nobody's
+
+_chosen: contextvars.ContextVar[str] = contextvars.ContextVar("lowbit_backend", default="auto")
+_modules: dict[str, ModuleType | ImportError] = {}  # of kernels, or why they cannot be imported
+_warned: set[tuple[str, str]] = set()
+_library = torch.library.Library("lowbit", "DEF")
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Compute operators with one backend inside a `with` block (this thread or task only).
+
+    Args:
+        name: "auto" (the fastest there is, a missing one logged once), "reference" (plain PyTorch), "cpu" (numba) or
+            "gpu" (Triton). The last two are an error where they are missing or the tensor is elsewhere; Triton's
+            interpreter (TRITON_INTERPRET=1 in the environment) takes CPU tensors as well.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}; allowed: {', '.join(map(repr, BACKENDS))}")
+    token = _chosen.set(name)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+@contextlib.contextmanager
+def apart(device: torch.device) -> Iterator[None]:
+    """Apart from the model's computation: no graph, and no autocast, which would round inside the codec."""
+    with torch.no_grad():
+        if not torch.is_autocast_enabled(device.type):
+            yield
+            return
+        with torch.autocast(device.type, enabled=False):
+            yield
+
+
+class Operator:
+    """A function on payloads, registered as `torch.ops.lowbit.<room>_<function>`; calling it goes through PyTorch.
+
+    A call checks its arguments, copies payloads that do not begin at a multiple of 16 bytes, which kernels read as
+    words and vectors, and runs what `implementation` finds, `apart`.
+
+    Attributes:
+        name: of the room and the function, such as "group_int_encode".
+        definition: the function itself, in plain PyTorch.
+    """
+
+    def __init__(self, definition: Callable[..., None], writes: Sequence[str], check: Callable[..., None]) -> None:
+        self.name = f"{definition.__module__.split('.')[-2]}_{definition.__name__}"
+        self.definition = definition
+        self.__doc__ = definition.__doc__
+        self._check = check
+        names = inspect.signature(definition).parameters
+        self._payloads = [(i, name in writes) for i, name in enumerate(names) if "payload" in name]
+        # Sizes are numbers here, never symbols.
+        schema = torch.library.infer_schema(definition, mutates_args=writes).replace("SymInt", "int")
+        _library.define(self.name + schema)
+        for key in ("CPU", "CUDA", "CompositeExplicitAutograd"):
+            _library.impl(self.name, self._run, key)
+        torch.library.register_fake(f"lowbit::{self.name}", check, lib=_library)
+        self._overload = getattr(torch.ops.lowbit, self.name).default
+
+    def __call__(self, *arguments: Any) -> None:
+        self._overload(*arguments)
+
+    def _run(self, *arguments: Any) -> None:
+        self._check(*arguments)
+        first = arguments[0] if isinstance(arguments[0], Tensor) else arguments[0][0]
+        function = implementation(self, first.device)
+        aligned = {i: _aligned(arguments[i]) for i, _ in self._payloads if not _is_aligned(arguments[i])}
+        with apart(first.device):
+            function(*(aligned.get(i, argument) for i, argument in enumerate(arguments)))
+        for i, written in self._payloads:
+            if written and i in aligned:
+                arguments[i].copy_(aligned[i])
+
+
+def operator(*, writes: str | Sequence[str], check: Callable[..., None]) -> Callable[[Callable[..., None]], Operator]:
+    """Declare an operator at its definition in plain PyTorch, `reference.py` of its room.
+
+    Parameters are annotated, and those called `payload...` hold bytes (uint8).
+
+    Args:
+        writes: names of the parameters that it changes.
+        check: takes the same arguments, and raises before any backend computes with wrong ones.
+    """
+    names = (writes,) if isinstance(writes, str) else writes
+    return lambda definition: Operator(definition, names, check)
+
+
+def implementation(definition: Operator | Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """What computes an operator on a device, for callers that make all of its tensors themselves.
+
+    It checks nothing, is for use `apart`, wants payloads that begin at a multiple of 16 bytes, and must be kept from
+    `torch.compile` (`torch.compiler.disable`), which would free tensors whose addresses are in use. The dispatcher and
+    the checks take tens of microseconds, which is as long as the work on a small message takes.
+
+    Args:
+        definition: an operator, or a function of a room's reference that only callers like these use.
+
+    Raises:
+        RuntimeError: the `backend` that was asked for is missing, or `device` is not one of its own.
+    """
+    if isinstance(definition, Operator):
+        definition = definition.definition
+    chosen, home = _chosen.get(), HOMES.get(device.type)
+    if chosen == "reference":
+        return definition
+    if chosen not in ("auto", home):
+        kernel = _kernel(definition, "gpu") if (chosen, home) == ("gpu", "cpu") else ""
+        if not isinstance(kernel, str) and _launching().INTERPRETED:
+            return kernel
+        kind = {"cpu": "the CPU", "gpu": "a GPU"}[chosen]
+        raise RuntimeError(f"backend {chosen!r} needs tensors on {kind}; found {device}")
+    why = "there are no kernels for them"
+    if home:
+        kernel = _kernel(definition, home)
+        why = kernel if isinstance(kernel, str) else _launching().unsupported(device) if home == "gpu" else ""
+        if not why and not isinstance(kernel, str):
+            return kernel
+        if chosen == home:
+            raise RuntimeError(why)
+    if (device.type, why) not in _warned:
+        _warned.add((device.type, why))
+        log.warning("%s tensors take the slow reference path: %s", device.type, why)
+    return definition
+
+
+def _kernel(definition: Callable[..., None], name: str) -> Callable[..., None] | str:
+    """A backend's kernel for a definition, from the module of that name beside it; or why there is none."""
+    path = f"{definition.__module__.rpartition('.')[0]}.{name}"
+    if path not in _modules:
+        try:
+            _modules[path] = importlib.import_module(path)
+        except ImportError as error:
+            _modules[path] = error
+    module = _modules[path]
+    if isinstance(module, ImportError) and module.name != path:
+        return f"backend {name!r} needs {NEEDS[name]}, which cannot be imported: {module}"
+    return getattr(module, definition.__name__, f"backend {name!r} has no kernel for {definition.__name__} in {path}")
+
+
+def _launching() -> Any:
+    return importlib.import_module("lowbit.kernels.gpu.launch")
+
+
+def _is_aligned(payload: Any) -> bool:
+    """Of a payload, a list of them, or None."""
+    if isinstance(payload, list | tuple):
+        return all(map(_is_aligned, payload))
+    return payload is None or payload.data_ptr() % ALIGNMENT == 0
+
+
+def _aligned(payload: Any) -> Any:
+    """A copy that begins where kernels want it."""
+    return [p.clone() for p in payload] if isinstance(payload, list | tuple) else payload.clone()

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit import kernels
+from lowbit.codecs import BlockFloat8
+from tests.codecs.golden import check_golden
+
+MANTISSA = {"e4m3": 3, "e5m2": 2}
+NATIVE = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+RANGE = {"e4m3": 448 / 2**-6, "e5m2": 57344 / 2**-14}
+FORMATS = list(MANTISSA)
+
+
+def spread(*shape: int, seed: int = 0, octaves: float = 3) -> torch.Tensor:
+    """Numbers of both signs over many binades."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=g) * torch.exp2(octaves * torch.randn(shape, generator=g))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_element_within_half_a_unit_in_the_last_place(format: str) -> None:
+    x = spread(64, 96) * torch.logspace(-30, 30, 64)[:, None]
+    y = BlockFloat8(format=format, block=96).round_trip(x)
+    # The largest is scaled to between half the largest number and that: what is smaller by the range is subnormal.
+    unit = torch.maximum(x.abs(), 2 * x.abs().amax(1, keepdim=True) / RANGE[format])
+    assert ((y - x).abs() <= unit * 2.0 ** -(MANTISSA[format] + 1)).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_are_the_engines_own(format: str) -> None:
+    """Of all bfloat16 numbers in range, beside a largest that makes the scale 1."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    top = torch.finfo(NATIVE[format]).max
+    x = x[x.isfinite() & (x.abs() <= top)]
+    x = x[: len(x) // 31 * 31].view(-1, 31)
+    x = torch.cat([torch.full((len(x), 1), top), x], 1)
+    codec = BlockFloat8(format=format, block=32)
+    codes = codec.encode(x)[: x.numel()]
+    assert torch.equal(codes, x.to(NATIVE[format]).view(torch.uint8).view(-1))
+    assert torch.equal(codec.round_trip(x), x.to(NATIVE[format]).float())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_was_decoded_is_coded_exactly(format: str, dtype: torch.dtype) -> None:
+    codec = BlockFloat8(format=format, block=32)
+    once = codec.round_trip(spread(1000).to(dtype))
+    assert torch.equal(codec.round_trip(once), once)
+
+
+def test_bytes_are_counted() -> None:
+    assert BlockFloat8().bits_per_element((4096, 4096)) == 8.0625
+    assert BlockFloat8(block=32).bits_per_element((128,)) == 8.25
+    assert BlockFloat8().nbytes((130,)) == 130 + 14 + 2
+    assert BlockFloat8().nbytes((6,)) == 6 + 10 + 1
+    assert BlockFloat8().nbytes(()) == 4, "plain"
+    assert BlockFloat8().nbytes((0, 3)) == 0
+
+
+def test_zeros_keep_their_sign_and_a_payload_of_zeros_is_zeros() -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, -0.0])
+    y = BlockFloat8().round_trip(x)
+    assert torch.equal(torch.signbit(y), torch.signbit(x))
+    payload = torch.zeros(BlockFloat8().nbytes((200,)), dtype=torch.uint8)
+    assert torch.equal(BlockFloat8().decode(payload, shape=(200,)), torch.zeros(200))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_ends_of_float32(format: str) -> None:
+    codec = BlockFloat8(format=format, block=32)
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([largest, -largest, 1.0, 0.0] * 2)
+    assert codec.round_trip(x).tolist() == [1.75 * 2.0**127, -1.75 * 2.0**127, 0.0, 0.0] * 2
+    # Scales end at 2^-126, whose smallest numbers are 2^-9 or 2^-16 of that: denormals down to there are exact.
+    smallest = {"e4m3": 2.0**-135, "e5m2": 2.0**-142}[format]
+    x = torch.tensor([1.0, 3.0, -7.0, 0.0] * 2) * smallest
+    assert torch.equal(codec.round_trip(x), x)
+    assert torch.equal(codec.round_trip(x[:1].repeat(8) * 0.5), torch.zeros(8))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_block_does_not_touch_its_neighbours(bad: float) -> None:
+    x = spread(300)
+    x[130] = bad
+    codec = BlockFloat8()
+    y = codec.round_trip(x)
+    assert y[128:256].isnan().all()
+    assert torch.equal(y[:128], codec.round_trip(x[:128]))
+    assert torch.equal(y[256:], codec.round_trip(x[256:]))
+    payload = codec.encode(x)
+    assert not payload[128:256].any()
+    codec.add(payload, torch.ones(300))
+    assert codec.decode(payload, shape=(300,))[128:256].isnan().all(), "and stays bad"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.sampled_from(FORMATS),
+    st.sampled_from([32, 96, 128]),
+    st.sampled_from(["nearest", "stochastic"]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([1.0, 1e-6, 1e-39, 1e30]),
+    st.integers(0, 2**20),
+)
+def test_backends_agree(
+    count: int, format: str, block: int, rounding: str, dtype: torch.dtype, size: float, seed: int
+) -> None:
+    codec = BlockFloat8(format=format, block=block, rounding=rounding)
+    x = (spread(count, seed=seed, octaves=6) * size).to(dtype)  # bfloat16 data hits the ties
+    found = []
+    for name in ("reference", "cpu"):
+        with kernels.backend(name):
+            torch.manual_seed(seed)
+            payload = codec.encode(x)
+            total = codec.add(payload.clone(), x.flip(0))
+            y = codec.decode(payload, shape=x.shape, dtype=dtype)
+            z = codec.decode(total, shape=x.shape, out=x.clone(), accumulate=True)
+        found.append((payload, total, y, z))
+    for reference, cpu in zip(*found, strict=True):
+        assert torch.equal(reference.nan_to_num(7), cpu.nan_to_num(7))
+
+
+def test_adding_is_decoding_adding_and_coding() -> None:
+    for codec in (BlockFloat8(), BlockFloat8(format="e5m2", block=32)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, more = spread(7, 77), spread(7, 77, seed=1).to(dtype)
+            payload = codec.encode(x)
+            total = codec.decode(payload, shape=x.shape) + more.float()
+            assert codec.add(payload, more) is payload
+            assert torch.equal(payload, codec.encode(total))
+
+
+def test_stochastic_rounding_is_unbiased_and_repeatable() -> None:
+    codec = BlockFloat8(block=32, rounding="stochastic")
+    x = spread(64, octaves=5)
+    torch.manual_seed(0)
+    once = codec.round_trip(x)
+    trips = torch.stack([codec.round_trip(x) for _ in range(2000)])
+    block = x.view(2, 32).abs().amax(1, keepdim=True).expand(-1, 32).reshape(-1)
+    unit = torch.maximum(x.abs(), 2 * block / RANGE["e4m3"]) / 8
+    # A rounding deviates by half a unit at most; six deviations of a mean of 2000.
+    assert ((trips.mean(0) - x).abs() <= 6 * unit / 2 / 2000**0.5).all()
+    assert ((trips - x).abs() <= unit).all()
+    assert not torch.equal(trips[0], trips[1])
+    torch.manual_seed(0)
+    assert torch.equal(codec.round_trip(x), once)
+
+
+def test_long_sums_survive_stochastic_rounding_only() -> None:
+    """200 equal parts: nearest stops growing where a part is below half a unit of the sum."""
+    torch.manual_seed(0)
+    part = torch.full((1280,), 0.01)
+    found = {}
+    for rounding in ("nearest", "stochastic"):
+        codec = BlockFloat8(rounding=rounding)
+        payload = codec.encode(part)
+        for _ in range(199):
+            codec.add(payload, part)
+        found[rounding] = codec.decode(payload, shape=part.shape).mean().item() / 2
+    assert found["nearest"] < 0.25
+    assert found["stochastic"] == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("codec", [BlockFloat8(), BlockFloat8(format="e5m2", block=32)], ids=repr)
+def test_golden_payloads(codec: BlockFloat8) -> None:
+    check_golden(codec)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"format": "e3m4"}, ValueError, "format is 'e3m4'; allowed: 'e4m3', 'e5m2'"),
+        ({"block": 16}, ValueError, "block is 16; allowed: 32 to 65536"),
+        ({"block": 48}, ValueError, "block is 48; allowed: 32 to 65536, multiples of 32"),
+        ({"block": 64.0}, TypeError, r"block is 64\.0; allowed: an integer"),
+        ({"rounding": "up"}, ValueError, "rounding is 'up'; allowed: 'nearest', 'stochastic'"),
+    ],
+)
+def test_bad_settings(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BlockFloat8(**arguments)

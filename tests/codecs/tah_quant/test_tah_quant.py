@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lowbit.codecs import GroupInt, TAHQuant
+from lowbit.kernels.exact import entropy, rotate
+from tests.codecs.golden import check_golden
+
+
+def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Student-t with 3 degrees of freedom, tokens of unequal size, and a few outlier channels: like activations."""
+    g = torch.Generator().manual_seed(seed)
+    normal = torch.randn(4, *shape, generator=g)
+    x = normal[0] / (normal[1:].square().mean(0)).sqrt()
+    x *= torch.rand(*shape[:-1], 1, generator=g) + 0.5
+    x[..., :: shape[-1] // 4] *= 8
+    return x
+
+
+def squared_error(codec: TAHQuant | GroupInt, x: torch.Tensor) -> float:
+    return float((codec.round_trip(x) - x).square().sum() / x.square().sum())
+
+
+@pytest.mark.parametrize(("codec", "least", "most"), [(TAHQuant.published(), 4.30, 4.35), (TAHQuant(), 4.35, 4.45)])
+def test_effective_bits(codec: TAHQuant, least: float, most: float) -> None:
+    for channels in (512, 1024, 4096):
+        assert least <= codec.bits_per_element((1, 1024, channels)) <= most + 64 / channels / 2
+
+
+def test_default_stays_within_its_bits_at_small_width() -> None:
+    assert TAHQuant().bits_per_element((2, 256, 256)) <= 4.45
+
+
+@pytest.mark.parametrize("allocation", ["token", "tile", "range"])
+@pytest.mark.parametrize("shape", [(2, 10, 640), (1, 1024, 64), (3, 7, 100), (5, 64)])
+def test_size_follows_from_the_shape_alone(allocation: str, shape: tuple[int, ...]) -> None:
+    codec = TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation=allocation)
+    for x in (torch.randn(shape), torch.zeros(shape), torch.full(shape, math.nan)):
+        assert len(codec.encode(x)) == codec.nbytes(shape)
+
+
+def test_counts_are_floored_once() -> None:
+    """0.2 * 10 is 2 candidates and not 1; 1024 tokens lose none."""
+    assert TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8).geometry((1, 1, 640)).low == 2
+    assert TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation="token")._geometry((1, 1024, 64)).low == 204
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+def test_every_element_within_half_a_cell(bits: int) -> None:
+    codec = TAHQuant(high_bits=bits, low_bits=bits)
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(bits))
+    tiles = x.view(32, 4, 64)
+    cell = (tiles.amax(-1) - tiles.amin(-1)) / 2**bits
+    error = (codec.round_trip(x) - x).abs().view(32, 4, 64).amax(-1)
+    # The middle is rounded to 1/128 of a range; the step by 1/32 of itself, to nearest (a range cut short by as much)
+    # below 6 bits and up from there.
+    short = 2**bits / 2 / 32 if bits < 6 else 0
+    assert (error <= cell * (0.5 * 17 / 16 + 2**bits / 128 + short)).all()
+
+
+def test_tiles_of_small_range_get_the_low_bits() -> None:
+    x = torch.randn(1, 4, 320, generator=torch.Generator().manual_seed(0))
+    x[0, 2, 64:128] *= 0.1
+    x[0, 3, 256:320] *= 0.2
+    codec = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.9)
+    error = (codec.round_trip(x) - x).view(4, 5, 64).abs().amax(-1) / x.view(4, 5, 64).abs().amax(-1)
+    coarse = {(int(i), int(j)) for i, j in (error > 0.05).nonzero()}
+    assert coarse == {(2, 1), (3, 4)}
+
+
+def test_range_shares_the_low_bits_out_among_256_tiles_at_a_time() -> None:
+    """600 tokens of one tile: scopes of 256, 256 and 88, each with its own share."""
+    codec = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.75)
+    x = torch.randn(3, 200, 64, generator=torch.Generator().manual_seed(2))
+    x[0] *= 1e-3  # low everywhere if the choice were made among all
+    error = (codec.round_trip(x) - x).abs().amax(-1) / x.abs().amax(-1)
+    coarse = (error > 0.05).view(-1).split(256)
+    assert [int(part.sum()) for part in coarse] == [64, 64, 22]
+
+
+def test_tokens_and_tiles_of_low_entropy_get_the_low_bits() -> None:
+    x = torch.ones(1, 10, 640) + 0.3 * torch.randn(1, 10, 640, generator=torch.Generator().manual_seed(0))
+    x[0, 4] *= torch.where(torch.arange(640) % 64 < 8, 20.0, 1.0)
+    low = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.9, allocation="token").round_trip(x)
+    error = (low - x).view(10, 640).abs().amax(-1) / x.view(10, 640).abs().amax(-1)
+    assert (error > 0.05).nonzero().flatten().tolist() == [4]
+    x = torch.ones(1, 2, 640) + 0.3 * torch.randn(1, 2, 640, generator=torch.Generator().manual_seed(1))
+    x[0, 0, 64:72] *= 20
+    x[0, 1, 192:200] *= 20
+    low = TAHQuant(high_bits=8, low_bits=2, high_fraction=0.9, allocation="tile").round_trip(x)
+    error = (low - x).view(2, 10, 64).abs().amax(-1) / x.view(2, 10, 64).abs().amax(-1)
+    assert [tuple(p) for p in (error > 0.05).nonzero().tolist()] == [(0, 1), (1, 3)]
+
+
+def test_entropy_is_the_entropy() -> None:
+    x = heavy_tailed(50, 64)
+    p = x.abs().double() / x.abs().double().sum(-1, keepdim=True)
+    exact = -(p * p.log2()).sum(-1)
+    # 15-bit magnitudes: each of 64 terms is off by at most half a unit of 2^-15 of the largest, times log2(64) + 1.5.
+    assert (entropy(x) - exact).abs().max() < 64 * 2.0**-16 * 8
+    assert entropy(torch.zeros(1, 64)) == 0
+    assert torch.equal(entropy(x * 2.0**40), entropy(x))
+
+
+def test_rotation_is_its_own_inverse_and_flattens_a_pivot() -> None:
+    x = torch.randn(3, 64)
+    assert torch.allclose(rotate(rotate(x)), x, atol=1e-6)
+    spike = torch.zeros(64)
+    spike[0] = 8.0
+    assert torch.equal(rotate(spike), torch.ones(64))
+
+
+@pytest.mark.parametrize("position", [0, 1, 63])
+def test_a_pivot_no_longer_ruins_its_tile(position: int) -> None:
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    x[:, position] = 50.0
+    plain = TAHQuant(high_bits=4, low_bits=4, pivot_ratio=None)
+    rotated = TAHQuant(high_bits=4, low_bits=4, pivot_ratio=2.0)
+    rest = torch.arange(64) != position
+    before = (plain.round_trip(x) - x)[:, rest].norm()
+    after = (rotated.round_trip(x) - x)[:, rest].norm()
+    assert after < 0.25 * before
+
+
+def test_better_than_plain_int4_at_no_more_bits_on_heavy_tails() -> None:
+    x = heavy_tailed(2, 128, 1024)
+    int4 = GroupInt(bits=4, group=64)
+    assert TAHQuant().bits_per_element(x.shape) < int4.bits_per_element(x.shape)
+    assert squared_error(TAHQuant(), x) < 0.7 * squared_error(int4, x)
+
+
+def test_range_is_no_worse_than_entropy_at_the_same_bits() -> None:
+    x = heavy_tailed(2, 128, 1024, seed=3)
+    error = {
+        allocation: squared_error(TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation=allocation), x)
+        for allocation in ("range", "tile", "token")
+    }
+    assert error["range"] < min(error["tile"], error["token"])
+
+
+@pytest.mark.parametrize("codec", [TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token", tile=32)], ids=repr)
+def test_golden_payloads(codec: TAHQuant) -> None:
+    check_golden(codec)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tile": 48}, ValueError, "tile is 48; allowed: powers of two from 8 to 128"),
+        ({"tile": 256}, ValueError, "tile is 256; allowed: 8 to 128"),
+        ({"high_bits": 9}, ValueError, "high_bits is 9; allowed: 2 to 8"),
+        ({"high_bits": 3, "low_bits": 4}, ValueError, "low_bits is 4; allowed: 2 to 3"),
+        ({"high_fraction": 1.5}, ValueError, r"high_fraction is 1\.5; allowed: 0 to 1"),
+        ({"high_fraction": math.nan}, ValueError, "high_fraction is nan"),
+        ({"high_fraction": "all"}, TypeError, "high_fraction is 'all'"),
+        ({"pivot_ratio": 1.0}, ValueError, r"pivot_ratio is 1\.0; allowed: more than 1"),
+        ({"allocation": "row"}, ValueError, "allocation is 'row'; allowed: 'range'"),
+    ],
+)
+def test_bad_settings(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        TAHQuant(**arguments)

@@ -1,0 +1,324 @@
+"""The Triton kernels give the reference's bytes: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import kernels
+from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from lowbit.codecs.tah_quant.gpu_choice import count_both  # noqa: E402
+from lowbit.kernels.gpu.launch import launch  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(2, 2, 256), (1, 3, 100), (1, 1, 7), (2, 3, 200), (1, 1, 64)]  # an interpreted program takes 20 ms or more
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams")
+
+PUBLISHED = {"high_bits": 4, "low_bits": 3, "high_fraction": 0.8}
+TAH = [
+    TAHQuant(),
+    TAHQuant.published(),
+    TAHQuant(allocation="token", **PUBLISHED),
+    TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
+    TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
+    TAHQuant(tile=16, high_bits=7, low_bits=6, allocation="tile", high_fraction=0.5),
+    TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
+    TAHQuant(high_bits=4, low_bits=4),
+]
+GROUP = [
+    *(GroupInt(bits=bits, group=64) for bits in range(2, 9)),
+    GroupInt(bits=6, group=32, symmetric=True),
+    GroupInt(bits=2, group=8, symmetric=True),
+    GroupInt(bits=4, group=24),
+    GroupInt(bits=5, group=1000),
+]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> Tensor:
+    """Gaussian; numbers on a coarse grid, where codes lie on boundaries; or everything that is hard at once."""
+    g = torch.Generator().manual_seed(len(shape) + shape[-1])
+    x = torch.randn(shape, generator=g)
+    if kind == "grid":
+        x = (x * 4).round() / 4
+    if kind == "hard":
+        x = x * torch.randn(shape, generator=g) ** 3
+        x = x * torch.exp(3 * torch.randn((*shape[:-1], 1), generator=g))
+        flat = x.view(-1)
+        flat[::50] *= -100
+        flat[: shape[-1]] *= 1e-38  # denormals
+        flat[flat.numel() // 2] = torch.nan
+        flat[flat.numel() // 2 + 1] = torch.inf
+        x.view(-1, shape[-1])[-1] = 0
+    return x.to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def check(codec: Codec, x: Tensor) -> None:
+    """Equal bytes from reference and kernel, and equal numbers from both, written and added."""
+    x = x.to(DEVICE)
+    size = codec.nbytes(x.shape)
+    made, read = {}, {}
+    for name in ("reference", "gpu"):
+        with kernels.backend(name):
+            torch.manual_seed(1)  # of stochastic rounding
+            buffer = torch.full((size + 128,), 77, dtype=torch.uint8, device=DEVICE)
+            made[name] = codec.encode(x, out=buffer[64 : 64 + size])
+            assert (buffer[:64] == 77).all()
+            assert (buffer[64 + size :] == 77).all()
+            written = codec.decode(made[name], shape=x.shape, dtype=x.dtype)
+            added = codec.decode(made[name], shape=x.shape, out=torch.ones_like(x), accumulate=True)
+            read[name] = written, added
+    different = (made["reference"] != made["gpu"]).nonzero().flatten()
+    assert not len(different), f"{len(different)} of {size} bytes, the first at {different[:9]}"
+    assert all(same(*pair) for pair in zip(read["reference"], read["gpu"], strict=True))
+
+
+@pytest.mark.parametrize("index", range(len(TAH)), ids=map(repr, TAH))
+def test_tah_quant(index: int) -> None:
+    kinds = [(torch.float32, "hard"), (torch.bfloat16, "grid"), (torch.float16, "gaussian")]
+    for dtype, kind in kinds if index < 2 else [kinds[index % 3]]:
+        for shape in SHAPES:
+            check(TAH[index], tensor(shape, dtype, kind))
+
+
+@pytest.mark.parametrize("codec", GROUP, ids=repr)
+def test_group_int(codec: GroupInt) -> None:
+    check(codec, tensor((1, 777), torch.float32, "hard"))
+    check(codec, tensor((1, 5000), torch.bfloat16, "grid"))
+    check(codec, tensor((1, 4096), torch.float16, "gaussian"))
+    check(codec, tensor((1, 1), torch.float32, "grid"))
+
+
+@pytest.mark.parametrize(
+    "codec", [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(rounding="stochastic")], ids=repr
+)
+def test_block_float8(codec: BlockFloat8) -> None:
+    for shape, dtype, kind in (
+        ((1, 777), torch.float32, "hard"), ((5, 300), torch.bfloat16, "hard"),
+        ((1, 4096), torch.float16, "gaussian"), ((1, 1), torch.float32, "grid"),
+    ):  # fmt: skip
+        x = tensor(shape, dtype, kind)
+        check(codec, x)
+        sums = []
+        for name in ("reference", "gpu"):
+            with kernels.backend(name):
+                torch.manual_seed(2)
+                payload = codec.encode(x.to(DEVICE))
+                codec.add(payload, (x * 0.3).to(DEVICE))
+                sums.append(payload)
+        assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize(
+    ("size", "outliers"),
+    [(571, (0, 7, 570)), (33, ()), (1, ()), (70, tuple(range(1, 70))), (600, tuple(range(1, 600, 2)))],
+)
+def test_feature_int4(size: int, outliers: tuple[int, ...]) -> None:
+    """Rows and bytes that fill no program; counters, and sums over ranks in every dtype."""
+    g = torch.Generator().manual_seed(size)
+    ranges = torch.rand(3, size, generator=g) + 0.5
+    codec = FeatureInt4(ranges=ranges, total=ranges.sum(0), features=outliers)
+    check(codec, tensor((9, size), torch.float32, "hard"))
+    for dtype in DTYPES if size == 33 else [DTYPES[size % 3]]:
+        parts = [tensor((11, size), dtype, k).to(DEVICE) * 2 for k in ("hard", "grid", "gaussian")]
+        found = []
+        for name in ("reference", "gpu"):
+            with kernels.backend(name):
+                clipped = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+                counting = codec.counting(clipped)
+                payloads = [counting.part(r).encode(x) for r, x in enumerate(parts)]
+                sums = [codec.sum(payloads, out=torch.empty_like(parts[0]), divisor=d) for d in (1, 3)]
+                found.append([*payloads, *sums, clipped])
+        assert all(same(*pair) for pair in zip(*found, strict=True))
+        assert found[0][-1][0] > 0 or size == 1
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_stochastic_rounding_takes_the_same_random_numbers(symmetric: bool) -> None:
+    codec = GroupInt(bits=4, group=32, symmetric=symmetric, rounding="stochastic")
+    check(codec, tensor((3, 333), torch.float32, "gaussian"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_half_precision_with_everything_that_is_hard(dtype: torch.dtype) -> None:
+    check(TAHQuant(pivot_ratio=2.0), tensor((1, 3, 300), dtype, "hard"))
+    check(GroupInt(bits=3, group=32), tensor((2, 300), dtype, "hard"))
+
+
+def test_scopes_of_several_programs_and_a_shorter_last_one() -> None:
+    """300 tokens of one tile: scopes of 256 and 44 tiles."""
+    check(TAHQuant(tile=16), tensor((3, 100, 16), torch.float32, "gaussian"))
+
+
+def test_a_scope_longer_than_registers() -> None:
+    """Tokens chosen among 4500: more than the choice looks at at once, with many equal keys."""
+    x = torch.randint(0, 3, (2, 4500, 8), generator=torch.Generator().manual_seed(0)).float()
+    codec = TAHQuant(tile=8, allocation="token", **PUBLISHED)
+    geometry = codec.geometry(x.shape)
+    with kernels.backend("reference"):
+        expected = geometry.layout.section(codec.encode(x), "widths")
+    if DEVICE == "cuda":
+        check(codec, x)
+        return
+    # In the interpreter 9000 tokens would take minutes: the choice alone, with the reference's keys.
+    from lowbit.codecs.tah_quant.gpu_choice import choose
+    from lowbit.kernels.exact import entropy
+
+    keys = entropy(x.view(-1, 8)).view(torch.int32)
+    keys = keys ^ ((keys >> 31) & 0x7FFFFFFF)
+    widths = torch.zeros_like(expected)
+    launch(choose, 2, 4, {}, keys, widths, geometry.low, geometry.flag_bytes, per_scope=geometry.per_scope)
+    assert torch.equal(widths, expected)
+
+
+@triton.jit
+def _count(widths, out, ahead, count):
+    some, total = count_both(widths, ahead, count)
+    tl.store(out, some)
+    tl.store(out + 1, total)
+
+
+def test_flags_are_counted_in_a_bitmap_longer_than_registers() -> None:
+    bitmap = torch.randint(0, 256, (2600,), generator=torch.Generator().manual_seed(0)).byte()
+    flags = (bitmap[:, None] >> torch.arange(8)) & 1
+    for ahead, count in ((0, 20_797), (8192, 8192), (8193, 20_800), (3, 9)):
+        out = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        launch(_count, 1, 4, {}, bitmap.to(DEVICE), out, ahead, count)
+        assert out.tolist() == [int(flags.view(-1)[:n].sum()) for n in (ahead, count)]
+
+
+def test_strided_and_unaligned_input() -> None:
+    x = torch.randn(4, 100, 3)[..., 1].to(DEVICE)
+    flat = torch.randn(401).to(DEVICE)[1:]
+    for codec in (TAHQuant(), GroupInt()):
+        for given in (x, flat):
+            with kernels.backend("reference"):
+                expected = codec.encode(given)
+            with kernels.backend("gpu"):
+                assert torch.equal(codec.encode(given), expected)
+
+
+@needs_gpu
+def test_nothing_waits_for_the_gpu() -> None:
+    x = torch.randn(4, 256, 1024, device=DEVICE)
+    stochastic = GroupInt(rounding="stochastic")
+    codecs = (TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token"), stochastic, BlockFloat8())
+    for codec in codecs:
+        codec.round_trip(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for codec in codecs:
+            codec.round_trip(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_directions_are_learned_without_waiting_and_errors_come_later() -> None:
+    """Headers of a `SubspaceQuant` message are compared by the host once they are there."""
+    x = torch.randn(4, 256, 1024, device=DEVICE)
+    settings = {"shape": x.shape, "dtype": x.dtype, "device": DEVICE}
+    sender, receiver = (SubspaceQuant().open(**settings) for _ in range(2))
+    receiver.decode(sender.encode(x))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = receiver.decode(sender.encode(x))
+        lost = sender.encode(x)
+        wrong = receiver.decode(sender.encode(x))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert lost.numel() == sender.nbytes()
+    assert (x - y).norm() < 0.5 * x.norm()
+    assert wrong.isnan().all()
+    with pytest.raises(ValueError, match="training message 3 .* expects training message 2"):
+        receiver.state_dict()
+    assert torch.isfinite(sender.state_dict()["directions"]).all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("codec", [TAHQuant(), TAHQuant.published(), GroupInt(), BlockFloat8()], ids=repr)
+def test_in_a_cuda_graph(codec: Codec) -> None:
+    x = torch.randn(4, 256, 1024, device=DEVICE, dtype=torch.bfloat16)
+    codec.round_trip(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = codec.round_trip(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, codec.round_trip(x))
+
+
+@needs_gpu
+def test_on_a_side_stream() -> None:
+    x, side = torch.randn(64, 256, 1024, device=DEVICE), torch.cuda.Stream()
+    expected = TAHQuant().round_trip(x)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = TAHQuant().round_trip(x)
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(found, expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("codec", "encode", "decode"),
+    [(TAHQuant(), 1, 1), (TAHQuant.published(), 1, 1), (TAHQuant(allocation="token"), 3, 1),
+        (BlockFloat8(), 1, 1), (GroupInt(), 1, 1)],
+)  # fmt: skip
+def test_launches(codec: Codec, encode: int, decode: int) -> None:
+    x = torch.randn(4, 256, 1024, device=DEVICE)
+    payload, y = codec.encode(x), torch.empty_like(x)
+    codec.decode(payload, shape=x.shape, out=y)
+    for expected, call in (
+        (encode, lambda: codec.encode(x, out=payload)),
+        (decode, lambda: codec.decode(payload, shape=x.shape, out=y)),
+    ):
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            torch.cuda.synchronize()
+        kernels = [e.name for e in profile.events() or () if e.device_type.name == "CUDA"]
+        assert len(kernels) == expected, kernels
+
+
+@needs_gpu
+@pytest.mark.parametrize("codec", [TAHQuant(), GroupInt(), BlockFloat8()], ids=repr)
+def test_more_than_2_to_the_31_elements(codec: Codec) -> None:
+    """The last rows differ from those that wrapped positions would lead to."""
+    shape = (2**31 + 2**20) // 4096, 4096
+    x = torch.randn(1, 4096, device=DEVICE, dtype=torch.bfloat16).expand(shape).contiguous()
+    x[-512:] = torch.randn_like(x[-512:])
+    y = codec.round_trip(x)
+    assert torch.equal(y[-512:], codec.round_trip(x[-512:]))
+    assert torch.equal(y[:512], codec.round_trip(x[:512]))
+
+
+@needs_gpu
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31 - 8, 2**31])
+@pytest.mark.parametrize("codec", [GroupInt(), BlockFloat8()], ids=repr)
+def test_around_2_to_the_31_elements(codec: Codec, numel: int) -> None:
+    x = torch.zeros(numel, device=DEVICE, dtype=torch.bfloat16)
+    x[-1024:] = torch.randn(1024, device=DEVICE, dtype=torch.bfloat16)
+    size = codec.nbytes(x.shape)
+    buffer = torch.full((size + 2**20,), 77, dtype=torch.uint8, device=DEVICE)
+    payload = codec.encode(x, out=buffer[2**19 : 2**19 + size])
+    assert (buffer[: 2**19] == 77).all()
+    assert (buffer[2**19 + size :] == 77).all()
+    tail = codec.decode(payload, shape=x.shape, dtype=x.dtype)[-512:]
+    assert same(tail, codec.round_trip(x[-512 - numel % 128 :])[-512:])
+
+
+def test_by_name_on_a_tensor_elsewhere() -> None:
+    if DEVICE == "cpu":
+        pytest.skip("Triton's interpreter takes CPU tensors")
+    with kernels.backend("gpu"), pytest.raises(RuntimeError, match="needs tensors on a GPU; found cpu"):
+        GroupInt().encode(torch.randn(8))

@@ -1,0 +1,51 @@
+"""The kernels compile for a real GPU, also where there is none, into what their design promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+CODECS = ("TAHQuant()", "GroupInt()", "BlockFloat8()")
+KERNELS = [f"{codec} {way}" for codec in CODECS for way in ("encode", "decode")]
+FEATURES = [f"FeatureInt4 {way}" for way in ("encode", "decode", "sum")]
+SUBSPACE = [f"subspace_{part}_{way}" for part in ("coefficients", "rest") for way in ("encode", "decode")]
+FUSED = ["RMSNorm + GroupInt() encode", "RMSNorm backward", "SwiGLU backward"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's tools there")
+def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.assembly", *KERNELS, *FUSED, *FEATURES, *SUBSPACE],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(KERNELS) + len(FUSED) + len(FEATURES) + len(SUBSPACE)
+    features = rows[len(KERNELS) + len(FUSED) :]
+    for row in features:
+        assert row["spilled_bytes"] == row["approximate"] == row["flushed"] == 0, row
+    for row, way in zip(features[-2:], ("loads", "stores"), strict=True):  # of the remainder
+        assert row["registers"] <= 128, row
+        assert row[f"vector_{way}"] >= 8, row
+    for row in rows[len(KERNELS) : -len(features)]:
+        assert row["spilled_bytes"] == 0, row
+        assert row["vector_loads"] >= 8, row
+        assert row["vector_stores"] >= 8, row
+    for row in rows[: len(KERNELS)]:
+        assert row["spilled_bytes"] == row["approximate"] == row["flushed"] == 0, row
+        assert row["registers"] <= 128, row
+        encode = row["kernel"].endswith("encode")
+        # Eight 16-byte loads of bfloat16 elements, or as many stores of them; codes move 8 bytes at a time.
+        assert row["vector_loads" if encode else "vector_stores"] >= 8, row
+        assert row["vector_stores" if encode else "vector_loads"] >= 4, row
+        assert row["instructions_per_element"] < (36 if encode else 20), row

@@ -1,0 +1,252 @@
+"""Schemas, fake implementations, argument checks and the choice of a backend."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import lowbit.activations  # noqa: F401, declares operators
+from lowbit import kernels
+from lowbit.codecs import BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, TAHQuant
+from lowbit.kernels import operators
+
+FEATURES = FeatureInt4(ranges=torch.ones(3, 70), total=torch.ones(70), features=(5, 69))
+ORDER = torch.tensor([*(f for f in range(70) if f not in (5, 69)), 5, 69], dtype=torch.int32)
+TAH = (64, 5, 4, 0.88, "range")
+CASES = {
+    "group_int_encode": lambda: (
+        torch.randn(100),
+        bytes_of(GroupInt(bits=5), 100),
+        5,
+        64,
+        False,
+        None,
+    ),
+    "group_int_decode": lambda: (
+        encoded(GroupInt(bits=5), 100),
+        torch.empty(100),
+        5,
+        64,
+        False,
+        False,
+    ),
+    "block_float8_encode": lambda: (
+        torch.randn(100),
+        bytes_of(BlockFloat8(), 100),
+        "e4m3",
+        128,
+        None,
+        True,
+    ),
+    "block_float8_decode": lambda: (
+        encoded(BlockFloat8(), 100),
+        torch.empty(100),
+        "e4m3",
+        128,
+        False,
+    ),
+    "feature_int4_encode": lambda: (
+        *(torch.randn(3, 70), bytes_of(FEATURES, 3, 70), torch.rand(70), ORDER, 2),
+        torch.zeros(1, dtype=torch.int64),
+    ),
+    "feature_int4_decode": lambda: (
+        *(encoded(FEATURES, 3, 70), torch.empty(3, 70), torch.rand(70), ORDER, 2), True,
+    ),
+    "feature_int4_sum": lambda: (
+        [encoded(FEATURES, 3, 70) for _ in range(3)], torch.empty(3, 70), torch.rand(3, 70), ORDER, 2, 3,
+    ),
+    "tah_quant_encode": lambda: (torch.randn(2, 3, 70), bytes_of(TAHQuant(), 2, 3, 70), *TAH, None),
+    "tah_quant_decode": lambda: (
+        encoded(TAHQuant(), 2, 3, 70),
+        torch.empty(2, 3, 70),
+        *TAH,
+        False,
+        False,
+    ),
+    "norm_encode": lambda: (
+        *(torch.randn(3, 70), torch.randn(70), None, saved(3, 70), torch.empty(3, 70)),
+        *NORM, 4, 64, None,
+    ),
+    "norm_recompute": lambda: (
+        *(made(3, 70), torch.randn(70), torch.randn(70), torch.empty(3, 70)), *NORM, 4, 64,
+    ),
+    "norm_backward": lambda: (
+        *(made(3, 70), torch.randn(70), None, torch.randn(3, 70)),
+        *(torch.empty(3, 70), torch.empty(70), None, torch.empty(3, 70)), *NORM, 4, 64,
+    ),
+    "gated_encode": lambda: (
+        *(torch.randn(3, 70), torch.randn(3, 70), saved(3, 70), saved(3, 70), torch.empty(3, 70)),
+        "silu", 4, 64, None,
+    ),
+    "gated_recompute": lambda: (made(210), made(210), torch.empty(210), "gelu", 4, 64),
+    "gated_backward": lambda: (
+        *(made(210), None, torch.randn(210), torch.empty(210), None, torch.empty(210)), "relu", 4, 64,
+    ),
+}  # fmt: skip
+NORM = 1e-6, False, 0.0
+
+
+def saved(*shape: int) -> torch.Tensor:
+    return bytes_of(GroupInt(), *shape)
+
+
+def made(*shape: int) -> torch.Tensor:
+    return encoded(GroupInt(), *shape)
+
+
+def bytes_of(codec: Codec, *shape: int) -> torch.Tensor:
+    return torch.zeros(codec.nbytes(shape), dtype=torch.uint8)
+
+
+def encoded(codec: Codec, *shape: int) -> torch.Tensor:
+    return codec.encode(torch.randn(shape))
+
+
+def test_every_operator_has_a_case_and_an_implementation() -> None:
+    assert {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lowbit::")} == {
+        f"lowbit::{name}" for name in CASES
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_opcheck(name: str, backend: str) -> None:
+    with kernels.backend(backend):
+        opcheck(getattr(torch.ops.lowbit, name).default, CASES[name]())
+
+
+def test_compiles_without_a_graph_break() -> None:
+    x = torch.randn(1, 3, 200)
+    for codec in (GroupInt(bits=4), TAHQuant(), TAHQuant.published(), BlockFloat8(), Cast()):
+        through = torch.compile(codec.round_trip, backend="eager", fullgraph=True)
+        assert torch.equal(through(x), codec.round_trip(x))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
+    x = torch.randn(2, 3, 70)
+    for codec in (GroupInt(bits=5), TAHQuant(), BlockFloat8(), FEATURES, Cast(dtype=torch.bfloat16)):
+        with kernels.backend(backend):
+            expected = codec.encode(x)
+            buffer = torch.zeros(offset + len(expected), dtype=torch.uint8)
+            codec.encode(x, out=buffer[offset:])
+            assert torch.equal(buffer[offset:], expected)
+            assert torch.equal(codec.decode(buffer[offset:], shape=x.shape), codec.decode(expected, shape=x.shape))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated"))])
+def test_wrong_tensors_are_refused(name: str) -> None:
+    operator = getattr(torch.ops.lowbit, name)
+    first, second, *rest = CASES[name]()
+    x, payload = (first, second) if name.endswith("encode") else (second, first)
+    payloads = payload
+    payload = payloads[1] if name.endswith("sum") else payload
+
+    def call(x: torch.Tensor, payload: torch.Tensor) -> None:
+        if name.endswith("sum"):
+            operator([payloads[0], payload, payloads[2]], x, *rest)
+            return
+        operator(*((x, payload) if name.endswith("encode") else (payload, x)), *rest)
+
+    with pytest.raises(TypeError, match=r"dtype torch\.float64; allowed: float32"):
+        call(x.double(), payload)
+    with pytest.raises(ValueError, match=f"expected {len(payload)} contiguous uint8"):
+        call(x, payload[:-1])
+    with pytest.raises(ValueError, match="contiguous"):
+        call(torch.stack([x, x], -1)[..., 0], payload)
+    with pytest.raises(ValueError, match="payload is"):
+        call(x, payload.view(torch.int8))
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("norm", "gated"))])
+def test_wrong_tensors_by_name_are_refused(name: str) -> None:
+    given = CASES[name]()
+
+    def call(index: int, argument: object) -> None:
+        getattr(torch.ops.lowbit, name)(*given[:index], argument, *given[index + 1 :])
+
+    schema = str(getattr(torch.ops.lowbit, name).default._schema).split(",")
+    tensors = [i for i, argument in enumerate(given) if isinstance(argument, torch.Tensor)]
+    for i in tensors:
+        argument = schema[i].split()[-1]
+        if "payload" in argument:
+            with pytest.raises(ValueError, match=f"^{argument} is .* contiguous uint8"):
+                call(i, given[i][:-1])
+            continue
+        if not given[i].is_floating_point():
+            with pytest.raises(ValueError, match=f"^{argument} is torch.float64 .*; expected"):
+                call(i, given[i].double())
+            continue
+        with pytest.raises(TypeError, match=f"{argument} has dtype torch.float64; allowed: float"):
+            call(i, given[i].double())
+        wide = torch.stack([given[i], given[i]], -1)[..., 0]
+        with pytest.raises(ValueError, match=f"{argument} has shape .*contiguous"):
+            call(i, wide)
+    for i, argument in enumerate(given):
+        if argument is None and "Tensor" in schema[i] and "up" in schema[i].split()[-1]:
+            with pytest.raises(ValueError, match="up is None; allowed: all of"):
+                call(i, torch.empty(210))
+
+
+def test_wrong_tables_of_features_are_refused() -> None:
+    x, payload, inverse, order, outliers, clipped = CASES["feature_int4_encode"]()
+    encode = torch.ops.lowbit.feature_int4_encode
+    with pytest.raises(ValueError, match=r"scale is torch.float32 \(69,\).*float32 \(70,\)"):
+        encode(x, payload, inverse[:69], order, outliers, clipped)
+    with pytest.raises(ValueError, match=r"order is torch.int64 .*expected contiguous torch.int32"):
+        encode(x, payload, inverse, order.long(), outliers, clipped)
+    with pytest.raises(ValueError, match=r"clipped is torch.float32"):
+        encode(x, payload, inverse, order, outliers, clipped.float())
+    with pytest.raises(ValueError, match="outliers is 70 of 70 features"):
+        encode(x, payload, inverse, order, 70, clipped)
+    payloads, out, scales, order, outliers, divisor = CASES["feature_int4_sum"]()
+    with pytest.raises(ValueError, match=r"scale is torch.float32 \(3, 70\).*\(2, 70\)"):
+        torch.ops.lowbit.feature_int4_sum(payloads[:2], out, scales, order, outliers, divisor)
+    with pytest.raises(ValueError, match="divisor 0, payloads 3; allowed"):
+        torch.ops.lowbit.feature_int4_sum(payloads, out, scales, order, outliers, 0)
+
+
+def test_wrong_settings_are_refused() -> None:
+    x, payload = torch.randn(1, 1, 64), torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="tile is 63"):
+        torch.ops.lowbit.tah_quant_encode(x, payload, 63, 4, 3, 0.2, "tile", None)
+    with pytest.raises(ValueError, match="low_bits is 5, high_bits 4"):
+        torch.ops.lowbit.tah_quant_encode(x, payload, 64, 4, 5, 0.2, "tile", None)
+    with pytest.raises(ValueError, match="allocation is 'row'"):
+        torch.ops.lowbit.tah_quant_encode(x, payload, 64, 4, 3, 0.2, "row", None)
+    with pytest.raises(ValueError, match="format is 'e3m4', block 64; allowed: 'e4m3', 'e5m2'"):
+        torch.ops.lowbit.block_float8_encode(x.view(-1), payload, "e3m4", 64, None, False)
+    with pytest.raises(ValueError, match="activation is 'tanh'; allowed: 'silu', 'gelu'"):
+        torch.ops.lowbit.gated_recompute(payload, None, x, "tanh", 4, 64)
+    with pytest.raises(ValueError, match="eps is nan; allowed: finite"):
+        torch.ops.lowbit.norm_recompute(payload, None, None, x[0], torch.nan, False, 0.0, 4, 64)
+    with pytest.raises(ValueError, match=r"shape \(1, 1, 64\); allowed: \(rows, channels\)"):
+        torch.ops.lowbit.norm_recompute(payload, None, None, x, 1e-6, False, 0.0, 4, 64)
+    with pytest.raises(ValueError, match="bits is 9"):
+        torch.ops.lowbit.group_int_encode(x.view(-1), payload, 9, 64, False, None)
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend is 'tpu'; allowed: 'auto'"), kernels.backend("tpu"):
+        pass
+
+
+def test_a_missing_backend_is_said_once_or_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(operators, "_modules", {})
+    monkeypatch.setattr(operators, "_warned", set())
+    monkeypatch.delitem(sys.modules, "lowbit.codecs.group_int.cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "lowbit.kernels.cpu.jit", None)
+    x = torch.randn(64)
+    with caplog.at_level(logging.WARNING):
+        first = GroupInt().encode(x)
+        assert torch.equal(GroupInt().encode(x), first)
+    assert [r.message for r in caplog.records if "slow reference" in r.message] == [caplog.records[0].message]
+    with kernels.backend("cpu"), pytest.raises(RuntimeError, match="backend 'cpu' needs numba"):
+        GroupInt().encode(x)
