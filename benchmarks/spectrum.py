@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowbit.bench.training import boundary_modules, spread_evenly
 from lowbit.codecs import Codec, SubspaceQuant, parse
-from lowbit.codecs.base import Session
+from lowbit.codecs.sessions import Session
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Lines, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig
@@ -77,7 +77,7 @@ class SpectrumBenchmark:
             raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
         for rank in (*self.ranks, 1):
             for bits in self.bits:
-                SubspaceQuant(rank=rank, bits=bits, group=self.group, refresh=self.refresh)
+                SubspaceQuant(directions=rank, bits=bits, group=self.group, refresh=self.refresh)
 
 
 @dataclass
@@ -120,7 +120,7 @@ class _Boundary:
             candidates[SubspaceQuant.fitted(x, **more).directions, bits] = True
         self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
         for (rank, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
-            codec = SubspaceQuant(rank=rank, bits=bits, group=settings.group, refresh=settings.refresh)
+            codec = SubspaceQuant(directions=rank, bits=bits, group=settings.group, refresh=settings.refresh)
             self.trials.append(self._trial("subspace", codec, x, fitted))
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.bench import codec_speed, codecs, timing
 from lowbit.bench.codecs import COMMAND, CodecsBenchmark, relative_error
 from lowbit.bench.samples import drawn
@@ -11,7 +11,7 @@ from lowbit.codecs import GroupInt, TAHQuant, parse
 from lowbit.report import run
 from tests.bench.shown import shown
 
-MEMORY = "SubspaceQuant(rank=4)"
+MEMORY = "SubspaceQuant(directions=4)"
 NAMES = ("int4", "feature-int4", "tah-quant", MEMORY, "untimed")
 
 
@@ -29,7 +29,7 @@ class Untimed:
 def report(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("activations") / "x.pt"
     torch.save([drawn("gaussian", (2, 8, 128), seed=5)], path)
-    with pytest.MonkeyPatch.context() as patch, ops.backend("reference"):
+    with pytest.MonkeyPatch.context() as patch, kernels.backend("reference"):
         patch.setattr(timing, "last_level_cache", lambda device: 2**20)
         patch.setitem(codecs.EXTRA_NAMES, "untimed", Untimed())
         return run(
@@ -62,7 +62,7 @@ def test_there_is_a_row_for_everything(report):
 def test_bits_and_errors_are_those_of_the_codec(report):
     x = drawn("student-t", (1, 32, 128)).bfloat16()
     row = next(r for r in report.rows if (r["codec"], r["dtype"]) == ("int4", "bfloat16"))
-    with ops.backend("reference"):
+    with kernels.backend("reference"):
         y = GroupInt().round_trip(x)
     assert row["bits_per_element"] == 8 * GroupInt().nbytes(x.shape) / x.numel()
     assert row["relative_error"] == pytest.approx(
@@ -95,7 +95,7 @@ def test_speeds_stand_beside_a_copy_and_eager_pytorch(report):
 def test_a_codec_with_memory_is_shown_by_its_first_message(report):
     codec, x = parse(MEMORY), drawn("student-t", (1, 32, 128))
     row = next(r for r in report.rows if r["codec"] == MEMORY)
-    with ops.backend("reference"):
+    with kernels.backend("reference"):
         sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
         y = receiver.decode(sender.encode(x))
     assert row["relative_error"] == pytest.approx(relative_error(x, y))
@@ -141,7 +141,7 @@ def test_heavy_tails_cost_less_than_with_plain_int4_at_no_more_bits():
     assert ours.bits_per_element(shape) < plain.bits_per_element(shape)
     for data in ("student-t", "outliers"):
         x = drawn(data, shape)
-        with ops.backend("reference"):
+        with kernels.backend("reference"):
             errors = [relative_error(x, codec.round_trip(x)) for codec in (ours, plain)]
         assert errors[0] < errors[1]
 
@@ -164,7 +164,7 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
         ({"codecs": ("aq-sgd",)}, "needs samples that come back"),
-        ({"codecs": ("SubspaceQuant(rank='auto')",)}, "codec is .*, which a pipeline's warm-up settles"),
+        ({"codecs": ("SubspaceQuant(directions='auto')",)}, "codec is .*, which a pipeline's warm-up settles"),
         ({"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
         ({"data": ()}, r"data is empty"),

@@ -195,14 +195,14 @@ def test_the_default_texts_are_on_this_machine_and_apart():
         ({"boundaries": ("int1",)}, "codec is 'int1'"),
         ({"backward": "nothing"}, "codec is 'nothing'"),
         (
-            {"boundaries": ("int4 / SubspaceQuant(rank='auto')",), "regimes": ("finetune",)},
+            {"boundaries": ("int4 / SubspaceQuant(directions='auto')",), "regimes": ("finetune",)},
             r"regimes is \('finetune',\), and boundary .int4 / .* has .*; allowed with it: scratch-warmup",
         ),
         (
-            {"boundaries": ("SubspaceQuant(rank='auto')",), "regimes": ("scratch-warmup",), "warmup_steps": 0},
+            {"boundaries": ("SubspaceQuant(directions='auto')",), "regimes": ("scratch-warmup",), "warmup_steps": 0},
             "warmup_steps is 0, and boundary .* has SubspaceQuant.*; allowed: at least 1",
         ),
-        ({"boundaries": ("SubspaceQuant(rank=300)",)}, "boundaries has .*: rank is 300, .* 1 to 256"),
+        ({"boundaries": ("SubspaceQuant(directions=300)",)}, "boundaries has .*: rank is 300, .* 1 to 256"),
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
         ({"stages": 9}, r"stages is 9; allowed: at most model.layers \(8\)"),
         ({"jobs": 0}, "jobs is 0"),
@@ -239,7 +239,13 @@ ROWS = [
     row("scratch", "int4", 1, 3.75, 0.75),
 ]
 PAIRS = [
-    row("scratch", f"SubspaceQuant(rank={r}, bits=2) / SubspaceQuant(rank={r}, bits=4)", 0, 0.9, r / 10000 - 0.1)
+    row(
+        "scratch",
+        f"SubspaceQuant(directions={r}, bits=2) / SubspaceQuant(directions={r}, bits=4)",
+        0,
+        0.9,
+        r / 10000 - 0.1,
+    )
     for r in (8, 16)
 ]
 
@@ -265,14 +271,14 @@ def test_a_table_for_each_regime(tmp_path: Path):
 
 def test_a_table_keeps_its_numbers_whole_on_80_columns(tmp_path: Path):
     text = shown(COMMAND, PAIRS, tmp_path)
-    for word in ("bits=2/4)", "-0.0984", "9.00", "seeds", "SubspaceQuant(rank=16,"):
+    for word in ("bits=2/4)", "-0.0984", "9.00", "seeds", "SubspaceQuant(directions=16,"):
         assert word in text
 
 
 def test_the_picture_has_a_panel_for_each_regime_and_a_point_for_each_boundary():
     (chart,) = COMMAND.charts
     panels = {title: {row["boundary"] for row in rows} for title, rows in chart.panels(ROWS + PAIRS)}
-    names = {f"SubspaceQuant(rank={rank}, bits=2/4)" for rank in (8, 16)}
+    names = {f"SubspaceQuant(directions={rank}, bits=2/4)" for rank in (8, 16)}
     assert panels == {"from scratch, no warm-up": {"int4", *names}}, "fp32 is the line at zero"
     int4 = chart.panels(ROWS)[0][1][0]
     assert [int4[value] for value in (chart.x, chart.low, chart.y, chart.high)] == [9.0, 0.25, 0.5, 0.75]

@@ -20,7 +20,7 @@ from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from tests.bench.shown import shown
 
-SUBSPACE = "SubspaceQuant(rank=4) / SubspaceQuant(rank=2, bits=3)"  # a "/" and commas in a name
+SUBSPACE = "SubspaceQuant(directions=4) / SubspaceQuant(directions=2, bits=3)"  # a "/" and commas in a name
 TINY = PipelineBenchmark(
     links=(Link(None),),
     boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant", SUBSPACE, "aq-sgd"),
@@ -128,9 +128,9 @@ def test_rows_of_what_is_there_so_far():
 
 
 def test_recipe_of_a_boundary():
-    low = recipe(TINY, "SubspaceQuant(rank=8) / int4")
+    low = recipe(TINY, "SubspaceQuant(directions=8) / int4")
     assert low.pipeline.boundary == "lowbit"
-    assert make_codecs(low.pipeline, 1).forward == (SubspaceQuant(rank=8),)
+    assert make_codecs(low.pipeline, 1).forward == (SubspaceQuant(directions=8),)
     assert make_codecs(low.pipeline, 1).backward == (parse("int4"),)
     assert low.codec_warmup_steps == 0
     for name in ("int4", "subspace", "bf16"):
@@ -190,8 +190,8 @@ class FakeWorkers:
         ({"boundaries": ("int4", "int4")}, "boundaries is"),
         ({"boundaries": ("int9",)}, "codec is 'int9'"),
         ({"backward": "what"}, "codec is 'what'"),
-        ({"boundaries": ("SubspaceQuant(rank='auto')",)}, "boundaries has .*: rank is 'auto'"),
-        ({"backward": "SubspaceQuant(rank=65)"}, "has 'tah-quant': rank is 65, .* allowed: 1 to 64"),
+        ({"boundaries": ("SubspaceQuant(directions='auto')",)}, "boundaries has .*: rank is 'auto'"),
+        ({"backward": "SubspaceQuant(directions=65)"}, "has 'tah-quant': rank is 65, .* allowed: 1 to 64"),
         ({"model": {"dim": 64, "layers": 3, "heads": 2}}, "4 stages"),
         ({"model": {"dim": 63}}, "model.dim is 63"),
         ({"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.bench import training
 from lowbit.bench.convergence import ConvergenceBenchmark
 from lowbit.bench.training import (
@@ -33,7 +33,7 @@ CODED = f"{INT2} / {INT6}"
 
 @pytest.fixture(autouse=True)
 def _without_compilation() -> Iterator[None]:
-    with ops.backend("reference"):
+    with kernels.backend("reference"):
         yield
 
 
@@ -138,9 +138,9 @@ def test_a_format_with_memory_sees_its_samples_again(recipe: Recipe):
 
 
 def test_a_rank_is_chosen_in_the_warm_up(recipe: Recipe):
-    auto = "SubspaceQuant(rank='auto', group=8)"
+    auto = "SubspaceQuant(directions='auto', group=8)"
     _, result = train(recipe, f"{auto} / {auto}", seed=0)
-    bits = [SubspaceQuant(rank=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
+    bits = [SubspaceQuant(directions=r, group=8).bits_per_element((2, 16, 32)) for r in range(1, 33)]
     found = result["bits_forward"] - CHECKSUM_BITS
     assert bits[0] <= found < bits[-1], "ranks differ between the boundaries"
     told = 16 * 8 / (2 * 16 * 32)  # in the last step of the warm-up
@@ -201,8 +201,8 @@ def test_plain_formats_travel_alike_both_ways():
     backward = INT6
     assert codec_pair("bf16", backward) == (Cast(dtype=torch.bfloat16),) * 2
     assert codec_pair("int4", backward) == (parse("int4"), parse(INT6))
-    pair = codec_pair("SubspaceQuant(rank=4) / subspace-backward", backward)
-    assert pair == (parse("SubspaceQuant(rank=4)"), parse("SubspaceQuant(bits=4)"))
+    pair = codec_pair("SubspaceQuant(directions=4) / subspace-backward", backward)
+    assert pair == (parse("SubspaceQuant(directions=4)"), parse("SubspaceQuant(bits=4)"))
 
 
 def test_curves_are_means_of_equal_stretches(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.codecs import COMMAND
 from benchmarks.published import PublishedProcedure
-from lowbit import ops
+from lowbit import kernels
 from lowbit.bench.codecs import relative_error
 from lowbit.bench.samples import drawn
 from lowbit.codecs import TAHQuant
@@ -29,7 +29,7 @@ def test_ours_at_the_same_settings_loses_no_more_and_sends_no_more(allocation: s
     x = drawn(data, SHAPE)
     theirs = PublishedProcedure(allocation=allocation)
     ours = dataclasses.replace(TAHQuant.published(), allocation=allocation)
-    with ops.backend("reference"):
+    with kernels.backend("reference"):
         error = relative_error(x, ours.round_trip(x))
     assert error < relative_error(x, theirs.round_trip(x))
     assert ours.bits_per_element(SHAPE) < theirs.bits_per_element(SHAPE)

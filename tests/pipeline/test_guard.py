@@ -76,9 +76,9 @@ OF_RANK_3 = {"directions": torch.zeros(3, toy.WIDTH), "messages": 5, "digest": 0
 @pytest.mark.parametrize(
     ("codec", "state", "steps", "said"),
     [
-        (SubspaceQuant(rank=25), {}, 0, "boundary 1 forward: rank is 25, .* allowed: 1 to 24"),
-        (SubspaceQuant(rank=2), OF_RANK_3, 5, r"state has directions .* \(3, 24\); this session has rank 2"),
-        (SubspaceQuant(rank="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
+        (SubspaceQuant(directions=25), {}, 0, "boundary 1 forward: rank is 25, .* allowed: 1 to 24"),
+        (SubspaceQuant(directions=2), OF_RANK_3, 5, r"state has directions .* \(3, 24\); this session has rank 2"),
+        (SubspaceQuant(directions="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
     ],
     ids=["rank", "state", "choice"],
 )
@@ -91,7 +91,7 @@ def test_what_one_boundary_cannot_code_is_an_error_everywhere(
 
 
 def test_what_no_boundary_can_code_is_the_same_error(ranks: Ranks):
-    wide = SubspaceQuant(rank=25)
+    wide = SubspaceQuant(directions=25)
     changes = {rank: {"forward": wide, "backward": wide} for rank in range(2)}
     fault = "rank is 25, and the last dimension of (2, 3, 24) is 24; allowed: 1 to 24"
     text = f"boundary 0 forward: {fault}; boundary 0 backward: {fault}"

@@ -10,7 +10,7 @@ from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.plan import make_plan
 from lowbit.train.summary import Summary, read_summary, summarize
 
-PLANNED = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(rank=5)"}
+PLANNED = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(directions=5)"}
 
 
 def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
@@ -40,8 +40,8 @@ def test_pace_and_bits_are_those_of_the_settled_run():
 
 
 def test_what_the_gradients_travelled_in_is_told():
-    (backward,) = _summary([], forward="SubspaceQuant(rank=8)").backward
-    assert parse(backward) == SubspaceQuant(rank=8, bits=4)
+    (backward,) = _summary([], forward="SubspaceQuant(directions=8)").backward
+    assert parse(backward) == SubspaceQuant(directions=8, bits=4)
     assert _summary([], backward="int6").backward == ("int6",)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.activations.policy import LayerAware, check_bits
-from lowbit.codecs.base import check_int
+from lowbit.codecs.checks import check_int
 
 FORMAT, VERSION = "lowbit plan of saved activations", 1
 PLANNED = ("norm", "mlp", "linear")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lowbit.activations.gated.reference import ACTIVATIONS
 from lowbit.activations.recipes import Norm, plain_gated
-from lowbit.ops.fused import ACTIVATIONS
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lowbit import ops
+from lowbit import kernels
 from lowbit.bench import timing
 from lowbit.codecs import Codec, Session
 from lowbit.collectives.checksum import CHECKSUM_BYTES, Checksums
@@ -137,7 +137,7 @@ def _forward_and_backward(layer: nn.Module, xs: Sequence[Tensor]) -> timing.Oper
 
 def _eagerly(operation: timing.Operation) -> timing.Operation:
     def run(i: int) -> None:
-        with ops.backend("reference"):
+        with kernels.backend("reference"):
             operation(i)
 
     return run

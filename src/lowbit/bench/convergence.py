@@ -65,7 +65,7 @@ class ConvergenceBenchmark:
     activations in 4 bits, 8 for norms; in 4 for norms, too; with attention's tensors in 8; and in 4 for everything."""
     backward: str = ""
     """Format of the gradients beside low-bit forward formats that do not name their own ("int4 / int6"); if omitted,
-    its default. fp32, bf16 and fp16 are used both ways. SubspaceQuant(rank='auto') needs a regime with a
+    its default. fp32, bf16 and fp16 are used both ways. SubspaceQuant(directions='auto') needs a regime with a
     warm-up."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and data order."""

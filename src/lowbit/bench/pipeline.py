@@ -34,7 +34,7 @@ from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
-SUBSPACE = "SubspaceQuant(rank=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
+SUBSPACE = "SubspaceQuant(directions=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
 
 
 @dataclass(frozen=True)

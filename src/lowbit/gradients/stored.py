@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs.base import FLOATS, Codec
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS
 
 
 @dataclass(slots=True)

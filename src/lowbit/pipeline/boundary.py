@@ -15,7 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lowbit.codecs.base import FLOATS, Codec, Key, Session
+from lowbit.codecs.base import Codec
+from lowbit.codecs.sessions import Key, Session
 from lowbit.pipeline.arguments import Step
 from lowbit.pipeline.traffic import Traffic
 

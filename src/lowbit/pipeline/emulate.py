@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lowbit.codecs.base import Codec, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_int
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.arguments import Step, check_warm_up, checked_samples, codec_at, keys_of
 from lowbit.pipeline.boundary import CHOICE, Direction, Lane
@@ -47,7 +48,7 @@ def emulate_(
         backward: format of gradients, likewise.
         warmup_steps: so many training steps are not coded; `Emulation.step` counts them, as `LowBitStage` counts calls
             of `schedule.step`. At least 1 for a codec that leaves something to choose, such as
-            `SubspaceQuant(rank="auto")`: it is settled in the last.
+            `SubspaceQuant(directions="auto")`: it is settled in the last.
         in_evaluation: code modules in evaluation mode (`model.eval()`) too, as `LowBitStage` does; codecs that know
             only the samples they are trained on never are.
 

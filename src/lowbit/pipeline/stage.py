@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lowbit import __version__
-from lowbit.codecs.base import Codec, Session
+from lowbit.codecs.base import Codec
+from lowbit.codecs.sessions import Session
 from lowbit.collectives.agreement import default_group
 from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
 from lowbit.collectives.failure import FailureBoard
@@ -51,7 +52,7 @@ class LowBitStage(HookedStage):
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise.
         warmup_steps: so many calls of `schedule.step`, from the first, send everything in its own dtype. At least 1 for
-            a codec that leaves something to choose, such as `SubspaceQuant(rank="auto")`: it is settled in the last.
+            a codec that leaves something to choose, such as `SubspaceQuant(directions="auto")`: it is settled in the last.
         timeout: seconds after which a rank that does not come or answer is an error.
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 
 from lowbit.activations.bit_plan import PLANNED, BitPlan
-from lowbit.codecs.base import check_int
+from lowbit.codecs.checks import check_int
 from lowbit.plan.in_flight import InFlight, Moment
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)

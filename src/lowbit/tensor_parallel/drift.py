@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
-from lowbit.codecs.base import Codec, check_fraction, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_fraction, check_int
 from lowbit.collectives.objects import gather_json
 
 THRESHOLD = 0.01

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import check_choice, check_int
+from lowbit.codecs.checks import check_choice, check_int
 
 LAYOUTS = ("fixed", "distributed")
 SHARE = 64

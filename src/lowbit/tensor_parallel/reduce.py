@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
-from lowbit.codecs.base import Codec, check_choice, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_choice, check_int
 from lowbit.collectives import all_reduce, engine
 from lowbit.collectives.algorithms import choose
 from lowbit.collectives.checksum import check_checksums

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit.codecs import Cast, Codec, SubspaceQuant, gradients_beside, parse
+from lowbit.codecs import Cast, Codec, SubspaceQuant, backward_codec, parse
 from lowbit.config import ConfigError
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import PipelineConfig
@@ -51,7 +51,7 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
     """
     if pipeline.backward or pipeline.boundary != "lowbit":
         return pipeline.backward
-    return tuple(repr(gradients_beside(parse(text))) for text in pipeline.forward)
+    return tuple(repr(backward_codec(parse(text))) for text in pipeline.forward)
 
 
 def in_full(pipeline: PipelineConfig) -> PipelineConfig:
@@ -109,7 +109,7 @@ def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
             if bits > 2 * least:
                 found.append(
                     f"pipeline.{name}: {codec} takes {bits:.1f} bits an element in messages of {shape}, "
-                    f"and {least:.1f} with rank=1; set a smaller rank, or rank='auto' with a warm-up"
+                    f"and {least:.1f} with rank=1; set a smaller rank, or directions='auto' with a warm-up"
                 )
     return found
 

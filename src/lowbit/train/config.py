@@ -126,12 +126,12 @@ class PipelineConfig:
     boundaries, or a list with one for each."""
     backward: tuple[str, ...] = ()
     """Codecs of gradients, in the same notation. Absent: what fits each of `forward`
-    (`lowbit.codecs.gradients_beside`): "fp32" and "bf16" travel alike both ways, "subspace" comes back as
+    (`lowbit.codecs.backward_codec`): "fp32" and "bf16" travel alike both ways, "subspace" comes back as
     "subspace-backward", all else in 6 bits."""
     warmup_steps: NonNegative | None = None
     """Steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is small beside
     the noise of few bits; none when a `model.pretrained` is fine-tuned. A codec that leaves something to choose, such
-    as "SubspaceQuant(rank='auto')", is settled in the last of them and needs one at least."""
+    as "SubspaceQuant(directions='auto')", is settled in the last of them and needs one at least."""
     boundary: Boundary = "lowbit"
     """lowbit, or PyTorch's own stage, which sends float32 or bfloat16, to compare with."""
 
