@@ -42,7 +42,7 @@ class SpectrumBenchmark:
     """File, folder or pattern that the model is run on."""
     stages: AtLeastTwo = 4
     """Of the pipeline that the model would be cut into, at most its layers."""
-    ranks: tuple[Positive, ...] = (8, 16, 32, 64)
+    directions: tuple[Positive, ...] = (8, 16, 32, 64)
     """Numbers of directions to try; besides them, the one that suits the first message (SubspaceQuant.fitted)."""
     bits: tuple[int, ...] = (3, 4)
     """Of the remainder, to try with each of them."""
@@ -75,9 +75,9 @@ class SpectrumBenchmark:
                 )
         if not self.bits:
             raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
-        for rank in (*self.ranks, 1):
+        for directions in (*self.directions, 1):
             for bits in self.bits:
-                SubspaceQuant(directions=rank, bits=bits, group=self.group, refresh=self.refresh)
+                SubspaceQuant(directions=directions, bits=bits, group=self.group, refresh=self.refresh)
 
 
 @dataclass
@@ -116,27 +116,26 @@ class _Boundary:
         candidates: dict[tuple[int, int], bool] = {}
         for bits in settings.bits:
             more = {"bits": bits, "group": settings.group, "refresh": settings.refresh}
-            candidates |= {(rank, bits): False for rank in settings.ranks if rank <= x.shape[-1]}
-            candidates[SubspaceQuant.fitted(x, **more).directions, bits] = True
+            candidates |= {(directions, bits): False for directions in settings.directions if directions <= x.shape[-1]}
+            candidates[SubspaceQuant.fitted(x, **more).count, bits] = True
         self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
-        for (rank, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
-            codec = SubspaceQuant(directions=rank, bits=bits, group=settings.group, refresh=settings.refresh)
+        for (directions, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
+            codec = SubspaceQuant(directions=directions, bits=bits, group=settings.group, refresh=settings.refresh)
             self.trials.append(self._trial("subspace", codec, x, fitted))
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
         for trial in self.trials:
-            subspace = trial.codec if isinstance(trial.codec, SubspaceQuant) else None
-            rank = subspace.directions if subspace else None
+            directions = getattr(trial.codec, "directions", None)
             yield {
                 "boundary": self.index,
                 "direction": self.direction,
                 "shape": list(shape),
                 "format": trial.name,
                 "codec": str(trial.codec),
-                "rank": rank,
-                "bits": subspace.bits if subspace else None,
+                "directions": directions,
+                "bits": getattr(trial.codec, "bits", None) if directions else None,
                 "fitted": trial.fitted,
-                "outside": float(self.outside[min(rank, len(self.outside) - 1)]) if rank else None,
+                "outside": float(self.outside[min(directions, len(self.outside) - 1)]) if directions else None,
                 "bits_per_element": trial.codec.bits_per_element(shape),
                 "decibels": trial.decibels(),
             }
@@ -153,8 +152,8 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     Yields:
         Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
         byte counted) and `decibels` (signal over noise, second half of the messages); those of SubspaceQuant also
-        `rank`, `bits` and `outside`: the share of the first message's energy that its best directions, so many, leave
-        out; `fitted`: whether this rank is `SubspaceQuant.fitted`'s.
+        `directions`, `bits` and `outside`: the share of the first message's energy that its best directions, so many, leave
+        out; `fitted`: whether this number is `SubspaceQuant.fitted`'s.
 
     Raises:
         ConfigError: a model or text that cannot be used, or more stages than layers.
@@ -226,7 +225,7 @@ def outside(x: Tensor) -> Tensor:
 
 
 def _name(row: Row) -> str:
-    return f"{row['format']}, {row['bits']} bits" if row["rank"] else row["format"]
+    return f"{row['format']}, {row['bits']} bits" if row["directions"] else row["format"]
 
 
 def _points(rows: Sequence[Row]) -> list[Row]:
@@ -254,12 +253,12 @@ COMMAND = Command(
             each="direction",
             title=lambda rows: (
                 f"{rows[0]['direction'].capitalize()}, messages of {' x '.join(map(str, rows[0]['shape']))}; "
-                "*: rank by the spectrum"
+                "*: number by the spectrum"
             ),
             columns=[
                 Column("boundary", "boundary"),
                 Column("format", _name),
-                Column("rank", lambda row: f"{row['rank']}{'*' * row['fitted']}" if row["rank"] else None),
+                Column("directions", lambda row: f"{row['directions']}{'*' * row['fitted']}" if row["directions"] else None),
                 Column("energy\noutside", "outside", "{:.2%}"),
                 Column("bits", "bits_per_element", "{:.2f}"),
                 Column("dB", "decibels", "{:.1f}"),

@@ -26,14 +26,15 @@ PUBLIC = {
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
-        "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant backward_codec parse "
-        "parse_pair"
+        "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session StatefulCodec SubspaceQuant Summable TAHQuant "
+        "backward_codec parse parse_pair"
     ),
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
     "lowbit.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
+    "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.ops": (
         "apart backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "collectives": {"codecs", "ops"},
     "gradients": {"collectives", "codecs"},
     "pipeline": {"collectives", "codecs"},
-    "activations": {"codecs", "ops"},
+    "activations": {"codecs", "kernels"},
     "tensor_parallel": {"collectives", "codecs"},
     "train": {"config", "activations", "gradients", "pipeline", "collectives", "codecs"},
     "plan": {"report", "config", "train", "activations", "codecs"},

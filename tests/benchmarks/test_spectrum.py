@@ -49,14 +49,14 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
     ByteTokenizer().hugging_face().save_pretrained(folder)
     text.write_text("The cat sat on the mat; 12 dogs, however, did not.\n" * 60)
     settings = SpectrumBenchmark(
-        checkpoint=str(folder), text=str(text), stages=3, ranks=(4, 64), codecs=("int4",), sequence=32, batch=2
+        checkpoint=str(folder), text=str(text), stages=3, directions=(4, 64), codecs=("int4",), sequence=32, batch=2
     )
     rows = run(COMMAND, settings).rows
     assert "Backward, messages of 2 x 32 x 32" in shown(COMMAND, rows, tmp_path)
     assert {(row["boundary"], row["direction"]) for row in rows} == {
         (b, d) for b in (0, 1) for d in spectrum.DIRECTIONS
     }
-    assert not any(row["rank"] == 64 for row in rows), "more directions than channels are left out"
+    assert not any(row["directions"] == 64 for row in rows), "more directions than channels are left out"
     for row in rows:
         assert row["decibels"] > 0
         if row["format"] == "int4":
@@ -68,13 +68,13 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
 
 
 def test_a_line_has_only_what_all_boundaries_have():
-    measured = [  # boundary, rank, bits per element, decibels: rank 6 suits both, 5 only one
+    measured = [  # boundary, directions, bits per element, decibels: rank 6 suits both, 5 only one
         (0, 4, 2.0, 10.0), (1, 4, 2.0, 14.0), (0, 5, 2.5, 20.0), (0, 6, 3.0, 20.0), (1, 6, 3.0, 22.0),
     ]  # fmt: skip
     rows = [
-        {"direction": "forward", "format": "subspace", "boundary": boundary, "rank": rank, "bits": 2,
+        {"direction": "forward", "format": "subspace", "boundary": boundary, "directions": directions, "bits": 2,
          "bits_per_element": bits, "decibels": decibels}
-        for boundary, rank, bits, decibels in measured
+        for boundary, directions, bits, decibels in measured
     ]  # fmt: skip
     (chart,) = COMMAND.charts
     ((title, points),) = chart.panels(rows)
@@ -87,7 +87,7 @@ def test_a_line_has_only_what_all_boundaries_have():
     ("settings", "message"),
     [
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
-        ({"ranks": (0,)}, r"ranks is \(0,\); allowed: at least 1"),
+        ({"directions": (0,)}, r"directions is \(0,\); allowed: at least 1"),
         ({"bits": ()}, "bits is empty"),
         ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
         ({"codecs": ("SubspaceQuant(directions='auto')",)}, "codecs has .*, which a pipeline's warm-up settles"),

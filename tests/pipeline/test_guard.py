@@ -93,7 +93,7 @@ def test_what_one_boundary_cannot_code_is_an_error_everywhere(
 def test_what_no_boundary_can_code_is_the_same_error(ranks: Ranks):
     wide = SubspaceQuant(directions=25)
     changes = {rank: {"forward": wide, "backward": wide} for rank in range(2)}
-    fault = "rank is 25, and the last dimension of (2, 3, 24) is 24; allowed: 1 to 24"
+    fault = "directions is 25, and the last dimension of (2, 3, 24) is 24; allowed: 1 to 24"
     text = f"boundary 0 forward: {fault}; boundary 0 backward: {fault}"
     for outcome in ranks.outcomes(unlike, "1f1b", changes):
         assert (outcome.kind, outcome.text) == ("ValueError", text)

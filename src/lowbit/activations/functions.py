@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lowbit import kernels
+from lowbit.activations.gated import reference as gated
+from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.recipes import (
     GatedOutput,
     NormOutput,
@@ -60,7 +61,7 @@ class NormFunction(torch.autograd.Function):
         if codec is None or not fresh:
             return norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        torch.ops.lowbit.norm_encode(
+        norm_operators.encode(
             _rows(x), weight, bias, saved[0], _rows(out), form.eps, norm.centred, norm.offset,
             codec.bits, codec.group, draw_seed(codec.rounding, x.device),
         )  # fmt: skip
@@ -82,7 +83,7 @@ class NormFunction(torch.autograd.Function):
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
-        torch.ops.lowbit.norm_backward(
+        norm_operators.backward(
             saved, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
             form.eps, form.norm.centred, form.norm.offset, form.codec.bits, form.codec.group,
         )  # fmt: skip
@@ -102,7 +103,7 @@ class GatedFunction(torch.autograd.Function):
         if codec is None:
             return plain_gated(gate, up, form.activation).to(dtype)
         out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
-        torch.ops.lowbit.gated_encode(
+        gated.encode(
             gate.contiguous(), None if up is None else up.contiguous(), saved[0], saved[1], out,
             form.activation, codec.bits, codec.group, draw_seed(codec.rounding, gate.device),
         )  # fmt: skip
@@ -123,7 +124,7 @@ class GatedFunction(torch.autograd.Function):
         gate_dtype, up_dtype = ctx.dtypes
         grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
         grad_up = None if up_dtype is None else torch.empty_like(grad_gate, dtype=up_dtype)
-        torch.ops.lowbit.gated_backward(
+        gated.backward(
             gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
             form.activation, form.codec.bits, form.codec.group,
         )  # fmt: skip

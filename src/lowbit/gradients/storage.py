@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.base import Codec
+from lowbit.codecs.sums import Summable
 from lowbit.gradients.stored import Stored, check_parameter, named, parts, portions
 
 BUCKET_BYTES = 16 << 20
@@ -53,12 +53,11 @@ class GradientStorage:
     """
 
     def __init__(self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None) -> None:
-        self.codec = BlockFloat8() if codec is None else codec
-        if not isinstance(self.codec, Codec) or self.codec.stateful:
-            raise TypeError(f"codec is {self.codec!r}; allowed: a codec without state, such as BlockFloat8()")
-        self._nearest = self.codec
-        if getattr(self.codec, "rounding", "nearest") != "nearest":
-            self._nearest = dataclasses.replace(self.codec, rounding="nearest")  # pyright: ignore[reportCallIssue]
+        codec = BlockFloat8() if codec is None else codec
+        if not isinstance(codec, Summable):
+            raise TypeError(f"codec is {codec!r}; allowed: a codec without state that sums, such as BlockFloat8()")
+        self.codec = codec
+        self._nearest = codec.nearest()
         pairs = named(parameters)
         self._stored = {p: Stored(name) for name, p in pairs if p.requires_grad}
         self._frozen = [(name, p) for name, p in pairs if not p.requires_grad]

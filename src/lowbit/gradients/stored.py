@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import FLOATS
+from lowbit.codecs.sums import Summable
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Stored:
     factor: float = 1.0
     held: bool = False
 
-    def value(self, codec: Codec, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+    def value(self, codec: Summable, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
         """The gradient in a new tensor, or None."""
         if not self.held or self.payload is None:
             return None
@@ -30,19 +30,19 @@ class Stored:
         # A sum may be beyond what float16 holds when its mean is not.
         return codec.decode(self.payload, shape=parameter.shape).mul_(self.factor).to(dtype)
 
-    def write(self, codec: Codec, part: Tensor) -> None:
+    def write(self, codec: Summable, part: Tensor) -> None:
         """Write the gradient to a float32 tensor of the parameter's shape, which holds zeros."""
         if self.held and self.payload is not None:
             codec.decode(self.payload, shape=part.shape, out=part)
             if self.factor != 1:
                 part.mul_(self.factor)
 
-    def replace(self, codec: Codec, gradient: Tensor, device: torch.device) -> None:
+    def replace(self, codec: Summable, gradient: Tensor, device: torch.device) -> None:
         """Store another gradient, on the device where the parameter now is."""
         self.payload = codec.encode(gradient, out=self._room(device))
         self.factor, self.held = 1.0, True
 
-    def add(self, codec: Codec, gradient: Tensor, device: torch.device) -> None:
+    def add(self, codec: Summable, gradient: Tensor, device: torch.device) -> None:
         """Add to what is stored, if anything is."""
         room = self._room(device)
         if not self.held or room is None:

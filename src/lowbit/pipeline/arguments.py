@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec, Key, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import check_int
+from lowbit.codecs.sessions import Key
 
 
 @dataclass(frozen=True)

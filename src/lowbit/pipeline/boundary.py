@@ -16,7 +16,9 @@ import xxhash
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.stateful import StatefulCodec
 from lowbit.pipeline.arguments import Step
 from lowbit.pipeline.traffic import Traffic
 
@@ -171,7 +173,7 @@ class Lane:
 
     def chosen(self) -> dict[str, Codec]:
         """The settled codecs, by tensor ("tensor 0, width 256"), of a codec that left a parameter open."""
-        return {name: self.codec.settle(choice) for name, choice in self._choices.items()}
+        return {name: self._settled(name) for name in self._choices}
 
     def state_bytes(self) -> int:
         """Bytes that the codec keeps between messages, at this end."""
@@ -212,6 +214,7 @@ class Lane:
     def _choose(self, index: int, slot: Slot, x: Tensor) -> int:
         state = self._state_of(index, slot)
         if state not in self._choices:
+            assert isinstance(self.codec, StatefulCodec)
             self._adopt(index, slot, self.codec.choose(x))
             log.info("%s: %s: %s", self.name, state, self.session(index, *slot).codec)
         return self._choices[state]
@@ -228,16 +231,18 @@ class Lane:
         return self.codec.settled or self._state_of(index, slot) in self._choices
 
     def _settled(self, state: str) -> Codec:
-        if not self.codec.settled and state not in self._choices:
+        if self.codec.settled or not isinstance(self.codec, StatefulCodec):
+            return self.codec
+        if state not in self._choices:
             raise ValueError(
                 f"{state}: what {self.codec} leaves open is chosen in the last step of the warm-up, and nothing was "
                 "chosen here; allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
             )
-        return self.codec.settle(self._choices.get(state, 0))
+        return self.codec.settle(self._choices[state])
 
     def _state_of(self, index: int, slot: Slot) -> str:
         """Name of the state that a codec keeps for a tensor, which several shapes may share."""
-        shared = self.codec.shared_by(slot[0])
+        shared = self.codec.shared_by(slot[0]) if isinstance(self.codec, StatefulCodec) else None
         return f"tensor {index}, {_described(slot) if shared is None else f'width {shared}'}"
 
     def session(self, index: int, shape: torch.Size, dtype: torch.dtype) -> Session:

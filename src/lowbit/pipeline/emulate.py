@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
+from lowbit.codecs.stateful import StatefulCodec
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.arguments import Step, check_warm_up, checked_samples, codec_at, keys_of
 from lowbit.pipeline.boundary import CHOICE, Direction, Lane
@@ -229,8 +230,9 @@ class _LanePair:
             if not _is_state(state[end]):
                 raise ValueError(f"{self.name}: state of the {end} is none; allowed: what state_dict gave")
             choices.append({name: kept[CHOICE] for name, kept in state[end].items() if CHOICE in kept})
-        for choice in choices[0].values():
-            self._codec.settle(choice)
+        if isinstance(self._codec, StatefulCodec):
+            for choice in choices[0].values():
+                self._codec.settle(choice)
         if choices[0] != choices[1]:
             raise ValueError(f"{self.name}: state has {choices}; both ends have the same choices")
 

@@ -52,7 +52,8 @@ class LowBitStage(HookedStage):
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise.
         warmup_steps: so many calls of `schedule.step`, from the first, send everything in its own dtype. At least 1 for
-            a codec that leaves something to choose, such as `SubspaceQuant(directions="auto")`: it is settled in the last.
+            a codec that leaves something to choose, such as `SubspaceQuant(directions="auto")`, which is settled in the
+            last.
         timeout: seconds after which a rank that does not come or answer is an error.
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
 

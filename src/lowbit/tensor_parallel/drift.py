@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_fraction, check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives.objects import gather_json
 
 THRESHOLD = 0.01
@@ -52,7 +52,7 @@ class DriftRow:
 class _Counters:
     """Of one layer. Those that coding updates are on the device of the values, so that it need not wait for them."""
 
-    codec: FeatureInt4
+    codec: Summable
     clipped: Tensor  # int64: of the partial sums, and of the sums that are coded for all ranks
     squares: Tensor  # float64: of the errors of sampled rows, and of their values
     values: int = 0
@@ -94,13 +94,13 @@ class Drift:
         self.threshold, self.every = threshold, every
         self._layers: dict[str, _Counters] = {}
 
-    def attach(self, layer: str, codec: Codec | None, device: torch.device) -> FeatureInt4:
+    def attach(self, layer: str, codec: Codec | None, device: torch.device) -> Summable:
         """Return the layer's codec with counters.
 
         Raises:
             TypeError: a codec without calibrated ranges.
         """
-        if not isinstance(codec, FeatureInt4):
+        if not isinstance(codec, Summable):
             raise TypeError(f"drift watches calibrated ranges; codec is {codec}; allowed: a FeatureInt4")
         clipped = torch.zeros(2, dtype=torch.int64, device=device)
         squares = torch.zeros(2, dtype=torch.float64, device=device)

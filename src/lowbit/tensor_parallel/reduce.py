@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.collectives import all_reduce, engine
@@ -151,6 +150,7 @@ def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: Su
         return first
     if codec is None or not settings.codes(first.numel()):
         return plain_sum(partials)
+    codec = check_summable(codec)
     flats = [partial.reshape(-1) for partial in partials]
     out = torch.empty_like(flats[0])
     if settings.algorithm_for(ranks, codec.nbytes(flats[0].shape)) == "one_shot":
@@ -179,27 +179,28 @@ def plain_sum(partials: Sequence[Tensor]) -> Tensor:
     return total.to(partials[0].dtype)
 
 
-def _add_up(flats: Sequence[Tensor], piece: slice, codec: Codec, out: Tensor) -> None:
+def _add_up(flats: Sequence[Tensor], piece: slice, codec: Summable, out: Tensor) -> None:
     """Write the sum of a piece of all ranks' partial sums, each encoded and decoded."""
     payloads = [codec.part(rank).encode(flat[piece]) for rank, flat in enumerate(flats)]
     codec.sum(payloads, out=out)
 
 
-def check_codec(name: str, codec: Codec, width: int | None = None, ranks: int | None = None) -> None:
+def check_codec(name: str, codec: object, width: int | None = None, ranks: int | None = None) -> None:
     """Raise unless a codec can add up partial sums of so many features and ranks.
 
     Raises:
         TypeError: not a codec, or one whose payloads cannot be summed.
         ValueError: a `FeatureInt4` for another number of features or ranks.
     """
-    check_summable(codec)
-    if isinstance(codec, FeatureInt4):
-        found = tuple(codec.ranges.shape)
-        if (ranks or found[0], width or found[1]) != found:
-            raise ValueError(
-                f"codec is for {found[0]} ranks and {found[1]} features; {name} has {ranks or found[0]} ranks and "
-                f"{width or found[1]} features"
-            )
+    codec = check_summable(codec)
+    if codec.ranks is None:
+        return
+    made_for = codec.ranks, codec.grain
+    if (ranks or codec.ranks, width or codec.grain) != made_for:
+        raise ValueError(
+            f"codec is for {codec.ranks} ranks and {codec.grain} features; {name} has {ranks or codec.ranks} ranks and "
+            f"{width or codec.grain} features"
+        )
 
 
 def check_inference(name: str, x: Tensor, weight: Tensor) -> None:

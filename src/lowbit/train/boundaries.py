@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowbit.codecs import Cast, Codec, SubspaceQuant, backward_codec, parse
+from lowbit.codecs import Cast, Codec, StatefulCodec, backward_codec, parse
 from lowbit.config import ConfigError
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.train.config import PipelineConfig
@@ -103,14 +103,8 @@ def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
     found: list[str] = []
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in dict.fromkeys(each):
-            if not isinstance(codec, SubspaceQuant) or not codec.settled:
-                continue
-            bits, least = (c.bits_per_element(shape) for c in (codec, replace(codec, rank=1)))
-            if bits > 2 * least:
-                found.append(
-                    f"pipeline.{name}: {codec} takes {bits:.1f} bits an element in messages of {shape}, "
-                    f"and {least:.1f} with rank=1; set a smaller rank, or directions='auto' with a warm-up"
-                )
+            if isinstance(codec, StatefulCodec) and (advice := codec.advice(shape)):
+                found.append(f"pipeline.{name}: {advice}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import Codec, parse
+from lowbit.codecs import Codec, Summable, parse
 from lowbit.config import ConfigError
 from lowbit.gradients import GradientStorage
 from lowbit.gradients.storage import BUCKET_BYTES
@@ -17,7 +17,7 @@ from lowbit.train import optim
 from lowbit.train.config import FULL_PRECISION, GradientsConfig
 
 
-def storage_codec(config: GradientsConfig) -> Codec | None:
+def storage_codec(config: GradientsConfig) -> Summable | None:
     """What gradients are stored in; None: nothing but `.grad`.
 
     Raises:
@@ -29,9 +29,9 @@ def storage_codec(config: GradientsConfig) -> Codec | None:
         codec = parse(config.storage)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"gradients.storage: {error}") from error
-    if codec.stateful:
+    if not isinstance(codec, Summable):
         raise ConfigError(
-            f"gradients.storage is {config.storage!r}, which keeps something between messages; "
+            f"gradients.storage is {config.storage!r}, which keeps something between messages or cannot be summed; "
             "allowed: codecs without state"
         )
     return codec
@@ -52,7 +52,7 @@ class Gradients:
         if codec is not None:
             self.storage = GradientStorage(self.parameters, codec=codec)
             for parameter in self.parameters[:1]:  # kernels are compiled before a peer waits
-                codec.add(codec.encode(parameter), parameter)
+                self.storage.codec.add(codec.encode(parameter), parameter)
 
     @property
     def nbytes(self) -> int:
