@@ -88,10 +88,10 @@ def test_a_train_takes_as_long_as_its_packets() -> None:
         ip, tcp = bytes([0x45, *bytes(19)]), bytes([*bytes(12), 0x80, *bytes(19)])
         return header + ip + tcp + bytes(payload)
 
-    assert delay.wire_bytes(train(1448, 1448)) == 1514
-    assert delay.wire_bytes(train(3 * 1448, 1448)) == 3 * 1514
-    assert delay.wire_bytes(train(3 * 1448 + 1, 1448)) == 3 * 1514 + 67
-    assert delay.wire_bytes(bytes(10) + bytes(100)) == 114
+    assert delay.ethernet_bytes(train(1448, 1448)) == 1514
+    assert delay.ethernet_bytes(train(3 * 1448, 1448)) == 3 * 1514
+    assert delay.ethernet_bytes(train(3 * 1448 + 1, 1448)) == 3 * 1514 + 67
+    assert delay.ethernet_bytes(bytes(10) + bytes(100)) == 114
 
 
 UDP = """

@@ -193,7 +193,7 @@ def never_taken() -> tuple[str, int]:
         else:
             transport.take(Route(0, 1), 8)
     except PeerError as error:
-        assert transport._traffic.held_bytes == 0
+        assert transport.traffic.held_bytes == 0
         return str(error), error.rank
     return "", -1
 

@@ -88,16 +88,15 @@ def check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 def portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
     """Successive parameters on one device, of at most `limit` elements together or one alone."""
-    found: list[list[nn.Parameter]] = []
+    grouped: list[list[nn.Parameter]] = []
     filled = limit
     for parameter in parameters:
-        same = bool(found) and found[-1][0].device == parameter.device
-        if not same or filled + parameter.numel() > limit:
-            found.append([])
+        if not grouped or grouped[-1][0].device != parameter.device or filled + parameter.numel() > limit:
+            grouped.append([])
             filled = 0
-        found[-1].append(parameter)
+        grouped[-1].append(parameter)
         filled += parameter.numel()
-    return found
+    return grouped
 
 
 def parts(flat: Tensor, portion: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -64,7 +64,7 @@ class Line:
         self._cut: set[int] = set()
 
     def obey(self, order: dict[str, Any]) -> None:
-        """Take on what an order says; packets that are under way stay so."""
+        """Obey an order; packets that are under way stay so."""
         if "cut" in order:
             self._cut = set(order["cut"])
             return
@@ -75,7 +75,7 @@ class Line:
         self._chance = {path: random.Random(repr(path)) for path in itertools.product(hosts, hosts)}
 
     def take(self, source: int, now: float, late: float) -> None:
-        """Take what a host sends; some of it may have been waiting here for as long as this program came late."""
+        """Take what a host sends. late: seconds for which some of it may have been waiting for this program."""
         for _ in range(_AT_ONCE):
             try:
                 packet = os.read(self.tuns[source], _LARGEST)
@@ -94,8 +94,7 @@ class Line:
             begin = now
         if begin - now > self._queue:
             return
-        end = begin + wire_bytes(packet) * self._rates[source][0]
-        self._up_free[source] = end
+        end = self._up_free[source] = begin + ethernet_bytes(packet) * self._rates[source][0]
         if len(self.tuns) > 2:
             self._expect(end, False, source, destination, packet)
         else:
@@ -106,8 +105,7 @@ class Line:
         begin = max(now, self._down_free[destination])
         if begin - now > self._queue:
             return
-        end = begin + wire_bytes(packet) * self._rates[destination][1]
-        self._down_free[destination] = end
+        end = self._down_free[destination] = begin + ethernet_bytes(packet) * self._rates[destination][1]
         self._travel(end, source, destination, packet)
 
     def _travel(self, now: float, source: int, destination: int, packet: bytes) -> None:
@@ -122,11 +120,10 @@ class Line:
         self._expect(arrival, True, source, destination, packet)
 
     def _expect(self, at: float, arrived: bool, source: int, destination: int, packet: bytes) -> None:
-        event = (at, next(self._order), arrived, source, destination, packet)
-        heapq.heappush(self._events, event)
+        heapq.heappush(self._events, (at, next(self._order), arrived, source, destination, packet))
 
     def move(self) -> float | None:
-        """Do what is due; returns the seconds until there is more (None: nothing is under way)."""
+        """Move all packets that are due; returns the seconds until the next is (None: nothing is under way)."""
         while self._events:
             wait = self._events[0][0] - time.monotonic()
             if wait > 0:
@@ -142,7 +139,7 @@ class Line:
         return None
 
 
-def wire_bytes(packet: bytes) -> int:
+def ethernet_bytes(packet: bytes) -> int:
     """Bytes of Ethernet that a packet, or each packet of a train with its own headers, takes."""
     kind, segment = packet[1], int.from_bytes(packet[4:6], sys.byteorder)
     size = len(packet) - _HEADER_BYTES

@@ -1,7 +1,7 @@
 """What the rank with a pipeline's first stage announces to all others at the start of a pass: one small message.
 
 `tell` sends a value that JSON can hold, waits for nobody, and returns the bytes sent. `hear` waits for it. `finish`
-waits until what was told has left, so that this rank may end. `number` counts passes, alike on all ranks.
+waits until all has been sent, so that this rank may end. `number` counts passes, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KEPT = 1024  # passes whose message stays in the store, so far may the first st
 
 
 def choose(group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int) -> Announcements:
-    """The way of a group: Gloo's messages from rank `source`; the group's store where there is no Gloo.
+    """Announcements of rank `source`: by Gloo's messages, or through the group's store where the group has no Gloo.
 
     Args:
         group: the ranks; board: who failed first; checksums, tag: of the messages.
@@ -40,7 +40,7 @@ def choose(group: dist.ProcessGroup, source: int, board: FailureBoard, checksums
 
 
 class _Direct:
-    """Messages of Gloo's; half a round trip, because some are received ahead of their passes."""
+    """Gloo's messages; they take half a round trip, because receives are posted ahead of their passes."""
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int

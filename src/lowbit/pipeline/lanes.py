@@ -19,7 +19,6 @@ from lowbit.pipeline.boundary import Direction, Lane, Slot
 from lowbit.pipeline.inbox import Route
 from lowbit.pipeline.layouts import Layouts
 from lowbit.pipeline.numbering import Configuration
-from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Transport
 
 
@@ -28,7 +27,7 @@ class Lanes:
 
     Args:
         stage: which of the `stages`. forward, backward: as `LowBitStage` takes them. device: where the tensors live.
-        own: this rank. transport: of the messages. traffic: where to count. overhead: bytes beside each payload.
+        transport: of the messages. overhead: bytes that travel beside each payload.
 
     Raises:
         TypeError, ValueError: as `codec_at`.
@@ -41,13 +40,10 @@ class Lanes:
         forward: Codec | Mapping[int, Codec],
         backward: Codec | Mapping[int, Codec],
         device: torch.device,
-        *,
-        own: int,
         transport: Transport,
-        traffic: Traffic,
         overhead: int,
     ) -> None:
-        self._stage, self._own, self._transport = stage, own, transport
+        self._stage, self._transport = stage, transport
         self._peers: Mapping[int, int] = {}
         self._lanes: dict[tuple[Direction, bool], Lane] = {}  # by direction, and whether they lead out of the stage
         directions: list[tuple[Direction, Any]] = [("forward", forward), ("backward", backward)]
@@ -55,7 +51,7 @@ class Lanes:
             for direction, codecs in directions:
                 codec = codec_at(direction, codecs, boundary, stages - 1)
                 outgoing = (direction == "forward") == (boundary == stage)
-                self._lanes[direction, outgoing] = Lane(boundary, direction, codec, device, traffic, overhead)
+                self._lanes[direction, outgoing] = Lane(boundary, direction, codec, device, transport.traffic, overhead)
         self._step, self._title = Step(), ""
         self._ranks: Sequence[str] = ()
         self._configuration: Configuration | None = None  # of this pass
@@ -178,6 +174,6 @@ class Lanes:
         assert self._configuration is not None  # within a pass
         assert peer is not None
         tag = self._configuration.tag(lane.boundary, backward, self._step.phase, micro_batch, index)
-        sender = self._ranks[peer if backward == (lane.boundary == self._stage) else self._own]
+        sender = self._ranks[peer if backward == (lane.boundary == self._stage) else self._transport.rank]
         about = f"{lane.name}, micro-batch {micro_batch}, tensor {index}, {self._title}: the message from {sender}"
         return Route(peer, tag, about)

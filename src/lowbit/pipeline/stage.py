@@ -91,10 +91,8 @@ class LowBitStage(HookedStage):
         self._number = pipeline_number(self._group, num_stages, self.group_size)
         self._checksums = Checksums(f"pipeline {self._number}", enabled=checksums)
         self.transport = choose(self._group, self.device, self.traffic, self._checksums)
-        self.lanes = Lanes(
-            stage_index, num_stages, forward, backward, self.device, own=self.group_rank,
-            transport=self.transport, traffic=self.traffic, overhead=self._checksums.room,
-        )  # fmt: skip
+        overhead = self._checksums.room
+        self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, self.transport, overhead)
         self.steps = 0
         self._samples: Tensor | None = None
         self._passes: Passes | None = None  # shared by the stages of this rank

@@ -27,8 +27,8 @@ class Traffic:
             had left (the last stage of a rank to finish waits for all of them).
         peak_bytes: most bytes of messages, with their checksums, that the stage's transport held at once, counted from
             `held_bytes` on. On the host with Gloo, on the device with NCCL.
-        held_bytes: of those, held now. A message to receive is held from when its receive is posted until it is handed
-            over for decoding; one to send, until its peer has it and the transport has let go of it.
+        held_bytes: of those, held now. A message to receive is held from when its receive is posted until it is
+            decoded; one to send, until its peer has it and the transport has released it.
     """
 
     forward_bytes: int = 0

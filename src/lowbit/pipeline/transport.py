@@ -51,7 +51,7 @@ class Transport(ABC):
     """What a stage needs to move payloads of a group of ranks. A step is `begin`, any of the others, `drain`.
 
     Attributes:
-        name: the same on ranks that understand each other.
+        name: the same on ranks that understand each other. rank: this one, in the group. traffic: where to count.
         device: where tensors must be for the process group to carry them.
         room: free bytes that `send` needs behind a payload.
     """
@@ -60,8 +60,8 @@ class Transport(ABC):
     device = torch.device("cpu")
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
-        self._traffic, self._checksums = traffic, checksums
+        self._group, self.rank = group, dist.get_rank(group)
+        self.traffic, self._checksums = traffic, checksums
         self.room = checksums.room
         self._pass = 0
 
@@ -163,23 +163,23 @@ class Early(Transport):
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         taking = self._inbox.taking(route, nbytes + self._checksums.room)
-        with self._board.blaming(route.peer), taking as (work, message), self._traffic.timing("wait_seconds"):
+        with self._board.blaming(route.peer), taking as (work, message), self.traffic.timing("wait_seconds"):
             work.wait(self._board.patience)
-        with self._traffic.timing("checksum_seconds"):
+        with self.traffic.timing("checksum_seconds"):
             if not self._checksums.intact(message, self._pass, route.peer, route.tag):
                 raise damaged(route.about, route.peer)
         return message[:nbytes]
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        with self._traffic.timing("checksum_seconds"):
-            self._checksums.seal(message, self._pass, self._rank, route.tag)
+        with self.traffic.timing("checksum_seconds"):
+            self._checksums.seal(message, self._pass, self.rank, route.tag)
         with self._board.blaming(route.peer):
             work = self._isend(route, message)
-        self._outbox.put(Sent(self._group, lambda: work, message, route.peer, self._traffic))
+        self._outbox.put(Sent(self._group, lambda: work, message, route.peer, self.traffic))
         return []
 
     def drain(self) -> None:
-        with self._traffic.timing("wait_seconds"):
+        with self.traffic.timing("wait_seconds"):
             self._outbox.drain(self._board.patience, self._board.blaming)
 
     def sever(self) -> None:
@@ -225,12 +225,12 @@ class Staged(Early):
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
         host, copied = self._streams.to_host(message, self._checksums.room)
         sending = _SENDER.submit(self._send_after, copied, route, host, self._pass)
-        self._outbox.put(Sent(self._group, sending.result, host, route.peer, self._traffic))
+        self._outbox.put(Sent(self._group, sending.result, host, route.peer, self.traffic))
         return []
 
     def _send_after(self, copied: torch.cuda.Event, route: Route, host: Tensor, number: int) -> Any:
         copied.synchronize()  # an error of this device, which is nobody else's fault
-        self._checksums.seal(host, number, self._rank, route.tag)
+        self._checksums.seal(host, number, self.rank, route.tag)
         try:
             return self._isend(route, host)
         except RuntimeError as error:
@@ -265,29 +265,29 @@ class InOrder(Transport):
         self._pass = number
         # The schedule has waited for all of the previous step, so none of its payloads is in use any more.
         for message in (*self._arriving.values(), *self._leaving):
-            self._traffic.hold(-message.numel())
+            self.traffic.hold(-message.numel())
         self._arriving, self._leaving = {}, []
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
         message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8, device=self.device)
         self._arriving[route] = message
-        self._traffic.hold(message.numel())
+        self.traffic.hold(message.numel())
         return [dist.P2POp(dist.irecv, message, group=self._group, group_peer=route.peer)]
 
     def take(self, route: Route, nbytes: int) -> Tensor:
         message = self._arriving.pop(route)
-        self._traffic.hold(-message.numel())
+        self.traffic.hold(-message.numel())
         if self._checksums.enabled:
-            with self._traffic.timing("checksum_seconds"):
+            with self.traffic.timing("checksum_seconds"):
                 damage = self._checksums.damage_there(message, self._pass, route.peer, route.tag)
                 self._verdicts.note(damage, route.about, route.peer)
         return message[:nbytes]
 
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        with self._traffic.timing("checksum_seconds"):
-            self._checksums.seal_there(message, self._pass, self._rank, route.tag)
+        with self.traffic.timing("checksum_seconds"):
+            self._checksums.seal_there(message, self._pass, self.rank, route.tag)
         self._leaving.append(message)
-        self._traffic.hold(message.numel())
+        self.traffic.hold(message.numel())
         return [dist.P2POp(dist.isend, message, group=self._group, group_peer=route.peer)]
 
     def drain(self) -> None:
