@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
+from lowbit.codecs.sums import Summable
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.collectives import all_reduce, engine
 from lowbit.collectives.algorithms import choose
