@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_, counted
 from lowbit.activations.counting import layer_type
-from lowbit.activations.measure import gradients, relative_error
 from lowbit.activations.structure import in_attention, linear_like
 from lowbit.bench.settings import Device, EachOnce, check_device
 from lowbit.bench.training import spread_evenly
 from lowbit.config import ConfigError, NonNegative, Positive, section
+from lowbit.plan.measure import gradients, relative_error
 from lowbit.report import Baseline, Column, Command, Lines, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Data, load_data

@@ -18,12 +18,13 @@ MAY_IMPORT = {
     "activations": {"codecs", "ops"},
     "tensor_parallel": {"collectives", "codecs"},
     "train": {"config", "activations", "gradients", "pipeline", "collectives", "codecs"},
+    "plan": {"report", "config", "train", "activations", "codecs"},
     "bench": {
         *("report", "config", "train", "tensor_parallel", "activations", "gradients", "pipeline", "collectives"),
-        *("codecs", "ops", "network"),
+        *("plan", "codecs", "ops", "network"),
     },
     "evaluate": {"report", "config", "train", "tensor_parallel", "collectives", "codecs"},
-    "cli": {"report", "config", "evaluate", "bench", "train", "collectives", "ranks", "codecs"},
+    "cli": {"report", "config", "evaluate", "bench", "plan", "train", "collectives", "ranks", "codecs"},
     "__main__": {"cli"},
 }
 MOST_LINES = 400

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import compress_saved_, kept, layers
+from lowbit.activations import compress_saved_, layers, recipes
 from tests.activations.models import DIM, GatedBlock
 
 
@@ -21,7 +21,7 @@ class Made:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.payloads: list[StorageWeakRef] = []
         self.copies: list[StorageWeakRef] = []
-        follow = {(layers, "room"): self.payloads, (kept.NormOutput, "rebuild"): self.copies}
+        follow = {(layers, "room"): self.payloads, (recipes.NormOutput, "rebuild"): self.copies}
         for (where, name), found in follow.items():
             monkeypatch.setattr(where, name, self._noting(getattr(where, name), found))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lowbit.activations.kept import Norm
+from lowbit.activations.recipes import Norm
 from lowbit.activations.structure import (
     FeedForward,
     activation_like,

@@ -170,7 +170,7 @@ def test_a_message_brings_no_more_directions_than_it_has_tokens() -> None:
 
 
 def test_kernels_that_read_payloads_never_get_plain_numbers() -> None:
-    from lowbit.activations.kept import FEWEST
+    from lowbit.activations.recipes import FEWEST
 
     every = [
         GroupInt(bits=b, group=g, symmetric=s)

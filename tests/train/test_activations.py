@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowbit.activations import LayerAware, counted
-from lowbit.activations.counting import Kept
+from lowbit.activations.counting import SavedBytes
 from lowbit.collectives.engine import version
 from lowbit.train import ConfigError, TrainConfig, from_mapping, loop
 from lowbit.train.activations import saved_policies
@@ -23,13 +23,13 @@ from tests.train.runs import again, losses, tiny
 
 
 def test_bits_are_one_number_or_one_for_each_stage():
-    assert saved_policies(ActivationsConfig(), 2) == (None, None)
+    assert saved_policies(ActivationsConfig(), 2, {}) == (None, None)
     config = from_mapping({"activations": {"bits": 4, "mlp": [3, 16], "rounding": "stochastic"}})
-    first, second = saved_policies(config.activations, 2)
+    first, second = saved_policies(config.activations, 2, {})
     assert first == LayerAware(bits=4, mlp=3, rounding="stochastic")
     assert second == LayerAware(bits=4, mlp=16, rounding="stochastic")
     config = ActivationsConfig(bits=(4, 16))  # pyright: ignore
-    assert saved_policies(config, 2) == (LayerAware(bits=4), None)
+    assert saved_policies(config, 2, {}) == (LayerAware(bits=4), None)
 
 
 @pytest.mark.parametrize(("wrong", "says"), [
@@ -43,7 +43,7 @@ def test_bits_are_one_number_or_one_for_each_stage():
 ])  # fmt: skip
 def test_what_can_not_be_is_one_line(wrong: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
-        saved_policies(from_mapping({"activations": wrong}).activations, 2)
+        saved_policies(from_mapping({"activations": wrong}).activations, 2, {})
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -76,10 +76,10 @@ def test_each_stage_gets_its_own_bits(ranks: Ranks, tmp_path: Path):
 
 def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
     """Train as a rank; its losses, and what autograd kept on it at most."""
-    counts: list[Kept] = []
+    counts: list[SavedBytes] = []
 
     @contextmanager
-    def noting(model: nn.Module) -> Iterator[Kept]:
+    def noting(model: nn.Module) -> Iterator[SavedBytes]:
         with counted(model) as kept:
             counts.append(kept)
             yield kept

@@ -10,7 +10,7 @@ from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.plan import make_plan
 from lowbit.train.summary import Summary, read_summary, summarize
 
-CHOSEN = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(rank=5)"}
+PLANNED = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(rank=5)"}
 
 
 def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
@@ -23,7 +23,7 @@ def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
 def _summary(steps: list[StepMetrics], **pipeline: object) -> Summary:
     config = TrainConfig(pipeline=PipelineConfig(warmup_steps=3, **pipeline), run=RunConfig(steps=20))  # pyright: ignore[reportArgumentType]
     plan = make_plan(config.pipeline, ranks=2, layers=8)
-    return summarize(config, plan, steps, {"held_out_loss": 2.0}, chosen=CHOSEN, model=None)
+    return summarize(config, plan, steps, {"held_out_loss": 2.0}, chosen=PLANNED, model=None)
 
 
 def test_pace_and_bits_are_those_of_the_settled_run():
@@ -57,4 +57,4 @@ def test_a_summary_survives_its_file(tmp_path: Path):
     summary = _summary([_step(step) for step in range(6)])
     (tmp_path / "summary.json").write_text(json.dumps(dataclasses.asdict(summary)))
     assert read_summary(tmp_path / "summary.json") == summary
-    assert summary.chosen == CHOSEN
+    assert summary.chosen == PLANNED

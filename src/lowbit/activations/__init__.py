@@ -1,11 +1,13 @@
-"""What autograd keeps between forward and backward, in few bits (AGoQ, arXiv 2605.00539)."""
+"""Saved activations, which autograd keeps from forward to backward, in few bits (AGoQ, arXiv 2605.00539)."""
 
+from lowbit.activations.bit_plan import BitPlan
 from lowbit.activations.counting import counted
 from lowbit.activations.hooks import low_bit_saved
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.saved import Compressed, compress_saved_, restore_
 
 __all__ = [
+    "BitPlan",
     "Compressed",
     "LayerAware",
     "compress_saved_",

@@ -1,4 +1,4 @@
-"""What autograd keeps between forward and backward, in bytes, by layer type: counted where it is saved."""
+"""Bytes that autograd saves for backward, by layer type, counted where they are saved."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-
-_watching: list[_Watch] = []
 
 
 def layer_type(path: list[nn.Module]) -> str:
@@ -49,11 +48,11 @@ def _kind(module: nn.Module) -> str:
     return "attention" if "attention" in name else ""
 
 
-class Kept:
-    """Bytes that autograd keeps, counted while `counted` is active.
+class SavedBytes:
+    """Bytes that autograd has saved, counted while `counted` is active.
 
     Attributes:
-        held: bytes by layer type that are kept now.
+        held: bytes by layer type that are held now.
         peak: the same at the moment at which they were most.
         modules: bytes at that moment by layer type and name of the module that saved them ("": outside the model).
     """
@@ -64,20 +63,20 @@ class Kept:
         self.modules: dict[tuple[str, str], int] = {}
         self._by_module: Counter[tuple[str, str]] = Counter()
         self._storages: dict[int, list[Any]] = {}  # by address: references, bytes, type, module
-        self._lock = threading.RLock()  # what backward frees, it may free in threads of its own
+        self._lock = threading.RLock()  # backward may free in threads of its own
 
     @property
     def total(self) -> int:
-        """Most bytes that were kept at one time, without copies of weights."""
+        """Most bytes that were held at one time, without copies of weights."""
         return _without_weights(self.peak)
 
     @property
     def now(self) -> int:
-        """Bytes kept now, without copies of weights."""
+        """Bytes held now, without copies of weights."""
         return _without_weights(self.held)
 
     def reset(self) -> None:
-        """Forget the peak; what is kept now goes on to be counted."""
+        """Forget the peak; counting goes on from what is held now."""
         with self._lock:
             self._remember()
 
@@ -109,66 +108,76 @@ def _without_weights(sizes: Mapping[str, int]) -> int:
     return sum(size for kind, size in sizes.items() if kind != "weights")
 
 
-class _Saved:
+class _Packed:
     """What autograd holds in place of a saved tensor; its end is the end of the tensor's use."""
 
-    __slots__ = ("_kept", "_keys", "tensor")
+    __slots__ = ("_keys", "_saved", "tensor")
 
-    def __init__(self, tensor: Tensor, kept: Kept, keys: list[int]) -> None:
-        self.tensor, self._kept, self._keys = tensor, kept, keys
+    def __init__(self, tensor: Tensor, saved: SavedBytes, keys: list[int]) -> None:
+        self.tensor, self._saved, self._keys = tensor, saved, keys
 
     def __del__(self) -> None:
         for key in self._keys:
-            self._kept._release(key)
+            self._saved._release(key)
 
 
-class _Watch:
-    """Follows which module of a model computes, and counts what is saved meanwhile."""
+class Watch:
+    """Follows which module of a model computes, and counts what is saved meanwhile.
 
-    def __init__(self, model: nn.Module, kept: Kept) -> None:
-        self.kept = kept
+    Args:
+        model: to follow. inputs: of its forward, if that has begun and ends with the watch; absent: it has not begun.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any = None) -> None:
+        self.saved = SavedBytes()
         self.path: list[tuple[str, nn.Module]] = []
-        self.inputs: set[int] = set()
-        self.own = {_key(t) for t in [*model.parameters(), *model.buffers()] for t in _parts(t)}
-        self.handles: list[Any] = []
+        self._inputs: set[int] = set()
+        self._own = {_key(t) for t in [*model.parameters(), *model.buffers()] for t in _parts(t)}
+        self._handles: list[Any] = []
         for name, module in model.named_modules():
-            self.handles += [
+            if module is model and inputs is not None:
+                self._enter(name)(module, inputs)
+                continue
+            self._handles += [
                 module.register_forward_pre_hook(self._enter(name), with_kwargs=True),
                 module.register_forward_hook(self._leave, always_call=True),
             ]
 
-    def pack(self, tensor: Tensor) -> _Saved:
-        # An output would hold the graph that holds it. What wants no gradient stays the very object: lowbit's own
-        # functions see by it whether something is kept already.
-        held = tensor.detach() if tensor.requires_grad else tensor
-        return _Saved(held, self.kept, self.count(tensor))
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Count what is saved in the block; modules are followed until then."""
+        _watching.append(self)
+        try:
+            with saved_tensors_hooks(self._pack, lambda packed: packed.tensor):
+                yield
+        finally:
+            _watching.remove(self)
+            for handle in self._handles:
+                handle.remove()
 
     def count(self, tensor: Tensor) -> list[int]:
         """Count a tensor's storages and return their keys, to release them by."""
-        if torch._C._current_graph_task_id() != -1:  # what backward computes again is not kept until then
+        if torch._C._current_graph_task_id() != -1:  # what backward computes again is not saved until then
             return []
         modules = [module for _, module in self.path]
         name = self.path[-1][0] if self.path else ""
         keys = []
         for part in _parts(tensor):
             key = _key(part)
-            if key in self.own or key in self.inputs or not part.numel():
+            if key in self._own or key in self._inputs or not part.numel():
                 continue
             copied = bool(modules) and _copies_a_weight(part, modules[-1])
             kind = "weights" if copied else layer_type(modules)
-            self.kept._add(key, part.untyped_storage().nbytes(), kind, name)
+            self.saved._add(key, part.untyped_storage().nbytes(), kind, name)
             keys.append(key)
         return keys
 
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
     def _enter(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # No partial: `structure.passive` knows hooks of this library by their module.
+        def enter(module: nn.Module, *inputs: Any) -> None:
             if not self.path:
-                given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                self.inputs = {_key(part) for t in given for part in _parts(t)}
+                tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+                self._inputs = {_key(part) for t in tensors for part in _parts(t)}
             self.path.append((name, module))
 
         return enter
@@ -176,26 +185,35 @@ class _Watch:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.path.pop()
         if not self.path:
-            self.inputs = set()  # their memory may be used again
+            self._inputs = set()  # their memory may be used again
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        # An output would hold the graph that holds it. What wants no gradient stays the very object: lowbit's own
+        # functions recognize by it what is saved already.
+        held = tensor.detach() if tensor.requires_grad else tensor
+        return _Packed(held, self.saved, self.count(tensor))
+
+
+_watching: list[Watch] = []
 
 
 @contextmanager
-def counted(model: nn.Module) -> Iterator[Kept]:
-    """Count the bytes that autograd keeps for backward, by layer type, in a `with` block.
+def counted(model: nn.Module) -> Iterator[SavedBytes]:
+    """Count the bytes that autograd saves for backward, by layer type, in a `with` block.
 
-        with counted(model) as kept:
+        with counted(model) as saved:
             loss = model(x).square().mean()
-        kept.peak      # {"norm": 8192, "mlp": 24576, ...}
+        saved.peak      # {"norm": 8192, "mlp": 24576, ...}
 
     Every storage counts once, whole, for the layer that saved it first, however many operators save it or views of it,
     until the last of them is freed. Not counted: the model's parameters and buffers, and its inputs (those of the
     outermost module that is called). Copies of parameters, such as autocast makes, count as "weights" and not in the
     totals. Works for forward and backward of any number of micro-batches, under any schedule.
 
-    Built on `torch.autograd.graph.saved_tensors_hooks`, so it sees what operators and autograd functions save. What
-    other such hooks inside the block put in place of tensors is theirs, and counted if they `note` it. With
-    non-reentrant activation checkpointing the inputs of the checkpointed parts are counted, which is what stays.
-    What backward computes again is not counted. Not for compiled models, which have no modules.
+    Built on `torch.autograd.graph.saved_tensors_hooks`: it sees what operators and autograd functions save. If other
+    such hooks inside the block replace tensors, their replacements are counted only if they `note` them. With
+    non-reentrant activation checkpointing the inputs of the checkpointed parts are counted, which is what is held until
+    backward; what backward computes again is not. Not for compiled models, which have no modules.
 
     Args:
         model: whose modules give the layer types; several that run one after the other may share an `nn.ModuleList`.
@@ -203,30 +221,24 @@ def counted(model: nn.Module) -> Iterator[Kept]:
     Yields:
         The count, which goes on after the block for what was saved inside.
     """
-    kept = Kept()
-    watch = _Watch(model, kept)
-    _watching.append(watch)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda saved: saved.tensor):
-            yield kept
-    finally:
-        _watching.remove(watch)
-        watch.close()
+    watch = Watch(model)
+    with watch.active():
+        yield watch.saved
 
 
 def note(packed: object, tensors: Iterable[Tensor]) -> None:
-    """For hooks that put something else in place of saved tensors: tell a `counted` around them what that keeps.
+    """For hooks that replace saved tensors: tell a `counted` around them what the replacement holds.
 
     Costs nothing without one.
 
     Args:
-        packed: what the hook returns; as long as it lives, the tensors count.
+        packed: what the hook returns; the tensors count as long as it lives.
         tensors: what it holds.
     """
     for watch in _watching[-1:]:
         for tensor in tensors:
             for key in watch.count(tensor):
-                weakref.finalize(packed, watch.kept._release, key)
+                weakref.finalize(packed, watch.saved._release, key)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Autograd functions whose backward starts from what `lowbit.activations.kept` describes.
+"""Autograd functions whose backward starts from rounded inputs, or rebuilds them (`lowbit.activations.recipes`).
 
-Each computes forward from its inputs as they are; only backward sees rounded ones. Everything kept goes through
-`save_for_backward`, so PyTorch's own checks, hooks and checkpointing see it.
+Forward computes from the inputs as they are. Everything saved goes through `save_for_backward`, so PyTorch's own
+checks, hooks and checkpointing see it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from lowbit import ops
-from lowbit.activations.kept import (
+from lowbit.activations.recipes import (
     GatedOutput,
-    Kept,
     NormOutput,
     Rebuilt,
+    SavedTensors,
     check_present,
     plain_gated,
     release,
@@ -30,7 +30,7 @@ from lowbit.codecs.base import draw_seed
 def first_order(backward: Any) -> Any:
     """A backward that PyTorch refuses to differentiate.
 
-    With a constant `grad_out`, `once_differentiable` alone would take the result for a constant, too.
+    `once_differentiable` alone would take the result of a constant `grad_out` for a constant.
     """
     once = once_differentiable(backward)
 
@@ -44,24 +44,24 @@ def first_order(backward: Any) -> Any:
 
 
 class NormFunction(torch.autograd.Function):
-    """norm(x) of (..., C); keeps x alone."""
+    """norm(x) of (..., C); saves x alone."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None,
-        form: NormOutput, kept: Kept, fresh: bool, dtype: torch.dtype,
+        form: NormOutput, saved: SavedTensors, fresh: bool, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """`kept`: room for the payload if it is `fresh`, otherwise a payload of x, or x; `dtype`: of the output."""
+        """`saved`: an empty payload if it is `fresh`, otherwise a payload of x, or x; `dtype`: of the output."""
         ctx.form, ctx.shape, ctx.dtype = form, x.shape, x.dtype
-        ctx.given = (True, weight is not None, bias is not None)
-        ctx.of_bias = None if bias is None else bias.dtype
-        ctx.save_for_backward(*kept, weight)
+        ctx.present = (True, weight is not None, bias is not None)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(*saved, weight)
         codec, norm = form.codec, form.norm
         if codec is None or not fresh:
             return norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         ops.norm_encode(
-            _rows(x), weight, bias, kept[0], _rows(out), form.eps, norm.centred, norm.offset,
+            _rows(x), weight, bias, saved[0], _rows(out), form.eps, norm.centred, norm.offset,
             codec.bits, codec.group, draw_seed(codec.rounding, x.device),
         )  # fmt: skip
         return out
@@ -69,41 +69,41 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        kept, weight = ctx.saved_tensors
+        saved, weight = ctx.saved_tensors
         release(ctx)
         form: NormOutput = ctx.form
         check_present(weight)
-        _, wants_weight, wants_bias = wanted(ctx)
-        bias = None  # the gradients depend on no values of it
-        if wants_bias:
-            bias = torch.zeros(ctx.shape[-1:], dtype=ctx.of_bias, device=grad_out.device)
+        _, needs_weight, needs_bias = needed_now(ctx)
+        bias = None  # the gradients do not depend on its values
+        if needs_bias:
+            bias = torch.zeros(ctx.shape[-1:], dtype=ctx.bias_dtype, device=grad_out.device)
         if form.codec is None:
-            grads = _differentiate(form.norm.plain, kept, weight, bias, grad_out=grad_out)
+            grads = _differentiate(form.norm.plain, saved, weight, bias, grad_out=grad_out)
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
-        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
         ops.norm_backward(
-            kept, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
+            saved, weight, None, _rows(grad_out), _rows(grad_x), grad_weight, bias, None,
             form.eps, form.norm.centred, form.norm.offset, form.codec.bits, form.codec.group,
         )  # fmt: skip
         return grad_x, grad_weight, bias, None, None, None, None
 
 
 class GatedFunction(torch.autograd.Function):
-    """act(gate) * up, or act(gate); keeps gate and up."""
+    """act(gate) * up, or act(gate); saves gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, form: GatedOutput, kept: Kept) -> Tensor:
-        """`kept`: room for the payloads, or gate and up."""
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, form: GatedOutput, saved: SavedTensors) -> Tensor:
+        """`saved`: empty payloads, or gate and up."""
         ctx.form, ctx.dtypes = form, (gate.dtype, None if up is None else up.dtype)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         codec = form.codec
         if codec is None:
             return plain_gated(gate, up, form.activation).to(dtype)
         out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
         ops.gated_encode(
-            gate.contiguous(), None if up is None else up.contiguous(), kept[0], kept[1], out,
+            gate.contiguous(), None if up is None else up.contiguous(), saved[0], saved[1], out,
             form.activation, codec.bits, codec.group, draw_seed(codec.rounding, gate.device),
         )  # fmt: skip
         return out
@@ -120,9 +120,9 @@ class GatedFunction(torch.autograd.Function):
                 return plain_gated(gate, up, form.activation)
 
             return *_differentiate(formula, gate, up, grad_out=grad_out), None, None
-        of_gate, of_up = ctx.dtypes
-        grad_gate = torch.empty(form.shape, dtype=of_gate, device=grad_out.device)
-        grad_up = None if of_up is None else torch.empty_like(grad_gate, dtype=of_up)
+        gate_dtype, up_dtype = ctx.dtypes
+        grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
+        grad_up = None if up_dtype is None else torch.empty_like(grad_gate, dtype=up_dtype)
         ops.gated_backward(
             gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
             form.activation, form.codec.bits, form.codec.group,
@@ -131,18 +131,18 @@ class GatedFunction(torch.autograd.Function):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x (..., I) times weight (O, I), or (I, O) if `transposed`, plus bias; keeps what gives x back."""
+    """x (..., I) times weight (O, I), or (I, O) if `transposed`, plus bias; saves what rebuilds x."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-        transposed: bool, dtype: torch.dtype, rebuilt: Rebuilt | None, kept: Kept,
+        transposed: bool, dtype: torch.dtype, rebuilt: Rebuilt | None, saved: SavedTensors,
     ) -> Tensor:  # fmt: skip
-        """Computes in `dtype`. `rebuilt`: x in backward, None if the weight is frozen; `kept`: from what."""
+        """Computes in `dtype`. `rebuilt`: x in backward, from `saved`; None if the weight is frozen."""
         ctx.transposed, ctx.rebuilt, ctx.dtype = transposed, rebuilt, dtype
-        ctx.of_x, ctx.of_bias = x.dtype, None if bias is None else bias.dtype
-        ctx.given = (True, True, bias is not None)
-        ctx.save_for_backward(weight, *kept)
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        ctx.present = (True, True, bias is not None)
+        ctx.save_for_backward(weight, *saved)
         with torch.autocast(x.device.type, enabled=False):  # its cache must not meet no_grad
             w = weight.to(dtype)
             shift = None if bias is None else bias.to(dtype)
@@ -151,40 +151,40 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        weight, *kept = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = wanted(ctx)
+        weight, *saved = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = needed_now(ctx)
         grad_x = grad_weight = grad_bias = None
         with torch.autocast(grad_out.device.type, enabled=False):
-            if wants_x:
+            if needs_x:
                 w = weight.to(ctx.dtype)
-                grad_x = (grad_out @ (w.t() if ctx.transposed else w)).to(ctx.of_x)
+                grad_x = (grad_out @ (w.t() if ctx.transposed else w)).to(ctx.x_dtype)
             g_NO = grad_out.reshape(-1, grad_out.shape[-1])
-            if wants_weight:
-                x_NI = ctx.rebuilt.get(tuple(kept), ctx.dtype).reshape(len(g_NO), -1)
+            if needs_weight:
+                x_NI = ctx.rebuilt.get(tuple(saved), ctx.dtype).reshape(len(g_NO), -1)
                 product = x_NI.t() @ g_NO if ctx.transposed else g_NO.t() @ x_NI
                 grad_weight = product.to(weight.dtype)
-            if wants_bias:
-                grad_bias = g_NO.sum(0).to(ctx.of_bias)
+            if needs_bias:
+                grad_bias = g_NO.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def wanted(ctx: Any) -> list[bool]:
-    """Of which inputs this very backward pass needs gradients; `ctx.given` says which ones there are.
+def needed_now(ctx: Any) -> list[bool]:
+    """Whether this backward pass needs the gradient of each input; `ctx.present` says which inputs are tensors.
 
-    `needs_input_grad` says only which ones any pass could need; zero-bubble schedules ask for those of inputs and of
+    `needs_input_grad` says only whether any pass could need it; zero-bubble schedules ask for those of inputs and of
     weights in separate passes.
     """
-    found = []
+    needs = []
     nodes = iter(ctx.next_functions)  # of the tensors among the inputs
-    for given, needed in zip(ctx.given, ctx.needs_input_grad, strict=False):
-        node = next(nodes)[0] if given else None
+    for present, needed in zip(ctx.present, ctx.needs_input_grad, strict=False):
+        node = next(nodes)[0] if present else None
         if needed:
             try:
                 needed = torch._C._will_engine_execute_node(node)  # pyright: ignore
             except RuntimeError:  # a leaf that torch.autograd.grad asks for
                 needed = True
-        found.append(needed)
-    return found
+        needs.append(needed)
+    return needs
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -192,10 +192,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _differentiate(formula: Any, *inputs: Tensor | None, grad_out: Tensor) -> list[Tensor | None]:
-    """Gradients of a formula of PyTorch's own functions at these inputs."""
+    """Gradients of a formula at these inputs by PyTorch's autograd; None for inputs that are None."""
     with torch.enable_grad(), torch.autocast(grad_out.device.type, enabled=False):
         leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
         out = formula(*leaves)
-    there = [leaf for leaf in leaves if leaf is not None]
-    found = iter(torch.autograd.grad(out, there, grad_out.to(out.dtype)))
-    return [None if leaf is None else next(found) for leaf in leaves]
+    gradients = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad_out.to(out.dtype)))
+    return [None if leaf is None else next(gradients) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""`low_bit_saved`: few bits for what autograd keeps, in code that cannot be changed."""
+"""`low_bit_saved`: saved activations in few bits, in code that cannot be changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowbit.codecs import Codec
 from lowbit.codecs.base import FLOATS
 
 MINIMUM = 1024
-"""Elements of the smallest tensor that is coded: smaller ones (statistics, scalars) are as they are."""
+"""Elements of the smallest tensor that is coded; smaller ones are statistics and scalars."""
 
 _FROM_WEIGHTS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
 _FROM_WEIGHTS |= {"UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackward0"}
@@ -28,24 +28,25 @@ _FROM_WEIGHTS |= {"UnsafeViewBackward0", "ReshapeAliasBackward0", "ToCopyBackwar
 
 @contextlib.contextmanager
 def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
-    """Keep what autograd saves inside the `with` block in few bits; for code that cannot be changed.
+    """Save the activations of a `with` block in few bits; for code that cannot be changed.
 
-    Each tensor that is saved is coded, each storage once, and decoded in backward. Nothing is recomputed, so more is
-    kept than with `compress_saved_`. As they are stay: parameters, their views and casts; leaves and tensors without a
-    gradient (inputs, masks, tables); tensors of fewer than 1024 elements or of other dtypes than float32, bfloat16 and
-    float16; and, unless `policy.attention` says otherwise, what `scaled_dot_product_attention` (or any PyTorch function
-    with "attention" in its name) saves, takes and returns.
+    Each saved storage is coded once, and decoded in backward. Nothing is recomputed, so more is saved than with
+    `compress_saved_`. Not coded: parameters, their views and casts; leaves and tensors without a gradient (inputs,
+    masks, tables); tensors of fewer than 1024 elements or of other dtypes than float32, bfloat16 and float16; and,
+    unless `policy.attention` is below 16, inputs, outputs and saved tensors of `scaled_dot_product_attention` (or any
+    PyTorch function with "attention" in its name).
 
-    Limits: attention spelled out in matrix products and softmax is not recognized, and is coded like the rest. Autograd
-    functions written in Python are coded by what they save, less their outputs. Regions under `torch.compile` and
-    inside `torch.utils.checkpoint` keep what they keep. PyTorch does not see changes in place of tensors that
-    are coded, which do no harm: backward uses what was coded before.
+    Limits: attention written as matrix products and softmax is not recognized, and is coded like the rest. Of autograd
+    functions written in Python, outputs that they save are not coded. Regions under `torch.compile` and inside
+    `torch.utils.checkpoint` are unchanged. PyTorch does not notice in-place changes of coded tensors; they do no harm,
+    because backward uses the payload of the tensor before the change.
 
     Args:
-        policy: `bits`, `attention`, `group` and `rounding`; `LayerAware()` if absent. Layers are not known here, so the
-            inputs of norms get `bits` like everything else.
+        policy: `bits`, `attention`, `group` and `rounding`; absent: `LayerAware()`. Inputs of norms are not recognized:
+            they get `bits`, too.
 
     Raises:
+        TypeError: no policy.
         ValueError: bits for layers or layer types, which only `compress_saved_` knows.
     """
     policy = LayerAware() if policy is None else policy
@@ -61,12 +62,12 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
 
 
 def coded_by(codec: Codec | None, *, attention: Codec | None) -> contextlib.AbstractContextManager[None]:
-    """`low_bit_saved` with any format without state, and one for what attention saves; None: as it is."""
+    """`low_bit_saved` with any format without state, and one for what attention saves; None: not coded."""
     return _Packing(codec, attention).active()
 
 
 def attention_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attention that keeps its own tensors in few bits, too: the ablation of `LayerAware.attention`."""
+    """Attention that saves its own tensors in few bits, too: the ablation of `LayerAware.attention`."""
     if not (torch.is_grad_enabled() and module.training) or layer.codec is None:
         return layer.own(*args, **kwargs)
     with _Packing(layer.codec, layer.codec).active():
@@ -86,7 +87,7 @@ class _Coded:
 
 
 class _Held:
-    """One saved tensor: as it is, until it is settled whether it may be coded."""
+    """One saved tensor, as it is until it is decided whether to code it."""
 
     def __init__(self, x: Tensor) -> None:
         self.tensor: Tensor | None = x
@@ -101,7 +102,7 @@ class _Held:
 
 
 class _Packing(TorchFunctionMode):
-    """Codes what is saved. Only after a function has returned is it known what of it are results, and of what."""
+    """Codes saved tensors. Whether one is the output of a function is known only once the function has returned."""
 
     def __init__(self, codec: Codec | None, attention: Codec | None) -> None:
         super().__init__()
@@ -133,9 +134,9 @@ class _Packing(TorchFunctionMode):
                 if isinstance(x, Tensor) and x.requires_grad:
                     storage = x.untyped_storage()
                     self._of_attention[storage._cdata] = StorageWeakRef(storage)
-        made = {t.untyped_storage()._cdata for t in results}
+        outputs = {t.untyped_storage()._cdata for t in results}
         for held in pending:
-            self._settle(held, made, in_attention)
+            self._settle(held, outputs, in_attention)
         return out
 
     def _pack(self, x: Tensor) -> _Held:
@@ -146,22 +147,22 @@ class _Packing(TorchFunctionMode):
             self._pending.append(held)
         return held
 
-    def _settle(self, held: _Held, made: set[int], in_attention: bool) -> None:
-        """Code a tensor, if it may be, and tell who counts."""
-        self._decide(held, made, in_attention)
+    def _settle(self, held: _Held, outputs: set[int], in_attention: bool) -> None:
+        """Code a tensor, if it may be, and let `counted` count the result."""
+        self._code_if_allowed(held, outputs, in_attention)
         if held.tensor is not None:
             held.tensor = held.tensor.detach()  # an output would hold the graph that holds it
-        kept = held.tensor if held.coded is None else held.coded.payload
-        note(held, [] if kept is None else [kept])
+        saved = held.tensor if held.coded is None else held.coded.payload
+        note(held, [] if saved is None else [saved])
 
-    def _decide(self, held: _Held, made: set[int], in_attention: bool) -> None:
+    def _code_if_allowed(self, held: _Held, outputs: set[int], in_attention: bool) -> None:
         x = held.tensor
         if x is None or x.dtype not in FLOATS or x.numel() < MINIMUM or hasattr(x, "to_local"):
             return
         if x.layout != torch.strided or _is_weight(x):
             return
         storage = x.untyped_storage()
-        if not x.requires_grad and storage._cdata not in made and not in_attention:
+        if not x.requires_grad and storage._cdata not in outputs and not in_attention:
             return
         of_attention = in_attention or storage._cdata in self._of_attention
         codec = self._attention if of_attention else self._codec
@@ -171,7 +172,7 @@ class _Packing(TorchFunctionMode):
 
     def _code(self, x: Tensor, storage: Any, held: _Held, codec: Codec) -> _Coded:
         total = storage.nbytes() // x.element_size()
-        if total > 2 * x.numel():  # a part of something large: by itself
+        if total > 2 * x.numel():  # part of a large storage: code it alone
             held.place = (x.size(), torch.empty(x.size(), device="meta").stride(), 0)
             return _Coded(x.detach().contiguous(), codec)
         key = (storage._cdata, x.dtype, x._version, codec)

@@ -1,7 +1,7 @@
 """The forward passes that `compress_saved_` puts in place of modules' own.
 
-Where autograd would keep nothing (no gradients wanted, evaluation mode), or the tensors are of a kind that no codec
-takes, the module's own forward runs. `torch.compile` leaves these functions out of its graphs.
+Where autograd saves nothing (no gradients, evaluation mode), or no codec takes the tensors, the module's own forward
+runs. `torch.compile` leaves these functions out of its graphs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.functions import GatedFunction, LinearFunction, NormFunction
-from lowbit.activations.kept import (
+from lowbit.activations.recipes import (
     FEWEST,
     GatedOutput,
     Itself,
-    Kept,
     NormOutput,
     Rebuilt,
     Recipe,
+    SavedTensors,
     attach,
     itself,
     plain_gated,
@@ -38,14 +38,18 @@ from lowbit.codecs import GroupInt
 log = logging.getLogger(__name__)
 
 _eager = torch.compiler.disable(
-    reason="lowbit.activations shares what is kept between modules, which graphs do not see"
+    reason="lowbit.activations shares what is saved between modules, which graphs do not see"
 )
 _VIEWS = ("View", "Transpose", "Permute", "Clone", "ToCopy", "Squeeze")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """How a module is replaced: what it is, its own forward, and the format of what it keeps."""
+    """How a module's forward is replaced: the layer type, the module's own forward, the format of what is saved.
+
+    `what`: parameters of the new forward: `NormLike`, whether a linear layer's weight is transposed, the name of an
+    activation, `FeedForward`, or a `LayerAware` for attention.
+    """
 
     kind: str
     own: Callable[..., Any]
@@ -58,47 +62,47 @@ Forward = Callable[[Any, Layer, Tensor], Tensor]
 
 
 def _of_one_tensor(forward: Forward) -> Callable[..., Any]:
-    """A forward for calls with one tensor, of which something would be kept; the module's own for all others."""
+    """A forward for calls with one tensor that save something for backward; the module's own for all others."""
 
     @functools.wraps(forward)
     def called(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        if len(given) != 1 or not isinstance(given[0], Tensor):
+        inputs = [*args, *kwargs.values()]
+        if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             return layer.own(*args, **kwargs)
         named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
-        if not named_right or not _keeps(module, layer, given[0]):
+        if not named_right or not _saves(module, layer, inputs[0]):
             return layer.own(*args, **kwargs)
-        return forward(module, layer, given[0])
+        return forward(module, layer, inputs[0])
 
     return _eager(called)
 
 
 @_of_one_tensor
 def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
-    """A norm over the last dimension; the layers that follow find out how to get its output.
+    """A norm over the last dimension; attaches a recipe to its output for the layers that follow.
 
-    What a linear layer has kept of `x` before serves the norm, too, unless it has fewer bits: then both are kept.
+    A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     like: NormLike = layer.what
     known = itself(x, layer.codec)
-    kept, codec = known or ((room(layer.codec, x),), layer.codec)
+    saved, codec = known or ((room(layer.codec, x),), layer.codec)
     form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x))
-    out = NormFunction.apply(x, weight, bias, form, kept, known is None, _norm_dtype(module, like, x))
+    out = NormFunction.apply(x, weight, bias, form, saved, known is None, _norm_dtype(module, like, x))
     if known is None and recipe_of(x) is None:
-        attach(x, Recipe(Itself(x.numel(), codec), kept, weak=True))
-    _tell(out, Recipe(form, (*kept, weight, bias)))
+        attach(x, Recipe(Itself(x.numel(), codec), saved, weak=True))
+    _attach_until_backward(out, Recipe(form, (*saved, weight, bias)))
     return out
 
 
 @_of_one_tensor
 def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
-    """A linear layer, which keeps its input unless something that it follows from is kept already."""
+    """A linear layer, which saves its input unless that has a recipe."""
     dtype = _compute_dtype(x)
-    rebuilt, kept = None, ()
+    rebuilt, saved = None, ()
     if module.weight.requires_grad:
-        rebuilt, kept = _input_of(layer, x, dtype)
-    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, rebuilt, kept)
+        rebuilt, saved = _input_of(layer, x, dtype)
+    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, rebuilt, saved)
 
 
 @_of_one_tensor
@@ -116,42 +120,41 @@ def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     gate = module.get_submodule(parts.gate)(x)
     up = None if parts.up is None else module.get_submodule(parts.up)(x)
     product = gated(layer, gate, up)
-    # A step's memory is highest here: these need not be there while the last layer runs.
+    # A step's memory is highest here: free these before the last layer runs.
     del gate, up
     return module.get_submodule(parts.down)(product)
 
 
 def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
-    """act(gate) * up, or act(gate); the layer that follows finds out how to get it."""
+    """act(gate) * up, or act(gate); attaches a recipe to it for the layer that follows."""
     activation = layer.what.activation if isinstance(layer.what, FeedForward) else layer.what
-    # Without gradients to compute here, the product is all that is needed, and by the layer that follows alone.
-    wanted = gate.requires_grad or (up is not None and up.requires_grad)
-    if not wanted or not takes(gate, up) or gate.numel() < FEWEST:
+    # Without gradients to compute here, only the layer that follows saves anything: the product.
+    needs_backward = gate.requires_grad or (up is not None and up.requires_grad)
+    if not needs_backward or not takes(gate, up) or gate.numel() < FEWEST:
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         return plain_gated(gate, up, activation).to(dtype)
-    kept = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
+    saved = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
     form = GatedOutput(gate.shape, layer.codec, activation)
-    out = GatedFunction.apply(gate, up, form, kept)
-    _tell(out, Recipe(form, kept))
+    out = GatedFunction.apply(gate, up, form, saved)
+    _attach_until_backward(out, Recipe(form, saved))
     return out
 
 
-def _tell(out: Tensor, recipe: Recipe) -> None:
-    """Tell whoever is about to save an output how to get it, as long as there is a backward to come."""
+def _attach_until_backward(out: Tensor, recipe: Recipe) -> None:
     attach(out, recipe)
     recipe.until_backward(out.grad_fn)
 
 
-def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
-    """Whether autograd is going to keep something here that can be kept in few bits."""
+def _saves(module: nn.Module, layer: Layer, x: Tensor) -> bool:
+    """Whether autograd would save something here that can be saved in few bits."""
     if not torch.is_grad_enabled():
         return False
     if not (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         return False
     if not module.training:
         say_once(
-            "a model with compressed activations runs in evaluation mode with gradients enabled: what is kept there "
-            "is kept in full; call model.train() to train it, or use torch.no_grad() to evaluate it"
+            "a model with compressed activations runs in evaluation mode with gradients enabled: activations are saved "
+            "in full there; call model.train() to train it, or use torch.no_grad() to evaluate it"
         )
         return False
     tensors = (x, *module.parameters(recurse=False))
@@ -159,30 +162,30 @@ def _keeps(module: nn.Module, layer: Layer, x: Tensor) -> bool:
         return False
     if not takes(*tensors):
         kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if not takes(t)})
-        say_once(f"activations of {layer.kind} layers are kept in full where they are {kinds}")
+        say_once(f"activations of {layer.kind} layers are saved in full where they are {kinds}")
         return False
-    # PyTorch refuses most mixtures of dtypes here: its own functions shall say so.
+    # PyTorch refuses most mixtures of dtypes here: leave the error to its own functions.
     takes_all = layer.kind != "linear" and not isinstance(module, nn.LayerNorm)
     return takes_all or torch.is_autocast_enabled(x.device.type) or len({t.dtype for t in tensors}) == 1
 
 
-def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Kept]:
-    """How a linear layer gets its input back, and the tensors for it."""
-    # What attention returns is saved by attention's kernel as it is, so keeping it costs nothing.
+def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
+    """How a linear layer rebuilds its input, and from what."""
+    # Attention's kernel saves its output as it is, so saving that again costs nothing.
     whole = layer.codec is None or layer.in_attention or _from_attention(x)
     own = Itself(x.numel(), None if whole else layer.codec)
     recipe = recipe_of(x)
     if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
-        kept: Kept = (x.to(dtype) if whole else room(own.codec, x),)
+        saved: SavedTensors = (x.to(dtype) if whole else room(own.codec, x),)
         if own.codec is not None:
             with torch.no_grad():
-                own.codec.encode(x, out=kept[0])
-        recipe = Recipe(own, kept, weak=True)
+                own.codec.encode(x, out=saved[0])
+        recipe = Recipe(own, saved, weak=True)
         attach(x, recipe)
     else:
-        kept = recipe.kept() or ()
+        saved = recipe.saved() or ()
     recipe.rebuilt.users += 1
-    return recipe.rebuilt, kept
+    return recipe.rebuilt, saved
 
 
 def _from_attention(x: Tensor) -> bool:
@@ -199,13 +202,13 @@ def _from_attention(x: Tensor) -> bool:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product computes in: autocast's dtype where it is on."""
+    """The dtype of a matrix product: autocast's where it is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _norm_dtype(module: nn.Module, like: NormLike, x: Tensor) -> torch.dtype:
-    """What the module itself returns."""
+    """The dtype of the module's own output."""
     if x.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(module, _FLOAT32_ON_CUDA):
         return torch.float32
     weight = getattr(module, "weight", None)
@@ -219,5 +222,5 @@ _FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes them so
 
 @functools.cache
 def say_once(text: str) -> None:
-    """A line in the log, the first time."""
+    """Log a line, the first time."""
     log.warning(text)

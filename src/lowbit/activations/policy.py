@@ -1,4 +1,4 @@
-"""How many bits backward gets, by layer type and by layer."""
+"""Bits of saved activations by layer type and by layer."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from lowbit.codecs.base import check_int
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16
 NORM_BITS = 8
-"""Of norms, at least, unless a policy says otherwise: all that follows a norm gets its gradient from what it keeps."""
+"""The fewest bits of norms unless a policy sets them: gradients of all layers after a norm depend on these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAware:
-    """Bits in which saved activations wait for backward (AGoQ's layer-aware quantization, arXiv 2605.00539).
+    """Bits of saved activations (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
     n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 4.5 bits an element, 8.5
-    for norms. 16 stands for as it is: nothing is rounded, but what can be computed from it in backward is not kept
-    either.
+    for norms. With 16 bits tensors are saved as they are; what can be recomputed from them is still not saved.
 
     Args:
         bits: 2 to 8, or 16; for all layer types that have no bits of their own.
-        norm: of the inputs of norms, from which the linear layers that follow get theirs, too. None: 8, or `bits` where
-            those are more. With 4 bits there, which the paper has everywhere, the one short training from scratch that
-            was measured lost 0.1 nats.
-        mlp: of what activation functions and gates work on.
-        linear: of inputs of linear layers that come neither from a norm nor from an activation, nor from attention.
-        attention: of q, k, v, attention's output and what its kernel saves. The paper leaves them alone, because the
-            error of the gradients grew with sequence length and width there. Here 4 bits of attention alone erred
-            three to five times as much as all that the default rounds, at 256 and 1024 tokens.
+        norm: bits for the inputs of norms, from which the inputs of the linear layers that follow are recomputed. None:
+            8, or `bits` if that is more. With 4 bits, as in the paper, one short training from scratch lost 0.1 nats.
+        mlp: bits for the inputs of activation functions and gates.
+        linear: bits for inputs of linear layers that come neither from a norm nor from an activation nor from
+            attention.
+        attention: bits for q, k, v, attention's output and what its kernel saves. The paper does not round them,
+            because the error of the gradients grew with sequence length and width. Here 4 bits for attention alone gave
+            three to five times the error of the whole default, at 256 and 1024 tokens.
         group: elements for each scale, a multiple of 8.
         rounding: "nearest" or "stochastic", whose error is zero on average.
         layers: bits by module name, for all types but attention: {"model.layers.3": 8} or {"*.mlp": 3}. A name or
-            pattern (`fnmatch`) also means what is inside; of several that match the last one counts. Norms get at least
-            8 of these bits, too, unless `norm` is set or the entry's last part means the norm itself: "*.norm" does,
-            "*" and the name of a layer around it do not.
+            pattern (`fnmatch`) applies to all modules inside, too; the last that matches counts. Norms get at least 8
+            bits even so, unless `norm` is set or the last part of the entry matches the norm itself: "*.norm" does, "*"
+            and the name of a layer around it do not.
 
     Raises:
-        TypeError, ValueError: anything else.
+        TypeError, ValueError: other values.
     """
 
     bits: int = 4
@@ -71,15 +70,15 @@ class LayerAware:
         """Bits of a layer type ("norm", "mlp", "linear", "attention") in the module of this name."""
         own = getattr(self, kind)
         least = NORM_BITS if kind == "norm" and own is None else 0
-        found = max(self.bits, least) if own is None else own
+        chosen = max(self.bits, least) if own is None else own
         if kind != "attention":
             for pattern, bits in self.layers.items():
-                if matches(name, pattern):
-                    found = bits if means_itself(name, pattern) else max(bits, least)
-        return found
+                if _matches(name, pattern):
+                    chosen = bits if _matches_itself(name, pattern) else max(bits, least)
+        return chosen
 
     def codec(self, bits: int) -> GroupInt | None:
-        """The format of so many bits; None: as it is."""
+        """The format of so many bits; None for 16."""
         if bits == WHOLE:
             return None
         return GroupInt(bits=bits, group=self.group, rounding=self.rounding)
@@ -87,20 +86,20 @@ class LayerAware:
     def check_layers(self, names: Collection[str]) -> None:
         """Raise ValueError unless each entry of `layers` matches one of these modules."""
         for pattern in self.layers:
-            if not any(matches(name, pattern) for name in names):
+            if not any(_matches(name, pattern) for name in names):
                 some = ", ".join(list(names)[:6])
                 raise ValueError(
                     f"layers has {pattern!r}, which matches none of the modules that can be compressed: {some}, ..."
                 )
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern means a module, by its own name or by that of one around it."""
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches the name of a module or of one around it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
 
 
-def means_itself(name: str, pattern: str) -> bool:
-    """Whether a pattern that matches a module means this very module, not all that is somewhere: by its last part."""
+def _matches_itself(name: str, pattern: str) -> bool:
+    """Whether the last part of a pattern matches that of a module's name, and is no mere "*"."""
     last = pattern.rpartition(".")[2]
     return fnmatchcase(name, pattern) and last.strip("*") != "" and fnmatchcase(name.rpartition(".")[2], last)
 

@@ -1,4 +1,4 @@
-"""`compress_saved_`: make a model's backward keep quantized inputs and compute the rest from them again."""
+"""`compress_saved_`: save quantized activations for backward, and recompute the rest from them."""
 
 from __future__ import annotations
 
@@ -26,43 +26,41 @@ from lowbit.activations.survey import Survey
 
 log = logging.getLogger(__name__)
 
-# Leaves that save next to nothing: indices, masks of one byte, tables that have no gradient.
+# Leaves that save little: indices, masks of one byte, tables without gradients.
 _LIGHT = (nn.Embedding, nn.Identity, nn.modules.dropout._DropoutNd)
 
 
 def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed:
-    """Have a model keep its activations for backward in few bits, in place.
+    """Save a model's activations for backward in few bits; changes the model in place.
 
-    Forward computes what it did, from unrounded activations; in bfloat16 and float16 all but exactly, because norms,
-    and activation and product, are computed in float32 and rounded once. Backward gets rounded inputs of norms, of
-    activation functions and gates, and of linear layers, and recomputes from them what else it needs: a norm's output
-    for the projections that follow (once, however many there are), act(gate) * up for the layer after it. So a
-    decoder layer keeps one payload for each norm, gate and up; q, k, v and the output of attention stay as they are,
-    and o_proj shares the latter with attention's kernel. Weights are saved by reference, even where autocast casts
-    them. A linear layer with a frozen weight keeps no input. In evaluation mode, and where no gradients are wanted,
-    nothing is kept or coded.
+    Forward uses unrounded activations. Its results are unchanged in float32; in bfloat16 and float16 nearly so, because
+    norms, and the product of activation and up, are computed in float32 and rounded once. Backward gets rounded inputs
+    of norms, activation functions, gates and linear layers, and recomputes the rest: a norm's output for the
+    projections that follow (once for all of them), act(gate) * up for the layer after it. So a decoder layer saves one
+    payload for each norm, gate and up. q, k, v and the output of attention are saved as they are, and o_proj shares the
+    latter with attention's kernel. Weights are saved by reference, even where autocast casts them. A linear layer with
+    a frozen weight saves no input. In evaluation mode and without gradients nothing is saved or coded.
 
-    Norms, activation functions (SiLU, GELU of both kinds, ReLU) and feed-forward blocks are found by what they compute,
-    linear layers by their class (`nn.Linear`, Hugging Face's `Conv1D`). This covers Llama, Qwen, Mistral, Gemma and
-    GPT-2 of Hugging Face and plain `torch.nn`. What is left is listed in `Compressed.left`, and with its share
-    of the kept bytes in the log, once, after the first training pass that is not compiled.
+    Norms, activation functions (SiLU, GELU of both kinds, ReLU) and feed-forward blocks are recognized by what they
+    compute, linear layers by their class (`nn.Linear`, Hugging Face's `Conv1D`). This covers Llama, Qwen, Mistral,
+    Gemma and GPT-2 of Hugging Face and plain `torch.nn`. `Compressed.left` lists all other modules; the log tells their
+    share of the saved bytes, once, after the first training pass that is not compiled.
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
     that follow it, as wrapping whole decoder layers does. Under `torch.compile` graphs break around compressed modules.
-    Not supported: second derivatives, and `torch.func` (`grad`, `vmap`, ...) around a compressed model; PyTorch
-    refuses both.
+    Not supported, and refused by PyTorch: second derivatives, and `torch.func` (`grad`, `vmap`, ...) around the model.
 
-    Deviations from the paper (arXiv 2605.00539), which is silent there: groups of 64 with a middle as well as a scale,
-    nearest rounding, inputs of norms in front of attention quantized like others, and 8 bits for inputs of norms.
+    Deviations where the paper (arXiv 2605.00539) is silent: groups of 64 with a middle as well as a scale, nearest
+    rounding, inputs of norms in front of attention quantized like others, and 8 bits for inputs of norms.
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.
-        policy: bits; `LayerAware()` if absent.
+        policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan.
         report: log that share.
 
     Raises:
-        TypeError, ValueError: a model that is compressed already or has nothing to compress, a policy whose `layers`
-            match nothing.
+        TypeError, ValueError: a model that is compressed already or has nothing to compress, or a policy whose
+            `layers` match no module.
     """
     policy = LayerAware() if policy is None else policy
     if not isinstance(model, nn.Module) or not isinstance(policy, LayerAware):
@@ -70,17 +68,17 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
         raise TypeError(f"{wrong[0]} is {type(wrong[1]).__name__}; allowed: Module and LayerAware")
     if twice := [n for n, m in model.named_modules() if _MARK in vars(m)]:
         raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
-    found = {name: plan for name, m in model.named_modules() if (plan := _plan(name, m, model, policy))}
-    if not found:
+    changes = {name: change for name, m in model.named_modules() if (change := _change(name, m, model, policy))}
+    if not changes:
         raise ValueError(
             f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
         )
-    policy.check_layers(found)
-    return Compressed(model, policy, found, report)
+    policy.check_layers(changes)
+    return Compressed(model, policy, changes, report)
 
 
 def restore_(model: nn.Module) -> None:
-    """Undo `compress_saved_`, in place, for copies of a compressed model and unpickled ones, too.
+    """Undo `compress_saved_` in place, for copies of a compressed model and unpickled ones, too.
 
     Args:
         model: any module; parts of it that are not compressed stay as they are.
@@ -93,7 +91,7 @@ def _restore(module: nn.Module) -> None:
     layer = vars(module).pop(_MARK, None)
     if layer is not None:
         del module.forward
-        if module.forward != layer.own:  # not its class's, but somebody's own
+        if module.forward != layer.own:  # an instance's own, not its class's
             module.forward = layer.own
 
 
@@ -101,15 +99,15 @@ class Compressed:
     """What `compress_saved_` did to a model.
 
     Attributes:
-        bits: for each module that was changed, by name: its layer type and its bits. A linear layer uses its bits only
-            where its input follows from nothing that is kept already.
-        left: how many modules there are of each type that is not understood, and whose activations stay as they are.
+        bits: layer type and bits of each module that was changed, by name. A linear layer uses its bits only where its
+            input cannot be rebuilt from what another layer saved.
+        left: number of modules of each type that is not recognized; their activations are saved as they are.
     """
 
-    def __init__(self, model: nn.Module, policy: LayerAware, plans: dict[str, _Plan], report: bool) -> None:
+    def __init__(self, model: nn.Module, policy: LayerAware, changes: dict[str, _Change], report: bool) -> None:
         self.bits: dict[str, tuple[str, int]] = {}
         self._modules: list[nn.Module] = []
-        for name, (kind, forward, what) in plans.items():
+        for name, (kind, forward, what) in changes.items():
             module, bits = model.get_submodule(name), policy.bits_of(kind, name)
             layer = Layer(
                 kind=kind, own=module.forward, codec=policy.codec(bits), what=what,
@@ -119,12 +117,12 @@ class Compressed:
             setattr(module, _MARK, layer)
             self.bits[name] = (kind, bits)
             self._modules.append(module)
-        left = {n: m for n, m in model.named_modules() if _is_left(m) and n not in plans}
-        self.left: Counter[str] = Counter(type(m).__name__ for m in left.values())
+        left = {n: type(m).__name__ for n, m in model.named_modules() if _is_left(m) and n not in changes}
+        self.left: Counter[str] = Counter(left.values())
         self._survey = Survey(model, left) if left and report else None
 
     def remove(self) -> None:
-        """Give the modules their own forward back."""
+        """Restore the modules' own forward."""
         if self._survey is not None:
             self._survey.remove()
         for module in self._modules:
@@ -137,11 +135,11 @@ class Compressed:
 
 
 _MARK = "_lowbit_saved"
-_Plan = tuple[str, Callable[..., Any], Any]
+_Change = tuple[str, Callable[..., Any], Any]
 
 
-def _plan(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> _Plan | None:
-    """Layer type, new forward and what it needs to know; None: the module stays as it is."""
+def _change(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> _Change | None:
+    """Layer type, new forward and its parameters (`Layer.what`); None: the module stays as it is."""
     if (transposed := linear_like(module)) is not None:
         return "linear", layers.linear_forward, transposed
     if norm := norm_like(module):
@@ -156,7 +154,7 @@ def _plan(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) ->
 
 
 def _is_left(module: nn.Module) -> bool:
-    """Whether a module that was not changed computes something itself, as far as one can tell."""
+    """Whether an unchanged module probably computes something itself: it has weights or no children."""
     if isinstance(module, _LIGHT) or "rotary" in type(module).__name__.lower():
         return False
     has_weights = next(module.parameters(recurse=False), None) is not None

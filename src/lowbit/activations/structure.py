@@ -1,8 +1,8 @@
-"""What the modules of a model compute, found by trying them, so that no list of classes is needed.
+"""Recognizes what modules compute by running them, so that no list of classes is needed.
 
-Norms and activation functions are given a few numbers and compared with the formulas; of a feed-forward block the
-linear layers are replaced by stubs, and what reaches the last one is compared. Weights are neither read nor
-changed, so models on any device, or on the meta device, are understood.
+The outputs of norms and activation functions for a few numbers are compared with the formulas. In a feed-forward block
+the linear layers are replaced by stubs, and the input of the last one is compared. Weights are neither read nor
+changed, so the model may be on any device, the meta device included.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lowbit.activations.kept import Norm, plain_gated
+from lowbit.activations.recipes import Norm, plain_gated
 from lowbit.ops.fused import ACTIVATIONS
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules that do not tell theirs
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules without such an attribute
 _ATTENTION = re.compile("attention|attn", re.I)
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
@@ -32,7 +32,7 @@ _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
 
 @dataclass(frozen=True, kw_only=True)
 class NormLike:
-    """A norm over the last dimension. `promotes`: its output is as wide as its weight, not as its input."""
+    """A norm over the last dimension. `promotes`: its output has the dtype of its weight if that is wider."""
 
     norm: Norm
     promotes: bool
@@ -50,7 +50,7 @@ class FeedForward:
 
 def linear_like(module: nn.Module) -> bool | None:
     """Whether a linear layer's weight is stored as (inputs, outputs); None: not a linear layer."""
-    if "forward" in vars(module):  # somebody's own, of which nothing is known
+    if "forward" in vars(module):  # an instance's own, which may compute anything
         return None
     if isinstance(module, nn.Linear):
         return False if type(module).forward is nn.Linear.forward else None
@@ -74,8 +74,8 @@ def norm_like(module: nn.Module) -> NormLike | None:
     x = numbers(2, 3, shape[0]) + 1
     narrow = _try(module, weights, x.bfloat16())
     promotes = narrow is not None and narrow.dtype == torch.float32
-    found = [getattr(module, name) for name in _EPS if hasattr(module, name)]
-    for eps in (*found[:1], *_USUAL_EPS):
+    own_eps = [getattr(module, name) for name in _EPS if hasattr(module, name)]
+    for eps in (*own_eps[:1], *_USUAL_EPS):
         if eps is None and not isinstance(module, nn.RMSNorm):
             continue
         for norm in (Norm(eps=eps), Norm(eps=eps, offset=1.0), Norm(eps=eps, centred=True)):
@@ -85,18 +85,18 @@ def norm_like(module: nn.Module) -> NormLike | None:
 
 
 def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tensor, scale: float) -> bool:
-    """Whether a module is this norm for inputs of some size: small ones show its epsilon, and where it is added."""
-    if "bias" in weights:  # a large one would hide the rest
+    """Whether a module is this norm for inputs of this scale: small ones show its epsilon, and where it is added."""
+    if "bias" in weights:  # a large bias would hide the rest
         weights = weights | {"bias": weights["bias"] * scale}
     y, x = _try(module, weights, x * scale), x * scale
-    wanted = norm.plain(x, weights.get("weight"), weights.get("bias"))
+    expected = norm.plain(x, weights.get("weight"), weights.get("bias"))
     if y is None or y.shape != x.shape:
         return False
-    return torch.allclose(y, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    return torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 def activation_like(module: nn.Module) -> str | None:
-    """Which of the activation functions that operators know a module is; None: none of them."""
+    """The name of the activation function, if there is an operator for it; None: something else."""
     if type(module).__module__ not in _ACTIVATIONS or getattr(module, "inplace", False):
         return None
     x = _samples()[0]
@@ -114,15 +114,17 @@ def feed_forward(module: nn.Module) -> FeedForward | None:
     inputs: dict[str, Tensor] = {}
 
     def stub(name: str) -> Any:
-        def forward(given: Tensor) -> Tensor:
-            inputs[name] = given
+        def forward(x: Tensor) -> Tensor:
+            inputs[name] = x
             return outputs[name]
 
         return forward
 
-    with _replaced({module.get_submodule(name): stub(name) for name in linears}), _training(module):
+    stubs = [(module.get_submodule(name), "forward", stub(name)) for name in linears]
+    training = [(part, "training", True) for part in module.modules()]  # dropout then shows
+    with _changed([*stubs, *training]), torch.random.fork_rng(devices=[]):
         y = _try(module, {}, x)
-    last = [name for name, given in inputs.items() if given is not x]
+    last = [name for name, value in inputs.items() if value is not x]
     if y is None or len(inputs) != len(linears) or len(last) != 1 or y is not outputs[last[0]]:
         return None
     first = [name for name in linears if name != last[0]]
@@ -135,9 +137,9 @@ def feed_forward(module: nn.Module) -> FeedForward | None:
 
 
 def _has_more(module: nn.Module, linears: list[str]) -> bool:
-    """Whether a block has what may change its formula later on: tensors of its own, children of other kinds.
+    """Whether a block has parts that may change its formula later: tensors of its own, children of other kinds.
 
-    Dropout may be there as long as it does nothing, which is looked at in every call (`passive`).
+    Dropout is allowed while it does nothing, which every call checks (`passive`).
     """
     rest = [child for name, child in module.named_children() if name not in linears]
     known = all(isinstance(child, nn.Identity | nn.Dropout) or type(child).__module__ in _ACTIVATIONS for child in rest)
@@ -146,9 +148,9 @@ def _has_more(module: nn.Module, linears: list[str]) -> bool:
 
 
 def passive(module: nn.Module, parts: FeedForward) -> bool:
-    """Whether nothing but the formula happens inside a feed-forward block: no dropout, and no hooks on its activation.
+    """Whether a feed-forward block computes nothing but the formula: no dropout, and no hooks on its activation.
 
-    Hooks on its linear layers are called as ever, and those of this library only watch.
+    Hooks on its linear layers are called as usual, and those of this library only watch.
     """
     for name, child in module.named_children():
         if name in (parts.gate, parts.up, parts.down):
@@ -174,32 +176,30 @@ def in_attention(name: str, model: nn.Module) -> bool:
 
 
 def _has_features(module: nn.Module) -> bool:
-    """Linear layers, and adapters around them."""
+    """Whether a module is a linear layer or an adapter around one."""
     return linear_like(module) is not None or all(hasattr(module, name) for name in ("in_features", "out_features"))
 
 
 def _samples() -> tuple[Tensor, Tensor, Tensor]:
-    """Three tensors (1, 3, 16) in which every activation is itself: small numbers beside large ones."""
-    small, large = (
-        torch.linspace(-4, 4, 24, dtype=torch.float32, device="cpu"),
-        torch.linspace(-99, 98, 24, dtype=torch.float32, device="cpu"),
-    )
+    """Three tensors (1, 3, 16) that tell all activations apart: small numbers beside large ones."""
+    small, large = (torch.linspace(*ends, 24, dtype=torch.float32, device="cpu") for ends in ((-4, 4), (-99, 98)))
     x = torch.stack([small, large], -1).view(1, 3, 16)
     return x, x.flip(1, 2) * 1.7 + 0.3, x.flip(1) * 0.6 - 0.7
 
 
 def _activation(y: Tensor, gate: Tensor, up: Tensor | None) -> str | None:
     for name in ACTIVATIONS:
-        wanted = plain_gated(gate, up, name)
-        if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-5, atol=1e-5):
+        expected = plain_gated(gate, up, name)
+        if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-5, atol=1e-5):
             return name
     return None
 
 
 def _try(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor | None:
-    """What a module makes of `x` with these weights; None if it takes something else."""
+    """A module's output for `x` with these weights, without anybody's hooks; None if it raises an error."""
+    no_hooks = [(part, kind, type(getattr(part, kind))()) for part in module.modules() for kind in _HOOKS]
     try:
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"), _without_hooks(module):
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"), _changed(no_hooks):
             y = functional_call(module, weights, (x,))
     except Exception:
         return None
@@ -207,42 +207,16 @@ def _try(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor | N
 
 
 @contextlib.contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Nobody's hooks while the block runs: what it computes is made up."""
-    before = [(part, kind, getattr(part, kind)) for part in module.modules() for kind in _HOOKS]
-    for part, kind, hooks in before:
-        setattr(part, kind, type(hooks)())
+def _changed(attributes: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Give attributes of modules other values while the block runs."""
+    before = [(module, name, vars(module).get(name)) for module, name, _ in attributes]
+    for module, name, value in attributes:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for part, kind, hooks in before:
-            setattr(part, kind, hooks)
-
-
-@contextlib.contextmanager
-def _replaced(forwards: dict[nn.Module, Any]) -> Iterator[None]:
-    """Other `forward`s for these modules while the block runs."""
-    before = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                del module.forward
+        for module, name, value in before:
+            if value is None:  # it was the class's
+                delattr(module, name)
             else:
-                module.forward = forward
-
-
-@contextlib.contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """Training mode while the block runs: dropout then shows itself. The random numbers it draws are given back."""
-    before = {part: part.training for part in module.modules()}
-    module.train()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for part, training in before.items():
-            part.training = training
+                setattr(module, name, value)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations.counting import counted, layer_type
-from lowbit.activations.measure import relative_error
 from lowbit.bench.memory import MemoryBenchmark
 from lowbit.bench.memory_methods import Around, Updates, saving
 from lowbit.bench.worker import serve
 from lowbit.config import build
+from lowbit.plan.measure import relative_error
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.model import build_model, vocabulary

@@ -1,16 +1,20 @@
-"""What the stages of a run keep of their activations, worked out from its configuration."""
+"""Bits of the saved activations of each stage, from the configuration or from the plan that it names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit.activations import LayerAware, compress_saved_
+from lowbit.activations import BitPlan, LayerAware, compress_saved_
+from lowbit.codecs import parse
 from lowbit.collectives.engine import version
 from lowbit.config import ConfigError
-from lowbit.train.config import ActivationsConfig
+from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
+from lowbit.train.model import architecture
+from lowbit.train.plan import Plan
 
 Policies = tuple[LayerAware | None, ...]
 
@@ -18,16 +22,54 @@ _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _SPLITS_SINCE = 2, 13
 
 
-def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
-    """For each stage what it keeps; None: what PyTorch keeps.
+def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str, Any]) -> Policies:
+    """The policy of each stage; None: activations are saved as PyTorch does.
+
+    Args:
+        config: bits, or the file of a plan.
+        stages: of the run.
+        settings: of the run, from `planned_settings`, for which a plan must have been made.
 
     Raises:
-        ConfigError: bits or groups that no codec has, or lists of another length than there are stages.
+        ConfigError: bits or groups that no codec has, lists of another length than there are stages, a file that holds
+            no plan or one for another run, bits beside a plan.
     """
+    if config.plan:
+        return _policies_of_plan(config, stages, settings)
     values = {name: _each(config, name, stages) for name in ("bits", "norm", "mlp", "linear")}
     return tuple(
         _policy(config, {name: each[stage] for name, each in values.items() if each}) for stage in range(stages)
     )
+
+
+def planned_settings(config: TrainConfig, layout: Plan, vocab: int) -> dict[str, Any]:
+    """Settings of a run that its memory depends on, by name: a plan records them, and a run compares its own.
+
+    Args:
+        layout: of the pipeline. vocab: entries of the embedding.
+    """
+    storage = config.gradients.storage
+    settings = {f"model.{key}": value for key, value in architecture(config.model, vocab=vocab).items()}
+    return settings | {
+        "model.dropout": config.model.dropout,
+        "data.sequence": config.data.sequence,
+        "samples of a micro-batch": config.rows,
+        "pipeline.ranks": layout.ranks,
+        "pipeline.stages_per_rank": layout.stages_per_rank,
+        "pipeline.schedule": config.pipeline.schedule,
+        "pipeline.microbatches": config.pipeline.microbatches,
+        "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
+        "weights": "fp32",
+        "optimizer": "adamw",
+    }
+
+
+def plan_identity(path: str) -> Any:
+    """The bits in the file of a plan, by which a run knows it wherever it lies; "" without one."""
+    if not path:
+        return ""
+    plan = BitPlan.read(path)
+    return {"group": plan.group, "stages": [dict(bits) for bits in plan.stages]}
 
 
 def check_schedule(policies: Policies, schedule: str) -> None:
@@ -53,6 +95,28 @@ def compress(module: nn.Module, policy: LayerAware | None, device: torch.device)
     small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).to(device)
     compress_saved_(small, policy)
     small(torch.ones(1, 8, device=device)).sum().backward()
+
+
+def _policies_of_plan(config: ActivationsConfig, stages: int, settings: Mapping[str, Any]) -> Policies:
+    defaults = ActivationsConfig()
+    for name in ("bits", "norm", "mlp", "linear", "group"):
+        if (value := getattr(config, name)) != getattr(defaults, name):
+            raise ConfigError(
+                f"activations.{name} is {value} and activations.plan is {config.plan!r}; allowed: one of the two"
+            )
+    try:
+        plan = BitPlan.read(config.plan)
+        if len(plan.stages) != stages:
+            raise ValueError(f"{config.plan} has bits for {len(plan.stages)} stages; this run has {stages}")
+        for name, value in settings.items():
+            if (planned := plan.made_for.get(name)) != value:
+                raise ValueError(f"{config.plan} was made for {name} {planned!r}; here it is {value!r}")
+    except ValueError as error:
+        raise ConfigError(f"activations.plan: {error}; allowed: what `lowbit plan memory` wrote for this run") from None
+    policies = [plan.policy(stage, rounding=config.rounding) for stage in range(stages)]
+    return tuple(
+        None if set(bits.values()) == {16} else policy for policy, bits in zip(policies, plan.stages, strict=True)
+    )
 
 
 def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:

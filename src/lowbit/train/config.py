@@ -156,6 +156,9 @@ class ActivationsConfig:
     """Elements for each scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How values between two levels are rounded."""
+    plan: str = ""
+    """File that `lowbit plan memory` wrote, with the bits of every stage; all settings above but `rounding` are then
+    left at their defaults."""
 
 
 @section("gradients")

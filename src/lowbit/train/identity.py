@@ -16,6 +16,7 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
+from lowbit.train.activations import plan_identity
 from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data
@@ -88,6 +89,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     for section in ("activations", "optimizer"):
         values = dataclasses.asdict(getattr(config, section))
         identity |= {f"{section}.{key}": value for key, value in values.items()}
+    identity["activations.plan"] = plan_identity(config.activations.plan)
     return json.loads(json.dumps(identity))
 
 

@@ -48,7 +48,7 @@ from lowbit.train.tied import TiedWeights
 log = logging.getLogger(__name__)
 
 _LOCAL = {  # settings that may differ between machines
-    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained",
+    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
     "run.output", "run.threads", "run.progress", "run.tensorboard",
 }  # fmt: skip
 
@@ -138,6 +138,8 @@ class Trainer:
         if self.rank == 0:  # not in `prepare`, which a launcher runs beside its ranks
             for line in costly(prepared.codecs, (self.config.rows, data.sequence, width)):
                 log.warning("%s", line)
+            if self.config.activations.plan and prepared.autocast is None:
+                log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
         self.round_trip = self._measure_distance()
         self.about = prepared.about(gather_json(secrets.token_hex(8), self.side)[0], ranks=self.ranks)
         self._kept: int | None = None  # by autograd, at most, on any rank; the same in every step
@@ -247,6 +249,7 @@ class Trainer:
         facts = {"text": self.prepared.data.fingerprint()}
         facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
         facts["backend"] = self.prepared.backend
+        facts["bits in activations.plan"] = str(self.prepared.identity["activations.plan"])
         for section, values in dataclasses.asdict(self.config).items():
             names = (f"{section}.{key}" for key in values)
             facts |= {n: str(v) for n, v in zip(names, values.values(), strict=True) if n not in _LOCAL}

@@ -202,7 +202,7 @@ class StageModule(nn.Module):
             Activations in the wire's dtype; on the last stage logits (batch, sequence, vocab).
         """
         with torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-            inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.float()}
+            inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.to(self.decoder.dtype)}
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             if self.head is not None:
                 return self.head(hidden)

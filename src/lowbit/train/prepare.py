@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
-from lowbit.train.activations import Policies, check_schedule, saved_policies
+from lowbit.train.activations import Policies, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
 from lowbit.train.checkpoint import FOLDER, NO_CHECKPOINT, About, Checkpoints
 from lowbit.train.config import TrainConfig
@@ -96,8 +96,6 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     plan = make_plan(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, plan.stages - 1)
     check_codecs(codecs, width=hidden_size(config.model), warmup_steps=config.codec_warmup_steps)
-    activations = saved_policies(config.activations, plan.stages)
-    check_schedule(activations, config.pipeline.schedule)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
@@ -110,6 +108,8 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         )
     data = load_data(config.data, cache=output / "cache")
     vocab = vocabulary(config.model, data.tokenizer.size)
+    activations = saved_policies(config.activations, plan.stages, planned_settings(config, plan, vocab))
+    check_schedule(activations, config.pipeline.schedule)
     identity = run_identity(config, data=data, vocab=vocab)
     check_allowed(config.run.allow_change, identity)
     if config.run.resume and not _launched():

@@ -1,8 +1,8 @@
-"""What is kept of a tensor until backward, and how backward gets the tensor back.
+"""How backward rebuilds a tensor from what was saved in its place.
 
 A `Form` says how; the tensors it needs (payloads, and weights, which exist anyway) are saved through autograd. While a
-tensor lives it carries a `Recipe`, so that the next layer that would save it finds what is already kept and
-saves that instead: three projections of a norm's output all save the payload of the norm's input.
+tensor lives, a table holds its `Recipe`, so that the next layer that would save it saves the same tensors instead:
+three projections of a norm's output all save the payload of the norm's input.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lowbit.activations.policy import WHOLE
 from lowbit.codecs import GroupInt
 from lowbit.codecs.base import FLOATS
 
-Kept = tuple[Tensor | None, ...]
+SavedTensors = tuple[Tensor | None, ...]
 FEWEST = 12
-"""Elements from which on a `GroupInt` always is smaller than plain numbers, which kernels do not read."""
+"""Smaller tensors may take fewer bytes as plain numbers, which kernels do not read, than as `GroupInt`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Norm:
     offset: float = 0.0
 
     def eps_of(self, x: Tensor) -> float:
-        """`eps`, or what `nn.RMSNorm` takes without one for inputs like this."""
+        """`eps`, or the default of `nn.RMSNorm` for this input."""
         return default_eps(x.dtype, x.device.type) if self.eps is None else self.eps
 
     def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """By PyTorch's own functions, in float32."""
+        """The norm by PyTorch's own functions, in float32."""
         eps, shape = self.eps_of(x), x.shape[-1:]
         scale = None if weight is None else weight.float() + self.offset
         if self.centred:
@@ -53,7 +53,7 @@ class Norm:
 
 @functools.cache
 def default_eps(dtype: torch.dtype, device: str) -> float:
-    """The epsilon of `rms_norm` without one: that of the dtype it computes in, which depends on PyTorch's version."""
+    """The default epsilon of `rms_norm`: that of the dtype it computes in, which depends on PyTorch's version."""
     tiny = torch.full((8,), 1e-3, dtype=dtype, device=device)
     narrow = torch.finfo(dtype).eps
     with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -73,19 +73,19 @@ def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Itself:
-    """Kept: the tensor, in the codec's format or as it is."""
+    """Saved: the tensor, in the codec's format or, without one, as it is."""
 
     numel: int
     codec: GroupInt | None
 
     @property
     def bits(self) -> int:
-        """Of an element; what is kept in more serves who asks for fewer."""
+        """Bits of an element; a payload of more bits serves layers that ask for fewer."""
         return WHOLE if self.codec is None else self.codec.bits
 
-    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """The tensor, rounded; its shape may be another."""
-        x = kept[0]
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """The tensor, rounded; its shape may differ."""
+        x = saved[0]
         assert x is not None
         if self.codec is None:
             return x.to(dtype)
@@ -94,16 +94,16 @@ class Itself:
 
 @dataclass(frozen=True)
 class NormOutput:
-    """Kept: the norm's input, its weight and bias."""
+    """Saved: the norm's input, its weight and bias."""
 
     shape: torch.Size
     codec: GroupInt | None
     norm: Norm
     eps: float
 
-    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """The norm's output at the rounded input."""
-        x, weight, bias = kept
+        x, weight, bias = saved
         check_present(weight, bias)
         assert x is not None
         if self.codec is None:
@@ -118,15 +118,15 @@ class NormOutput:
 
 @dataclass(frozen=True)
 class GatedOutput:
-    """Kept: gate and, for gated ones, up."""
+    """Saved: gate and, if there is one, up."""
 
     shape: torch.Size
     codec: GroupInt | None
     activation: str
 
-    def rebuild(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """act(gate) * up at the rounded inputs."""
-        gate, up = kept
+        gate, up = saved
         assert gate is not None
         if self.codec is None:
             return plain_gated(gate, up, self.activation).to(dtype)
@@ -139,10 +139,10 @@ Form = Itself | NormOutput | GatedOutput
 
 
 class Rebuilt:
-    """A tensor that backward computes again, for all who saved its recipe. Holds none of what it is computed from.
+    """A tensor that backward computes again, for all layers that read it.
 
-    Where several users need the tensor in backward, the first one's copy serves all. At most one such copy exists in a
-    thread, and none after the last user's turn or the end of the pass.
+    Where several layers need the tensor in backward, the first one's copy serves all. At most one such copy exists in a
+    thread, and none after the last layer's turn or the end of the pass.
     """
 
     def __init__(self, form: Form) -> None:
@@ -150,17 +150,17 @@ class Rebuilt:
         self._copy: Tensor | None = None
         self._turns = 0
 
-    def get(self, kept: Kept, dtype: torch.dtype) -> Tensor:
-        """The tensor, from what a user saved; for use in backward."""
+    def get(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """The tensor, from what a layer saved; for use in backward."""
         if self.users < 2:
-            return self.form.rebuild(kept, dtype)
+            return self.form.rebuild(saved, dtype)
         if self._copy is None or self._copy.dtype != dtype:
             previous = getattr(_latest, "rebuilt", lambda: None)()
             if previous is not None:
                 previous._copy = None
-            self._copy = self.form.rebuild(kept, dtype)
+            self._copy = self.form.rebuild(saved, dtype)
             _latest.rebuilt = weakref.ref(self)
-            # A pass for some of the gradients leaves out turns.
+            # A pass for some of the gradients skips turns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
         copy = self._copy
         self._turns += 1
@@ -173,83 +173,82 @@ class Rebuilt:
 
 
 class Recipe:
-    """A form with the tensors that it needs. Only the tensor that it is of holds it, so both go together.
+    """A form with the tensors that it needs. It lives as long as the tensor that it rebuilds.
 
     Args:
-        form: how; kept: from what.
-        weak: leave it to the graph to keep the tensors alive. For tensors that outlive their graph, or that
-            checkpointing keeps in full: those should not hold a payload as well.
+        form: how to rebuild it. saved: from what.
+        weak: leave it to the graph to keep these alive. For tensors that outlive their graph, or that checkpointing
+            saves in full: those should not hold a payload as well.
     """
 
-    def __init__(self, form: Form, kept: Kept, *, weak: bool = False) -> None:
+    def __init__(self, form: Form, saved: SavedTensors, *, weak: bool = False) -> None:
         self.form, self.rebuilt = form, Rebuilt(form)
-        self._kept = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in kept]
-        self._count = sum(t is not None for t in kept)  # at least one
+        self._references = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in saved]
+        self._count = sum(t is not None for t in saved)  # at least one
 
-    def kept(self) -> Kept | None:
+    def saved(self) -> SavedTensors | None:
         """The tensors; None once they are gone."""
-        found = tuple(get() for get in self._kept)
-        return found if sum(t is not None for t in found) == self._count else None
+        tensors = tuple(get() for get in self._references)
+        return tensors if sum(t is not None for t in tensors) == self._count else None
 
     def until_backward(self, node: Any) -> None:
-        """Hold the tensors no longer than the graph's node that made the tensor: it may outlive its backward."""
+        """Release the tensors in the backward of the node that made the rebuilt tensor, which may outlive it."""
         node.recipe = weakref.ref(self)
 
     def release(self) -> None:
-        """Let go of the tensors."""
-        self._kept = []
+        """Drop the tensors."""
+        self._references = []
 
 
 def release(node: Any) -> None:
-    """For a node's backward: what it made cannot be had from its recipe any more."""
+    """For a node's backward: drop the recipe of its output."""
     recipe = getattr(node, "recipe", lambda: None)()
     if recipe is not None:
         recipe.release()
 
 
-_recipes = WeakTensorKeyDictionary()  # of the tensors that are alive, with their versions
+_recipes = WeakTensorKeyDictionary()  # of living tensors: their versions and recipes
 _latest = threading.local()
 
 
 def attach(x: Tensor, recipe: Recipe) -> None:
-    """Tell whoever is about to save `x` that it can be had from the recipe."""
+    """Let layers that would save `x` find its recipe."""
     _recipes[x] = (x._version, recipe)
 
 
 def recipe_of(x: Tensor) -> Recipe | None:
-    """How to get `x` back, if something is kept already. A view of the same elements counts as the tensor."""
+    """The recipe of `x`, if it has one. A view of the same elements counts as the tensor."""
     version, recipe = _recipes.get(x) or _recipes.get(_same_elements(x)) or (None, None)
-    # Changed in place since, or kept for a graph that is gone: then it has to be kept anew.
-    return recipe if recipe and version == x._version and recipe.kept() is not None else None
+    # A tensor that was changed in place, or whose graph is gone, has to be saved anew.
+    return recipe if recipe and version == x._version and recipe.saved() is not None else None
 
 
 def _same_elements(x: Tensor) -> Tensor:
-    """What `x` is a view of, if they have the same elements in the same order; otherwise `x`."""
+    """The base of the view `x`, if both have the same elements in the same order; otherwise `x`."""
     base = x._base if x._is_view() else None
     if base is None or base.numel() != x.numel():
         return x
     return base if base.is_contiguous() and x.is_contiguous() else x
 
 
-def itself(x: Tensor, codec: GroupInt | None) -> tuple[Kept, GroupInt | None] | None:
-    """What is kept of `x` itself already and its format: this very one, or one like it of more bits."""
+def itself(x: Tensor, codec: GroupInt | None) -> tuple[SavedTensors, GroupInt | None] | None:
+    """The payload of `x` that is saved already and its format: `codec`, or one with more bits."""
     recipe = recipe_of(x)
     if recipe is None or not isinstance(recipe.form, Itself):
         return None
-    found = recipe.form.codec
-    if found != codec and (found is None or codec is None or found.bits < codec.bits):
+    own, saved = recipe.form.codec, recipe.saved()
+    if own != codec and (own is None or codec is None or own.bits < codec.bits):
         return None
-    kept = recipe.kept()
-    return None if kept is None else (kept, found)
+    return None if saved is None else (saved, own)
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Whether these can be coded: plain tensors of a dtype that codecs know, none of them empty."""
+    """Whether all of these can be coded: plain tensors of a dtype that codecs know, none of them empty."""
     return all(t is None or (t.dtype in FLOATS and t.numel() > 0 and not hasattr(t, "to_local")) for t in tensors)
 
 
 def room(codec: GroupInt | None, x: Tensor) -> Tensor:
-    """An empty payload for `x`; as it is: `x`."""
+    """An empty payload for `x`; without a codec, `x` itself."""
     if codec is None:
         return x
     return torch.empty(codec.nbytes(x.shape), dtype=torch.uint8, device=x.device)

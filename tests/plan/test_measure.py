@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.measure import (
+from lowbit.plan.measure import (
     bytes_between_passes,
     bytes_by_width,
     gradients,

@@ -1,4 +1,4 @@
-"""What a plan of bits needs to know of a model, measured on it: bytes and gradient errors by layer type and bits."""
+"""Measurements of a model for a plan: bytes and gradient errors by layer type and bits."""
 
 from __future__ import annotations
 
@@ -8,60 +8,57 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.budget import CHOSEN, WIDTHS
-from lowbit.activations.counting import Kept, counted
+from lowbit.activations.bit_plan import PLANNED
+from lowbit.activations.counting import SavedBytes, counted
 from lowbit.activations.policy import KINDS, WHOLE, LayerAware
 from lowbit.activations.saved import compress_saved_
+from lowbit.plan.budget import WIDTHS
 
 ORDER_OF_SUMS = 1e-6
-"""Relative errors of float32 gradients below this come from adding up in another order, not from few bits."""
+"""Smaller relative errors of float32 gradients come from another order of sums, not from few bits."""
 
 
 def bytes_by_width(
-    model: nn.Module,
-    forward: Callable[[], Any],
-    *,
-    widths: Sequence[int] = WIDTHS,
-    group: int = 64,
-) -> dict[int, Kept]:
-    """What autograd keeps of one micro-batch with so many bits in every layer type, for each width.
+    model: nn.Module, forward: Callable[[], Any], *, widths: Sequence[int] = WIDTHS, group: int = 64
+) -> dict[int, SavedBytes]:
+    """Bytes that autograd saves of one micro-batch with the same bits for every layer type, for each width.
 
     A layer type's bytes do not depend on the bits of others, so these runs give those of every combination.
 
     Args:
-        model: not compressed, in training mode; it is given back as it was.
-        forward: runs it on one micro-batch and returns what holds the graph: the loss, or a stage's output.
-        widths: bits, each 2 to 8 or 16; group: elements that share a scale.
+        model: not compressed, in training mode; unchanged afterwards.
+        forward: runs it on one micro-batch and returns the loss or a stage's output, which holds the graph.
+        widths: bits, each 2 to 8 or 16. group: elements that share a scale.
     """
-    found: dict[int, Kept] = {}
+    by_width: dict[int, SavedBytes] = {}
     for bits in widths:
         compressed = compress_saved_(model, LayerAware(bits=bits, norm=bits, group=group), report=False)
         try:
-            with counted(model) as found[bits]:
+            with counted(model) as by_width[bits]:
                 graph = forward()
             del graph
         finally:
             compressed.remove()
-    return found
+    return by_width
 
 
 def sensitivities(
     model: nn.Module,
     loss: Callable[[], Tensor],
     *,
-    kinds: Sequence[str] = CHOSEN,
+    kinds: Sequence[str] = PLANNED,
     widths: Sequence[int] = WIDTHS,
     group: int = 64,
 ) -> dict[str, dict[int, float]]:
     """Relative error of the gradient with one layer type alone in so many bits: |g' - g| / |g| over all parameters.
 
     Takes a forward and backward pass for every type and width below 16 bits, and memory for two more gradients. A type
-    whose bits change nothing (linear layers whose inputs all follow from norms, say) has errors of 0.
+    whose bits change nothing (linear layers whose inputs are all recomputed from norms, say) has errors of 0.
 
     Args:
-        model: not compressed, in training mode; it is given back as it was, without gradients.
+        model: not compressed, in training mode; unchanged afterwards, and without gradients.
         loss: computes the same loss at every call: no dropout, the same tokens.
-        kinds: layer types to try, "attention" too; widths: bits to try.
+        kinds: layer types to try, "attention" too. widths: bits to try.
         group: elements that share a scale.
 
     Raises:
@@ -73,9 +70,9 @@ def sensitivities(
         raise ValueError(
             f"loss gives gradients that differ by {noise:.1e} between two calls; allowed: the same, without dropout"
         )
-    found: dict[str, dict[int, float]] = {}
+    errors: dict[str, dict[int, float]] = {}
     for kind in kinds:
-        found[kind] = {}
+        errors[kind] = {}
         for bits in widths:
             only: dict[str, Any] = dict.fromkeys(KINDS, WHOLE) | {kind: bits}
             compressed = compress_saved_(model, LayerAware(group=group, **only), report=False)
@@ -83,31 +80,29 @@ def sensitivities(
                 error = relative_error(gradients(model, loss), exact)
             finally:
                 compressed.remove()
-            found[kind][bits] = error if error > max(2 * noise, ORDER_OF_SUMS) else 0.0
-    return found
+            errors[kind][bits] = error if error > max(2 * noise, ORDER_OF_SUMS) else 0.0
+    return errors
 
 
 def bytes_between_passes(
-    output: Tensor,
-    grad_output: Tensor | None,
-    input: Tensor,
-    parameters: Iterable[nn.Parameter],
+    output: Tensor, grad_output: Tensor | None, input: Tensor, parameters: Iterable[nn.Parameter]
 ) -> int:
-    """What PyTorch holds of a micro-batch between backward's pass for the inputs and the one for the weights.
+    """Bytes that PyTorch holds of a micro-batch between backward's pass for the inputs and the one for the weights.
 
-    These are the gradients of what layers with weights put out, each storage once. They are there beside what autograd
-    keeps, whatever its bits, in zero-bubble schedules.
+    These are the gradients of the outputs of layers with weights, each storage once. Zero-bubble schedules hold them
+    beside the saved activations, whatever the bits of these.
 
     Args:
-        output: of a stage, or a loss; its graph is spent. grad_output: its gradient, not counted; None: 1, of a loss.
+        output: of a stage, or a loss; its graph cannot be used again.
+        grad_output: its gradient, not counted; None: 1, of a loss.
         input: of the stage, with `requires_grad`; its own gradient is not counted.
         parameters: of the stage.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    given = None if grad_output is None else [grad_output]
-    grads, groups = stage_backward_input([output], given, [input], iter(parameters))
-    found = {
+    grad_outputs = None if grad_output is None else [grad_output]
+    grads, groups = stage_backward_input([output], grad_outputs, [input], iter(parameters))
+    sizes = {
         gradient.untyped_storage()._cdata: gradient.untyped_storage().nbytes()
         for group in groups
         for at_node in group.get("grads") or ()
@@ -116,28 +111,28 @@ def bytes_between_passes(
     }
     for other in (grad_output, input.grad, *grads):
         if other is not None:
-            found.pop(other.untyped_storage()._cdata, None)
+            sizes.pop(other.untyped_storage()._cdata, None)
     input.grad = None
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Gradients of a loss by name of the parameter, in float32; the parameters are left without any."""
+    """Gradients of a loss by name of the parameter, in float32; the parameters keep none."""
     model.zero_grad(set_to_none=True)
     loss().backward()
-    found = {n: p.grad.detach().float() for n, p in model.named_parameters() if p.grad is not None}
+    by_name = {n: p.grad.detach().float() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return by_name
 
 
-def relative_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """|found - exact| / |exact| over all tensors together.
+def relative_error(rounded: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """|rounded - exact| / |exact| over all tensors together.
 
     Raises:
         ValueError: `exact` is zero or not finite.
     """
     norms = [torch.stack([torch.linalg.vector_norm(t) for t in exact.values()])]
-    norms.append(torch.stack([torch.linalg.vector_norm(found[n] - t) for n, t in exact.items()]))
+    norms.append(torch.stack([torch.linalg.vector_norm(rounded[n] - t) for n, t in exact.items()]))
     size, error = (float(torch.linalg.vector_norm(norm.double())) for norm in norms)
     if not 0 < size < float("inf"):
         raise ValueError(f"loss gives gradients of norm {size}; allowed: finite, above 0")

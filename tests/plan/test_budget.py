@@ -8,16 +8,17 @@ from dataclasses import replace
 import pytest
 
 from lowbit.activations import LayerAware
-from lowbit.activations.budget import CHOSEN, WIDTHS, StageCost, plan_bits
-from lowbit.activations.in_flight import in_flight, order_of
+from lowbit.activations.bit_plan import PLANNED
+from lowbit.plan.budget import WIDTHS, StageCost, plan_bits
+from lowbit.plan.in_flight import in_flight, order_of
 
 ERRORS = {
-    kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]} for kind, scale in zip(CHOSEN, (3, 1, 2), strict=True)
+    kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]} for kind, scale in zip(PLANNED, (3, 1, 2), strict=True)
 }
 
 
 def cost(norm: int = 100, mlp: int = 300, linear: int = 50, **fields: int) -> StageCost:
-    sizes = dict(zip(CHOSEN, (norm, mlp, linear), strict=True))
+    sizes = dict(zip(PLANNED, (norm, mlp, linear), strict=True))
     saved = {kind: {bits: size * bits for bits in WIDTHS} for kind, size in sizes.items()}
     return StageCost(**{"layers": 2, "other": 1000, "fixed": 5000} | fields, saved=saved)
 
@@ -32,9 +33,9 @@ def test_nothing_that_fits_loses_less():
         plan = plan_bits(flight, costs, ERRORS, device_bytes=limit)
         for stage, one in enumerate(costs):
             errors = [
-                sum((ERRORS[kind] | {16: 0})[b] ** 2 for kind, b in zip(CHOSEN, bits, strict=True)) / 2
+                sum((ERRORS[kind] | {16: 0})[b] ** 2 for kind, b in zip(PLANNED, bits, strict=True)) / 2
                 for bits in itertools.product(WIDTHS, repeat=3)
-                if one.fixed + flight.peak(stage) * one.per_microbatch(dict(zip(CHOSEN, bits, strict=True))) <= limit
+                if one.fixed + flight.peak(stage) * one.per_microbatch(dict(zip(PLANNED, bits, strict=True))) <= limit
             ]
             found = plan.stages[stage]
             assert found.error == pytest.approx(math.sqrt(min(errors)), rel=1e-12)
@@ -70,17 +71,17 @@ def test_too_little_says_how_much_would_do():
         plan_bits(flight, costs, ERRORS, device_bytes=8000)
     plan = plan_bits(flight, costs, ERRORS, device_bytes=least)
     assert plan.least == least == plan.device_bytes[0]
-    assert dict(plan.stages[0].bits) == dict.fromkeys(CHOSEN, 2)
+    assert dict(plan.stages[0].bits) == dict.fromkeys(PLANNED, 2)
 
 
 def test_policies_are_what_was_chosen():
     plan = plan_bits(held("1F1B", 2), [cost(), cost()], ERRORS, device_bytes=12_000, group=32)
     for stage in plan.stages:
-        policy = plan.policy(stage.stage)
+        policy = plan.bits.policy(stage.stage)
         assert policy == LayerAware(**stage.bits, group=32)
         assert policy.attention == 16
     with pytest.raises(ValueError, match="stage is 2; allowed: 0 to 1"):
-        plan.policy(2)
+        plan.bits.policy(2)
 
 
 def test_the_worst_moment_counts_and_not_the_sum_of_peaks():
@@ -126,7 +127,7 @@ def test_what_stays_on_a_rank_counts_once():
 
 
 def test_the_fewest_bits_are_those_that_saved_has():
-    one = replace(cost(), saved={kind: {4: 400} for kind in CHOSEN})
+    one = replace(cost(), saved={kind: {4: 400} for kind in PLANNED})
     with pytest.raises(ValueError, match=r"needs with the fewest bits everywhere \(5,000 of them"):
         plan_bits(held("1F1B", 1), [one], ERRORS, device_bytes=6000)
 

@@ -8,45 +8,43 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import torch
 
-from lowbit.activations.in_flight import InFlight, Moment
-from lowbit.activations.policy import LayerAware
+from lowbit.activations.bit_plan import PLANNED, BitPlan
 from lowbit.codecs.base import check_int
+from lowbit.plan.in_flight import InFlight, Moment
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
-CHOSEN = ("norm", "mlp", "linear")
-"""The layer types whose bits are chosen: attention stays as it is."""
-MOST_STAGES = 18
-MOST_COMBINATIONS = 1 << MOST_STAGES
+_MOST_STAGES = 18  # of a rank
+_MOST_COMBINATIONS = 1 << _MOST_STAGES
 
 Bits = Mapping[str, int]
 Sensitivities = Mapping[str, Mapping[int, float]]
 """Relative error of the gradient by layer type and bits: |g' - g| / |g| with this type alone in so many bits."""
 
 
-_NUMBERS = ("layers", "other", "output", "gradients", "early", "inputs", "received", "fixed")
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """What a stage of a pipeline keeps, in bytes: autograd, and the stage itself.
+    """Bytes of a pipeline stage: what autograd saves, and what the stage itself holds.
 
     Args:
-        layers: decoder layers of the stage: its share of the model's loss of precision.
-        saved: of one micro-batch, by layer type and bits (16: as it is).
+        layers: decoder layers of the stage, its share of the gradient's error.
+        saved: of one micro-batch, by layer type and bits (16: as they are).
         other: of one micro-batch, whatever the bits: attention, embedding, the loss.
-        output: of one micro-batch: what the stage hands on, held from its forward until its backward.
+        output: of one micro-batch: the stage's output, held from its forward until its backward.
         gradients: of one micro-batch between backward's passes for the inputs and for the weights (zero-bubble
             schedules): those of the layers' outputs, never quantized.
-        early: of one micro-batch: the part of `other` and `output` that goes with the pass for the inputs already.
+        early: of one micro-batch: the part of `other` and `output` that the pass for the inputs frees already.
         inputs: of one micro-batch between the same passes: gradients of the inputs.
-        received: of one micro-batch from its forward to its backward: what the stage is given.
+        received: of one micro-batch from its forward to its backward: the stage's input.
         fixed: at all times: weights, gradients, optimizer.
+
+    Raises:
+        TypeError, ValueError: negative numbers, more in `early` than there is, other layer types.
     """
 
     layers: int
@@ -60,29 +58,30 @@ class StageCost:
     fixed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            check_int(name, getattr(self, name), 0, 1 << 62)
+        for field in fields(self):
+            if field.name != "saved":
+                check_int(field.name, getattr(self, field.name), 0, 1 << 62)
         if self.early > self.other + self.output:
             raise ValueError(
                 f"early is {self.early}; allowed: at most other and output together ({self.other + self.output})"
             )
-        if set(self.saved) != set(CHOSEN) or not all(self.saved.values()):
-            raise ValueError(f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(CHOSEN)}")
+        if set(self.saved) != set(PLANNED) or not all(self.saved.values()):
+            raise ValueError(f"saved has {', '.join(self.saved)}; allowed: bytes by bits for {', '.join(PLANNED)}")
 
     def per_microbatch(self, bits: Bits) -> int:
-        """Bytes that autograd keeps of one micro-batch with these bits."""
-        return self.other + sum(self.saved[kind][bits[kind]] for kind in CHOSEN)
+        """Bytes that autograd saves of one micro-batch with these bits."""
+        return self.other + sum(self.saved[kind][bits[kind]] for kind in PLANNED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What was chosen for a stage.
+    """The choice for a stage.
 
     Args:
-        stage, rank: which, and who has it.
+        stage: its number. rank: that has it.
         bits: by layer type.
         held: micro-batches that it holds at its peak.
-        saved_bytes: that autograd keeps for them at that moment.
+        saved_bytes: that autograd has saved for them at that moment.
         error: its part of the gradient's relative error; the squares of all stages add up to the plan's.
     """
 
@@ -96,14 +95,14 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bits for every stage of a pipeline, with what they cost.
+    """Bits for every stage of a pipeline, with their costs.
 
     Args:
         stages: in order.
-        device_bytes: by rank, predicted: what is there at all times, and what autograd and the pipeline keep at the
-            rank's worst moment.
+        device_bytes: by rank, predicted: `StageCost.fixed`, and what autograd and the pipeline hold at the rank's worst
+            moment.
         limit: bytes that every device has for them.
-        least: bytes a device that would just do, with the fewest bits everywhere.
+        least: the smallest limit that would do, with the fewest bits everywhere.
         group: elements that share a scale.
     """
 
@@ -118,41 +117,31 @@ class MemoryPlan:
         """Predicted relative error of the gradient of the whole model."""
         return math.sqrt(sum(stage.error**2 for stage in self.stages))
 
-    def policy(self, stage: int) -> LayerAware:
-        """What `compress_saved_` takes for the module of a stage.
-
-        Raises:
-            ValueError: no such stage.
-        """
-        check_int("stage", stage, 0, len(self.stages) - 1)
-        bits = self.stages[stage].bits
-        return LayerAware(norm=bits["norm"], mlp=bits["mlp"], linear=bits["linear"], group=self.group)
+    @property
+    def bits(self) -> BitPlan:
+        """The bits alone, which have policies for `compress_saved_` and can be written to a file."""
+        return BitPlan(stages=tuple(stage.bits for stage in self.stages), group=self.group)
 
 
 def plan_bits(
-    held: InFlight,
-    costs: Sequence[StageCost],
-    sensitivities: Sensitivities,
-    *,
-    device_bytes: int,
-    group: int = 64,
+    held: InFlight, costs: Sequence[StageCost], sensitivities: Sensitivities, *, device_bytes: int, group: int = 64
 ) -> MemoryPlan:
     """Choose the bits of each stage and layer type that lose least of the gradient within each device's bytes.
 
-    The loss of a choice is the sum over stages and layer types of squared relative gradient errors, each type's
-    measured on the whole model and divided among the stages by their layers: errors of separate roundings are
-    independent. Of each stage's combinations those count that no other beats in bytes and error; of the products of
-    these over a rank's stages (thinned evenly where they are more than 2^18) the one with least error fits, ties going
-    to fewer bytes. Candidates do not depend on the budget, so more bytes never mean more error, and the same input
-    always gives the same plan.
+    The loss of a choice is the sum over stages and layer types of squared relative gradient errors. Each type's error
+    is measured on the whole model and divided among the stages by their layers: errors of separate roundings are
+    independent. Only combinations of a stage count that no other beats in bytes and error. Of their products over a
+    rank's stages (thinned evenly where they are more than 2^18) the one with the least error that fits is chosen, with
+    the fewest bytes among equals. Candidates do not depend on the budget, so more bytes never mean more error, and the
+    same input always gives the same plan.
 
     Args:
         held: micro-batches in flight, from `in_flight`.
         costs: of every stage, in order.
         sensitivities: relative gradient error by type and bits; at 16 bits it is 0 and may be left out.
-        device_bytes: that one device has for all that `StageCost` names. Leave room for what it does not: what is in
-            use only for a moment, such as a layer's decoded activations; payloads on their way; and the last stage's
-            outputs, if the schedule's `step` shall return them.
+        device_bytes: of one device, for all that `StageCost` names. Leave room for what it does not: what is in use
+            only for a moment, such as a layer's decoded activations; payloads on their way; and the last stage's
+            outputs, if the schedule's `step` returns them.
         group: elements that share a scale, for the policies.
 
     Raises:
@@ -182,13 +171,29 @@ def plan_bits(
                 stage=stage, rank=rank, bits=point.bits, held=count, saved_bytes=count * point.size,
                 error=math.sqrt(point.loss),
             )  # fmt: skip
+    in_order = tuple(stages[stage] for stage in sorted(stages))
     return MemoryPlan(
-        stages=tuple(stages[stage] for stage in sorted(stages)),
-        device_bytes=MappingProxyType(used),
-        limit=device_bytes,
-        least=least,
-        group=group,
+        stages=in_order, device_bytes=MappingProxyType(used), limit=device_bytes, least=least, group=group
     )
+
+
+def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
+    """Bytes that the pipeline holds for the micro-batches of a moment, less those that autograd frees early.
+
+    An output for the next stage of the same rank counts once, as that one's input.
+
+    Args:
+        held: of the pipeline. moment: of one of its ranks.
+        costs: of every stage. stages: those that count; absent: all of the rank.
+    """
+    total = 0
+    for s in stages or moment.held:
+        cost, last = costs[s], s == len(costs) - 1
+        output = 0 if held.stays(s) else cost.output
+        # The gradients of outputs and inputs stay until the pass for the weights.
+        between = cost.gradients - cost.early + cost.inputs + (0 if last else cost.output)
+        total += moment.held[s] * (output + cost.received) + moment.halfway[s] * between
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,17 +209,13 @@ class _Rank:
     """The combinations of a rank's stages."""
 
     def __init__(
-        self,
-        rank: int,
-        held: InFlight,
-        costs: Sequence[StageCost],
-        fronts: Sequence[Sequence[_Point]],
+        self, rank: int, held: InFlight, costs: Sequence[StageCost], fronts: Sequence[Sequence[_Point]]
     ) -> None:
         moments = held.moments[rank]
         self.stages = sorted(moments[0].held)
-        if len(self.stages) > MOST_STAGES:
-            raise ValueError(f"held has {len(self.stages)} stages on a rank; allowed: up to {MOST_STAGES}")
-        most = int(MOST_COMBINATIONS ** (1 / len(self.stages)) + 1e-9)
+        if len(self.stages) > _MOST_STAGES:
+            raise ValueError(f"held has {len(self.stages)} stages on a rank; allowed: up to {_MOST_STAGES}")
+        most = int(_MOST_COMBINATIONS ** (1 / len(self.stages)) + 1e-9)
         self.fronts = [_thinned(fronts[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
@@ -244,63 +245,38 @@ class _Rank:
         return torch.stack(columns, dim=1)
 
 
-def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
-    """Bytes that the pipeline holds for the micro-batches of a moment, less what autograd frees early.
-
-    What a stage hands to the next one of its own rank is what that one is given.
-
-    Args:
-        held: of the pipeline; moment: of one of its ranks.
-        costs: of every stage; stages: those that count, all of the rank's if none are given.
-    """
-    total = 0
-    for s in stages or moment.held:
-        cost, last = costs[s], s == len(costs) - 1
-        output = 0 if held.stays(s) else cost.output
-        # What came for the outputs, and what goes out for the inputs, stays until the pass for the weights.
-        between = cost.gradients - cost.early + cost.inputs + (0 if last else cost.output)
-        total += moment.held[s] * (output + cost.received) + moment.halfway[s] * between
-    return total
-
-
-def _errors(cost: StageCost, sensitivities: Sensitivities) -> dict[str, dict[int, float]]:
+def _errors(cost: StageCost, sensitivities: Sensitivities) -> Sensitivities:
     """Relative errors of the widths that a stage can have."""
-    found: dict[str, dict[int, float]] = {}
-    for kind in CHOSEN:
+    errors: dict[str, dict[int, float]] = {}
+    for kind in PLANNED:
         known = {16: 0.0, **sensitivities.get(kind, {})}
-        missing = [bits for bits in cost.saved[kind] if bits not in known]
-        if missing:
+        if missing := [bits for bits in cost.saved[kind] if bits not in known]:
             raise ValueError(
                 f"sensitivities has nothing for {kind!r} at {', '.join(map(str, missing))} bits; "
                 f"allowed: an error for every width in saved ({', '.join(map(str, cost.saved[kind]))})"
             )
-        found[kind] = {bits: known[bits] for bits in cost.saved[kind]}
-        bad = [bits for bits, error in found[kind].items() if not 0 <= error < math.inf]
-        if bad:
-            raise ValueError(
-                f"sensitivities is {found[kind][bad[0]]} for {kind!r} at {bad[0]} bits; allowed: finite, at least 0"
-            )
-    return found
+        errors[kind] = {bits: known[bits] for bits in cost.saved[kind]}
+        for bits, error in errors[kind].items():
+            if not 0 <= error < math.inf:
+                raise ValueError(f"sensitivities is {error} for {kind!r} at {bits} bits; allowed: finite, at least 0")
+    return errors
 
 
-def _front(cost: StageCost, errors: Mapping[str, Mapping[int, float]], layers: int) -> list[_Point]:
+def _front(cost: StageCost, errors: Sensitivities, layers: int) -> list[_Point]:
     """Combinations that no other beats in both bytes and error, fewest bytes first."""
     share = cost.layers / layers if layers else 0.0
-    found: list[_Point] = []
-    every = _combinations(cost, errors, share)
-    # Where bits make no difference, such as for a layer type that a stage does not have, more of them are said.
-    for point in sorted(every, key=lambda p: (p.size, p.loss, -sum(p.bits.values()))):
-        if not found or point.loss < found[-1].loss:
-            found.append(point)
-    return found
-
-
-def _combinations(cost: StageCost, errors: Mapping[str, Mapping[int, float]], share: float) -> Iterator[_Point]:
-    widths = [sorted(cost.saved[kind]) for kind in CHOSEN]
-    for chosen in itertools.product(*widths):
-        bits: dict[str, int] = dict(zip(CHOSEN, chosen, strict=True))
-        loss = share * sum(errors[kind][bits[kind]] ** 2 for kind in CHOSEN)
-        yield _Point(MappingProxyType(bits), cost.per_microbatch(bits), loss)
+    points = []
+    for chosen in itertools.product(*(sorted(cost.saved[kind]) for kind in PLANNED)):
+        bits = dict(zip(PLANNED, chosen, strict=True))
+        loss = share * sum(errors[kind][bits[kind]] ** 2 for kind in PLANNED)
+        points.append(_Point(MappingProxyType(bits), cost.per_microbatch(bits), loss))
+    # Where bits make no difference, such as for a layer type that a stage does not have, take the most.
+    points.sort(key=lambda point: (point.size, point.loss, -sum(point.bits.values())))
+    front = points[:1]
+    for point in points[1:]:
+        if point.loss < front[-1].loss:
+            front.append(point)
+    return front
 
 
 def _thinned(front: Sequence[_Point], most: int) -> Sequence[_Point]:

@@ -11,14 +11,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
 from lowbit.activations import compress_saved_, counted
-from lowbit.activations.budget import plan_bits
-from lowbit.activations.counting import Kept
-from lowbit.activations.in_flight import actions_of, in_flight
-from lowbit.bench.plan_memory import Settings
-from lowbit.bench.plan_stages import StageMeter
+from lowbit.activations.counting import SavedBytes
 from lowbit.codecs import Cast
 from lowbit.collectives.engine import version
 from lowbit.pipeline import LowBitStage
+from lowbit.plan.budget import plan_bits
+from lowbit.plan.in_flight import actions_of, in_flight
+from lowbit.plan.memory import MemorySettings
+from lowbit.plan.stages import StageMeter
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.stages import next_token_loss
 from tests.pipeline.toy import SCHEDULES
@@ -34,7 +35,7 @@ class Watched(LowBitStage):
     """Notes what all stages of this rank and autograd hold, before and after everything that they do."""
 
     stages: ClassVar[list[PipelineStage]] = []
-    kept: ClassVar[Kept | None] = None
+    kept: ClassVar[SavedBytes | None] = None
     most = 0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,12 +69,14 @@ def held_by(stages: list[PipelineStage]) -> Iterator[torch.Tensor]:
                     yield leaf.grad
 
 
-def settings_of(name: str) -> Settings:
+def settings_of(name: str) -> MemorySettings:
     each = SCHEDULES[name][1]
-    return Settings(
-        schedule=NAMES[name], ranks=2, stages_per_rank=each, microbatches=4, batch=2, sequence=32, dim=32, layers=6,
-        heads=2, error_tokens=32,
-    )  # fmt: skip
+    return MemorySettings(
+        pipeline=PipelineConfig(schedule=NAMES[name], ranks=2, stages_per_rank=each, microbatches=4),
+        data=DataConfig(batch=8, sequence=32),
+        model=ModelConfig(dim=32, layers=6, heads=2),
+        error_tokens=32,
+    )
 
 
 def train_a_step(name: str) -> tuple[int, int, float, bool]:
@@ -99,7 +102,7 @@ def train_a_step(name: str) -> tuple[int, int, float, bool]:
         ).train()
         for stage in layout.stages_of(rank)
     }  # fmt: skip
-    compressed = [compress_saved_(m, plan.policy(stage)) for stage, m in modules.items()]
+    compressed = [compress_saved_(m, plan.bits.policy(stage)) for stage, m in modules.items()]
     stages = [
         Watched(m, stage, layout.stages, torch.device("cpu"), forward=Cast(), backward=Cast())
         for stage, m in modules.items()

@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline stage holds at its peak, from the schedule's own list of actions."""
+"""Micro-batches that a pipeline stage holds at its peak, from the schedule's own list of actions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.codecs.base import check_int
 
 _ACTION = re.compile(r"(\d+)(F|B|I|W)\d+")
 Order = Mapping[int, Sequence[Any]]
-"""What each rank does, in turn: actions as PyTorch's schedules list them, or as they print ("0F1"); None is idle."""
+"""The actions of each rank in turn, as PyTorch's schedules list them, or as they print ("0F1"); None is idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Moment:
 
     Args:
         held: by stage, those whose activations it holds.
-        halfway: by stage, those of them that are between backward's pass for the inputs and the one for the weights,
-            for which PyTorch holds gradients of the layers' outputs, of the stage's, and of its inputs as well.
+        halfway: by stage, those of them that are between backward's pass for the inputs and the one for the weights.
+            PyTorch then holds gradients of the layers' outputs, of the stage's outputs and of its inputs as well.
     """
 
     held: Mapping[int, int]
@@ -42,8 +42,8 @@ class InFlight:
     """Micro-batches that the stages of a pipeline hold.
 
     Args:
-        moments: by rank, those that no other exceeds in every one of its `numbers`: whatever a stage's micro-batch
-            weighs, the rank's memory is highest at one of them.
+        moments: by rank, those that no other exceeds in every one of its `numbers`. Whatever the bytes of a stage's
+            micro-batch, the rank's memory is highest at one of them.
     """
 
     moments: Mapping[int, tuple[Moment, ...]]
@@ -51,23 +51,19 @@ class InFlight:
     @property
     def stages(self) -> list[int]:
         """All stages, in order."""
-        return sorted(stage for found in self.moments.values() for stage in found[0].held)
+        return sorted(stage for moments in self.moments.values() for stage in moments[0].held)
 
     @property
     def splits(self) -> bool:
         """Whether any stage holds gradients between two passes of its backward."""
-        return any(any(m.halfway.values()) for found in self.moments.values() for m in found)
+        return any(any(moment.halfway.values()) for moments in self.moments.values() for moment in moments)
 
     def peak(self, stage: int) -> int:
         """Most micro-batches that a stage holds at a time."""
         return max(moment.held[stage] for moment in self.moments[self.rank_of(stage)])
 
-    def most_halfway(self, stage: int) -> int:
-        """Most micro-batches that a stage has between the passes for inputs and for weights at a time."""
-        return max(moment.halfway[stage] for moment in self.moments[self.rank_of(stage)])
-
     def stays(self, stage: int) -> bool:
-        """Whether a stage hands its outputs on within its rank, as V-shaped schedules do in their middle."""
+        """Whether the next stage is on the same rank, as in the middle of V-shaped schedules."""
         return stage + 1 in self.stages and self.rank_of(stage) == self.rank_of(stage + 1)
 
     def rank_of(self, stage: int) -> int:
@@ -76,8 +72,8 @@ class InFlight:
         Raises:
             ValueError: no rank has it.
         """
-        for rank, found in self.moments.items():
-            if stage in found[0].held:
+        for rank, moments in self.moments.items():
+            if stage in moments[0].held:
                 return rank
         raise ValueError(f"stage is {stage}; allowed: {', '.join(map(str, self.stages))}")
 
@@ -85,29 +81,29 @@ class InFlight:
 def in_flight(order: Order) -> InFlight:
     """Follow every rank's actions and count.
 
-    A micro-batch is held from its forward (F) until its backward has ended: B, or where a zero-bubble schedule splits
-    it into a pass for the inputs (I) and one for the weights (W), the latter. PyTorch's I keeps the graph with all it
-    has saved (`retain_graph`), because W starts again from its middle, and the gradients that W starts with; on the
-    first stage I does nothing at all. Only what lies behind the last layer with weights, the loss, goes with I
+    A micro-batch is held from its forward (F) until its backward has ended: B, or the pass for the weights (W) if a
+    zero-bubble schedule splits backward into a pass for the inputs (I) and one for the weights. PyTorch's I keeps the
+    graph with all its saved tensors (`retain_graph`), because W starts again from its middle, and the gradients that W
+    starts with; on the first stage I does nothing. I frees only what lies behind the last layer with weights, the loss
     (`StageCost.early`).
 
     Args:
-        order: what each rank does (`order_of`, `actions_of`). Communication is skipped; actions that run together
+        order: actions of each rank (`order_of`, `actions_of`). Communication is skipped; actions that run together
             (OVERLAP_F_B) count one after the other, as PyTorch runs them.
 
     Raises:
-        ValueError: a stage that ends other than it began, on several ranks or without forward.
+        ValueError: a stage on several ranks, or one whose backwards do not match its forwards.
     """
-    moments = {rank: _most(_walk(rank, actions)) for rank, actions in order.items()}
-    moments = {rank: found for rank, found in moments.items() if found}
-    stages = [stage for found in moments.values() for stage in found[0].held]
+    every = {rank: _most(_walk(rank, actions)) for rank, actions in order.items()}
+    every = {rank: moments for rank, moments in every.items() if moments}
+    stages = [stage for moments in every.values() for stage in moments[0].held]
     if not stages or len(set(stages)) < len(stages):
         raise ValueError(f"order has stages {sorted(stages)}; allowed: each on one rank, at least one")
-    return InFlight(moments=MappingProxyType(moments))
+    return InFlight(moments=MappingProxyType(every))
 
 
 def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
-    """What each rank does in one step under a schedule of `torch.distributed.pipelining`, without starting any.
+    """The actions of each rank in one step under a schedule of `torch.distributed.pipelining`; starts no process.
 
     Args:
         schedule: its name ("1F1B", "ZBVZeroBubble", ...) in upper or lower case.
@@ -131,13 +127,13 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
 
 
 def actions_of(schedule: Any) -> Order:
-    """The action list of a schedule that exists: of all its ranks, so each of them can tell."""
+    """The actions of all ranks, which every rank's schedule object knows."""
     order = getattr(schedule, "pipeline_order", None)
     return order or schedule._get_pipeline_order()
 
 
 class _Stage:
-    """What a schedule asks of a stage when it lays out its actions."""
+    """The attributes of a stage that a schedule reads when it lays out its actions."""
 
     def __init__(self, index: int, ranks: int, stages: int) -> None:
         self.stage_index, self.num_stages = index, stages
@@ -151,13 +147,12 @@ def _no_loss(output: Any, target: Any) -> Any:
 
 
 def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
-    """What a rank's stages hold after each forward, and after each pass for the inputs.
+    """The moments after each forward and after each pass for the inputs.
 
-    Numbers of micro-batches are not looked at: PyTorch's 1F1B lists the last stage's forwards one too high.
+    Numbers of micro-batches are ignored: PyTorch's 1F1B lists the last stage's forwards one too high.
     """
-    steps = [
-        (int(stage), kind) for action in actions if action is not None for stage, kind in _ACTION.findall(str(action))
-    ]
+    texts = (str(action) for action in actions if action is not None)
+    steps = [(int(stage), kind) for text in texts for stage, kind in _ACTION.findall(text)]
     held = {stage: 0 for stage, _ in sorted(steps)}
     halfway = held.copy()
     for stage, kind in steps:
@@ -176,9 +171,9 @@ def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
 
 def _most(moments: Iterator[Moment]) -> tuple[Moment, ...]:
     """Those that no other exceeds in every number, each once, in the order of time."""
-    different = {one.numbers: one for one in moments}
-    return tuple(
-        one
-        for numbers, one in different.items()
-        if not any(other != numbers and all(b >= a for a, b in zip(numbers, other, strict=True)) for other in different)
-    )
+    different = {moment.numbers: moment for moment in moments}
+
+    def exceeded(numbers: tuple[int, ...]) -> bool:
+        return any(n != numbers and all(b >= a for a, b in zip(numbers, n, strict=True)) for n in different)
+
+    return tuple(moment for numbers, moment in different.items() if not exceeded(numbers))

@@ -1,0 +1,124 @@
+"""The file that `lowbit plan memory` writes and training reads: bits of saved activations by pipeline stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lowbit.activations.policy import LayerAware, check_bits
+from lowbit.codecs.base import check_int
+
+FORMAT, VERSION = "lowbit plan of saved activations", 1
+PLANNED = ("norm", "mlp", "linear")
+"""The layer types that a plan has bits for: attention stays as it is."""
+_MOST_BYTES, _MOST_STAGES, _MOST_CHARACTERS = 1 << 20, 1 << 12, 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitPlan:
+    """Bits of saved activations for each stage of a pipeline.
+
+    Args:
+        stages: for each stage, in order, bits by layer type: {"norm": 8, "mlp": 4, "linear": 16}.
+        group: elements that share a scale.
+        made_for: settings that the plan depends on, by name: texts, numbers, booleans or None.
+
+    Raises:
+        TypeError, ValueError: bits or a group that `LayerAware` refuses, no stage, other settings.
+    """
+
+    stages: tuple[Mapping[str, int], ...]
+    group: int = 64
+    made_for: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.stages) <= _MOST_STAGES:
+            raise ValueError(f"stages has {len(self.stages)} entries; allowed: 1 to {_MOST_STAGES}")
+        for stage, bits in enumerate(self.stages):
+            if not isinstance(bits, Mapping) or bits.keys() != set(PLANNED):
+                raise ValueError(f"stages[{stage}] is {bits!r}; allowed: bits for {', '.join(PLANNED)}")
+            for kind, value in bits.items():
+                check_bits(f"stages[{stage}][{kind!r}]", value)
+        self.policy(0)  # checks the group
+        for name, value in self.made_for.items():
+            if not isinstance(value, str | int | float | None) or len(f"{name}{value}") > _MOST_CHARACTERS:
+                raise ValueError(f"made_for[{name!r}] is {value!r}; allowed: a short text, a number, a boolean or None")
+
+    def policy(self, stage: int, *, rounding: str = "nearest") -> LayerAware:
+        """The policy with which `compress_saved_` gives a stage's module these bits.
+
+        Raises:
+            ValueError: no such stage.
+        """
+        check_int("stage", stage, 0, len(self.stages) - 1)
+        return LayerAware(**self.stages[stage], group=self.group, rounding=rounding)
+
+    def write(self, path: str | Path) -> None:
+        """Write the plan as JSON; a reader finds the old file or the new one, never a part.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = Path(path)
+        values = {
+            "format": FORMAT, "version": VERSION, "made_for": dict(self.made_for), "group": self.group,
+            "stages": [dict(bits) for bits in self.stages],
+        }  # fmt: skip
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", "utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: str | Path) -> BitPlan:
+        """The plan that `write` wrote. The file may be hostile: it is data, bounded and checked.
+
+        Raises:
+            ValueError: no such file, or something else than a plan of this version.
+        """
+        path = Path(path)
+        values = _read_json(path)
+        if values.get("format") != FORMAT:
+            raise ValueError(f"{path} has format {_cut(repr(values.get('format')))}; allowed: {FORMAT!r}")
+        if values.get("version") != VERSION:
+            raise ValueError(
+                f"{path} has version {_cut(repr(values.get('version')))}; this lowbit reads version {VERSION}"
+            )
+        match values:
+            case {"made_for": dict(made_for), "group": group, "stages": [*stages]} if len(values) == 5:
+                try:
+                    return cls(stages=tuple(stages), group=group, made_for=made_for)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{path} is no plan: {_cut(str(error))}") from None
+        raise ValueError(f"{path} is no plan: it lacks made_for, group or stages, or has more than these")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe could take for ever
+            raise ValueError(f"{path} is no regular file")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} has more than {_MOST_BYTES} bytes")
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({type(error).__name__})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return values
+
+
+def _cut(text: str) -> str:
+    """The beginning of what a message quotes from a foreign file."""
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -1,0 +1,14 @@
+"""Memory of the devices of a pipeline, and the bits of saved activations that fit into it."""
+
+from lowbit.plan.budget import MemoryPlan, StageCost, plan_bits
+from lowbit.plan.in_flight import InFlight, actions_of, in_flight, order_of
+
+__all__ = [
+    "InFlight",
+    "MemoryPlan",
+    "StageCost",
+    "actions_of",
+    "in_flight",
+    "order_of",
+    "plan_bits",
+]

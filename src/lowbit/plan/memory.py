@@ -1,0 +1,242 @@
+"""`lowbit plan memory`: bits of saved activations by pipeline stage and layer type, for the memory of a device.
+
+Bytes are counted on two decoder layers of the real shape, for stages at either end of the pipeline and within, and
+multiplied; errors of the gradient are measured on the whole model, on few tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lowbit.activations.bit_plan import PLANNED
+from lowbit.codecs import parse
+from lowbit.config import ConfigError, NonNegative, section
+from lowbit.plan.budget import StageCost, beside_autograd, plan_bits
+from lowbit.plan.in_flight import InFlight, in_flight, order_of
+from lowbit.plan.stages import StageMeter, gradient_errors
+from lowbit.report import Bars, Column, Command, Row, Table, check_output
+from lowbit.train.activations import planned_settings
+from lowbit.train.config import (
+    FULL_PRECISION,
+    DataConfig,
+    GradientsConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from lowbit.train.model import count_layers, vocabulary
+from lowbit.train.plan import Plan, make_plan
+from lowbit.train.tokenizer import load_tokenizer
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@section()
+class MemorySettings:
+    """A run of `lowbit train`, and the memory of its devices."""
+
+    budget: str = ""
+    """Bytes of a device for weights, gradients, optimizer, saved activations and what the pipeline holds, such as 24gb
+    or 500mib; absent: what the neediest rank takes with 4 bits everywhere."""
+    out: str = ""
+    """File for the bits, which `lowbit train` takes as `activations.plan`."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """fp32: master weights, with matrix products in bfloat16 by autocast, as `lowbit train` has them; bf16: no master
+    weights."""
+    optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
+    """Whose states count: float32, as `lowbit train` has them, or torchao's in 8 bits."""
+    group: int = 64
+    """Elements that share a scale."""
+    error_tokens: Annotated[int, Field(ge=2)] = 256
+    """Tokens of the sample on which errors of the gradient are measured."""
+    error_steps: NonNegative = 20
+    """Steps of training on such samples before that, unless the model is pretrained: the gradients of random weights
+    say little."""
+    seed: NonNegative = 0
+    """Of weights and samples."""
+    model: ModelConfig = ModelConfig()
+    """The model of the run."""
+    data: DataConfig = DataConfig(sequence=1024, max_bytes=1_000_000)
+    """Its windows; errors of the gradient are measured on its text."""
+    pipeline: PipelineConfig = PipelineConfig(ranks=4, microbatches=8)
+    """Its stages, schedule and micro-batches; formats do not matter."""
+    gradients: GradientsConfig = GradientsConfig()
+    """The format in which it stores gradients."""
+
+    def __post_init__(self) -> None:
+        if self.gradients.storage != FULL_PRECISION:
+            parse(self.gradients.storage)
+        parse_bytes(self.budget or "1")
+        _ = self.layout, self.vocab, self.recipe
+
+    @property
+    def recipe(self) -> TrainConfig:
+        """The settings that `lowbit train` has as well."""
+        return TrainConfig(model=self.model, data=self.data, pipeline=self.pipeline, gradients=self.gradients)
+
+    @property
+    def vocab(self) -> int:
+        """Entries of the embedding."""
+        return vocabulary(self.model, load_tokenizer(self.data.tokenizer).size)
+
+    @property
+    def held(self) -> InFlight:
+        """Micro-batches that the stages hold."""
+        pipeline = self.pipeline
+        order = order_of(
+            pipeline.schedule,
+            ranks=pipeline.ranks,
+            stages_per_rank=pipeline.stages_per_rank,
+            microbatches=pipeline.microbatches,
+        )
+        return in_flight(order)
+
+    @property
+    def layout(self) -> Plan:
+        """The layers of each stage, and the stages of each rank."""
+        return make_plan(self.pipeline, ranks=self.pipeline.ranks, layers=count_layers(self.model))
+
+
+def parse_bytes(text: str) -> int:
+    """The number in "24gb", "1.5gib", "300mb" or "1000000".
+
+    Raises:
+        ConfigError: another text.
+    """
+    match = re.fullmatch(r"([0-9.]+) *([a-z]*)", text.strip().lower())
+    try:
+        return int(float(match[1]) * _UNITS[match[2]])  # pyright: ignore[reportOptionalSubscript]
+    except (TypeError, ValueError, KeyError):
+        raise ConfigError(f"budget is {text!r}; allowed: bytes, such as 24gb, 1.5gib or 800mb") from None
+
+
+def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
+    """Measure, choose, and write the bits to `settings.out`.
+
+    Yields:
+        A row for each stage: `stage`, `rank`, `layers`, `held` (micro-batches at its peak), `norm`, `mlp`, `linear`
+        (bits), `saved_bytes` (saved by autograd at that peak), `int4_bytes` and `bf16_bytes` (the same with 4 bits
+        everywhere, and in plain BF16), `fixed_bytes` (weights, gradients, optimizer), `pipeline_bytes` (inputs, outputs
+        and gradients that the pipeline holds at most), `device_bytes` (of its rank: all its stages together, at the
+        rank's worst moment), `error` (its part of the gradient's relative error); and, the same in all rows, `budget`,
+        `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4 bits everywhere).
+
+    Raises:
+        ValueError: a budget that nothing fits in, with the least that would do; or a file that cannot be written.
+    """
+    check_output(Path(settings.out) if settings.out else None)
+    held, layout, meter = settings.held, settings.layout, StageMeter(settings)
+    stages = [meter.stage(layout, stage) for stage in range(layout.stages)]
+    costs = [stage.cost for stage in stages]
+    errors = gradient_errors(settings)
+    choose = partial(plan_bits, held, sensitivities=errors, group=settings.group)
+    int4 = choose([_only(cost, 4) for cost in costs], device_bytes=1 << 62)
+    budget = parse_bytes(settings.budget) if settings.budget else max(int4.device_bytes.values())
+    plan = choose(costs, device_bytes=budget)
+    if settings.out:
+        made_for = planned_settings(settings.recipe, layout, settings.vocab)
+        made_for |= {"weights": settings.weights, "optimizer": settings.optimizer}
+        replace(plan.bits, made_for=made_for).write(settings.out)
+    yield [
+        {
+            "stage": one.stage,
+            "rank": one.rank,
+            "layers": costs[one.stage].layers,
+            "held": one.held,
+            **one.bits,
+            "saved_bytes": one.saved_bytes,
+            "int4_bytes": int4.stages[one.stage].saved_bytes,
+            "bf16_bytes": one.held * stages[one.stage].plain,
+            "fixed_bytes": costs[one.stage].fixed,
+            "pipeline_bytes": max(
+                beside_autograd(held, moment, costs, [one.stage]) for moment in held.moments[one.rank]
+            ),
+            "device_bytes": plan.device_bytes[one.rank],
+            "error": one.error,
+            "budget": plan.limit,
+            "least": plan.least,
+            "error_all": plan.error,
+            "error_int4": int4.error,
+        }
+        for one in plan.stages
+    ]
+
+
+def _only(cost: StageCost, bits: int) -> StageCost:
+    """The same stage with no choice."""
+    return replace(cost, saved={kind: {bits: cost.saved[kind][bits]} for kind in PLANNED})
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.1f}"
+
+
+def _title(rows: Sequence[Row]) -> str:
+    one = rows[0]
+    return (
+        f"Saved activations within {_megabytes(one['budget'])} MB a device "
+        f"(the least that would do: {_megabytes(one['least'])} MB)\n"
+        f"relative error of the gradient: {one['error_all']:.4f}, with 4 bits everywhere {one['error_int4']:.4f}"
+    )
+
+
+def _series(fields: Mapping[str, str]) -> Callable[[Sequence[Row]], Sequence[Row]]:
+    """A row for each stage and field, by the name of the field in the chart; fields that are 16 everywhere are out."""
+
+    def long(rows: Sequence[Row]) -> Sequence[Row]:
+        shown = {name: field for name, field in fields.items() if any(row[field] != 16 for row in rows)}
+        return [{**row, "series": name, "y": row[field]} for row in rows for name, field in shown.items()]
+
+    return long
+
+
+_stage = "stage {stage}\n{held} held".format_map
+COMMAND = Command(
+    name="plan memory",
+    summary="How many bits saved activations get, by pipeline stage and layer type, for the memory there is.",
+    settings=MemorySettings,
+    measure=measure,
+    tables=(
+        Table(
+            columns=(
+                Column("stage", "stage"),
+                Column("rank", "rank"),
+                Column("held", "held"),
+                *(Column(f"{kind}\nbits", kind) for kind in PLANNED),
+                Column("saved\nMB", "saved_bytes", _megabytes),
+                Column("4 bits\nMB", "int4_bytes", _megabytes),
+                Column("BF16\nMB", "bf16_bytes", _megabytes),
+                Column("fixed\nMB", "fixed_bytes", _megabytes),
+                Column("pipeline\nMB", "pipeline_bytes", _megabytes),
+                Column("device\nMB", "device_bytes", _megabytes),
+                Column("error", "error", "{:.4f}"),
+            ),
+            title=_title,
+        ),
+    ),
+    charts=(
+        Bars(
+            group=_stage,
+            series="series",
+            y=lambda row: row["y"] / 1e6,
+            label="MB",
+            title="Saved activations at the peak of each stage",
+            rows=_series({"plain BF16": "bf16_bytes", "this plan": "saved_bytes", "4 bits everywhere": "int4_bytes"}),
+        ),
+        Bars(
+            group=_stage,
+            series="series",
+            y="y",
+            label="bits",
+            title="Bits by layer type",
+            rows=_series({kind: kind for kind in PLANNED}),
+        ),
+    ),
+)

@@ -1,0 +1,193 @@
+"""Measurements for `lowbit plan memory`: bytes of pipeline stages, and errors of a model's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.activations import LayerAware, compress_saved_, counted
+from lowbit.activations.bit_plan import PLANNED
+from lowbit.activations.counting import SavedBytes
+from lowbit.codecs import parse
+from lowbit.plan.budget import Sensitivities, StageCost
+from lowbit.plan.measure import bytes_between_passes, bytes_by_width, sensitivities
+from lowbit.train.config import FULL_PRECISION, OptimizerConfig
+from lowbit.train.data import Order, load_data
+from lowbit.train.model import StageModule, build_model, hugging_face_config, next_token_loss, vocabulary
+from lowbit.train.plan import Plan
+from lowbit.train.single_process import model_loss, train_single_process
+
+if TYPE_CHECKING:
+    from lowbit.plan.memory import MemorySettings
+
+_STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 2 * 4 / 256}
+"""Bytes of state for each parameter: two in float32, or torchao's in 8 bits with a float32 scale for each 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStage:
+    """What a stage costs with every number of bits; `plain`: bytes saved of a micro-batch in plain BF16."""
+
+    cost: StageCost
+    plain: int
+
+
+class StageMeter:
+    """Counts bytes on stages of two decoder layers of the real width and micro-batch, one of each kind.
+
+    The second layer stands for all that follow; the first may differ, because a stage's input is not counted.
+    """
+
+    def __init__(self, settings: MemorySettings) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.settings, self.splits = settings, settings.held.splits
+        config: Any = hugging_face_config(settings.model, vocab=settings.vocab, sequence=settings.data.sequence)
+        config.num_hidden_layers = 2
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:2]
+        torch.manual_seed(settings.seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+        self.mixed = settings.weights == "fp32"
+        self.model = model if self.mixed else model.bfloat16()
+        self.dtype = torch.float32 if self.mixed else torch.bfloat16
+        """Of what stages hand on."""
+        self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
+
+    def stage(self, layout: Plan, stage: int) -> MeasuredStage:
+        """A stage of the pipeline."""
+        kind = (stage == 0, stage == layout.stages - 1)
+        if kind not in self._measured:
+            self._measured[kind] = self._measure(*kind)
+        return self._measured[kind].with_layers(len(layout.layers_of(stage)))
+
+    def _measure(self, first: bool, last: bool) -> _TwoLayers:
+        module = self._module(2, first, last)
+        ids, inputs = self._batch(module)
+
+        def forward() -> Tensor:
+            output = module(inputs)
+            return next_token_loss(output, ids) if last else output
+
+        with counted(module) as plain:
+            graph = forward()
+        del graph
+        with torch.no_grad():
+            output = module(inputs).nbytes
+        return _TwoLayers(
+            by_width=bytes_by_width(module, forward, group=self.settings.group),
+            plain=plain,
+            output=output,
+            inputs=inputs.nbytes if self.splits and not first else 0,
+            received=0 if first else inputs.nbytes,
+            gradients=[self._gradients(layers, first, last) for layers in (1, 2)],
+            module=module,
+            settings=self.settings,
+        )
+
+    def _module(self, layers: int, first: bool, last: bool) -> StageModule:
+        return StageModule(
+            self.model, layers=range(layers), first=first, last=last,
+            autocast=torch.bfloat16 if self.mixed else None, wire=self.dtype,
+        ).train()  # fmt: skip
+
+    def _batch(self, module: StageModule) -> tuple[Tensor, Tensor]:
+        """Token ids of a micro-batch, and the stage's input for it."""
+        shape = (self.settings.recipe.rows, self.settings.data.sequence)
+        ids = torch.randint(module.vocab, shape, generator=torch.Generator().manual_seed(0))
+        if module.first:
+            return ids, ids
+        return ids, torch.randn(*shape, module.width, dtype=self.dtype, requires_grad=True)
+
+    def _gradients(self, layers: int, first: bool, last: bool) -> int:
+        """Bytes that a stage of so many layers holds between two passes of backward; the first has only one."""
+        if first or not self.splits:
+            return 0
+        module = self._module(layers, first, last)
+        ids, inputs = self._batch(module)
+        compressed = compress_saved_(module, LayerAware(group=self.settings.group))
+        try:
+            output = module(inputs)
+            gradient = None if last else torch.ones_like(output)
+            output = next_token_loss(output, ids) if last else output
+            return bytes_between_passes(output, gradient, inputs, module.parameters())
+        finally:
+            compressed.remove()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TwoLayers:
+    """A stage with two decoder layers, measured; `gradients` with one and with two."""
+
+    by_width: Mapping[int, SavedBytes]
+    plain: SavedBytes
+    output: int
+    inputs: int
+    received: int
+    gradients: Sequence[int]
+    module: StageModule
+    settings: MemorySettings
+
+    def with_layers(self, layers: int) -> MeasuredStage:
+        """The same stage with so many layers."""
+        whole = self.by_width[max(self.by_width)]
+        not_planned = {kind for kind, _ in whole.modules} - {*PLANNED, "weights"}
+        parameters = self.module.named_parameters()
+        one, two = self.gradients
+        early = self._bytes(whole, layers, {"loss"}) + self.output if self.module.last else 0
+        cost = StageCost(
+            layers=layers,
+            saved={
+                kind: {bits: self._bytes(saved, layers, {kind}) for bits, saved in self.by_width.items()}
+                for kind in PLANNED
+            },
+            other=self._bytes(whole, layers, not_planned),
+            output=self.output,
+            inputs=self.inputs,
+            received=self.received,
+            early=early,
+            gradients=one + (layers - 1) * (two - one),
+            fixed=round(sum(self._fixed(p) * self._copies(name, layers) for name, p in parameters)),
+        )
+        kinds = {kind for kind, _ in self.plain.modules} - {"weights"}
+        return MeasuredStage(cost=cost, plain=self._bytes(self.plain, layers, kinds))
+
+    def _bytes(self, saved: SavedBytes, layers: int, kinds: Collection[str]) -> int:
+        sizes = saved.modules.items()
+        return sum(size * self._copies(name, layers) for (kind, name), size in sizes if kind in kinds)
+
+    def _copies(self, name: str, layers: int) -> int:
+        """Number of copies of this module or parameter in a stage with `layers` layers."""
+        lists = (n for n, m in self.module.named_modules() if isinstance(m, nn.ModuleList))
+        return layers - 1 if f"{name}.".startswith(f"{next(lists)}.1.") else 1
+
+    def _fixed(self, parameter: nn.Parameter) -> float:
+        """Bytes of a parameter, its gradient and its state."""
+        storage = self.settings.gradients.storage
+        gradient = parameter.nbytes if storage == FULL_PRECISION else parse(storage).nbytes(parameter.shape)
+        return parameter.nbytes + gradient + _STATE_BYTES[self.settings.optimizer] * parameter.numel()
+
+
+def gradient_errors(settings: MemorySettings) -> Sensitivities:
+    """Errors of the whole model's gradient by layer type and bits, on one short sample of text.
+
+    Computed in float32 without dropout, after some steps of training unless the model is pretrained; a pretrained model
+    reads the text with its own tokenizer unless the settings name another.
+    """
+    tokenizer = settings.data.tokenizer
+    if settings.model.pretrained and tokenizer == "bytes":
+        tokenizer = settings.model.pretrained
+    data = load_data(replace(settings.data, tokenizer=tokenizer, sequence=settings.error_tokens, batch=1))
+    vocab = vocabulary(settings.model, data.tokenizer.size)
+    sequence = max(settings.data.sequence, settings.error_tokens)
+    exact = replace(settings.model, dropout=0.0)
+    model = build_model(exact, vocab=vocab, sequence=sequence, seed=settings.seed).train()
+    steps = 0 if settings.model.pretrained else settings.error_steps
+    constant = OptimizerConfig(lr_warmup_steps=0, lr_end=1, clip=0)
+    train_single_process(model, data.train, constant, steps=steps, batch=1, seed=settings.seed)
+    sample = data.train.batch(Order(samples=len(data.train), batch=1, seed=settings.seed).ids(steps))
+    return sensitivities(model, lambda: model_loss(model, *sample), group=settings.group)

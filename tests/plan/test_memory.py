@@ -1,0 +1,104 @@
+"""`lowbit plan memory`; that its bytes are real is checked in tests/plan/test_held.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowbit.activations import BitPlan
+from lowbit.config import build, settings_of
+from lowbit.plan.memory import COMMAND, MemorySettings, parse_bytes
+from lowbit.plan.stages import StageMeter
+from lowbit.report import execute, run
+
+TINY: dict[str, Any] = {
+    "pipeline": {"ranks": 2, "microbatches": 2},
+    "data": {"sequence": 32, "batch": 2, "max_bytes": 20_000},
+    "model": {"dim": 64, "layers": 5, "heads": 2},
+    "error_tokens": 32,
+    "error_steps": 1,
+}
+
+
+def tiny(**changes: Any) -> MemorySettings:
+    nested = {key: {**TINY.get(key, {}), **value} for key, value in changes.items() if isinstance(value, dict)}
+    return build(MemorySettings, TINY | changes | nested)
+
+
+def test_a_plan_is_shown_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, picture, bits = (tmp_path / name for name in ("rows.json", "plan.png", "plan.json"))
+    execute(COMMAND, tiny(out=str(bits)), json=file, png=picture)
+    assert "relative error of the gradient" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(file.read_text())
+    assert report["command"] == "plan memory"
+    first, last = report["rows"]
+    assert (first["layers"], last["layers"], first["held"], last["held"]) == (3, 2, 2, 1)
+    assert first["saved_bytes"] <= first["int4_bytes"] < first["bf16_bytes"] / 2
+    assert last["mlp"] >= first["mlp"]
+    activation, logits = 4 * 32 * 64, 2 * 32 * 256  # float32 between stages, bfloat16 from the output matrix
+    assert first["pipeline_bytes"] == 2 * activation  # outputs held
+    assert last["pipeline_bytes"] == logits + activation  # and its inputs
+    for row in (first, last):
+        assert row["device_bytes"] == sum(row[f"{what}_bytes"] for what in ("fixed", "saved", "pipeline"))
+    assert max(first["device_bytes"], last["device_bytes"]) <= first["budget"]
+    assert first["error_all"] < first["error_int4"]
+    plan = BitPlan.read(bits)
+    assert plan.stages == tuple({kind: row[kind] for kind in ("norm", "mlp", "linear")} for row in (first, last))
+    assert plan.made_for["pipeline.ranks"] == 2
+    with pytest.raises(ValueError, match=f"allowed: at least {first['least']:,}, which rank 0 needs"):
+        run(COMMAND, tiny(budget="1mb"))
+    with pytest.raises(ValueError, match="cannot be written: it is a folder"):
+        run(COMMAND, tiny(out=str(tmp_path)))
+
+
+def test_stages_of_bfloat16_weights_can_be_planned():
+    (first, last) = run(COMMAND, tiny(weights="bf16", group=32)).rows
+    activation, logits = 2 * 32 * 64, 2 * 32 * 256
+    assert first["pipeline_bytes"] == 2 * activation
+    assert last["pipeline_bytes"] == logits + activation
+
+
+def test_gradients_and_optimizer_in_8_bits_take_less():
+    small = tiny(gradients={"storage": "fp8"}, optimizer="adamw-8bit")
+    wide, narrow = (StageMeter(s).stage(s.layout, 0).cost.fixed for s in (tiny(), small))
+    assert narrow / wide == pytest.approx((4 + 1.01 + 2.03) / 16, rel=0.02)
+
+
+def test_dropout_saves_masks_but_does_not_blur_errors():
+    plain, dropping = (run(COMMAND, tiny(model={"family": "gpt2", "dropout": p})).rows[0] for p in (0.0, 0.1))
+    assert dropping["int4_bytes"] > plain["int4_bytes"]
+    assert dropping["error_int4"] == plain["error_int4"]
+
+
+def test_settings_are_explained():
+    assert [s.name for s in settings_of(MemorySettings) if not s.meaning] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24gb", 24 * 10**9), ("1.5 GiB", 3 << 29), ("800mb", 8 * 10**8), ("123", 123)],
+)
+def test_budgets_are_written_with_their_unit(text: str, size: int):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"budget": "much"}, "budget is 'much'; allowed: bytes, such as 24gb"),
+        ({"budget": "1.2.3gb"}, "budget is '1.2.3gb'"),
+        ({"pipeline": {"ranks": 16, "microbatches": 16}, "data": {"batch": 16}}, "the pipeline has 16 stages"),
+        ({"pipeline": {"schedule": "2F2B"}}, "pipeline.schedule is '2F2B'"),
+        ({"data": {"batch": 3}}, "data.batch is 3; allowed: a multiple of pipeline.microbatches"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'; allowed: adamw, adamw-8bit"),
+        ({"weights": "fp16"}, "weights is 'fp16'; allowed: fp32, bf16"),
+        ({"gradients": {"storage": "fp7"}}, "codec is 'fp7'"),
+        ({"data": {"sequence": 0}}, "data.sequence is 0; allowed: at least 1"),
+        ({"error_tokens": 1}, "error_tokens is 1; allowed: at least 2"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        build(MemorySettings, wrong)

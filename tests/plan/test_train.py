@@ -1,0 +1,40 @@
+"""From a plan to a run that has its bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowbit.activations import BitPlan
+from lowbit.plan.memory import COMMAND, MemorySettings
+from lowbit.report import run
+from lowbit.train import TrainConfig
+from lowbit.train.loop import Trainer
+from lowbit.train.prepare import prepare
+from tests.ranks import Ranks
+from tests.train.runs import again, losses, tiny
+
+
+def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]]:
+    """Losses of a rank, and the bits of its modules by layer type."""
+    (module,) = Trainer(prepare(config, ranks=2)).modules.values()
+    layers = [vars(m)["_lowbit_saved"] for m in module.modules() if "_lowbit_saved" in vars(m)]
+    bits = {(layer.kind, layer.codec.bits if layer.codec else 16) for layer in layers}
+    return losses(config), bits
+
+
+def test_a_run_has_the_bits_that_were_planned(ranks: Ranks, tmp_path: Path):
+    file = tmp_path / "plan.json"
+    config = tiny(tmp_path)
+    parts = {name: getattr(config, name) for name in ("model", "data", "pipeline", "gradients")}
+    run(COMMAND, MemorySettings(**parts, out=str(file), error_tokens=32, error_steps=1))
+    plan = BitPlan.read(file)
+    assert plan.stages[0] != plan.stages[1]
+    config = again(config, activations={"plan": str(file)})
+    written_out = {kind: [bits[kind] for bits in plan.stages] for kind in ("norm", "mlp", "linear")}
+    by_hand = again(config, activations={"plan": "", **written_out})
+    for stage, ((found, bits), (expected, _)) in enumerate(
+        zip(ranks.run(trained_with, config), ranks.run(trained_with, by_hand), strict=True)
+    ):
+        assert found == expected
+        assert bits <= set(plan.stages[stage].items())
+        assert {kind for kind, _ in bits} >= {"norm", "mlp"}
