@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lowbit.bench import Report
     from lowbit.cli.parser import Parser
-    from lowbit.report import Command
+    from lowbit.report import Command, Report
 
 
 @dataclass(frozen=True)
