@@ -42,7 +42,7 @@ PUBLIC = {
         "subspace_follow subspace_inverse subspace_renew subspace_rest_decode subspace_rest_encode "
         "tah_quant_decode tah_quant_encode"
     ),
-    "lowbit.plan": "COMMANDS InFlight MemoryPlan StageCost actions_of in_flight order_of plan_bits",
+    "lowbit.plan": "InFlight MemoryPlan StageCost actions_of in_flight order_of plan_bits",
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.report": (
         "Bars Baseline Column Command Heights Lines Points Report Row Stacks Table Value check_output compare execute "

@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(
             prog=program,
-            description=_escaped(summary),
+            description=summary,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.settings, self._short = settings, short
         self._keys: list[str] = []
         self._flags: dict[str, str] = {}  # what an option without a value stands for
-        self._add_section(settings, "", self)
+        self._add_settings(settings_of(settings), "", self)
 
     def read(self, words: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
         """The section's keys that are given, with their text, and the values of other options.
@@ -84,15 +84,15 @@ class Parser(argparse.ArgumentParser):
         """
         raise ConfigError(f"{message}; see {self.prog} --help")
 
-    def _add_section(self, cls: type, prefix: str, group: Any) -> None:
-        settings = settings_of(cls).values()
-        for setting in settings:
+    def _add_settings(self, settings: Mapping[str, Setting], prefix: str, group: Any) -> None:
+        for setting in settings.values():
             if not setting.is_section:
                 self._add_setting(setting, prefix, group)
-        for setting in settings:
+        for setting in settings.values():
             if setting.is_section:
                 key = f"{prefix}{setting.name}"
-                self._add_section(setting.hint, f"{key}.", self.add_argument_group(key, _escaped(setting.meaning)))
+                within = settings_of(setting.hint, setting.default)
+                self._add_settings(within, f"{key}.", self.add_argument_group(key, setting.meaning))
 
     def _add_setting(self, setting: Setting, prefix: str, group: Any) -> None:
         key, notes = f"{prefix}{setting.name}", []

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lowbit.config.section import ConfigError, build, settings_of
+from lowbit.config.section import ConfigError, Setting, build, settings_of
 from lowbit.config.types import Text
 
 _Class = TypeVar("_Class")
@@ -33,7 +33,7 @@ def to_toml(config: Any, *, meanings: bool = True) -> str:
     Args:
         meanings: say above each key what it means, what is allowed, and the default that it differs from.
     """
-    return "\n".join(_lines(config, "", meanings)).strip() + "\n"
+    return "\n".join(_lines(config, settings_of(type(config)), "", meanings)).strip() + "\n"
 
 
 def in_toml(value: Any) -> str:
@@ -53,9 +53,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path} is not TOML: {error}") from error
 
 
-def _lines(config: Any, prefix: str, meanings: bool) -> Iterator[str]:
-    settings = settings_of(type(config)).values()
-    for setting in settings:
+def _lines(config: Any, settings: Mapping[str, Setting], prefix: str, meanings: bool) -> Iterator[str]:
+    for setting in settings.values():
         if setting.is_section:
             continue
         value = getattr(config, setting.name)
@@ -67,11 +66,12 @@ def _lines(config: Any, prefix: str, meanings: bool) -> Iterator[str]:
             yield f"{setting.name} = {in_toml(value)}"
         elif meanings:
             yield f"# {setting.name} = ..."
-    for setting in settings:
+    for setting in settings.values():
         if setting.is_section:
             yield from ["", *(_comment(setting.meaning) if meanings else ())]
             yield f"[{prefix}{setting.name}]"
-            yield from _lines(getattr(config, setting.name), f"{prefix}{setting.name}.", meanings)
+            within = settings_of(setting.hint, setting.default)
+            yield from _lines(getattr(config, setting.name), within, f"{prefix}{setting.name}.", meanings)
 
 
 def _comment(text: str) -> list[str]:

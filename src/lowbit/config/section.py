@@ -94,12 +94,17 @@ def section(name: str = "") -> Callable[[type[_Class]], type[_Class]]:
 
 
 @functools.cache
-def settings_of(cls: Any) -> dict[str, Setting]:
-    """The fields of a section by name, in order, those that are sections themselves included."""
+def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]:
+    """The fields of a section by name, in order, those that are sections themselves included.
+
+    Args:
+        base: the section whose values are the defaults; absent: those of the class.
+    """
     settings = {}
     for field in dataclasses.fields(cls):
         hint = cls.__pydantic_fields__[field.name].rebuild_annotation()
-        settings[field.name] = Setting(field.name, hint, field.default, _meaning(cls, field.name, hint))
+        default = getattr(base, field.name, field.default)
+        settings[field.name] = Setting(field.name, hint, default, _meaning(cls, field.name, hint))
     return settings
 
 
