@@ -268,7 +268,7 @@ COMMAND = Command(
     charts=[
         Lines(
             rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
-            alone=lambda row: row["alone"], x_label="bits per element", label="signal over noise, dB",
+            alone="alone", x_label="bits per element", label="signal over noise, dB",
         )
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
 from lowbit.cli.app import COMMANDS, Group
 from lowbit.train import ConfigError, from_mapping
 from tests.forked import run_script
@@ -113,9 +114,11 @@ def test_links_lead_somewhere(page: Path):
 
 
 def check_command(words: list[str]) -> None:
-    """Assert that a `lowbit` or `make` command line names what exists; others are not ours to judge."""
+    """Assert that a `lowbit`, `benchmarks` or `make` command line names what exists; others are not ours to judge."""
     programs = [Path(word).name for word in words]
-    if "lowbit" in programs:
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        check_lowbit(words[3:], BENCHMARKS)
+    elif "lowbit" in programs:
         check_lowbit(words[programs.index("lowbit") + 1 :])
     elif programs[:1] == ["make"]:
         goals = [word for word in words[1:] if "=" not in word]
@@ -123,8 +126,7 @@ def check_command(words: list[str]) -> None:
         assert all(re.search(rf"^{re.escape(goal)}:", makefile, re.M) for goal in goals), words
 
 
-def check_lowbit(words: list[str]) -> None:
-    command: Any = COMMANDS
+def check_lowbit(words: list[str], command: Any = COMMANDS) -> None:
     while isinstance(command, Group) and words and not words[0].startswith("-"):
         commands = command.commands()
         assert words[0] in commands, f"no {words[0]} among: {', '.join(commands)}"
@@ -190,6 +192,7 @@ def test_commands_are_found_without_comments_and_output():
         "lowbit train config.toml --nonsense 3",
         "lowbit bench nonsense",
         "lowbit bench codecs --nonsense",
+        "python -m benchmarks race --nonsense 3",
         "lowbit train --model.nonsense 3",
         "lowbit nonsense",
         "make nonsense",

@@ -151,7 +151,7 @@ class Lines(Chart):
     y: Value = ""
     curve: Value | None = None
     x_label: str
-    alone: Callable[[Row], bool] = lambda row: False
+    alone: Value | None = None
 
     def draw(self, axes: Axes, rows: Sequence[Row], colours: Colours) -> None:
         marker = "" if self.curve else "o"
@@ -159,7 +159,8 @@ class Lines(Chart):
             points: dict[bool, list[Any]] = {True: [], False: []}
             for row in (row for row in rows if value_of(row, self.series) == name):
                 place = value_of(row, self.x), value_of(row, self.y)
-                points[self.alone(row)] += value_of(row, self.curve) if self.curve else [place]
+                alone = self.alone is not None and bool(value_of(row, self.alone))
+                points[alone] += value_of(row, self.curve) if self.curve else [place]
             axes.plot(*_columns(points[False]), marker=marker, markersize=3, color=colours[name], label=str(name))
             if points[True]:
                 axes.plot(*_columns(points[True]), linestyle="", marker="*", color=colours[name])
