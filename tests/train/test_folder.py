@@ -14,7 +14,7 @@ import pytest
 
 from lowbit.train import ConfigError, train
 from lowbit.train import folder as module
-from lowbit.train.checkpoint import CheckpointError
+from lowbit.train.checkpoints.save import CheckpointError
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.prepare import left_behind, prepare
 from tests.train.runs import again, tiny

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from lowbit.codecs import SubspaceQuant, parse
 from lowbit.collectives.checksum import CHECKSUM_BYTES
-from lowbit.train import StepMetrics, TrainConfig, loop, state, train
-from lowbit.train.generate import generate
+from lowbit.train import StepMetrics, TrainConfig, loop, train
+from lowbit.train.checkpoints import state
+from lowbit.train.checkpoints.manifest import newest_step
+from lowbit.train.export import generate
 from lowbit.train.loop import Trainer
-from lowbit.train.manifest import newest_step
 from lowbit.train.metrics import Recorder, read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary

@@ -27,8 +27,8 @@ from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.train import prepare
 from lowbit.train.config import TrainConfig
 from lowbit.train.config_file import from_mapping
+from lowbit.train.export import generate
 from lowbit.train.folder import RunFolder
-from lowbit.train.generate import generate
 from lowbit.train.metrics import StepMetrics, read_metrics
 from lowbit.train.section import ConfigError
 from lowbit.train.summary import read_summary

@@ -22,9 +22,9 @@ from lowbit.codecs import Cast, Codec, parse, parse_pair
 from lowbit.pipeline import Emulation, Traffic, emulate_
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit.train.data import Data, Order, Windows, load_data
+from lowbit.train.layout import make_layout
 from lowbit.train.model import build_model, vocabulary
 from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
-from lowbit.train.plan import make_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,7 +167,7 @@ def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
     count = model.config.num_hidden_layers
     lists = (name for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     layers = next(name for name in lists if len(model.get_submodule(name)) == count)  # pyright: ignore[reportArgumentType]
-    plan = make_plan(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
+    plan = make_layout(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
     return [f"{layers}.{plan.layers_of(stage)[-1]}" for stage in range(stages - 1)]
 
 

@@ -24,7 +24,7 @@ from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import ModelConfig
 from lowbit.train.config_file import from_mapping
 from lowbit.train.device import choose_device
-from lowbit.train.plan import make_plan
+from lowbit.train.layout import make_layout
 
 STOCK = ("stock-fp32", "stock-bf16")
 SUBSPACE = "SubspaceQuant(rank=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
@@ -324,7 +324,7 @@ def check_recipes(settings: Any) -> None:
                 "allowed with device cuda: all other formats"
             )
         config = from_mapping(recipe(settings, boundary))
-        plan = make_plan(config.pipeline, ranks=settings.ranks, layers=settings.layers)
+        plan = make_layout(config.pipeline, ranks=settings.ranks, layers=settings.layers)
         codecs = make_codecs(config.pipeline, plan.stages - 1)
         check_formats(boundary, (*codecs.forward, *codecs.backward), settings.dim)
     choose_device(settings.device, settings.ranks)

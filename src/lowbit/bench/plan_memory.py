@@ -19,8 +19,8 @@ from lowbit.bench.report import Report, machine
 from lowbit.codecs import parse
 from lowbit.codecs.base import check_choice
 from lowbit.train.config import FULL_PRECISION, ModelConfig, PipelineConfig
+from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, vocabulary
-from lowbit.train.plan import Plan, make_plan
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _LEAST = {"sequence": 1, "batch": 1, "error_tokens": 2, "error_steps": 0, "max_bytes": 1}
@@ -101,13 +101,13 @@ class Settings:
         return in_flight(order)
 
     @property
-    def layout(self) -> Plan:
+    def layout(self) -> Layout:
         """Which rank and which stage has which layers."""
         pipeline = PipelineConfig(
             ranks=self.ranks, stages_per_rank=self.stages_per_rank, schedule=self.schedule,
             microbatches=self.microbatches,
         )  # fmt: skip
-        return make_plan(pipeline, ranks=self.ranks, layers=count_layers(self.model))
+        return make_layout(pipeline, ranks=self.ranks, layers=count_layers(self.model))
 
 
 def parse_bytes(text: str) -> int:

@@ -17,9 +17,9 @@ from lowbit.activations.saved import compress_saved_
 from lowbit.codecs import parse
 from lowbit.train.config import FULL_PRECISION, DataConfig, OptimizerConfig
 from lowbit.train.data import Order, load_data
+from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule, build_model, hugging_face_config, vocabulary
 from lowbit.train.optim import make_optimizer
-from lowbit.train.plan import Plan
 from lowbit.train.stages import next_token_loss
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class StageMeter:
         self.wire = torch.float32 if self.mixed else torch.bfloat16
         self._found: dict[tuple[bool, bool], _TwoLayers] = {}
 
-    def stage(self, layout: Plan, stage: int) -> MeasuredStage:
+    def stage(self, layout: Layout, stage: int) -> MeasuredStage:
         """A stage of the pipeline."""
         kind = (stage == 0, stage == layout.stages - 1)
         if kind not in self._found:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lowbit.train import corpus
+from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.manifest import printable
 from lowbit.train.section import ConfigError
 from lowbit.train.tokenizer import Tokenizer, definition, load_tokenizer
 

@@ -19,8 +19,8 @@ from lowbit.codecs.base import Key
 from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
 from lowbit.train.data import Windows
+from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule
-from lowbit.train.plan import Plan
 
 _ROUND_BYTES = 1 << 27
 """Of a round's activations in float32 that cross to or from a rank; up to two rounds arrive and two leave at a time."""
@@ -79,7 +79,7 @@ class Evaluation:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Layout,
         modules: dict[int, StageModule],
         *,
         stages: Mapping[int, LowBitStage],

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lowbit.train.manifest import printable
+from lowbit.train.checkpoints.manifest import printable
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.train.boundaries import in_full
+from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data
-from lowbit.train.manifest import printable
+from lowbit.train.layout import Layout
 from lowbit.train.model import architecture
-from lowbit.train.plan import Plan
 from lowbit.train.section import ConfigError
 
 FIXED = (
@@ -91,7 +91,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     return json.loads(json.dumps(identity))
 
 
-def layout_of(config: TrainConfig, plan: Plan) -> dict[str, Any]:
+def layout_of(config: TrainConfig, plan: Layout) -> dict[str, Any]:
     """Where the parts of the model are; a resume may change all of it."""
     pipeline = config.pipeline
     return {

@@ -23,10 +23,12 @@ from lowbit.collectives import agree
 from lowbit.collectives.checksum import secret_facts
 from lowbit.collectives.messages import Messages
 from lowbit.collectives.objects import gather_json
-from lowbit.train import export, optim, state
+from lowbit.train import export, optim
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
-from lowbit.train.checkpoint import same_everywhere, together
+from lowbit.train.checkpoints import state
+from lowbit.train.checkpoints.resume import take_up
+from lowbit.train.checkpoints.save import same_everywhere, together
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Order
 from lowbit.train.device import local_rank, local_ranks
@@ -39,7 +41,6 @@ from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import FILES, IN_USE, Prepared, left_behind, prepare
 from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.replicas import Replicas
-from lowbit.train.resume import take_up
 from lowbit.train.stages import Pipeline
 from lowbit.train.summary import Summary, summarize
 from lowbit.train.sums import Sums

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from lowbit.codecs import Codec
 from lowbit.train.activations import Policies, check_schedule, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
-from lowbit.train.checkpoint import FOLDER, NO_CHECKPOINT, About, Checkpoints
+from lowbit.train.checkpoints.manifest import MANIFEST, OLDER, DamagedError, read_manifest, shares_in, steps_in
+from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT, About, Checkpoints
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
@@ -29,9 +30,8 @@ from lowbit.train.identity import (
     run_identity,
     versions,
 )
-from lowbit.train.manifest import MANIFEST, OLDER, DamagedError, read_manifest, shares_in, steps_in
+from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
-from lowbit.train.plan import Plan, make_plan
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 from lowbit.train.section import ConfigError
 
@@ -45,7 +45,7 @@ class Prepared:
     """A configuration with all that follows from it on this machine."""
 
     config: TrainConfig
-    plan: Plan
+    plan: Layout
     codecs: Codecs
     activations: Policies
     storage: Codec | None
@@ -93,7 +93,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         ConfigError: anything that would keep the run from starting, in one line.
     """
     of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
-    plan = make_plan(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
+    plan = make_layout(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
     codecs = make_codecs(config.pipeline, plan.stages - 1)
     check_codecs(codecs, width=hidden_size(config.model), warmup_steps=config.codec_warmup_steps)
     activations = saved_policies(config.activations, plan.stages)

@@ -17,8 +17,8 @@ from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.config import TrainConfig
+from lowbit.train.layout import Layout
 from lowbit.train.metrics import Work
-from lowbit.train.plan import Plan
 
 if TYPE_CHECKING:
     from lowbit.train.model import StageModule
@@ -67,7 +67,7 @@ class Pipeline:
     def __init__(
         self,
         config: TrainConfig,
-        plan: Plan,
+        plan: Layout,
         modules: dict[int, StageModule],
         codecs: Codecs,
         device: torch.device,

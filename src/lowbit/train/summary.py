@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.train.config import TrainConfig
+from lowbit.train.layout import Layout
 from lowbit.train.metrics import StepMetrics
-from lowbit.train.plan import Plan
 
 _LAST = 10  # steps over which the final training loss is averaged
 
@@ -71,7 +71,7 @@ class Summary:
 
 def summarize(
     config: TrainConfig,
-    plan: Plan,
+    plan: Layout,
     history: Sequence[StepMetrics],
     losses: dict[str, float],
     *,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule
-from lowbit.train.plan import Plan
 from lowbit.train.process_group import new_group
 from lowbit.train.replicas import Replicas
 
@@ -30,7 +30,7 @@ class TiedWeights:
         copies: those of the weight that this rank has.
     """
 
-    def __init__(self, modules: dict[int, StageModule], plan: Plan, replicas: Replicas, *, tied: bool) -> None:
+    def __init__(self, modules: dict[int, StageModule], plan: Layout, replicas: Replicas, *, tied: bool) -> None:
         ends = (plan.rank_of(0), plan.rank_of(plan.stages - 1))
         self._group: dist.ProcessGroup | None = None
         self.copies: list[nn.Parameter] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.train.boundaries import Codecs
-from lowbit.train.plan import Plan
+from lowbit.train.layout import Layout
 from lowbit.train.stages import Pipeline
 
 
@@ -59,7 +59,7 @@ class End:
         return End(self.after_layer, self.direction, not self.outgoing)
 
 
-def ends_of(plan: Plan, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
+def ends_of(plan: Layout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
     """For each way in and out of a stage: the name of its lane, its end, and its format in full."""
     for boundary in (stage - 1, stage):
         if not 0 <= boundary < plan.stages - 1:

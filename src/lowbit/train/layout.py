@@ -14,7 +14,7 @@ _SINGLE = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Layout:
     """The layout of one pipeline.
 
     Args:
@@ -52,7 +52,7 @@ class Plan:
         return self.rank_of(boundary) != self.rank_of(boundary + 1)
 
 
-def make_plan(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Plan:
+def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
     """Cut `layers` decoder layers into stages for `ranks` processes, as the schedule wants them.
 
     The first stages get one layer more where it does not come out even: the last one has the output matrix to compute.
@@ -68,7 +68,7 @@ def make_plan(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Plan:
             f"layers; allowed: at most one stage for each layer"
         )
     each, extra = divmod(layers, stages)
-    return Plan(
+    return Layout(
         ranks=ranks,
         stages_per_rank=pipeline.stages_per_rank,
         v_shaped=pipeline.schedule in _V_SHAPED,
@@ -78,7 +78,7 @@ def make_plan(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Plan:
 
 def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
     """What a rank of a run of this layout (`lowbit.train.identity.layout_of`) held, in words."""
-    plan = Plan(
+    plan = Layout(
         ranks=layout["pipeline.ranks"],
         stages_per_rank=layout["pipeline.stages_per_rank"],
         v_shaped=layout["pipeline.schedule"] in _V_SHAPED,

@@ -12,14 +12,15 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, resume, run, train
+from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, run, train
 from lowbit.train import prepare as preparation
-from lowbit.train.manifest import newest_step
-from lowbit.train.search import Search
+from lowbit.train.checkpoints import resume
+from lowbit.train.checkpoints.manifest import newest_step
+from lowbit.train.checkpoints.search import Search
 from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
+from tests.train.checkpoints.test_save import save
 from tests.train.runs import again, curve, losses, tiny
-from tests.train.test_checkpoint import save
 
 LIMIT = 110  # seconds, where everything else runs at the same time
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "data_parallel": 1}

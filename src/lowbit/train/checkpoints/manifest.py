@@ -59,7 +59,7 @@ class Manifest:
         layout: where the parts of the model were (`lowbit.train.identity.layout_of`).
         identity: what makes the run this run, by configuration key (`lowbit.train.identity`).
         versions: of lowbit and PyTorch. changes: what was changed between attempts, oldest first.
-        codecs: what boundaries remember, without the tensors (`lowbit.train.state`).
+        codecs: what boundaries remember, without the tensors (`lowbit.train.checkpoints.state`).
         aliases: other names in the whole model of a parameter that this share has.
         files: length and SHA-256 by name. tensors: dtype, shape and CRC-32 of the bytes by name.
     """

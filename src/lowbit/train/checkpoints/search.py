@@ -14,8 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.collectives.objects import gather_json
-from lowbit.train.checkpoint import as_values, fail_together, together
-from lowbit.train.manifest import (
+from lowbit.train.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
     Manifest,
@@ -26,8 +25,9 @@ from lowbit.train.manifest import (
     step_name,
     steps_in,
 )
-from lowbit.train.plan import parameters_at
-from lowbit.train.share import commit_share, verify_share
+from lowbit.train.checkpoints.save import as_values, fail_together, together
+from lowbit.train.checkpoints.share import commit_share, verify_share
+from lowbit.train.layout import parameters_at
 
 log = logging.getLogger(__name__)
 

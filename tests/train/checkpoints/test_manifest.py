@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.train.manifest import (
+from lowbit.train.checkpoints.manifest import (
     MANIFEST,
     TENSORS,
     DamagedError,
@@ -133,7 +133,7 @@ def test_the_newest_step_is_the_newest_that_is_whole(tmp_path: Path):
 
 
 def test_it_is_read_without_pytorch():
-    program = "import sys, lowbit.train.manifest; print('torch' in sys.modules)"
+    program = "import sys, lowbit.train.checkpoints.manifest; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     assert done.stdout == "False\n"
 

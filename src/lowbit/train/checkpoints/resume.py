@@ -21,8 +21,9 @@ from torch import Tensor
 
 from lowbit.codecs import parse
 from lowbit.collectives.objects import gather_json
-from lowbit.train import state
-from lowbit.train.checkpoint import (
+from lowbit.train.checkpoints import state
+from lowbit.train.checkpoints.manifest import step_name
+from lowbit.train.checkpoints.save import (
     NO_CHECKPOINT,
     About,
     Checkpoints,
@@ -31,13 +32,12 @@ from lowbit.train.checkpoint import (
     same_everywhere,
     together,
 )
+from lowbit.train.checkpoints.search import Found, Search
+from lowbit.train.checkpoints.share import DTYPES, Reader, crc32
+from lowbit.train.checkpoints.state import End
 from lowbit.train.config import RunConfig
 from lowbit.train.identity import NOT_RECORDED, Change, changes_between, refuse
-from lowbit.train.manifest import step_name
-from lowbit.train.search import Found, Search
-from lowbit.train.share import DTYPES, Reader, crc32
 from lowbit.train.stages import Pipeline
-from lowbit.train.state import End
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowbit.train import disk
-from lowbit.train.manifest import (
+from lowbit.train.checkpoints.manifest import (
     FILES,
     MANIFEST,
     TENSORS,
