@@ -19,8 +19,7 @@ from lowbit.bench.plan_stages import StageMeter
 from lowbit.codecs import Cast
 from lowbit.collectives.engine import version
 from lowbit.pipeline import LowBitStage
-from lowbit.train.model import StageModule, build_model
-from lowbit.train.stages import next_token_loss
+from lowbit.train.model import StageModule, build_model, next_token_loss
 from tests.pipeline.toy import SCHEDULES
 from tests.ranks import Ranks
 

@@ -24,9 +24,8 @@ from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs.base import check_choice
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Data, Order, load_data
-from lowbit.train.model import build_model, vocabulary
+from lowbit.train.model import build_model, next_token_loss, vocabulary
 from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
-from lowbit.train.stages import next_token_loss
 
 PLAIN = "plain"
 _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}

@@ -20,8 +20,7 @@ from lowbit.collectives.agreement import default_group
 from lowbit.collectives.line import payload_bytes
 from lowbit.gradients import all_reduce_hook
 from lowbit.train.config import ModelConfig
-from lowbit.train.model import build_model
-from lowbit.train.stages import next_token_loss
+from lowbit.train.model import build_model, next_token_loss
 
 _BUCKET_MB = 25  # PyTorch's default
 # PowerSGD starts its second all-reduce when the first has ended. With several buckets that is in another order on

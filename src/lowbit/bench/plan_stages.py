@@ -18,9 +18,8 @@ from lowbit.codecs import parse
 from lowbit.train.config import FULL_PRECISION, DataConfig, OptimizerConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.layout import Layout
-from lowbit.train.model import StageModule, build_model, hugging_face_config, vocabulary
+from lowbit.train.model import StageModule, build_model, hugging_face_config, next_token_loss, vocabulary
 from lowbit.train.optim import make_optimizer
-from lowbit.train.stages import next_token_loss
 
 if TYPE_CHECKING:
     from lowbit.bench.plan_memory import Settings

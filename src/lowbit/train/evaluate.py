@@ -11,7 +11,6 @@ from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session
@@ -20,7 +19,7 @@ from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
 from lowbit.train.data import Windows
 from lowbit.train.layout import Layout
-from lowbit.train.model import StageModule
+from lowbit.train.model import StageModule, next_token_loss
 
 _ROUND_BYTES = 1 << 27
 """Of a round's activations in float32 that cross to or from a rank; up to two rounds arrive and two leave at a time."""
@@ -205,7 +204,7 @@ class Evaluation:
     def _tell(self, now: _Round, batch: _Batch, logits: Tensor) -> None:
         """Send the sums of a batch, on the last stage, to all other ranks."""
         targets = batch.targets.to(self._device)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        losses = next_token_loss(logits, targets, "sum")
         sums = torch.tensor([float(losses), targets.numel()], dtype=torch.float64)
         now.own_sums.append(sums)
         others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.train.config import FAMILIES, ModelConfig
@@ -149,6 +150,11 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
         values["num_key_value_heads"] = model.kv_heads or model.heads
         values["head_dim"] = model.dim // model.heads
     return AutoConfig.for_model(model.family, **values, **_dropouts(model.family, model.dropout))
+
+
+def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in float32. logits: (batch, sequence, vocab); targets: int64 (batch, sequence)."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
 class StageModule(nn.Module):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -19,14 +18,7 @@ from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.config import TrainConfig
 from lowbit.train.layout import Layout
 from lowbit.train.metrics import Work
-
-if TYPE_CHECKING:
-    from lowbit.train.model import StageModule
-
-
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in float32. logits: (batch, sequence, vocab); targets: int64 (batch, sequence)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+from lowbit.train.model import StageModule, next_token_loss
 
 
 class StockStage(PipelineStage):

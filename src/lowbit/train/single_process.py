@@ -1,0 +1,108 @@
+"""Training of a whole model in one process: the recipe of `lowbit train` without ranks, for measurements and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.train.config import OptimizerConfig
+from lowbit.train.data import Order, Windows
+from lowbit.train.model import next_token_loss
+from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Mean loss of samples, from their inputs and targets: int64 (samples, sequence) each."""
+
+
+class Gradients(Protocol):
+    """How gradients are computed and applied; `PlainGradients` does it as PyTorch does."""
+
+    def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Compute the gradients of a batch; returns its mean loss."""
+        ...
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
+        """Clip the gradients to this norm (0: never), take the optimizer's step, and drop the gradients."""
+        ...
+
+
+class PlainGradients:
+    """Gradients in `.grad`, of the whole batch at once."""
+
+    def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
+        """As `Gradients`."""
+        mean = loss(inputs, targets)
+        mean.backward()
+        return mean.detach()
+
+    def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
+        """As `Gradients`."""
+        if clip:
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor, *, autocast: torch.dtype | None = None) -> Tensor:
+    """Mean loss of a Hugging Face model, in nats a token.
+
+    Args:
+        inputs, targets: int64 (batch, sequence), on any device.
+        autocast: dtype of matrix products; None: as the weights.
+    """
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        logits = model(input_ids=inputs.to(device), use_cache=False).logits
+    return next_token_loss(logits, targets.to(device))
+
+
+def train_single_process(
+    model: nn.Module,
+    windows: Windows,
+    optimizer: OptimizerConfig,
+    *,
+    steps: int,
+    batch: int,
+    seed: int,
+    samples: int = 0,
+    autocast: torch.dtype | None = None,
+    gradients: Gradients | None = None,
+    before_step: Callable[[int, Tensor], None] | None = None,
+    after_step: Callable[[int, float], None] | None = None,
+) -> list[float]:
+    """Train a model in place; sees the same samples in the same order as `lowbit train` with this seed.
+
+    Args:
+        model: a Hugging Face causal language model, in training mode, on its device. What boundaries carry and what
+            autograd saves is up to the caller: `emulate_(model, ...)`, `compress_saved_(model, ...)`.
+        windows: the text. samples: train on so many of them, again in every epoch; 0: all.
+        optimizer: learning rates, weight decay and clipping; `lr_warmup_steps=0, lr_end=1` keeps `lr` constant.
+        steps: optimizer steps. batch: windows of a step. seed: of their order.
+        autocast: dtype of matrix products; None: as the weights.
+        gradients: how they are computed and applied; None: as PyTorch does it.
+        before_step: called with the number of the step, from 0, and its sample ids, int64 (batch,).
+        after_step: called with the number of the step and its loss, after the optimizer's step.
+
+    Returns:
+        The training loss of every step, in nats a token.
+    """
+    order = Order(samples=min(samples or len(windows), len(windows)), batch=batch, seed=seed)
+    adamw = make_optimizer(model.parameters(), optimizer)
+    gradients = gradients or PlainGradients()
+    loss = partial(model_loss, model, autocast=autocast)
+    losses: list[float] = []
+    for step in range(steps):
+        ids = order.ids(step)
+        if before_step is not None:
+            before_step(step, ids)
+        set_learning_rate(adamw, learning_rate(optimizer, step=step, steps=steps))
+        mean = gradients.backward(loss, *windows.batch(ids))
+        gradients.step(adamw, optimizer.clip)
+        losses.append(mean.item())
+        if after_step is not None:
+            after_step(step, losses[-1])
+    return losses
