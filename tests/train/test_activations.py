@@ -15,9 +15,9 @@ from lowbit.collectives.engine import version
 from lowbit.train import ConfigError, TrainConfig, from_mapping, loop
 from lowbit.train.activations import saved_policies
 from lowbit.train.config import ActivationsConfig
-from lowbit.train.loop import Trainer
 from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
 from tests.ranks import Ranks
 from tests.train.runs import again, losses, tiny
 
@@ -96,13 +96,7 @@ def test_a_pipeline_learns_with_few_bits_what_it_learns_without(ranks: Ranks, tm
     schedule = "InterleavedZeroBubble" if version() >= (2, 13) else "Interleaved1F1B"
     pipeline = {"stages_per_rank": 2, "schedule": schedule}
     model = {"family": family, "dropout": 0.0}
-    config = tiny(
-        tmp_path,
-        pipeline=pipeline,
-        model=model,
-        gradients={"storage": "fp8"},
-        run={"precision": "bf16"},
-    )
+    config = tiny(tmp_path, pipeline=pipeline, model=model, gradients={"storage": "fp8"}, run={"precision": "bf16"})
     plain = ranks.run(losses, config)[0]
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["bytes_activations"] is None
     (few, first), (_, second) = ranks.run(losses_and_bytes, again(config, activations={"bits": 4}))

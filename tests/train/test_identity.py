@@ -16,16 +16,7 @@ from lowbit.train.section import hints
 from lowbit.train.tokenizer import ByteTokenizer
 from tests.train.runs import again, tiny
 
-LOCAL = {
-    "output",
-    "device",
-    "backend",
-    "threads",
-    "timeout_seconds",
-    "checkpoint_every",
-    "keep",
-    "resume",
-}
+LOCAL = {"output", "device", "backend", "threads", "timeout_seconds", "checkpoint_every", "keep", "resume"}
 LOCAL |= {
     "supervise",
     "restarts",
@@ -39,13 +30,7 @@ LOCAL |= {
     "progress",
     "save_model",
 }
-TEXT = {
-    "dataset",
-    "dataset_config",
-    "dataset_split",
-    "column",
-    "max_bytes",
-}  # known by their outcome
+TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome
 LAYOUT = {"ranks", "data_parallel", "stages_per_rank", "schedule"}
 
 

@@ -92,7 +92,7 @@ class StageMeter:
     def _module(self, layers: int, first: bool, last: bool) -> StageModule:
         return StageModule(
             self.model, layers=range(layers), first=first, last=last,
-            autocast=torch.bfloat16 if self.mixed else None, wire=self.wire,
+            autocast=torch.bfloat16 if self.mixed else None, boundary_dtype=self.wire,
         ).train()  # fmt: skip
 
     def _batch(self, module: StageModule) -> tuple[Tensor, Tensor]:

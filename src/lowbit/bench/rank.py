@@ -23,10 +23,12 @@ import torch.distributed as dist
 from lowbit.pipeline import LowBitStage
 from lowbit.train.config_file import from_mapping
 from lowbit.train.data import Order
-from lowbit.train.loop import Trainer, threads_per_rank
+from lowbit.train.device import threads_per_rank
+from lowbit.train.loop import Run
 from lowbit.train.peers import first_line
 from lowbit.train.prepare import prepare
 from lowbit.train.process_group import joined
+from lowbit.train.trainer import Trainer
 
 TIMEOUT_SECONDS = 600.0
 
@@ -87,7 +89,7 @@ class Rank:
     def train(self, config: dict[str, Any]) -> None:
         """A whole run, with everything that it writes, as `lowbit train` would do it."""
         made = from_mapping(config)
-        Trainer(prepare(made, ranks=dist.get_world_size(), rank=dist.get_rank())).run()
+        Run(Trainer(prepare(made, ranks=dist.get_world_size(), rank=dist.get_rank()))).finish()
 
 
 def pin(rank: int, ranks: int) -> None:

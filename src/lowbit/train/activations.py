@@ -1,4 +1,4 @@
-"""What the stages of a run keep of their activations, worked out from its configuration."""
+"""How the stages of a run save activations, from its configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPLITS_SINCE = 2, 13
 
 
 def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
-    """For each stage what it keeps; None: what PyTorch keeps.
+    """The policy of each stage; None: PyTorch saves activations as they are.
 
     Raises:
         ConfigError: bits or groups that no codec has, or lists of another length than there are stages.
@@ -31,9 +31,9 @@ def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
 
 
 def check_schedule(policies: Policies, schedule: str) -> None:
-    """Check that this PyTorch can split the backward of modules that keep few bits.
+    """Check that this PyTorch can split the backward pass of modules that save few bits.
 
-    Before 2.13 it lets go of what a `torch.autograd.Function` has saved between the passes for inputs and for weights.
+    Before 2.13 it frees what a `torch.autograd.Function` has saved between the passes for inputs and for weights.
 
     Raises:
         ConfigError: it cannot, and the schedule does so.
@@ -46,7 +46,7 @@ def check_schedule(policies: Policies, schedule: str) -> None:
 
 
 def compress(module: nn.Module, policy: LayerAware | None, device: torch.device) -> None:
-    """Have a stage's module keep what the policy says; kernels are compiled before a peer waits."""
+    """Let a stage's module save activations by the policy; kernels are compiled before a peer waits."""
     if policy is None:
         return
     compress_saved_(module, policy)
@@ -58,10 +58,9 @@ def compress(module: nn.Module, policy: LayerAware | None, device: torch.device)
 def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
     """One number for each stage, or none."""
     values = getattr(config, name)
-    if len(values) not in (0 if name != "bits" else 1, 1, stages):
-        raise ConfigError(
-            f"activations.{name} has {len(values)} entries; allowed: one, or one for each of {stages} stages"
-        )
+    if len(values) not in (1, stages) and (values or name == "bits"):
+        allowed = f"one, or one for each of {stages} stages"
+        raise ConfigError(f"activations.{name} has {len(values)} entries; allowed: {allowed}")
     return values * stages if len(values) == 1 else values
 
 

@@ -38,10 +38,10 @@ def main() -> None:
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
     from lowbit.train.checkpoints.save import TransientError
-    from lowbit.train.loop import DivergedError
     from lowbit.train.meeting import AloneError
     from lowbit.train.peers import AbsentError
     from lowbit.train.section import ConfigError
+    from lowbit.train.trainer import DivergedError
 
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,
@@ -55,7 +55,7 @@ def complain(error: Exception) -> None:
     """Say which rank failed, and why; where the cause is not a known kind of error, say where, too."""
     from lowbit.collectives import AgreementError, PeerError
     from lowbit.train.checkpoints.save import CheckpointError
-    from lowbit.train.loop import DivergedError
+    from lowbit.train.trainer import DivergedError
 
     if not isinstance(error, AgreementError | PeerError | DivergedError | ValueError | OSError):
         import traceback

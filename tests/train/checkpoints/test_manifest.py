@@ -60,14 +60,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed():
 
 def test_another_way_to_write_the_same_is_noticed():
     values = json.loads(manifest().to_bytes())
-    for data in (
-        json.dumps(values, indent=1).encode(),
-        manifest().to_bytes() + b"\n",
-        b"",
-        b"[]",
-        b"{",
-        b"[" * 99_999,
-    ):
+    for data in (json.dumps(values, indent=1).encode(), manifest().to_bytes() + b"\n", b"", b"[]", b"{", b"[" * 99_999):
         with pytest.raises(DamagedError, match="changed or cut short"):
             unseal(data)
 
