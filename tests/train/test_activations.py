@@ -12,7 +12,7 @@ from torch import nn
 from lowbit.activations import LayerAware, counted
 from lowbit.activations.counting import Kept
 from lowbit.collectives.engine import version
-from lowbit.train import ConfigError, TrainConfig, from_mapping, loop
+from lowbit.train import ConfigError, TrainConfig, from_mapping, trainer
 from lowbit.train.activations import saved_policies
 from lowbit.train.config import ActivationsConfig
 from lowbit.train.metrics import read_metrics
@@ -85,7 +85,7 @@ def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
             yield kept
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "counted", noting)
+        patch.setattr(trainer, "counted", noting)
         found = losses(config)
     (only,) = counts
     return found, only.total

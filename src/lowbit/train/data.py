@@ -1,7 +1,7 @@
 """Tokens, cut into numbered windows that come in a fixed, seeded order.
 
 Every rank computes from the seed and the number of a step which sample ids the step has. Nothing about the data has to
-be sent, and a run that resumes at step N sees exactly what it would have seen.
+be sent, and a run that resumes at step N sees exactly the samples that it would have seen.
 """
 
 from __future__ import annotations

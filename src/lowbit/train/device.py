@@ -68,7 +68,7 @@ def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str
     """What carries messages between the ranks' devices: "gloo" or "nccl". Between CPUs it is always Gloo.
 
     Raises:
-        ConfigError: what the device, the number of devices or the kind of boundary rules out.
+        ConfigError: a backend that the device, the number of devices or the kind of boundary rules out.
     """
     name, boundary = config.run.backend, config.pipeline.boundary
     if device.type == "cpu":

@@ -37,7 +37,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """An activation to receive, and what decodes it."""
+    """An activation to receive, and the session that decodes it."""
 
     session: Session
     key: Key | None
@@ -51,7 +51,7 @@ class _Round:
     Attributes:
         arriving: activations that this rank has not taken yet, by stage and number of the batch.
         sums: of each batch, as the last stage sends them; own_sums: the same, on the rank of the last stage.
-        sent: what may still be on its way.
+        sent: messages that may still be on their way.
     """
 
     batches: Sequence[_Batch]
@@ -104,9 +104,9 @@ class Evaluation:
 
         Args:
             windows: held-out text; batch: windows at a time; batches: how many of them at most (0: all).
-            codecs: one for each boundary; None: float32. A codec that learns from message to message uses what training
-                has taught it, if training uses the same at that boundary, and float32 as long as that has its warm-up;
-                any other starts with nothing in each batch.
+            codecs: one for each boundary; None: float32. A codec that learns from message to message uses the state of
+                training's codec at that boundary if it is the same (float32 during its warm-up), and otherwise starts
+                empty in each batch.
         """
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
         count = min(len(windows), batch * batches) if batches else len(windows)

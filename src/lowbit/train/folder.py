@@ -38,7 +38,7 @@ _LOCKED: dict[tuple[int, int], int] = {}  # descriptors that hold this process's
 
 
 class RunFolder:
-    """A folder with the record of what lowbit made in it.
+    """A folder with a record of the files that lowbit made in it.
 
     Args:
         path: the folder, which exists as soon as something is made in it.

@@ -1,4 +1,4 @@
-"""What makes a run this run and no other, by configuration key; and what differs when it resumes from a checkpoint."""
+"""The identity of a run: all that its losses depend on, by configuration key; and what differs when it resumes."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:
-    """Refuse what the schedule classes refuse, before anything starts."""
+    """Raise what the schedule classes would raise, before anything starts."""
     name, per_rank, microbatches = pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches
     stages = ranks * per_rank
     rounds = max(1, microbatches // ranks)

@@ -45,7 +45,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         on_step: called after every step, on every rank, with metrics over all ranks.
 
     Raises:
-        ConfigError: (before anything starts) what cannot work, in one line.
+        ConfigError: (before anything starts) a configuration that cannot work, in one line.
         AgreementError: ranks with different configurations, texts or versions.
         PeerError: another rank ended the run; the message names it.
         DivergedError: NaN or infinity in loss or gradients.

@@ -51,8 +51,7 @@ class Pipeline:
     Args:
         modules: this rank's modules by stage, on `device`.
         codecs: of the boundaries.
-        storage: what takes the gradients out of `.grad`; the schedule does not divide them by the number of
-            micro-batches then.
+        storage: takes the gradients out of `.grad`; then the schedule does not divide them by the micro-batches.
         group: the ranks of this pipeline; None: the default group.
     """
 
@@ -94,7 +93,7 @@ class Pipeline:
             inputs, targets: int64 (batch, sequence). ids: sample ids, int64 (batch,).
 
         Returns:
-            Mean loss over the micro-batches (0.0 where this rank has no last stage), and what the step cost.
+            Mean loss over the micro-batches (0.0 on ranks without the last stage), and what the step cost.
         """
         losses: list[Tensor] = []
         for stage in self.lowbit_stages.values():
@@ -155,7 +154,7 @@ class Pipeline:
             work.compute_seconds += stage.compute_seconds
             stage.compute_seconds = 0.0
         work.wait_seconds = seconds - work.compute_seconds
-        # What a stock stage sends follows from the shapes.
+        # The bytes that PyTorch's stage sends follow from the shapes.
         dtype = stock_dtype(self.config.pipeline)
         rows = self.config.rows * self.config.pipeline.microbatches
         for index, module in self.modules.items():
@@ -168,7 +167,7 @@ class Pipeline:
 
 
 def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> None:
-    """Let the storage take what weight passes of zero-bubble schedules write to `.grad`, which triggers no hook."""
+    """Let the storage take gradients that weight passes of zero-bubble schedules write to `.grad` without a hook."""
     weight_pass = stage.backward_weight_one_chunk
 
     def absorbing(*args: Any, **kwargs: Any) -> None:

@@ -51,10 +51,10 @@ class Manifest:
         step: steps done. rank: whose share; ranks: of the whole run, each of which wrote one.
         attempt: the same in all shares that belong together: a name of the processes that wrote them.
         layout: where the parts of the model were (`lowbit.train.identity.layout_of`).
-        identity: what makes the run this run, by configuration key (`lowbit.train.identity`).
+        identity: all that losses depend on, by configuration key (`lowbit.train.identity`).
         versions: of lowbit and PyTorch.
-        changes: what was changed between attempts, oldest first.
-        codecs: what boundaries remember, without the tensors (`lowbit.train.checkpoints.state`).
+        changes: of the identity, layout and versions when runs resumed, oldest first.
+        codecs: state of the codecs at boundaries, without its tensors (`lowbit.train.checkpoints.state`).
         aliases: other names in the whole model of a parameter that this share has.
         files: length and SHA-256 by name. tensors: dtype, shape and CRC-32 of the bytes by name.
     """
@@ -105,7 +105,7 @@ class Manifest:
         return manifest
 
     def _conditions(self) -> Iterator[bool]:
-        """What must hold for whatever is used of a manifest."""
+        """Conditions that every manifest of lowbit meets, for all fields that are used."""
         for entry in self.tensors.values():
             yield isinstance(entry["dtype"], str) and isinstance(entry["crc32"], int)
             yield all(type(n) is int and n >= 0 for n in entry["shape"])
@@ -135,7 +135,7 @@ def seal(values: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """What `seal` was given.
+    """The values that `seal` was given.
 
     Raises:
         DamagedError: these are not, to the last bit, the bytes that `seal` writes for it.
@@ -185,7 +185,7 @@ def read_manifest_bytes(share: Path) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise for what may block or act when it is read.
+    """Raise for a file that may block or act when it is read.
 
     Raises:
         DamagedError: it is a pipe or device. OSError: there is none.

@@ -1,8 +1,8 @@
-"""Resuming from a checkpoint in any layout: which rank takes what from where, and what starts empty.
+"""Resuming from a checkpoint in any layout: which rank takes which tensors from where, and which codecs start afresh.
 
 Parameters and AdamW's moments are found by their name in the whole model. A rank takes the generators of the rank that
-had its number. What a boundary remembers goes to the boundary after the same layer, if the format is the same and both
-its ends can have it from the same pipeline.
+had its number. A codec takes the state of the boundary after the same layer, if the format is the same and both ends of
+the boundary can take it from the same pipeline.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def resume(
     """Restore the newest intact step; to be called on every rank.
 
     Args:
-        now: what manifests say of this run. replica: number of this rank's pipeline.
-        run: tells whether there must be a checkpoint, and which keys may have changed since.
+        now: the manifest of this run. replica: number of this rank's pipeline.
+        run: whether there must be a checkpoint, and which keys may have changed since.
 
     Returns:
-        Steps done, 0 if no rank has any checkpoint; and what has changed since the run began, oldest first.
+        Steps done, 0 if no rank has any checkpoint; and all changes since the run began, oldest first.
 
     Raises:
-        CheckpointError: none is intact, or this run differs in what it must not; the same on every rank.
+        CheckpointError: none is intact, or this run differs in a key that may not change; the same on every rank.
     """
     rank, folder = checkpoints.rank, checkpoints.folder
     found = Search(folder, group).newest()
@@ -192,7 +192,7 @@ class _Sources:
                     yield lane
 
     def _memory_for(self, end: End, codec: str) -> _Memory | None:
-        """What a lane is to begin with: the memory of its place, or the choice of the nearest place that made one."""
+        """What a lane begins with: the memory of its place, or the choice of the nearest place that has one."""
         replicas = sorted(self._memories, key=lambda r: (r != self._replica % len(self._memories), r))
         for replica in replicas:
             known = self._memories[replica]
@@ -220,7 +220,7 @@ class _Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class _Memory:
-    """What an end of a boundary remembered. values: what is no tensor; items: the tensors; both by path."""
+    """The state of a codec at one end of a boundary. items: its tensors; values: everything else; both by path."""
 
     codec: str
     values: dict[str, Any]
@@ -232,7 +232,7 @@ class _Memory:
         return any(path.endswith("/choice") for path in self.values)
 
     def choice_only(self) -> _Memory:
-        """Without what belongs to the place."""
+        """The choice alone, which other places can use."""
         choices = {path: v for path, v in self.values.items() if path.endswith("/choice")}
         return dataclasses.replace(self, values=choices, items={}, whole=False)
 

@@ -27,7 +27,7 @@ _BEAT_SECONDS = 1.0
 
 
 class CheckpointError(ConfigError):
-    """A run cannot begin with what is in its folder, nor can another attempt. The same text on every rank."""
+    """A run cannot begin with the checkpoints in its folder, nor can another attempt. The same text on every rank."""
 
     on_all_ranks = True
 
@@ -85,7 +85,7 @@ class Checkpoints:
         self._drop_older_than(step)
 
     def _clear_the_way(self, target: Path) -> None:
-        """Move aside what stands in the place of a share and was not made by this run, such as a copied checkpoint."""
+        """Move aside a folder in the share's place that this run did not make, such as a copied checkpoint."""
         names = {path.name for path in target.iterdir()} if target.is_dir() else set()
         if names - set(FILES) or (names and self._output.foreign(self._files(target))):
             aside = (target.with_name(f"{target.name}.kept-{i}") for i in range(1, 1000))

@@ -2,7 +2,7 @@
 
 model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
 random/cpu, random/cuda               generators of the rank
-codecs/after layer 3 forward out/...  what one end of a boundary remembers
+codecs/after layer 3 forward out/...  state of the codec at one end of a boundary
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Snapshot:
 
     Attributes:
         tensors: by name; weights and moments themselves, no copies.
-        codecs: for each end of a boundary that remembers something: where it is, its format, and what is no tensor.
-        aliases: of parameters that are copies, what they are a copy of.
+        codecs: for each end of a boundary whose codec has state: its place, its format, and values that are no tensors.
+        aliases: for parameters that are copies, the name of the original.
     """
 
     tensors: dict[str, Tensor]
@@ -71,7 +71,7 @@ def ends_of(layout: Layout, codecs: Codecs, stage: int) -> Iterator[tuple[str, E
 
 
 def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Weights, optimizer moments, what codecs remember, and the state of random generators."""
+    """Weights, optimizer moments, and the states of codecs and random generators."""
     tensors = {"random/cpu": torch.get_rng_state()}
     if pipeline.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(pipeline.device)
@@ -99,11 +99,11 @@ def restore(
     *,
     steps: int,
 ) -> None:
-    """Take over what checkpoints gave.
+    """Load what `collect` has collected.
 
     Args:
         tensors: by the names of a `Snapshot`; generators may be missing.
-        lanes: what the ends of this rank's boundaries remember, by the names of `ends_of`, flat.
+        lanes: states of the codecs at this rank's boundaries, by the names of `ends_of`, flat.
         steps: done so far.
     """
     if "random/cpu" in tensors:
@@ -127,7 +127,7 @@ def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
 
 
 def aliases_of(pipeline: Pipeline) -> dict[str, str]:
-    """Of this rank's parameters that are copies, what they are a copy of."""
+    """For this rank's parameters that are copies, the name of the original."""
     return {name: original for module in pipeline.modules.values() for name, original in module.aliases.items()}
 
 
