@@ -12,12 +12,12 @@ from torch import nn
 from lowbit.activations import LayerAware, counted
 from lowbit.activations.counting import SavedBytes
 from lowbit.collectives.engine import version
-from lowbit.train import ConfigError, TrainConfig, from_mapping, loop
+from lowbit.train import ConfigError, TrainConfig, from_mapping, trainer
 from lowbit.train.activations import saved_policies
 from lowbit.train.config import ActivationsConfig
-from lowbit.train.loop import Trainer
 from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
 from tests.ranks import Ranks
 from tests.train.runs import again, losses, tiny
 
@@ -85,7 +85,7 @@ def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
             yield saved
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "counted", noting)
+        patch.setattr(trainer, "counted", noting)
         found = losses(config)
     (only,) = counts
     return found, only.total
@@ -96,13 +96,7 @@ def test_a_pipeline_learns_with_few_bits_what_it_learns_without(ranks: Ranks, tm
     schedule = "InterleavedZeroBubble" if version() >= (2, 13) else "Interleaved1F1B"
     pipeline = {"stages_per_rank": 2, "schedule": schedule}
     model = {"family": family, "dropout": 0.0}
-    config = tiny(
-        tmp_path,
-        pipeline=pipeline,
-        model=model,
-        gradients={"storage": "fp8"},
-        run={"precision": "bf16"},
-    )
+    config = tiny(tmp_path, pipeline=pipeline, model=model, gradients={"storage": "fp8"}, run={"precision": "bf16"})
     plain = ranks.run(losses, config)[0]
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["bytes_activations"] is None
     (few, first), (_, second) = ranks.run(losses_and_bytes, again(config, activations={"bits": 4}))

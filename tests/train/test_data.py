@@ -74,7 +74,7 @@ def test_token_ids_are_kept_and_not_worked_out_again(tmp_path, folder, monkeypat
     config = DataConfig(text=(str(tmp_path / "text.txt"),), tokenizer=folder, sequence=4, batch=2, held_out_share=0)
     first = load_data(config, cache=tmp_path / "cache")
     assert first.train.tokens[:4].tolist() == [2, 3, 2, 3]
-    monkeypatch.setattr("lowbit.train.data._encode", lambda *_: pytest.fail("encoded again"))
+    monkeypatch.setattr("lowbit.train.corpus.encode", lambda *_: pytest.fail("encoded again"))
     again = load_data(config, cache=tmp_path / "cache")
     assert again.fingerprint() == first.fingerprint()
     assert again.train.batch(torch.tensor([0]))[0].tolist() == [[2, 3, 2, 3]]
@@ -109,11 +109,7 @@ def test_ids_of_a_tokenizer_that_was_replaced_are_not_taken(tmp_path, folder):
     ("length", "values", "message"),
     [
         (0, {}, r"data.text .*/0.txt is empty"),
-        (
-            100,
-            {"sequence": 100},
-            "data.sequence is 100; .* has 95 tokens to train on; .* at most 94",
-        ),
+        (100, {"sequence": 100}, "data.sequence is 100; .* has 95 tokens to train on; .* at most 94"),
         (100, {"sequence": 20}, "data.batch is 8; .* has 4 windows of 20 tokens"),
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lowbit.train import ConfigError, TrainConfig
-from lowbit.train.manifest import newest_step, read_manifest, step_name
+from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
+from lowbit.train.checkpoints.share import Reader
 from lowbit.train.metrics import read_metrics
-from lowbit.train.share import Reader
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 

@@ -14,7 +14,7 @@ from lowbit.collectives.messages import Messages
 from lowbit.train import TrainConfig, loop, train
 from lowbit.train.config import PipelineConfig
 from lowbit.train.distance import needless, round_trips
-from lowbit.train.plan import make_plan
+from lowbit.train.layout import make_layout
 from tests.ranks import Ranks
 from tests.train.runs import tiny
 
@@ -35,14 +35,14 @@ def test_needless_crossings_are_told_where_they_cost_time(
     schedule: str, per_rank: int, ranks: int, rtt: float, said: str | None
 ):
     pipeline = PipelineConfig(schedule=schedule, stages_per_rank=per_rank, microbatches=12)
-    plan = make_plan(pipeline, ranks=ranks, layers=12)
+    plan = make_layout(pipeline, ranks=ranks, layers=12)
     pairs = {(i, j): rtt for i in range(ranks) for j in range(i + 1, ranks)}
     line = needless(plan, schedule, pairs)
     assert (line is None) if said is None else (line and said in line)
 
 
 def test_only_pairs_between_which_a_step_waits_count():
-    plan = make_plan(PipelineConfig(schedule="Interleaved1F1B", stages_per_rank=2), ranks=3, layers=6)
+    plan = make_layout(PipelineConfig(schedule="Interleaved1F1B", stages_per_rank=2), ranks=3, layers=6)
     trips = {(0, 1): 0.001, (1, 2): 0.001, (0, 2): 0.2}
     line = needless(plan, "Interleaved1F1B", trips)
     assert line is not None

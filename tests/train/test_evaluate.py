@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.train import TrainConfig, evaluate
-from lowbit.train.loop import Trainer
 from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
 from tests.ranks import Ranks
 from tests.train.runs import again, tiny
 
@@ -42,7 +42,7 @@ def _evaluated(config: TrainConfig, bytes_of_rounds: list[int]) -> Any:
             mock.patch.object(dist, "isend", sending),
             mock.patch.object(dist, "irecv", receiving),
         ):
-            losses.append(trainer.evaluate(0))
+            losses.append(trainer.evaluate())
         done.append(list(events))
     return -(-len(trainer.prepared.data.held_out) // config.data.batch), losses, done
 

@@ -14,7 +14,7 @@ import pytest
 
 from lowbit.train import ConfigError, train
 from lowbit.train import folder as module
-from lowbit.train.checkpoint import CheckpointError
+from lowbit.train.checkpoints.save import CheckpointError
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.prepare import left_behind, prepare
 from tests.train.runs import again, tiny
@@ -31,21 +31,11 @@ def test_clearing_removes_what_is_noted_and_nothing_else(tmp_path: Path):
     assert not folder.marked
     (tmp_path / "tensorboard").mkdir()  # the user's, though empty
     folder.note("config.json", "model/sub/a", "model/b", "tensorboard/events", "never-made")
-    for name in (
-        "config.json",
-        "model/sub/a",
-        "model/b",
-        "model/precious",
-        "tensorboard/events",
-        "mine",
-    ):
+    for name in ("config.json", "model/sub/a", "model/b", "model/precious", "tensorboard/events", "mine"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     assert folder.marked
-    assert folder.foreign(["config.json", "mine", "model/precious", "absent"]) == [
-        "mine",
-        "model/precious",
-    ]
+    assert folder.foreign(["config.json", "mine", "model/precious", "absent"]) == ["mine", "model/precious"]
     folder.clear()
     assert everything(tmp_path) == {MARK, "mine", "model", "model/precious", "tensorboard"}
     assert folder.made() == set()
@@ -60,18 +50,7 @@ def test_a_foreign_mark_leads_nowhere_else(tmp_path: Path):
     (outside / "precious").write_text("x")
     (inside / "link").symlink_to(outside)
     (inside / "file").symlink_to(outside / "precious")
-    made = [
-        "../outside/precious",
-        str(outside / "precious"),
-        "link/precious",
-        "link/",
-        "file",
-        "",
-        ".",
-        "/",
-        3,
-        "../",
-    ]
+    made = ["../outside/precious", str(outside / "precious"), "link/precious", "link/", "file", "", ".", "/", 3, "../"]
     (inside / MARK).write_text(json.dumps({"made": made}) + '\nnonsense\n[]\n{"made": 3}\n\xff')
     RunFolder(inside).clear()
     assert (outside / "precious").exists()

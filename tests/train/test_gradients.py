@@ -10,7 +10,7 @@ from lowbit.codecs import BlockFloat8
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
 from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, storage_codec
-from lowbit.train.loop import Trainer
+from lowbit.train.trainer import Trainer
 from tests.ranks import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
@@ -21,12 +21,7 @@ LIMIT = 110  # seconds, where everything else runs at the same time
 
 @pytest.mark.parametrize(
     ("schedule", "per_rank", "tied"),
-    [
-        ("1F1B", 1, True),
-        ("InterleavedZeroBubble", 2, False),
-        ("ZBVZeroBubble", 2, True),
-        ("DualPipeV", 2, False),
-    ],
+    [("1F1B", 1, True), ("InterleavedZeroBubble", 2, False), ("ZBVZeroBubble", 2, True), ("DualPipeV", 2, False)],
 )
 def test_storing_is_the_same_run_on_every_schedule(
     ranks: Ranks, tmp_path: Path, schedule: str, per_rank: int, tied: bool
@@ -78,12 +73,7 @@ def test_weight_passes_leave_no_gradients_behind(ranks: Ranks, tmp_path: Path):
 
 @pytest.mark.parametrize("storage", ["fp8", "BlockFloat8(rounding='stochastic')"])
 def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path, storage: str):
-    config = tiny(
-        tmp_path,
-        pipeline=ONE,
-        gradients={"storage": storage},
-        run={"steps": 4, "checkpoint_every": 2},
-    )
+    config = tiny(tmp_path, pipeline=ONE, gradients={"storage": storage}, run={"steps": 4, "checkpoint_every": 2})
     whole = again(config, run={"output": str(tmp_path / "whole")})
     train(whole)
 

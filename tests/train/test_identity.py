@@ -11,20 +11,12 @@ from lowbit.codecs import SubspaceQuant, names
 from lowbit.train import TrainConfig, from_mapping
 from lowbit.train.data import load_data
 from lowbit.train.identity import FIXED, Change, changes_between, layout_of, run_identity
-from lowbit.train.plan import make_plan
+from lowbit.train.layout import make_layout
+from lowbit.train.section import hints
 from lowbit.train.tokenizer import ByteTokenizer
 from tests.train.runs import again, tiny
 
-LOCAL = {
-    "output",
-    "device",
-    "backend",
-    "threads",
-    "timeout_seconds",
-    "checkpoint_every",
-    "keep",
-    "resume",
-}
+LOCAL = {"output", "device", "backend", "threads", "timeout_seconds", "checkpoint_every", "keep", "resume"}
 LOCAL |= {
     "supervise",
     "restarts",
@@ -38,13 +30,7 @@ LOCAL |= {
     "progress",
     "save_model",
 }
-TEXT = {
-    "dataset",
-    "dataset_config",
-    "dataset_split",
-    "column",
-    "max_bytes",
-}  # known by their outcome
+TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome
 LAYOUT = {"ranks", "data_parallel", "stages_per_rank", "schedule"}
 
 
@@ -64,7 +50,7 @@ def test_every_setting_is_compared_or_free_on_purpose(tmp_path: Path):
     free |= {f"pipeline.{key}" for key in LAYOUT}
     assert identity(config).keys() == every - free
     assert set(FIXED) <= every
-    layout = layout_of(config, make_plan(config.pipeline, ranks=2, layers=4))
+    layout = layout_of(config, make_layout(config.pipeline, ranks=2, layers=4))
     assert {key for key in layout if "." in key} == {f"pipeline.{key}" for key in LAYOUT}
 
 

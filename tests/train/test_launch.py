@@ -17,7 +17,7 @@ from lowbit.codecs import SubspaceQuant, parse
 from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.network import SlowLink
 from lowbit.train import LaunchError, TrainConfig, run
-from lowbit.train.manifest import newest_step
+from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
 from tests.ranks import Ranks

@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from lowbit.codecs import SubspaceQuant, parse
 from lowbit.collectives.checksum import CHECKSUM_BYTES
-from lowbit.train import StepMetrics, TrainConfig, loop, state, train
-from lowbit.train.generate import generate
-from lowbit.train.loop import Trainer
-from lowbit.train.manifest import newest_step
-from lowbit.train.metrics import Recorder, read_metrics
+from lowbit.train import StepMetrics, TrainConfig, loop, train
+from lowbit.train.checkpoints import state
+from lowbit.train.checkpoints.manifest import newest_step
+from lowbit.train.export import generate
+from lowbit.train.loop import Run
+from lowbit.train.metrics import read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
+from lowbit.train.trainer import Trainer
 from tests.damage import Flip, on_the_way, secret
 from tests.ranks import Failure, Ranks
 from tests.train.runs import again, curve, losses, tiny
@@ -123,36 +125,26 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     assert generate(here.model, "def ", tokens=30) != generate(here.model, "def ", tokens=30, seed=5)
 
 
-class _Said(Recorder):
-    """What a run would say above its progress."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
 def _evaluates_in_between(config: TrainConfig) -> Any:
     """Losses without codecs and with them in and after the warm-up; whether training went on as without them."""
     rank = dist.get_rank()
-    states, found = [], []
+    states, found, chosen = [], [], {}
     for often in (True, False):
         with mock.patch.object(loop.log, "warning") as warning:
-            trainer, said = Trainer(prepare(config, ranks=2, rank=rank)), _Said()
+            trainer = Run(Trainer(prepare(config, ranks=2, rank=rank))).trainer
         for step in range(4):
             trainer.step(step)
             if step == 1:
-                trainer._tell_choices(said)
+                chosen = trainer.chosen()
             if often:
-                found.append(trainer.evaluate(step + 1))
+                found.append(trainer.evaluate())
         states.append(state.collect(trainer.pipeline, trainer.optimizer).tensors)
         other = trainer.evaluation.loss(
             trainer.prepared.data.held_out, batch=8, batches=2, codecs=[SubspaceQuant(directions=5)]
         )
     same = {name: torch.equal(value, states[1][name]) for name, value in states[0].items()}
     warned = [str(call) for call in warning.call_args_list]
-    return found, same, said.lines, other, warned
+    return found, same, chosen, other, warned
 
 
 def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_path: Path):
@@ -160,10 +152,11 @@ def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_p
     config = tiny(tmp_path, pipeline=pipeline)
     outcomes = ranks.run(_evaluates_in_between, config, timeout=LIMIT)
     assert [len(warned) for *_, warned in outcomes] == [1, 0], "on one rank"
-    assert "pipeline.backward: SubspaceQuant(directions=32" in outcomes[0][-1][0]
-    for evaluations, same, lines, other, _ in outcomes:
-        [line] = lines
-        assert line.startswith("boundary 0 forward, tensor 0, width 32: SubspaceQuant(directions=")
+    assert "pipeline.backward: SubspaceQuant(rank=32" in outcomes[0][-1][0]
+    for evaluations, same, chosen, other, _ in outcomes:
+        [[place, codec]] = chosen.items()
+        assert place == "boundary 0 forward, tensor 0, width 32"
+        assert codec.startswith("SubspaceQuant(rank=")
         assert all(same.values()), same
         through = [e["held_out_loss_codecs"] - e["held_out_loss"] for e in evaluations]
         assert through[0] == 0, "nothing is learned or chosen before the warm-up is over"
@@ -298,11 +291,7 @@ def _with_nan(config: TrainConfig) -> None:
 
 
 def test_nan_reaches_the_loss_and_stops_all_ranks_before_the_weights(ranks: Ranks, tmp_path: Path):
-    config = tiny(
-        tmp_path,
-        pipeline={"forward": "int4", "backward": "int6"},
-        run={"checkpoint_every": 1},
-    )
+    config = tiny(tmp_path, pipeline={"forward": "int4", "backward": "int6"}, run={"checkpoint_every": 1})
     for outcome in ranks.outcomes(_with_nan, config, timeout=LIMIT):
         assert outcome.kind == "DivergedError"
         assert outcome.text.startswith("step 1: the loss is nan")

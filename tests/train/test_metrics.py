@@ -17,11 +17,7 @@ def test_metrics_follow_from_the_sums_over_ranks():
     assert metrics.tokens_per_second == 256
     assert (metrics.bits_forward, metrics.bits_backward) == (4.0, 7.0)
     assert (metrics.bytes_sent, metrics.bytes_saved) == (1700, 4 * 2800 - 1700)
-    assert (metrics.compute_seconds, metrics.codec_seconds, metrics.wait_seconds) == (
-        1.5,
-        0.5,
-        0.25,
-    )
+    assert (metrics.compute_seconds, metrics.codec_seconds, metrics.wait_seconds) == (1.5, 0.5, 0.25)
     assert metrics.checksum_seconds == 0.1
     assert metrics.bits_gradients is None
     assert bits(0, 0) is None

@@ -110,7 +110,7 @@ def test_weights_depend_on_the_seed_alone():
 
 def test_activations_leave_in_the_dtype_of_the_wire_and_can_be_detached():
     for family in ("llama", "gpt2"):
-        first, last = _stages(_model(family), [2], wire=torch.bfloat16)
+        first, last = _stages(_model(family), [2], boundary_dtype=torch.bfloat16)
         activations = first(IDS)
         assert activations.dtype == torch.bfloat16
         assert last(activations).dtype == torch.float32

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lowbit.codecs import SubspaceQuant, parse
 from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
+from lowbit.train.layout import make_layout
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
-from lowbit.train.plan import make_plan
 from lowbit.train.summary import Summary, read_summary, summarize
 
 PLANNED = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(directions=5)"}
@@ -22,8 +22,8 @@ def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
 
 def _summary(steps: list[StepMetrics], **pipeline: object) -> Summary:
     config = TrainConfig(pipeline=PipelineConfig(warmup_steps=3, **pipeline), run=RunConfig(steps=20))  # pyright: ignore[reportArgumentType]
-    plan = make_plan(config.pipeline, ranks=2, layers=8)
-    return summarize(config, plan, steps, {"held_out_loss": 2.0}, chosen=PLANNED, model=None)
+    plan = make_layout(config.pipeline, ranks=2, layers=8)
+    return summarize(config, plan, steps, {"held_out_loss": 2.0}, chosen=CHOSEN, model=None)
 
 
 def test_pace_and_bits_are_those_of_the_settled_run():

@@ -1,8 +1,8 @@
-"""The recipe: train a Hugging Face causal language model in pipeline parallel, with few bits between the stages.
+"""The recipe: pipeline-parallel training of Hugging Face causal language models, with few bits between the stages.
 
 config = load("train.toml", ["pipeline.forward=int4"])
-summary = run(config)       # starts local ranks, or is one under torchrun
-summary = train(config)     # on every rank of an environment that is set (RANK, WORLD_SIZE, MASTER_*)
+summary = run(config)       # starts local ranks; under torchrun, is one
+summary = train(config)     # on every rank of a launched environment (RANK, WORLD_SIZE, MASTER_*)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # imports PyTorch, which whoever only reads a configuration need not wait for
+    if name == "train":  # imports PyTorch, which reading a configuration does not need
         from lowbit.train.loop import train
 
         return train

@@ -1,4 +1,4 @@
-"""Bits of the saved activations of each stage, from the configuration or from the plan that it names."""
+"""How the stages of a run save activations, from its configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,8 @@ _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _SPLITS_SINCE = 2, 13
 
 
-def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str, Any]) -> Policies:
-    """The policy of each stage; None: activations are saved as PyTorch does.
-
-    Args:
-        config: bits, or the file of a plan.
-        stages: of the run.
-        settings: of the run, from `planned_settings`, for which a plan must have been made.
+def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
+    """The policy of each stage; None: PyTorch saves activations as they are.
 
     Raises:
         ConfigError: bits or groups that no codec has, lists of another length than there are stages, a file that holds
@@ -87,9 +82,9 @@ def written_out(config: ActivationsConfig) -> ActivationsConfig:
 
 
 def check_schedule(policies: Policies, schedule: str) -> None:
-    """Check that this PyTorch can split the backward of modules that keep few bits.
+    """Check that this PyTorch can split the backward pass of modules that save few bits.
 
-    Before 2.13 it lets go of what a `torch.autograd.Function` has saved between the passes for inputs and for weights.
+    Before 2.13 it frees what a `torch.autograd.Function` has saved between the passes for inputs and for weights.
 
     Raises:
         ConfigError: it cannot, and the schedule does so.
@@ -102,7 +97,7 @@ def check_schedule(policies: Policies, schedule: str) -> None:
 
 
 def compress(module: nn.Module, policy: LayerAware | None, device: torch.device) -> None:
-    """Have a stage's module keep what the policy says; kernels are compiled before a peer waits."""
+    """Let a stage's module save activations by the policy; kernels are compiled before a peer waits."""
     if policy is None:
         return
     compress_saved_(module, policy)
@@ -133,10 +128,9 @@ def _read(path: str) -> BitPlan:
 def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
     """One number for each stage, or none."""
     values = getattr(config, name)
-    if len(values) not in (0 if name != "bits" else 1, 1, stages):
-        raise ConfigError(
-            f"activations.{name} has {len(values)} entries; allowed: one, or one for each of {stages} stages"
-        )
+    if len(values) not in (1, stages) and (values or name == "bits"):
+        allowed = f"one, or one for each of {stages} stages"
+        raise ConfigError(f"activations.{name} has {len(values)} entries; allowed: {allowed}")
     return values * stages if len(values) == 1 else values
 
 

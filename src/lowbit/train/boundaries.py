@@ -1,4 +1,4 @@
-"""What the boundaries of a run carry, worked out from its configuration."""
+"""The codecs of a run's boundaries, from its configuration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
         return tuple(named) if len(named) == boundaries else tuple(named[:1]) * boundaries
 
     if pipeline.boundary == "lowbit":
-        forward = each("forward", pipeline.forward)  # first: what follows from it takes it for sound
+        forward = each("forward", pipeline.forward)  # first: `backward_formats` takes it for valid
         return Codecs(forward=forward, backward=each("backward", backward_formats(pipeline)))
     plain = (Cast(dtype=stock_dtype(pipeline)),) * boundaries
     return Codecs(forward=plain, backward=plain)
@@ -44,10 +44,10 @@ def make_codecs(pipeline: PipelineConfig, boundaries: int) -> Codecs:
 def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
     """Names of the gradients' codecs: `pipeline.backward`, or the default beside each of `pipeline.forward`.
 
-    A stock stage has none, so there it is what the configuration holds.
+    A stock stage has no codecs; for it, `pipeline.backward` is returned as it is.
 
     Raises:
-        ValueError: as `parse` raises it, where it follows from `pipeline.forward`.
+        ValueError: of `parse`, for a name in `pipeline.forward`.
     """
     if pipeline.backward or pipeline.boundary != "lowbit":
         return pipeline.backward
@@ -57,10 +57,10 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
 def in_full(pipeline: PipelineConfig) -> PipelineConfig:
     """The same formats as `repr` writes them, for files: what a name or a default stands for may change.
 
-    A stock stage has none, so there it is the configuration as it is.
+    A stock stage has no codecs; for it, the configuration is returned as it is.
 
     Raises:
-        ValueError: as `parse` raises it.
+        ValueError: of `parse`.
     """
     if pipeline.boundary != "lowbit":
         return pipeline
@@ -71,14 +71,14 @@ def in_full(pipeline: PipelineConfig) -> PipelineConfig:
 
 
 def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> None:
-    """Check codecs against what they are for.
+    """Check that codecs fit the model and the warm-up.
 
     Args:
         width: elements of an activation of a token; None: unknown.
         warmup_steps: of the pipeline.
 
     Raises:
-        ConfigError: a codec that cannot take this width, or has to be settled in a warm-up that is not there.
+        ConfigError: a codec that cannot take this width, or that needs a warm-up and there is none.
     """
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in each:
@@ -95,7 +95,7 @@ def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> Non
 
 
 def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
-    """A line for each format whose directions cost so much that few of them would halve what messages take.
+    """A warning for each format whose directions take more than half of its messages.
 
     Args:
         shape: of a micro-batch's activations, (rows, sequence, width).
@@ -109,5 +109,5 @@ def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:
-    """What activations are before a boundary takes them: bfloat16 only where a stock stage is to send that."""
+    """Dtype of activations before a boundary takes them: bfloat16 only where a stock stage is to send that."""
     return torch.bfloat16 if pipeline.boundary == "stock-bf16" else torch.float32

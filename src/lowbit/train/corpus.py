@@ -1,4 +1,4 @@
-"""Documents: from files, folders and patterns, from a Hugging Face dataset, or from Python's own library."""
+"""Documents from files, a Hugging Face dataset or Python's standard library, and their token ids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
+from lowbit.train.section import ConfigError
 from lowbit.train.tokenizer import Tokenizer
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -23,7 +23,7 @@ def documents(data: DataConfig) -> Iterator[bytes]:
     """The training documents, always in the same order.
 
     Raises:
-        ConfigError: a path or dataset that is not there, or cannot be read.
+        ConfigError: a path or dataset does not exist or cannot be read.
     """
     if data.dataset:
         return _dataset_documents(data)
@@ -38,20 +38,20 @@ def held_out_documents(data: DataConfig) -> Iterator[bytes]:
 def library_files() -> list[Path]:
     """The sources of Python's standard library: real text that every machine has.
 
-    In the order of a hash of their names, so that any part of them is a fair sample of the whole.
+    Ordered by a hash of their names, so that any part of them is a fair sample of the whole.
     """
-    root = sysconfig.get_paths()["stdlib"]
-    kept: list[Path] = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in _NOT_LIBRARY]
-        kept.extend(Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
-    kept.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
-    return [root / path for path in kept]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY
+        names += [Path(folder, file).relative_to(root) for file in files if file.endswith(".py")]
+    names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+    return [root / name for name in names]
 
 
-def capped(found: Iterable[bytes], limit: int) -> Iterator[bytes]:
-    """Documents until `limit` bytes are reached, the last one cut short."""
-    for document in found:
+def capped(texts: Iterable[bytes], limit: int) -> Iterator[bytes]:
+    """Documents up to `limit` bytes in total, the last one cut short."""
+    for document in texts:
         yield document[:limit]
         limit -= len(document)
         if limit <= 0:
@@ -69,20 +69,20 @@ def held_out_start(length: int, share: float) -> int:
     return length - int(length * share)
 
 
-def _find(patterns: tuple[str, ...], where: str) -> list[Path]:
+def _find(patterns: tuple[str, ...], key: str) -> list[Path]:
     """Files by name, in the order of the patterns and sorted within each."""
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+            matches = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
         elif path.exists():
-            found = [path]
+            matches = [path]
         else:
-            found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-        if not found:
-            raise ConfigError(f"{where} {pattern!r}: no such file, folder or pattern with a match")
-        files.extend(found)
+            matches = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        if not matches:
+            raise ConfigError(f"{key} {pattern!r}: no such file, folder or pattern with a match")
+        files.extend(matches)
     return files
 
 
@@ -97,9 +97,8 @@ def _read(files: Iterable[Path]) -> Iterator[bytes]:
 def _dataset_documents(data: DataConfig) -> Iterator[bytes]:
     rows = _open_dataset(data)
     if data.column not in rows.column_names:
-        raise ConfigError(
-            f"data.column is {data.column!r}; dataset {data.dataset!r} has: {', '.join(rows.column_names)}"
-        )
+        columns = ", ".join(rows.column_names)
+        raise ConfigError(f"data.column is {data.column!r}; dataset {data.dataset!r} has: {columns}")
     return (row[data.column].encode() for row in rows)
 
 
@@ -111,13 +110,12 @@ def _open_dataset(data: DataConfig) -> Any:  # a datasets.Dataset, of an optiona
     try:
         if not Path(data.dataset).is_dir():
             return datasets.load_dataset(data.dataset, data.dataset_config or None, split=data.dataset_split)
-        found = datasets.load_from_disk(data.dataset)
+        opened = datasets.load_from_disk(data.dataset)
     except Exception as error:  # the package raises many kinds, its own and those of its storage
         raise ConfigError(f"data.dataset {data.dataset!r} cannot be opened: {str(error).splitlines()[0]}") from error
-    if isinstance(found, datasets.Dataset):
-        return found
-    if data.dataset_split not in found:  # a DatasetDict
-        raise ConfigError(
-            f"data.dataset_split is {data.dataset_split!r}; {data.dataset!r} has: {', '.join(map(str, found))}"
-        )
-    return found[data.dataset_split]
+    if isinstance(opened, datasets.Dataset):
+        return opened
+    if data.dataset_split not in opened:  # a DatasetDict
+        splits = ", ".join(map(str, opened))
+        raise ConfigError(f"data.dataset_split is {data.dataset_split!r}; {data.dataset!r} has: {splits}")
+    return opened[data.dataset_split]

@@ -1,7 +1,7 @@
 """Tokens, cut into numbered windows that come in a fixed, seeded order.
 
-Every rank works out for itself which sample ids a step has: from the seed and the number of the step alone. Nothing
-about the data has to be sent, and a run that resumes at step N sees exactly what it would have seen.
+Every rank computes from the seed and the number of a step which sample ids the step has. Nothing about the data has to
+be sent, and a run that resumes at step N sees exactly the samples that it would have seen.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from lowbit.config import ConfigError
 from lowbit.train import corpus
+from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.manifest import printable
-from lowbit.train.tokenizer import Tokenizer, definition, load_tokenizer
+from lowbit.train.section import ConfigError
+from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Windows:
 
     Args:
         tokens: token ids, one dimension.
-        sequence: tokens of a window; each also has the token that follows it, its last target.
+        sequence: tokens of a window; the token after it is its last target.
     """
 
     def __init__(self, tokens: np.ndarray, sequence: int) -> None:
@@ -46,22 +47,19 @@ class Windows:
     def batch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these samples: int64, (len(ids), sequence) each."""
         starts = ids.numpy()[:, None] * self.sequence
-        both = self.tokens[starts + np.arange(self.sequence + 1)].astype(np.int64)
-        whole = torch.from_numpy(both)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        both = torch.from_numpy(self.tokens[starts + np.arange(self.sequence + 1)].astype(np.int64))
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 class Order:
-    """Which samples each step has: every epoch is a new permutation; what does not fill a batch is left out of it.
+    """Which samples each step has: every epoch is a new permutation, and samples that fill no batch are left out of it.
 
     Args:
-        samples: how many there are; batch: how many a step takes; seed: of the permutations.
+        samples: their number. batch: samples of a step. seed: of the permutations.
     """
 
     def __init__(self, *, samples: int, batch: int, seed: int) -> None:
-        self.samples = samples
-        self.batch = batch
-        self.seed = seed
+        self.samples, self.batch, self.seed = samples, batch, seed
         self.steps_per_epoch = samples // batch
         self._permutation = lru_cache(maxsize=1)(self._permute)
 
@@ -78,14 +76,14 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Everything a run reads: the training windows, the held-out ones, and the tokenizer that made them."""
+    """Everything a run reads: the training windows, the held-out windows and their tokenizer."""
 
     train: Windows
     held_out: Windows
     tokenizer: Tokenizer
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits by which ranks see that they have the same tokens."""
+        """16 hexadecimal digits; ranks compare them to know that they have the same tokens."""
         digest = hashlib.sha256()
         for windows in (self.train, self.held_out):
             digest.update(f"{windows.tokens.dtype} {windows.sequence} {len(windows.tokens)}".encode())
@@ -97,11 +95,10 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     """Read, tokenize and cut the text.
 
     Args:
-        data: what to read.
-        cache: folder where the ids of a Hugging Face tokenizer are kept, so that they are worked out once.
+        cache: folder that keeps the ids of a Hugging Face tokenizer, so that they are computed once.
 
     Raises:
-        ConfigError: text that is missing, empty or shorter than one batch of windows, or no tokenizer.
+        ConfigError: no tokenizer, or text that is missing, empty or shorter than one batch of windows.
     """
     tokenizer = load_tokenizer(data.tokenizer)
     tokens = _tokens(corpus.capped(corpus.documents(data), data.max_bytes), tokenizer, cache)
@@ -110,33 +107,27 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
     if data.held_out:
         held_out = _tokens(corpus.capped(corpus.held_out_documents(data), data.max_bytes), tokenizer, cache)
     else:
-        split = len(tokens) - int(len(tokens) * data.held_out_share)
-        tokens, held_out = tokens[:split], tokens[split:]
-    found = Data(
-        train=Windows(tokens, data.sequence),
-        held_out=Windows(held_out, data.sequence),
-        tokenizer=tokenizer,
-    )
-    _check_lengths(data, found)
-    return found
+        tokens, held_out = np.split(tokens, [corpus.held_out_start(len(tokens), data.held_out_share)])
+    loaded = Data(train=Windows(tokens, data.sequence), held_out=Windows(held_out, data.sequence), tokenizer=tokenizer)
+    _check_lengths(data, loaded)
+    return loaded
 
 
-def _check_lengths(data: DataConfig, found: Data) -> None:
-    length = len(found.train.tokens)
-    if not len(found.train):
+def _check_lengths(data: DataConfig, loaded: Data) -> None:
+    length, windows = len(loaded.train.tokens), len(loaded.train)
+    if not windows:
         raise ConfigError(
             f"data.sequence is {data.sequence}; {_source(data)} has {length} tokens to train on; "
             f"allowed: at most {max(0, length - 1)}"
         )
-    if len(found.train) < data.batch:
+    if windows < data.batch:
         raise ConfigError(
-            f"data.batch is {data.batch}; {_source(data)} has {len(found.train)} windows of {data.sequence} tokens "
-            "to train on; allowed: at most as many"
+            f"data.batch is {data.batch}; {_source(data)} has {windows} windows of {data.sequence} tokens to train on; "
+            "allowed: at most as many"
         )
-    if data.held_out and not len(found.held_out):
-        raise ConfigError(
-            f"data.held_out has {len(found.held_out.tokens)} tokens; allowed: more than data.sequence ({data.sequence})"
-        )
+    if data.held_out and not len(loaded.held_out):
+        length = len(loaded.held_out.tokens)
+        raise ConfigError(f"data.held_out has {length} tokens; allowed: more than data.sequence ({data.sequence})")
 
 
 def _source(data: DataConfig) -> str:
@@ -145,29 +136,24 @@ def _source(data: DataConfig) -> str:
     return f"data.text {', '.join(data.text)}" if data.text else "Python's standard library"
 
 
-def _tokens(found: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None) -> np.ndarray:
-    """Token ids of all documents, one after the other."""
-    if cache is None or tokenizer.size == 256:  # bytes cost nothing
-        return _encode(found, tokenizer)
-    texts = list(found)
-    digest = hashlib.sha256(definition(tokenizer.hugging_face()).encode())
+def _tokens(documents: Iterator[bytes], tokenizer: Tokenizer, cache: Path | None) -> np.ndarray:
+    """Token ids of all documents, from the cache if they are there."""
+    if cache is None or isinstance(tokenizer, ByteTokenizer):
+        return corpus.encode(documents, tokenizer)
+    texts, inner = list(documents), tokenizer.hugging_face()
+    digest = hashlib.sha256(f"{inner!r} {definition(inner)}".encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "little") + text)
     path = cache / f"tokens-{digest.hexdigest()[:16]}.npy"
-    if (kept := _read(path)) is not None:
-        return kept
-    tokens = _encode(iter(texts), tokenizer)
-    _write(path, tokens)
+    tokens = _read(path)
+    if tokens is None:
+        tokens = corpus.encode(texts, tokenizer)
+        _write(path, tokens)
     return tokens
 
 
-def _encode(found: Iterator[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    parts = [tokenizer.encode(document) for document in found]
-    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
-
-
 def _read(path: Path) -> np.ndarray | None:
-    """Token ids that were kept; None where there are none that can be read."""
+    """Token ids of an earlier run; None if there are none or they cannot be read."""
     if not path.is_file():
         return None
     try:

@@ -15,20 +15,25 @@ log = logging.getLogger(__name__)
 
 
 def local_rank() -> int:
-    """This process's number on its machine, as launchers tell it."""
+    """This process's number on its machine, from the launcher."""
     return _launched("LOCAL_RANK", 0, least=0)
 
 
 def local_ranks(ranks: int) -> int:
-    """Ranks on this machine, as launchers tell it; all of them if none does."""
+    """Ranks on this machine, from the launcher; without one, all of them."""
     return _launched("LOCAL_WORLD_SIZE", ranks, least=1)
 
 
+def threads_per_rank(ranks: int) -> int:
+    """This machine's cores divided among its ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks(ranks))
+
+
 def _launched(name: str, otherwise: int, *, least: int) -> int:
-    """A number that a launcher left in the environment.
+    """A number that a launcher put into the environment.
 
     Raises:
-        ConfigError: it is none, or too small.
+        ConfigError: it is not a number, or too small.
     """
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal() or int(text) < least:
@@ -40,12 +45,12 @@ def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.de
     """The device of this rank.
 
     Args:
-        name: "cpu"; "cuda": ranks of a machine take its devices in turn; "auto": CUDA if each has one to itself.
+        name: "cpu"; "cuda": ranks of a machine take its devices in turn; "auto": CUDA if each rank has its own.
         ranks: of the whole run.
         key: the setting, for messages.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is asked for, and this machine has no device.
     """
     devices, here = torch.cuda.device_count(), local_ranks(ranks)
     if name == "auto" and 0 < devices < here:
@@ -64,7 +69,7 @@ def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str
     """What carries messages between the ranks' devices: "gloo" or "nccl". Between CPUs it is always Gloo.
 
     Raises:
-        ConfigError: what the device, the number of devices or the kind of boundary rules out.
+        ConfigError: a backend that the device, the number of devices or the kind of boundary rules out.
     """
     name, boundary = config.run.backend, config.pipeline.boundary
     if device.type == "cpu":
@@ -91,7 +96,7 @@ def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str
 
 
 def choose_autocast(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 if asked for, or if the device has it: CPUs without it emulate it, some 60 times slower than float32."""
+    """bfloat16 if asked for, or if the device has it: CPUs without it emulate it, 60 times slower than float32."""
     if precision == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else None

@@ -11,7 +11,6 @@ from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
@@ -19,8 +18,8 @@ from lowbit.codecs.sessions import Key
 from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
 from lowbit.train.data import Windows
-from lowbit.train.model import StageModule
-from lowbit.train.plan import Plan
+from lowbit.train.layout import Layout
+from lowbit.train.model import StageModule, next_token_loss
 
 _ROUND_BYTES = 1 << 27
 """Of a round's activations in float32 that cross to or from a rank; up to two rounds arrive and two leave at a time."""
@@ -38,7 +37,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """An activation that there is room for, and what decodes it."""
+    """An activation to receive, and the session that decodes it."""
 
     session: Session
     key: Key | None
@@ -50,9 +49,9 @@ class _Round:
     """Batches that pass the pipeline together.
 
     Attributes:
-        arriving: activations that have not been taken, by stage and number of the batch.
-        sums: what the last stage tells of each batch; own_sums: the same, where that stage is.
-        sent: what may still be on its way.
+        arriving: activations that this rank has not taken yet, by stage and number of the batch.
+        sums: of each batch, as the last stage sends them; own_sums: the same, on the rank of the last stage.
+        sent: messages that may still be on their way.
     """
 
     batches: Sequence[_Batch]
@@ -66,7 +65,7 @@ class Evaluation:
     """Forward passes outside the training schedule, so that its codecs' states and counters stay as they are.
 
     Args:
-        plan: where the stages are; modules: this rank's, by stage.
+        modules: this rank's, by stage.
         stages: this rank's pipeline stages, whose codecs may have learned something that evaluation uses.
         width: elements of an activation; device: where the modules are.
         group: of the pipeline, apart from the training traffic; Gloo carries it, wherever the modules are.
@@ -79,7 +78,7 @@ class Evaluation:
 
     def __init__(
         self,
-        plan: Plan,
+        layout: Layout,
         modules: dict[int, StageModule],
         *,
         stages: Mapping[int, LowBitStage],
@@ -89,28 +88,27 @@ class Evaluation:
         timeout: float = 120.0,
         checksums: bool = True,
     ) -> None:
-        self._stages = stages
-        self._plan, self._modules, self._width = plan, modules, width
-        self._device = device
+        self._layout, self._modules, self._stages = layout, modules, stages
+        self._width, self._device = width, device
         self._messages = Messages(group, "evaluation", timeout=timeout, checksums=checksums)
         self._legs: list[list[int]] = []  # stages between which nothing leaves this rank
         for stage in modules:
-            if stage and not plan.crosses(stage - 1):
+            if stage and not layout.crosses(stage - 1):
                 self._legs[-1].append(stage)
             else:
                 self._legs.append([stage])
 
     @torch.no_grad()
     def loss(self, windows: Windows, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None) -> float:
-        """Mean loss of a token, the same number on every rank; NaN if there are no windows.
+        """Mean loss of a token, in nats, the same number on every rank; NaN if there are no windows.
 
         Args:
             windows: held-out text; batch: windows at a time; batches: how many of them at most (0: all).
-            codecs: one for each boundary; None: float32. A codec that learns from message to message uses what training
-                has taught it, if training uses the same at that boundary, and float32 as long as that has its warm-up;
-                any other starts with nothing in each batch.
+            codecs: one for each boundary; None: float32. A codec that learns from message to message uses the state of
+                training's codec at that boundary if it is the same (float32 during its warm-up), and otherwise starts
+                empty in each batch.
         """
-        chosen = codecs or (Cast(dtype=torch.float32),) * (self._plan.stages - 1)
+        chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
         count = min(len(windows), batch * batches) if batches else len(windows)
         if not count:
             return math.nan
@@ -122,43 +120,43 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """No dropout, and float32 in the codecs' hands whatever the training boundary takes."""
-        before = [(module, module.training, module.wire) for module in self._modules.values()]
+        """No dropout, and float32 activations for the codecs whatever the training boundary sends."""
+        before = [(module, module.training, module.boundary_dtype) for module in self._modules.values()]
         for module in self._modules.values():
             module.eval()
-            module.wire = torch.float32
+            module.boundary_dtype = torch.float32
         try:
             yield
         finally:
-            for module, training, wire in before:
+            for module, training, dtype in before:
                 module.train(training)
-                module.wire = wire
+                module.boundary_dtype = dtype
 
     def _sums(self, windows: Windows, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
         """Sum of losses and number of tokens of each batch of window ids, the same on every rank.
 
-        A round's batches pass one stage after the other, so that a far neighbour makes a round wait for the way through
-        the pipeline once and not each of its batches. The next round begins while the last stages are at this one.
+        All batches of a round pass one stage after the other, so a far neighbour delays a round once and not each of
+        its batches. The next round begins while the last stages work on this one.
         """
         nbytes = len(batches[0]) * windows.sequence * self._width * torch.float32.itemsize
-        size = max(2, _ROUND_BYTES // (nbytes * self._plan.stages_per_rank))
+        size = max(2, _ROUND_BYTES // (nbytes * self._layout.stages_per_rank))
         starts = range(0, len(batches), size)
         rounds = (self._open(windows, batches[i : i + size], codecs) for i in starts)
         begun = deque[_Round]()
-        # Pairs, because there must be room for what arrives in the next round before its senders begin it.
+        # Pairs: the next round's receives must be posted before its senders begin it.
         for current, _ in pairwise(chain(rounds, (None,))):
             assert current is not None
             self._pass(current, codecs)
             begun.append(current)
             # So that no wait is longer than a batch takes somewhere, however long a round is: on a V, the first rank
             # ends one round before it begins the next, and the others wait for its sums meanwhile.
-            while len(begun) > (not self._plan.v_shaped):
+            while len(begun) > (not self._layout.v_shaped):
                 yield from self._close(begun.popleft())
         for each in begun:
             yield from self._close(each)
 
     def _open(self, windows: Windows, ids: Sequence[Tensor], codecs: Sequence[Codec]) -> _Round:
-        """A round, with room for all that arrives here, in the order in which each neighbour sends it."""
+        """A round; posts receives for all that arrives here, in the order in which each neighbour sends it."""
         batches = [_Batch(*windows.batch(each), tuple(each.tolist())) for each in ids]
         arriving = {
             (leg[0], index): self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
@@ -166,33 +164,32 @@ class Evaluation:
             for index, batch in enumerate(batches)
             if leg[0]
         }
-        last = self._plan.rank_of(self._plan.stages - 1)
-        told = batches if last != self._messages.rank else []
-        sums = [self._messages.expect(_SUMS_BYTES, last, "sums") for _ in told]
-        return _Round(batches, arriving, sums)
+        last = self._layout.rank_of(self._layout.stages - 1)
+        expected = len(batches) if last != self._messages.rank else 0
+        return _Round(batches, arriving, [self._messages.expect(_SUMS_BYTES, last, "sums") for _ in range(expected)])
 
     def _expect(self, boundary: int, batch: _Batch, codec: Codec) -> _Arriving:
-        shape = (*batch.inputs.shape, self._width)
-        session = self._session(boundary, codec, shape, outgoing=False)
+        session = self._session(boundary, codec, (*batch.inputs.shape, self._width), outgoing=False)
         key = batch.key if codec.needs_key else None
-        source = self._plan.rank_of(boundary)
-        message = self._messages.expect(session.nbytes(key), source, f"boundary {boundary}")
-        return _Arriving(session, key, message)
+        source = self._layout.rank_of(boundary)
+        return _Arriving(session, key, self._messages.expect(session.nbytes(key), source, f"boundary {boundary}"))
 
-    def _pass(self, now: _Round, codecs: Sequence[Codec]) -> None:
+    def _pass(self, current: _Round, codecs: Sequence[Codec]) -> None:
         """This rank's stages, one after the other, on all batches of a round."""
         for leg in self._legs:
-            for index, batch in enumerate(now.batches):
+            for index, batch in enumerate(current.batches):
                 if leg[0]:
-                    x = self._take(now.arriving.pop((leg[0], index)))
+                    arriving = current.arriving.pop((leg[0], index))
+                    payload = arriving.message.wait().to(self._device)
+                    x = arriving.session.decode(payload, key=arriving.key, training=False)
                 else:
                     x = batch.inputs.to(self._device)
                 for stage in leg:
                     x = self._modules[stage](x)
-                if leg[-1] == self._plan.stages - 1:
-                    self._tell(now, batch, x)
+                if leg[-1] == self._layout.stages - 1:
+                    self._send_sums(current, batch, x)
                 else:
-                    now.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
+                    current.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
 
     def _close(self, done: _Round) -> Iterator[Tensor]:
         """The sums of a round's batches; by then, all that was sent in it has been taken."""
@@ -202,33 +199,28 @@ class Evaluation:
         for sent in done.sent:
             sent.wait()
 
-    def _tell(self, now: _Round, batch: _Batch, logits: Tensor) -> None:
+    def _send_sums(self, current: _Round, batch: _Batch, logits: Tensor) -> None:
         """Send the sums of a batch, on the last stage, to all other ranks."""
-        targets = batch.targets.to(self._device)
-        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-        sums = torch.tensor([float(losses), targets.numel()], dtype=torch.float64)
-        now.own_sums.append(sums)
+        loss = next_token_loss(logits, batch.targets.to(self._device), "sum")
+        sums = torch.tensor([float(loss), batch.targets.numel()], dtype=torch.float64)
+        current.own_sums.append(sums)
         others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
-        now.sent.extend(self._messages.send(sums, rank) for rank in others)
+        current.sent.extend(self._messages.send(sums, rank) for rank in others)
 
     def _send(self, boundary: int, batch: _Batch, x: Tensor, codec: Codec) -> Sent:
         session = self._session(boundary, codec, x.shape, outgoing=True)
         key = batch.key if codec.needs_key else None
         payload = session.encode(x.float(), key=key, training=False)
-        return self._messages.send(payload, self._plan.rank_of(boundary + 1))
-
-    def _take(self, arriving: _Arriving) -> Tensor:
-        payload = arriving.message.wait().to(self._device)
-        return arriving.session.decode(payload, key=arriving.key, training=False)
+        return self._messages.send(payload, self._layout.rank_of(boundary + 1))
 
     def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
-        """One with what training has taught the boundary; a fresh one where that belongs to samples or another codec.
+        """The training's session if shapes share it; otherwise a fresh one, whose state belongs to this batch.
 
         During the warm-up, which has taught nothing yet, it is one at full precision instead.
         """
         stage = self._stages.get(boundary if outgoing else boundary + 1)
-        taught = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
-        if stage is not None and taught and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:
+        same = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
+        if stage is not None and same and codec.shared_by(shape) is not None:
             if not stage.in_warmup:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)

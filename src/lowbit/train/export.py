@@ -1,4 +1,4 @@
-"""The trained model, gathered from all ranks and written as Hugging Face reads it."""
+"""The trained model: gathered from all ranks, written as Hugging Face reads it, and tried on a prompt."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MODEL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(generation_)?config\.json|tokenizer.*|vocab\..*|merges\.txt"
     r"|special_tokens_map\.json|added_tokens\.json|chat_template.*|spiece\.model|sentencepiece.*"
 )
-"""Names of the files that a saved model may have, with any of the tokenizers there are."""
+"""Names of the files that a saved model may have, with any tokenizer."""
 
 
 def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
     """All parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
 
-    Empty on the other ranks. Weights travel in pieces of 8 MiB, of each rank one in turn, so that nobody waits longer
-    than for a piece of everybody, and no rank but 0 needs memory for more than it has.
+    Empty on the other ranks. Each rank in turn sends a piece of 8 MiB, so that no wait is longer than one piece of
+    every rank takes, and no rank but 0 needs memory for more than it has.
 
     Args:
         modules: of this rank. messages: between the ranks of the pipeline; None: there are no others.
@@ -80,3 +80,38 @@ def save_model(folder: Path, weights: dict[str, Tensor], config: PretrainedConfi
     logging.disable_progress_bar()
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.hugging_face().save_pretrained(folder)
+
+
+def generate(folder: str | Path, prompt: str, *, tokens: int = 80, temperature: float = 0.8, seed: int = 0) -> str:
+    """Continue a prompt with the model that a run saved; beyond its longest sequence, the window slides.
+
+    Args:
+        folder: model and tokenizer in Hugging Face format. prompt: at least one character.
+        tokens: how many to add. temperature: 0 takes the likeliest token each time. seed: of the sampling.
+
+    Returns:
+        Prompt and continuation.
+
+    Raises:
+        ValueError: an empty prompt.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if not prompt:
+        raise ValueError("prompt is ''; allowed: at least one character")
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    window = model.config.max_position_embeddings
+    with torch.no_grad():
+        for _ in range(tokens):
+            logits = model(input_ids=ids[:, -window:], use_cache=False).logits[:, -1]
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, chosen], dim=1)
+    return tokenizer.decode(ids[0], skip_special_tokens=True)

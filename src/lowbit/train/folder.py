@@ -1,8 +1,8 @@
 """The folder of a run: which files in it lowbit made, so that it never removes or replaces any other.
 
-Names are written down in `lowbit-run.jsonl` before the files are made, a line at a time, by all processes that write
-into the folder. Nothing else is ever taken for lowbit's own, whatever its name. The same file is locked while a run
-writes into the folder.
+Names are written to `lowbit-run.jsonl` before the files are made, a line at a time, by all processes that write into
+the folder. Nothing else ever counts as lowbit's own, whatever its name. The same file is locked while a run writes into
+the folder.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lowbit.train.manifest import printable
+from lowbit.train.checkpoints.manifest import printable
 
 log = logging.getLogger(__name__)
 
 MARK = "lowbit-run.jsonl"
 KEPT = "cache/"
-"""What stays when a folder is cleared: it depends on nothing but text and tokenizer, which its names tell."""
+"""What stays when a folder is cleared: it depends on text and tokenizer only, and its names identify both."""
 
 PATIENCE_SECONDS = 5.0
 """How long a run waits for the one before to end: a process that was killed may take a moment."""
@@ -34,10 +34,11 @@ PATIENCE_SECONDS = 5.0
 _TURN_SECONDS = 0.1
 _LONGEST_NAME = 255  # bytes of a part of a path; no disk takes more
 _STAGING = ".lowbit-part/"  # ends the names of folders that are lowbit's with all that they hold
+_LOCKED: dict[tuple[int, int], int] = {}  # descriptors that hold this process's locks, by device and inode
 
 
 class RunFolder:
-    """A folder with the record of what lowbit made in it.
+    """A folder with a record of the files that lowbit made in it.
 
     Args:
         path: the folder, which exists as soon as something is made in it.
@@ -53,29 +54,32 @@ class RunFolder:
 
     def made(self) -> set[str]:
         """Files and folders ("model/") that lowbit made, relative to the folder. They need not exist any more."""
-        found: set[str] = set()
+        names: set[str] = set()
         for line in self._lines():
             with contextlib.suppress(KeyError, TypeError):
                 if line.get("cleared") is True:
-                    found = {name for name in found if name.startswith(KEPT)}
-                found.update(filter(_is_inside, line["made"]))
-        return found
+                    names = {name for name in names if name.startswith(KEPT)}
+                names.update(filter(_is_inside, line["made"]))
+        return names
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """What the record holds; whatever is not as lowbit writes it is passed over."""
-        found: list[dict[str, Any]] = []
-        if self.marked:  # a pipe, for example, would be waited for
-            with contextlib.suppress(OSError):
-                for text in (self.path / MARK).read_text("utf-8", errors="replace").splitlines():
-                    with contextlib.suppress(ValueError, RecursionError):
-                        if isinstance(line := json.loads(text), dict):
-                            found.append(line)
-        return found
+    def foreign(self, names: Iterable[str]) -> list[str]:
+        """Those of these files that exist and that lowbit did not make."""
+        made = self.made()
+        return [name for name in names if name not in made and os.path.lexists(self.path / name)]
+
+    def note(self, *names: str) -> None:
+        """Record that these files, and folders ("model/"), are about to be made.
+
+        Parent folders that do not exist yet are recorded with them.
+        """
+        folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents}
+        new = sorted(f for f in folders if f != "./" and not (self.path / f).exists())
+        self._append({"made": [*new, *names]})
 
     def lock(self, patience: float = PATIENCE_SECONDS) -> str:
         """Keep other runs out of the folder until `unlock`, or until this process ends in whatever way.
 
-        A process may lock a folder that it has locked. Where the disk knows no locks, that is said in the log.
+        A process may lock a folder that it has locked. A disk without locks is warned of in the log.
 
         Args:
             patience: seconds to wait for another run to end.
@@ -84,14 +88,11 @@ class RunFolder:
             Who has it locked ("process 7 on host"); empty if this process has now.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        file = _file(descriptor)
-        if file in _LOCKED:
+        descriptor = self._open()
+        file = _identity(descriptor)
+        if file in _LOCKED or not self._try_lock(descriptor, patience):
             os.close(descriptor)
-            return ""
-        if not self._try_lock(descriptor, patience):
-            os.close(descriptor)
-            return self._holder()
+            return "" if file in _LOCKED else self._holder()
         _LOCKED[file] = descriptor
         self._append({"made": [], "process": os.getpid(), "host": socket.gethostname()})
         return ""
@@ -105,7 +106,7 @@ class RunFolder:
         except OSError:
             return ""  # whoever writes here will find out
         try:
-            free = _file(descriptor) in _LOCKED or self._try_lock(descriptor, patience)
+            free = _identity(descriptor) in _LOCKED or self._try_lock(descriptor, patience)
         finally:
             os.close(descriptor)
         return "" if free else self._holder()
@@ -116,6 +117,101 @@ class RunFolder:
             status = (self.path / MARK).stat()
             if (held := _LOCKED.pop((status.st_dev, status.st_ino), None)) is not None:
                 os.close(held)
+
+    def clear(self) -> None:
+        """Remove what lowbit made, and folders of its own that are empty then. Several processes may do so at once.
+
+        Cached token ids (`KEPT`) stay, and so does the record, which is locked.
+        """
+        made = {name for name in self.made() if not name.startswith(KEPT)}
+        for path in (self.path / name for name in made if not name.endswith("/")):
+            if self._is_inside(path):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                    path.unlink()
+        for name in sorted(made, key=len, reverse=True):
+            path = self.path / name
+            if not name.endswith("/") or path.is_symlink() or not self._is_inside(path):
+                continue
+            if name.endswith(_STAGING):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):  # it holds something that is not ours, or is gone
+                    path.rmdir()
+        if self.marked:
+            self._append({"made": [], "cleared": True})
+
+    def out_of_reach(self) -> list[str]:
+        """Files that lowbit made and that `clear` cannot remove, because a symbolic link leads out of the folder."""
+        files = [name for name in self.made() if not name.endswith("/") and os.path.lexists(self.path / name)]
+        return sorted(name for name in files if not self._is_inside(self.path / name))
+
+    def staging(self, name: str) -> Path:
+        """A new, empty folder for `adopt`; one that an earlier attempt left is emptied.
+
+        Raises:
+            FileExistsError: there is one that lowbit did not make.
+        """
+        hidden = f".{name}{_STAGING}"
+        path = self.path / hidden
+        if os.path.lexists(path):
+            if hidden not in self.made() or path.is_symlink():
+                raise FileExistsError(f"{path} is not lowbit's; it needs the name")
+            shutil.rmtree(path)
+        self.note(hidden)
+        path.mkdir()
+        return path
+
+    def adopt(self, staging: Path, name: str) -> None:
+        """Move all files of a staging folder into the folder `name`, and remove what lowbit had there before.
+
+        Raises:
+            FileExistsError: a file of that name is not lowbit's; then nothing was moved.
+        """
+        sources = {
+            f"{name}/{path.relative_to(staging).as_posix()}": path
+            for path in sorted(staging.rglob("*"))
+            if path.is_file()
+        }
+        if others := self.foreign(sources if (self.path / name).is_dir() else [name]):
+            raise FileExistsError(
+                f"{self.path / others[0]} is not lowbit's and stays; what was to go there lies in {staging}"
+            )
+        old = {n for n in self.made() if n.startswith(f"{name}/") and not n.endswith("/")}
+        self.note(*sources)
+        for file, source in sources.items():
+            (self.path / file).parent.mkdir(parents=True, exist_ok=True)
+            source.replace(self.path / file)
+        for file in old - sources.keys():
+            if self._is_inside(self.path / file):
+                (self.path / file).unlink(missing_ok=True)
+        shutil.rmtree(staging)
+
+    def _open(self) -> int:
+        return os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+
+    def _append(self, values: dict[str, Any]) -> None:
+        line = json.dumps(values) + "\n"
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = self._open()
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash cut the last line short
+                line = "\n" + line
+            os.write(descriptor, line.encode())  # a single write, so that processes do not mix theirs
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """The content of the record, without lines that are not as lowbit writes them."""
+        lines: list[dict[str, Any]] = []
+        if self.marked:  # a pipe, for example, would block
+            with contextlib.suppress(OSError):
+                for text in (self.path / MARK).read_text("utf-8", errors="replace").splitlines():
+                    with contextlib.suppress(ValueError, RecursionError):
+                        if isinstance(line := json.loads(text), dict):
+                            lines.append(line)
+        return lines
 
     def _try_lock(self, descriptor: int, patience: float) -> bool:
         deadline = time.monotonic() + patience
@@ -139,133 +235,26 @@ class RunFolder:
             return "another process"
         return printable(f"process {known[-1]['process']} on {known[-1]['host']}")
 
-    def note(self, *names: str) -> None:
-        """Write down that these files, and folders ("model/"), are about to be made.
-
-        Folders on the way that do not exist yet are noted with them.
-        """
-        folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents}
-        new = sorted(f for f in folders if f != "./" and not (self.path / f).exists())
-        self._append({"made": [*new, *names]})
-
-    def _append(self, values: dict[str, Any]) -> None:
-        line = json.dumps(values) + "\n"
-        self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / MARK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a crash cut the last line short
-                line = "\n" + line
-            os.write(descriptor, line.encode())  # a single write, so that processes do not mix theirs
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def foreign(self, names: Iterable[str]) -> list[str]:
-        """Those of these files that exist and that lowbit did not make."""
-        made = self.made()
-        return [name for name in names if name not in made and os.path.lexists(self.path / name)]
-
-    def clear(self) -> None:
-        """Remove what lowbit made, and folders of its own that are empty then. Several processes may do so at once.
-
-        Token ids that were kept (`KEPT`) stay, and so does the record, which is locked.
-        """
-        made = {name for name in self.made() if not name.startswith(KEPT)}
-        for name in made:
-            path = self.path / name
-            if not name.endswith("/") and self._leads_inside(path):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                    path.unlink()
-        for name in sorted(made, key=len, reverse=True):
-            path = self.path / name
-            if name.endswith(_STAGING) and self._leads_inside(path) and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            elif name.endswith("/") and self._leads_inside(path) and not path.is_symlink():
-                with contextlib.suppress(OSError):  # it holds something that is not ours, or is gone
-                    path.rmdir()
-        if self.marked:
-            self._append({"made": [], "cleared": True})
-
-    def out_of_reach(self) -> list[str]:
-        """Files that lowbit made and that `clear` cannot remove, because a symbolic link leads out of the folder."""
-        return sorted(
-            name
-            for name in self.made()
-            if not name.endswith("/") and os.path.lexists(self.path / name) and not self._leads_inside(self.path / name)
-        )
-
-    def adopt(self, staging: Path, name: str) -> None:
-        """Move all files of a folder that lowbit has just filled into the folder `name`, and drop what it had there.
-
-        Raises:
-            FileExistsError: a file of that name is not lowbit's; then nothing was moved.
-        """
-        files = [
-            f"{name}/{path.relative_to(staging).as_posix()}" for path in sorted(staging.rglob("*")) if path.is_file()
-        ]
-        in_the_way = files if (self.path / name).is_dir() else [name]
-        if others := self.foreign(in_the_way):
-            raise FileExistsError(
-                f"{self.path / others[0]} is not lowbit's and stays; what was to go there lies in {staging}"
-            )
-        old = [n for n in self.made() if n.startswith(f"{name}/") and not n.endswith("/")]
-        self.note(*files)
-        for file in files:
-            target = self.path / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (staging / PurePosixPath(file).relative_to(name)).replace(target)
-        for file in set(old) - set(files):
-            if self._leads_inside(self.path / file):
-                (self.path / file).unlink(missing_ok=True)
-        shutil.rmtree(staging)
-
-    def staging(self, name: str) -> Path:
-        """A new, empty folder for `adopt`; one that an earlier attempt left is emptied.
-
-        Raises:
-            FileExistsError: there is one that lowbit did not make.
-        """
-        hidden = f".{name}{_STAGING}"
-        path = self.path / hidden
-        if os.path.lexists(path):
-            if hidden not in self.made() or path.is_symlink():
-                raise FileExistsError(f"{path} is not lowbit's; it needs the name")
-            shutil.rmtree(path)
-        self.note(hidden)
-        path.mkdir()
-        return path
-
-    def _leads_inside(self, path: Path) -> bool:
-        """Whether no symbolic link on the way leads out of the folder."""
+    def _is_inside(self, path: Path) -> bool:
+        """Whether no symbolic link in the path leads out of the folder."""
         try:
             return path.parent.resolve().is_relative_to(self.path.resolve())
-        except (OSError, RuntimeError):  # links that lead in a circle
+        except (OSError, RuntimeError):  # links that form a circle
             return False
 
 
-_LOCKED: dict[tuple[int, int], int] = {}  # descriptors that hold this process's locks, by file
-
-
-def _file(descriptor: int) -> tuple[int, int]:
+def _identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
 
 def _is_inside(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and _is_name(name)
-        and name not in ("", ".", "/")
-        and not PurePosixPath(name).is_absolute()
-        and (".." not in PurePosixPath(name).parts)
-    )
-
-
-def _is_name(name: str) -> bool:
-    """Whether a disk could have a file of this name."""
+    """Whether a recorded name is one that a disk could have, inside the folder."""
+    if not isinstance(name, str) or name in ("", ".", "/") or "\0" in name:
+        return False
     try:
-        parts = [os.fsencode(part) for part in name.split("/")]
+        lengths = [len(os.fsencode(part)) for part in name.split("/")]
     except UnicodeEncodeError:
         return False
-    return "\0" not in name and all(len(part) <= _LONGEST_NAME for part in parts)
+    path = PurePosixPath(name)
+    return max(lengths) <= _LONGEST_NAME and not path.is_absolute() and ".." not in path.parts

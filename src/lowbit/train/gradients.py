@@ -1,4 +1,4 @@
-"""A rank's gradients between backward passes and optimizer: in `.grad`, or stored in few bits."""
+"""A rank's gradients between backward passes and the optimizer: in `.grad`, or stored in few bits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lowbit.train import optim
 from lowbit.train.config import FULL_PRECISION, GradientsConfig
 
 
-def storage_codec(config: GradientsConfig) -> Summable | None:
-    """What gradients are stored in; None: nothing but `.grad`.
+def storage_codec(config: GradientsConfig) -> Codec | None:
+    """The codec of stored gradients; None: they stay in `.grad`.
 
     Raises:
-        ConfigError: a name or argument that no codec has, or one with state.
+        ConfigError: a name or argument that no codec has, or a codec with state.
     """
     if config.storage == FULL_PRECISION:
         return None
@@ -38,11 +38,11 @@ def storage_codec(config: GradientsConfig) -> Summable | None:
 
 
 class Gradients:
-    """One meaning of a step's phases for both ways.
+    """The phases of a step, for gradients in `.grad` and for stored ones.
 
     Args:
-        parameters: of this rank. codec: what they are stored in, None for `.grad`.
-        microbatches: whose gradients add up to their mean.
+        parameters: of this rank. codec: of their stored gradients, None for `.grad`.
+        microbatches: whose gradients are averaged.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], codec: Codec | None, *, microbatches: int) -> None:
@@ -56,13 +56,13 @@ class Gradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held from one micro-batch to the next."""
+        """Bytes of the gradients between micro-batches."""
         if self.storage is not None:
             return self.storage.nbytes
         return sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
 
     def finish(self) -> None:
-        """After the last backward pass: the mean over micro-batches, which the schedule itself takes in `.grad`."""
+        """After the last backward pass: take the mean over micro-batches, as the schedule itself does in `.grad`."""
         if self.storage is not None:
             self.storage.absorb()
             self.storage.scale_(1 / self.microbatches)
@@ -71,8 +71,8 @@ class Gradients:
         """Replace all gradients by their means over replicas.
 
         Args:
-            reduce: starts to replace a float32 tensor of one dimension by its mean; what it returns has `wait`. Two
-                buckets are under way at a time.
+            reduce: starts to replace a float32 tensor of one dimension by its mean and returns something with `wait`.
+                Two buckets are under way at a time.
         """
         if self.storage is not None:
             self.storage.all_reduce(reduce)
@@ -98,7 +98,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def in_full(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Have these parameters' gradients in `.grad` inside the `with` block, and take over what it leaves there."""
+        """Put these parameters' gradients into `.grad` inside the `with` block, and store what it leaves there."""
         if self.storage is None:
             yield
             return
@@ -112,21 +112,21 @@ class Gradients:
                 parameter.grad = None
 
     def of(self, parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-        """Gradients of those that have one, one at a time."""
+        """Gradients of the parameters that have one, one at a time."""
         if self.storage is not None:
             yield from (gradient for _, gradient in self.storage.gradients(parameters))
         else:
             yield from (p.grad for p in parameters if p.grad is not None)
 
     def clip(self, *, norm: float, limit: float) -> None:
-        """Shrink all so that the norm of all ranks', `norm`, becomes at most `limit` (0: never)."""
+        """Scale all so that the norm over all ranks, now `norm`, is at most `limit` (0: never)."""
         if self.storage is None:
             optim.scale_(self.of(self.parameters), norm=norm, limit=limit)
         elif limit and norm > limit:
             self.storage.scale_(limit / norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step, after which there are no gradients."""
+        """Take the optimizer's step and drop the gradients."""
         if self.storage is None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -142,7 +142,7 @@ def _flat(parameter: nn.Parameter) -> Tensor:
 
 
 def _take(bucket: list[nn.Parameter], flat: Tensor, pending: Any) -> None:
-    """Wait for a bucket's means, and give them to its parameters."""
+    """Wait for a bucket's means, and copy them to its parameters."""
     pending.wait()
     for parameter, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
         if parameter.grad is None:

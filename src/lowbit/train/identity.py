@@ -1,8 +1,7 @@
-"""What makes a run this run and no other, by configuration key; and what differs when one goes on from a checkpoint."""
+"""The identity of a run: all that its losses depend on, by configuration key; and what differs when it resumes."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import json
@@ -18,11 +17,13 @@ from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.train.activations import written_out
 from lowbit.train.boundaries import in_full
+from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data
-from lowbit.train.manifest import printable
+from lowbit.train.layout import Layout
 from lowbit.train.model import architecture
-from lowbit.train.plan import Plan
+from lowbit.train.section import ConfigError
+from lowbit.train.tokenizer import definition
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",
@@ -30,17 +31,17 @@ FIXED = (
 )  # fmt: skip
 """Keys that no resume may change: the weights of a checkpoint belong to these."""
 
-_FORMATS = ("pipeline.forward", "pipeline.backward", "gradients.storage", "gradients.all_reduce")
 NOT_RECORDED = "not recorded"
-"""Stands for a value that a checkpoint tells nothing of."""
+"""Stands for a value that a checkpoint does not have."""
 
+_FORMATS = ("pipeline.forward", "pipeline.backward", "gradients.storage", "gradients.all_reduce")
 _LONGEST = 500  # characters of a value in a message
 _WARM_UP = "pipeline.warmup_steps"
-_BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of a file of pretrained weights, to tell it from another
+_BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of a file of pretrained weights, to distinguish it from another
 
 
 class Change(NamedTuple):
-    """A key that has another value than in the checkpoint."""
+    """A key whose value differs from the checkpoint's."""
 
     key: str
     before: Any
@@ -56,15 +57,14 @@ class Change(NamedTuple):
 
 
 def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, Any]:
-    """All that losses depend on but the layout of the ranks; what JSON can hold, by configuration key.
+    """All that losses depend on but the layout of the ranks, by configuration key, as JSON can hold it.
 
-    None is what means nothing in this run, such as the format between pipelines where there is one pipeline.
-    `run.precision`, which depends on the device that a rank computes on, is left to the ranks.
+    None stands for what has no effect in this run, such as the format between pipelines where there is one pipeline.
+    `run.precision`, which depends on the device that a rank computes on, is added by the ranks.
     """
-    model, pipeline = config.model, config.pipeline
+    model, pipeline, storage = config.model, config.pipeline, config.gradients.storage
     lowbit_stages = pipeline.boundary == "lowbit"
     formats = in_full(pipeline)
-    storage, several = config.gradients.storage, pipeline.data_parallel > 1
     identity = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
     identity |= {
         "model.dropout": model.dropout,
@@ -77,43 +77,42 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "data.batch": config.data.batch,
         "pipeline.boundary": pipeline.boundary,
         "pipeline.microbatches": pipeline.microbatches,
-        "pipeline.forward": _same(formats.forward) if lowbit_stages else None,
-        "pipeline.backward": _same(formats.backward) if lowbit_stages else None,
+        "pipeline.forward": _once(formats.forward) if lowbit_stages else None,
+        "pipeline.backward": _once(formats.backward) if lowbit_stages else None,
         _WARM_UP: config.codec_warmup_steps if lowbit_stages else None,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
-        "gradients.all_reduce": repr(parse(config.gradients.all_reduce)) if several else None,
+        "gradients.all_reduce": repr(parse(config.gradients.all_reduce)) if pipeline.data_parallel > 1 else None,
         "run.seed": config.run.seed,
         "run.steps": config.run.steps,
         "run.precision": config.run.precision,
     }
-    for name, section in {"activations": written_out(config.activations), "optimizer": config.optimizer}.items():
-        identity |= {f"{name}.{key}": value for key, value in dataclasses.asdict(section).items()}
-    del identity["activations.plan"]  # known by the bits
+    for section in ("activations", "optimizer"):
+        identity |= {f"{section}.{key}": value for key, value in vars(getattr(config, section)).items()}
     return json.loads(json.dumps(identity))
 
 
-def layout_of(config: TrainConfig, plan: Plan) -> dict[str, Any]:
-    """Where the parts of the model are; a resume may change all of it."""
+def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """Where the parts of the model are, as manifests record it; a resume may change all of it."""
     pipeline = config.pipeline
     return {
-        "pipeline.ranks": plan.ranks,
+        "pipeline.ranks": layout.ranks,
         "pipeline.data_parallel": pipeline.data_parallel,
-        "pipeline.stages_per_rank": plan.stages_per_rank,
+        "pipeline.stages_per_rank": layout.stages_per_rank,
         "pipeline.schedule": pipeline.schedule,
-        "layers": list(plan.layer_counts),
+        "layers": list(layout.layer_counts),
         "rows": config.rows,
     }
 
 
 def versions() -> dict[str, str]:
-    """Of what computes; another one is no other run, but may round otherwise."""
+    """Of lowbit and PyTorch. Another version is the same run, but may round differently."""
     return {"lowbit": lowbit.__version__, "torch": torch.__version__}
 
 
 def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:
-    """Keys whose values mean something else, for a run that goes on after `step` steps.
+    """Keys whose values mean something else, for a run that resumes after `step` steps.
 
-    What means nothing in either is the same, and so is a warm-up that is over by then.
+    A key that has no effect in either run is the same, and so is a warm-up that is over by then.
     """
     changes = []
     for key, value in after.items():
@@ -122,7 +121,7 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
             continue
         if key == _WARM_UP and isinstance(was, int) and max(was, value) <= step:
             continue
-        if not _same_value(key, was, value):
+        if was != value and not (key in _FORMATS and _same_formats(was, value)):
             changes.append(Change(key, was, value))
     return changes
 
@@ -131,7 +130,7 @@ def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
     """Check `run.allow_change`.
 
     Raises:
-        ConfigError: a key that is none of a run's identity, or that no resume may change.
+        ConfigError: a key that is not compared, or that no resume may change.
     """
     known = list(known)
     for key in keys:
@@ -147,7 +146,7 @@ def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
 
 
 def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str:
-    """What to say where a run differs in more than it was allowed to; empty if it does not."""
+    """The message for a run that differs in more than it is allowed to; empty if it does not."""
     refused = [change for change in changes if change.key in FIXED or change.key not in set(allowed)]
     if not refused:
         return ""
@@ -162,7 +161,7 @@ def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str
 
 
 def pretrained_digest(folder: str) -> str:
-    """By which a pretrained model is known wherever it lies: its configuration, and samples of its weights' files."""
+    """Identifies a pretrained model in any folder, by its configuration and samples of its weights' files."""
     if not folder:
         return ""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
@@ -177,7 +176,7 @@ def pretrained_digest(folder: str) -> str:
 
 
 def _short(text: str) -> str:
-    """What fits into a message, of a value that may be a foreign file's."""
+    """A value, which may come from a foreign file, made safe and short for a message."""
     text = printable(text)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -192,31 +191,19 @@ def _digest(*parts: np.ndarray) -> str:
 def _tokenizer(config: TrainConfig, data: Data) -> str:
     if config.data.tokenizer == "bytes":
         return "bytes"
-    tokenizer = data.tokenizer.hugging_face()
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    # Not its `repr`, which has the path of the folder.
-    text = fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(definition(data.tokenizer.hugging_face()).encode()).hexdigest()[:16]
 
 
-def _same(formats: tuple[str, ...]) -> list[str]:
-    """One format for all boundaries, if it is the same at all of them: their number belongs to the layout."""
+def _once(formats: tuple[str, ...]) -> list[str]:
+    """One format if all boundaries have the same: their number belongs to the layout."""
     return list(formats[:1] if len(set(formats)) == 1 else formats)
 
 
-def _same_value(key: str, was: Any, value: Any) -> bool:
-    if was == value or key not in _FORMATS:
-        return was == value
+def _same_formats(was: Any, value: Any) -> bool:
+    """Whether names of formats, or lists of names, mean the same."""
     texts = (was, value) if isinstance(value, list) else ([was], [value])
     try:
-        return [*map(_parsed, texts[0])] == [*map(_parsed, texts[1])]
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):  # a format that this version does not have any more
+        before, after = ([text if text == FULL_PRECISION else parse(text) for text in each] for each in texts)
+    except (TypeError, ValueError, RecursionError):  # a format that this version does not have any more
         return False
-
-
-def _parsed(text: str) -> Any:
-    return text if text == FULL_PRECISION else parse(text)
+    return before == after

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
-from lowbit.train.manifest import newest_step
 from lowbit.train.process import FAILED, USAGE, Process
 from lowbit.train.summary import Summary, read_summary
 

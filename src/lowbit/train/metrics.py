@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: a line of JSON for each step, curves for TensorBoard, a live line of progress."""
+"""Metrics of a run: a line of JSON for each step, curves for TensorBoard, and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Work:
     """What one step cost on this rank.
 
-    Seconds of codecs include those of checksums. Bytes and elements are those it sent over boundaries, and of gradients
-    to other pipelines; an all-reduce has to send 2 (W - 1) / W elements for each of the tensor's.
+    Seconds of codecs include those of checksums. Bytes and elements are those that the rank sent over boundaries, and
+    of gradients to other pipelines; an all-reduce sends 2 (W - 1) / W elements for each of the tensor's.
     """
 
     forward_bytes: int = 0
@@ -42,11 +42,11 @@ class StepMetrics:
     Attributes:
         step: counted from 0. loss: mean over the batch, in nats. lr: learning rate. grad_norm: before clipping.
         tokens_per_second: of the whole batch, over the whole step.
-        bits_forward, bits_backward: bits on the wire for each element that crossed; None if nothing did.
+        bits_forward, bits_backward: bits sent for each element that crossed a boundary; None if nothing did.
         bits_gradients: of gradients between pipelines, likewise.
-        bytes_activations: that autograd kept at the worst moment of the rank that kept most; counted in the first step
-            of a run with `[activations]`, and the same in all others; None without.
-        bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: against float32.
+        bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: compared with float32.
+        bytes_activations: peak that autograd saved, on the rank with most; counted in the first step of a run with
+            `[activations]`, and the same in all others; None without.
         seconds: the whole step; compute_seconds, codec_seconds, wait_seconds: shares of it, mean over the ranks.
         checksum_seconds: of making and checking checksums, a part of codec_seconds.
     """
@@ -86,34 +86,25 @@ def step_metrics(
     work: Work,
     bytes_activations: int | None = None,
 ) -> StepMetrics:
-    """Metrics from the sums over all ranks, and what activations take on one of them at most."""
+    """Metrics from the sums over all ranks."""
     sent = work.forward_bytes + work.backward_bytes + work.gradient_bytes
     elements = work.forward_elements + work.backward_elements + work.gradient_elements
+    shares = {name: value / ranks for name, value in vars(work).items() if name.endswith("_seconds")}
     return StepMetrics(
-        step=step,
-        loss=loss,
-        lr=lr,
-        grad_norm=grad_norm,
-        tokens_per_second=tokens / seconds,
+        step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=tokens / seconds,
         bits_forward=bits(work.forward_bytes, work.forward_elements),
         bits_backward=bits(work.backward_bytes, work.backward_elements),
         bits_gradients=bits(work.gradient_bytes, work.gradient_elements),
-        bytes_sent=round(sent),
-        bytes_saved=round(4 * elements - sent),
-        bytes_activations=bytes_activations,
-        seconds=seconds,
-        compute_seconds=work.compute_seconds / ranks,
-        codec_seconds=work.codec_seconds / ranks,
-        checksum_seconds=work.checksum_seconds / ranks,
-        wait_seconds=work.wait_seconds / ranks,
-    )
+        bytes_sent=round(sent), bytes_saved=round(4 * elements - sent), bytes_activations=bytes_activations,
+        seconds=seconds, **shares,
+    )  # fmt: skip
 
 
 class Recorder:
     """Writes metrics of a run; on rank 0 only.
 
     Args:
-        folder: of the run; start: the step it begins with, later lines of an earlier attempt are dropped.
+        folder: of the run; start: the step it begins with: an earlier attempt's lines from there on are dropped.
         steps: in the whole run; tensorboard, progress: what to write and show.
     """
 
@@ -141,11 +132,11 @@ class Recorder:
         if self._board is not None:
             for name, value in losses.items():
                 self._board.add_scalar(f"evaluation/{name}", value, step)
-        told = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
-        self.say(f"step {step}: {told}")
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
+        self.say(f"step {step}: {shown}")
 
     def say(self, text: str) -> None:
-        """A line above the progress."""
+        """Show a line above the progress."""
         if self._display is not None:
             self._display.say(text)
 
@@ -159,20 +150,17 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`.
-
-    A last one that a crash cut short is left out, and so are others that cannot be read, with a warning.
-    """
+    """The lines of a `metrics.jsonl`, without a last one that a crash cut short; others are left out with a warning."""
     if not path.exists():
         return []
-    found, bad = [], []
+    lines, bad = [], []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):
             values = None
         if isinstance(values, dict) and isinstance(values.get("step"), int):
-            found.append(values)
+            lines.append(values)
         else:
             bad.append(str(number))
     if bad:
@@ -180,7 +168,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             "%s: line%s %s cannot be read and %s left out",
             path, "s" * (len(bad) > 1), ", ".join(bad), "are" if len(bad) > 1 else "is",
         )  # fmt: skip
-    return found
+    return lines
 
 
 def _keep_steps_before(path: Path, start: int) -> None:
@@ -200,7 +188,7 @@ def _open_board(folder: Path, start: int) -> SummaryWriter | None:
 
 
 class _Display:
-    """Progress on standard error: one live line on a terminal, a line now and then elsewhere."""
+    """Progress on standard error: one live line on a terminal, elsewhere ten lines in a run."""
 
     def __init__(self, start: int, steps: int) -> None:
         self._steps, self._every = steps, max(1, steps // 10)
@@ -208,17 +196,11 @@ class _Display:
         self._task: TaskID | None = None
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeRemainingColumn,
-            )
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             console = Console(stderr=True)
             columns = [MofNCompleteColumn(), TextColumn("{task.description}", markup=False)]
-            if console.width >= 110:  # what a step came to is worth more than the bar
+            if console.width >= 110:  # the metrics of a step are worth more than the bar
                 columns.append(BarColumn(24))
             self._progress = Progress(*columns, TimeRemainingColumn(compact=True), console=console)
             self._task = self._progress.add_task("", total=steps, completed=start)
@@ -244,7 +226,7 @@ class _Display:
 
 
 def describe(metrics: StepMetrics) -> str:
-    """A step in one line: loss, speed, bits each way, and what the link was spared."""
+    """A step in one line: loss, speed, bits each way, and bytes saved."""
     text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tok/s"
     if metrics.bits_forward is not None and metrics.bits_backward is not None:
         text += f"  bits {metrics.bits_forward:.2f} fwd {metrics.bits_backward:.2f} bwd"

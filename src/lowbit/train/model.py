@@ -1,8 +1,8 @@
 """Hugging Face causal language models, whole, and cut into the modules that pipeline stages run.
 
-A stage's module is the model's own decoder with the layers of other stages taken out: Hugging Face's `forward` makes
-masks, positions and rotary embeddings exactly as it does for the whole model. Where a stage has no embedding it is fed
-activations instead of token ids, and where it has no final norm the identity stands in for it.
+A stage's module is the model's own decoder without the layers of other stages: Hugging Face's `forward` makes masks,
+positions and rotary embeddings exactly as it does for the whole model. A stage without the embedding takes activations
+instead of token ids; in a stage without the final norm, the identity replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """What an architecture calls its parts, inside its decoder."""
+    """Names of an architecture's parts, inside its decoder."""
 
     layers: str = "layers"
     norm: str = "norm"
@@ -44,12 +44,9 @@ def count_layers(model: ModelConfig) -> int:
     """Decoder layers of the model, without loading it.
 
     Raises:
-        ConfigError: `model.pretrained` is no folder with a supported model.
+        ConfigError: `model.pretrained` is not a folder with a supported model.
     """
-    if not model.pretrained:
-        return model.layers
-    values = _pretrained_config(model.pretrained)
-    return int(values.get("num_hidden_layers", values.get("n_layer", 0)))
+    return int(_size(model, "num_hidden_layers", "n_layer") or 0) if model.pretrained else model.layers
 
 
 def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
@@ -70,45 +67,37 @@ def vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
 
 
 def longest_sequence(model: ModelConfig) -> int | None:
-    """Positions that a pretrained model knows; None: as many as this run wants."""
-    if not model.pretrained:
-        return None
-    values = _pretrained_config(model.pretrained)
-    return values.get("max_position_embeddings", values.get("n_positions"))
+    """Positions that a pretrained model knows; None: no limit."""
+    return _size(model, "max_position_embeddings", "n_positions") if model.pretrained else None
 
 
 def hidden_size(model: ModelConfig) -> int | None:
-    """Elements of an activation of a token; None: a pretrained model does not tell before it is loaded."""
-    if not model.pretrained:
-        return model.dim
-    values = _pretrained_config(model.pretrained)
-    return values.get("hidden_size", values.get("n_embd"))
+    """Elements of an activation of a token; None: a pretrained model's configuration does not have it."""
+    return _size(model, "hidden_size", "n_embd") if model.pretrained else model.dim
 
 
 def architecture(model: ModelConfig, *, vocab: int) -> dict[str, Any]:
-    """The sizes that a configuration comes to, by the names of `ModelConfig`, without loading the model."""
+    """The sizes of the model, by the names of `ModelConfig`, without loading it."""
     if not model.pretrained:
-        usual = 4 * model.dim if model.family == "gpt2" else _gated_width(model.dim)
         return {
             "family": model.family, "dim": model.dim, "layers": model.layers, "heads": model.heads,
             "kv_heads": (0 if model.family == "gpt2" else model.kv_heads) or model.heads,
-            "ffn": model.ffn or usual, "vocab": vocab,
+            "ffn": _ffn(model), "vocab": vocab,
             "tied": model.family == "gpt2" if model.tied is None else model.tied,
         }  # fmt: skip
-    values = _pretrained_config(model.pretrained)
     names = {
         "family": ("model_type",), "dim": ("hidden_size", "n_embd"), "layers": ("num_hidden_layers", "n_layer"),
         "heads": ("num_attention_heads", "n_head"), "kv_heads": ("num_key_value_heads",),
         "ffn": ("intermediate_size", "n_inner"), "vocab": ("vocab_size",), "tied": ("tie_word_embeddings",),
     }  # fmt: skip
-    return {key: next((values[n] for n in each if n in values), None) for key, each in names.items()}
+    return {key: _size(model, *each) for key, each in names.items()}
 
 
 def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> PreTrainedModel:
     """The whole model in float32 on the CPU: pretrained weights, or random ones that depend on `seed` alone.
 
     Raises:
-        ConfigError: a folder that Hugging Face cannot load.
+        ConfigError: Hugging Face cannot load the folder.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -128,7 +117,7 @@ def build_model(model: ModelConfig, *, vocab: int, sequence: int, seed: int) -> 
 
 
 def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> PretrainedConfig:
-    """The architecture as Hugging Face writes it into `config.json`."""
+    """The architecture as Hugging Face's class."""
     from transformers import AutoConfig
 
     if model.pretrained:
@@ -144,9 +133,9 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
     if model.tied is not None:
         values["tie_word_embeddings"] = model.tied
     if model.family == "gpt2":
-        values["n_inner"] = model.ffn or 4 * model.dim
+        values["n_inner"] = _ffn(model)
     else:
-        values["intermediate_size"] = model.ffn or _gated_width(model.dim)
+        values["intermediate_size"] = _ffn(model)
         values["num_key_value_heads"] = model.kv_heads or model.heads
         values["head_dim"] = model.dim // model.heads
     return AutoConfig.for_model(model.family, **values, **_dropouts(model.family, model.dropout))
@@ -158,18 +147,18 @@ def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") ->
 
 
 class StageModule(nn.Module):
-    """What one pipeline stage computes: token ids or activations in, activations or logits out.
+    """One pipeline stage: token ids or activations in, activations or logits out.
 
     Args:
-        model: the whole model; its layers are shared with it, not copied.
-        layers: which decoder layers are this stage's.
+        model: the whole model, whose layers are shared, not copied.
+        layers: the decoder layers of this stage.
         first, last: whether the stage has the embedding, and the final norm with the output matrix.
         autocast: dtype of matrix products inside; None: as the weights.
-        wire: dtype of the activations that cross boundaries.
+        boundary_dtype: of the activations that it hands to the next stage.
 
     Attributes:
         names: of this stage's parameters in the whole model.
-        aliases: of those that are copies, the name of what they are a copy of.
+        aliases: for those that are copies, the name of the original.
     """
 
     def __init__(
@@ -180,10 +169,10 @@ class StageModule(nn.Module):
         first: bool,
         last: bool,
         autocast: torch.dtype | None = None,
-        wire: torch.dtype = torch.float32,
+        boundary_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.first, self.last, self.autocast, self.wire = first, last, autocast, wire
+        self.first, self.last, self.autocast, self.boundary_dtype = first, last, autocast, boundary_dtype
         self.width, self.vocab = model.config.hidden_size, model.config.vocab_size
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
         self.aliases: dict[str, str] = {}
@@ -199,19 +188,19 @@ class StageModule(nn.Module):
             x: on the first stage token ids, int64 (batch, sequence); elsewhere activations (batch, sequence, dim).
 
         Returns:
-            Activations in the wire's dtype; on the last stage logits (batch, sequence, vocab).
+            Activations in `boundary_dtype`; on the last stage logits (batch, sequence, vocab).
         """
         with torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.to(self.decoder.dtype)}
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             if self.head is not None:
                 return self.head(hidden)
-            hidden = hidden.to(self.wire)
+            hidden = hidden.to(self.boundary_dtype)
             # Zero-bubble schedules detach outputs in place, which views do not allow.
             return hidden.clone() if hidden._is_view() else hidden
 
     def _output_matrix(self, model: PreTrainedModel) -> nn.Module:
-        """The output matrix; a copy of its own where the embedding that it is tied to lives on another stage."""
+        """The output matrix; a copy if the embedding that it is tied to is on another stage."""
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         assert isinstance(head, nn.Linear)
         if not self.first and head.weight is embedding.weight:
@@ -223,7 +212,7 @@ class StageModule(nn.Module):
 
 
 def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> nn.Module:
-    """The decoder with these layers only. The modules that stay are shared with `model`."""
+    """The decoder with these layers only. Its modules are shared with `model`."""
     anatomy = _ANATOMY[model.config.model_type]
     decoder = copy.copy(model.base_model)
     decoder._modules = dict(decoder._modules)
@@ -245,35 +234,38 @@ def _cut(model: PreTrainedModel, layers: range, *, first: bool, last: bool) -> n
 
 
 class _Zero(nn.Module):
-    """Stands in for position embeddings that the first stage has added already."""
+    """Replaces position embeddings, which the first stage has added."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return torch.zeros((), device=positions.device)
 
 
+def _size(model: ModelConfig, *names: str) -> Any:
+    """A value of a pretrained model's configuration, under the first of these names that it has; None without one."""
+    values = _pretrained_config(model.pretrained)
+    return next((values[name] for name in names if name in values), None)
+
+
 def _pretrained_config(folder: str) -> dict[str, Any]:
-    path = Path(folder) / "config.json"
+    given, path = f"model.pretrained is {folder!r}", Path(folder) / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"model.pretrained is {folder!r}; {path}: {error.strerror}; allowed: a folder with a saved model"
-        ) from error
+        raise ConfigError(f"{given}; {path}: {error.strerror}; allowed: a folder with a saved model") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"model.pretrained is {folder!r}; {path} is not JSON: {error}") from error
+        raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"model.pretrained is {folder!r}; {path} holds no JSON object")
-    if values.get("model_type") not in FAMILIES:
-        raise ConfigError(
-            f"model.pretrained is {folder!r}, a model of type {values.get('model_type')!r}; "
-            f"allowed: {', '.join(FAMILIES)}"
-        )
+        raise ConfigError(f"{given}; {path} holds no JSON object")
+    kind = values.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"{given}, a model of type {kind!r}; allowed: {', '.join(FAMILIES)}")
     return values
 
 
-def _gated_width(dim: int) -> int:
-    """Llama's usual feed-forward width: 8/3 of the model's, rounded up to a multiple of 64."""
-    return -(-(8 * dim // 3) // 64) * 64
+def _ffn(model: ModelConfig) -> int:
+    """Width of the feed-forward layers; by default, Llama's is 8/3 of the model's, rounded up to a multiple of 64."""
+    usual = 4 * model.dim if model.family == "gpt2" else -(-(8 * model.dim // 3) // 64) * 64
+    return model.ffn or usual
 
 
 def _dropouts(family: str, value: float) -> dict[str, float]:

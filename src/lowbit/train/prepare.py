@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run, found before a process group or process exists."""
+"""Checks everything that can be wrong with a run, before a process group or process exists."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, check_schedule, planned_settings, saved_policies
 from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
-from lowbit.train.checkpoint import FOLDER, NO_CHECKPOINT, About, Checkpoints
+from lowbit.train.checkpoints.manifest import (
+    MANIFEST,
+    OLDER,
+    DamagedError,
+    Manifest,
+    read_manifest,
+    shares_in,
+    steps_in,
+)  # fmt: skip
+from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
-from lowbit.train.identity import (
-    changes_between,
-    check_allowed,
-    layout_of,
-    refuse,
-    run_identity,
-    versions,
-)
-from lowbit.train.manifest import MANIFEST, OLDER, DamagedError, read_manifest, shares_in, steps_in
+from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
+from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
-from lowbit.train.plan import Plan, make_plan
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
 
 FILES = ("metrics.jsonl", "metrics.part", "summary.json", "config.json")
@@ -42,10 +43,16 @@ _FOLDERS = (FOLDER, "tensorboard", "model")
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A configuration with all that follows from it on this machine."""
+    """A configuration with all that follows from it on this machine.
+
+    Attributes:
+        layout: of each pipeline. codecs: of its boundaries; activations: what its stages save, by stage.
+        storage: codec of stored gradients, if any; all_reduce: of gradients between pipelines.
+        vocab: entries of the embedding. identity: what losses depend on (`lowbit.train.identity`).
+    """
 
     config: TrainConfig
-    plan: Plan
+    layout: Layout
     codecs: Codecs
     activations: Policies
     storage: Codec | None
@@ -58,32 +65,25 @@ class Prepared:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What matrix products are computed in; None: as the weights. Only asked for where a rank computes."""
+        """Dtype of matrix products; None: as the weights. Only asked for where a rank computes."""
         return choose_autocast(self.config.run.precision, self.device)
 
     @property
-    def wire(self) -> torch.dtype:
-        """What stages hand to their boundaries: bfloat16 where a stock stage shall send that."""
+    def boundary_dtype(self) -> torch.dtype:
+        """Dtype of the activations that stages hand to their boundaries."""
         return stock_dtype(self.config.pipeline)
 
-    def about(self, attempt: str, *, ranks: int) -> About:
-        """What the shares of checkpoints say of this run, where a rank computes.
+    def manifest(self, attempt: str, *, rank: int, ranks: int) -> Manifest:
+        """What the manifests of all this rank's checkpoints have in common; to be called where the rank computes.
 
         Args:
             attempt: the same on all ranks, and never again. ranks: of the whole run.
         """
         precision = "fp32" if self.autocast is None else "bf16"
-        return About(
-            ranks=ranks,
-            attempt=attempt,
-            layout=layout_of(self.config, self.plan),
-            identity=self.identity | {"run.precision": precision},
-            versions=versions(),
-        )
-
-    def checkpoints(self, rank: int) -> Checkpoints:
-        """The checkpoints of a rank of this run."""
-        return Checkpoints(Path(self.config.run.output), rank=rank, keep=self.config.run.keep)
+        return Manifest(
+            rank=rank, ranks=ranks, attempt=attempt, layout=layout_of(self.config, self.layout),
+            identity=self.identity | {"run.precision": precision}, versions=versions(),
+        )  # fmt: skip
 
 
 def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
@@ -93,20 +93,21 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
         ConfigError: anything that would keep the run from starting, in one line.
     """
     of_pipeline = ranks_of_pipeline(ranks, config.pipeline.data_parallel)
-    plan = make_plan(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
-    codecs = make_codecs(config.pipeline, plan.stages - 1)
+    layout = make_layout(config.pipeline, ranks=of_pipeline, layers=count_layers(config.model))
+    codecs = make_codecs(config.pipeline, layout.stages - 1)
     check_codecs(codecs, width=hidden_size(config.model), warmup_steps=config.codec_warmup_steps)
+    activations = saved_policies(config.activations, layout.stages)
+    check_schedule(activations, config.pipeline.schedule)
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)
-    output = Path(config.run.output)
     check_output(config)
     longest = longest_sequence(config.model)
     if longest is not None and config.data.sequence > longest:
         raise ConfigError(
             f"data.sequence is {config.data.sequence}; the model knows {longest} positions; allowed: at most as many"
         )
-    data = load_data(config.data, cache=output / "cache")
+    data = load_data(config.data, cache=Path(config.run.output) / "cache")
     vocab = vocabulary(config.model, data.tokenizer.size)
     activations = saved_policies(config.activations, plan.stages, planned_settings(config, plan, vocab))
     check_schedule(activations, config.pipeline.schedule)
@@ -115,18 +116,9 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
     if config.run.resume and not _launched():
         _check_resume(config, identity)
     return Prepared(
-        config=config,
-        plan=plan,
-        codecs=codecs,
-        activations=activations,
-        storage=storage,
-        all_reduce=all_reduce,
-        data=data,
-        vocab=vocab,
-        device=device,
-        backend=backend,
-        identity=identity,
-    )
+        config=config, layout=layout, codecs=codecs, activations=activations, storage=storage, all_reduce=all_reduce,
+        data=data, vocab=vocab, device=device, backend=backend, identity=identity,
+    )  # fmt: skip
 
 
 def check_output(config: TrainConfig) -> None:
@@ -136,50 +128,61 @@ def check_output(config: TrainConfig) -> None:
         ConfigError: the folder cannot be used.
     """
     run, output = config.run, Path(config.run.output)
+    name = f"run.output {str(output)!r}"
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"run.output {str(output)!r} cannot be written to: {reason}") from error
+        raise ConfigError(f"{name} cannot be written to: {reason}") from error
     folder = RunFolder(output)
     if os.path.lexists(output / MARK) and not folder.marked:
-        raise ConfigError(f"run.output {str(output)!r} has a {MARK} that is no regular file; allowed: another folder")
+        raise ConfigError(f"{name} has a {MARK} that is no regular file; allowed: another folder")
     if not _launched() and (holder := folder.in_use()):
         raise ConfigError(IN_USE.format(str(output), holder))
     if run.resume:
         _refuse_older(output / FOLDER)
     if foreign := _in_the_way(config, folder):
-        known = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here, or an older one)"
+        unknown = "" if folder.marked else f" (there is no {MARK}: lowbit has not run here, or an older one)"
         raise ConfigError(
-            f"run.output {str(output)!r} holds {', '.join(foreign)}, which lowbit has no record of making{known}; "
+            f"{name} holds {', '.join(foreign)}, which lowbit has no record of making{unknown}; "
             "nothing was touched; allowed: another folder, or to move these away"
         )
-    there = [name for name in (*FILES, *_FOLDERS) if (output / name).exists()]
-    if folder.marked and there and not (run.resume or run.overwrite):
+    earlier = [each for each in (*FILES, *_FOLDERS) if (output / each).exists()]
+    if folder.marked and earlier and not (run.resume or run.overwrite):
         raise ConfigError(
-            f"run.output {str(output)!r} holds a run already ({', '.join(there)}); allowed: another folder, "
+            f"{name} holds a run already ({', '.join(earlier)}); allowed: another folder, "
             "run.resume=true to go on from its newest checkpoint, or run.overwrite=true to throw it away"
         )
     if run.overwrite and (beyond := folder.out_of_reach()):
         raise ConfigError(
-            f"run.output {str(output)!r} has {beyond[0]} of an older run behind a symbolic link, where run.overwrite "
+            f"{name} has {beyond[0]} of an older run behind a symbolic link, where run.overwrite "
             f"removes nothing ({len(beyond)} files); allowed: another folder, or to remove them by hand"
         )
 
 
+def left_behind(output: Path) -> str:
+    """The message for a run that begins with step 0 beside shares that a later resume would take for its own."""
+    share = next((share for share in _shares(output / FOLDER) if (share / MANIFEST).exists()), None)
+    if share is None:
+        return ""
+    return (
+        f"{share} is still there, and a later run.resume would go on from it; allowed: another folder, or to remove it"
+    )
+
+
 def _launched() -> bool:
-    """Whether this is a rank among others, which find out together what has to do with all of them."""
+    """Whether this is a rank among others, which together check what concerns all of them."""
     return "RANK" in os.environ or dist.is_initialized()
 
 
 def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
-    """Files that stand where lowbit wants to write or looks for its own, and that it did not make."""
+    """Files that lowbit did not make, where it is to write or looks for its own."""
     files = [*FILES]
     if config.run.save_model:
-        found = (folder.path / "model").iterdir() if (folder.path / "model").is_dir() else ()
-        files += [f"model/{path.name}" for path in found if MODEL_FILES.fullmatch(path.name)]
+        present = (folder.path / "model").iterdir() if (folder.path / "model").is_dir() else ()
+        files += [f"model/{path.name}" for path in present if MODEL_FILES.fullmatch(path.name)]
     files += [name for name in _FOLDERS if (folder.path / name).is_file()]
     if not config.run.resume:  # a resume may well begin with shares that were brought here
         files += [
@@ -191,18 +194,8 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
     return folder.foreign(files)
 
 
-def left_behind(output: Path) -> str:
-    """What to say where a run that begins with step 0 finds shares that a later resume would take for its own."""
-    if not (shares := [s for s in _shares(output / FOLDER) if (s / MANIFEST).exists()]):
-        return ""
-    return (
-        f"{shares[0]} is still there, and a later run.resume would go on from it; "
-        "allowed: another folder, or to remove it"
-    )
-
-
 def _refuse_older(folder: Path) -> None:
-    """Raise where all that a resume could begin with is of a format that is not read."""
+    """Raise if every share that a resume could begin with has a format that is not read."""
     reasons = []
     for share in _shares(folder):
         try:
@@ -216,11 +209,11 @@ def _refuse_older(folder: Path) -> None:
 
 def _shares(folder: Path) -> list[Path]:
     """Shares in a folder of checkpoints, of the newest step first."""
-    return [s for step in reversed(steps_in(folder).values()) for s in shares_in(step).values()]
+    return [share for step in reversed(steps_in(folder).values()) for share in shares_in(step).values()]
 
 
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
-    """What manifests here tell, where all ranks are on this machine. Elsewhere they find out together."""
+    """Compare with the manifests here, if all ranks are on this machine. Otherwise the ranks do so together."""
     folder, run = Path(config.run.output) / FOLDER, config.run
     known = {key: value for key, value in identity.items() if key != "run.precision"}
     shares = _shares(folder)
@@ -228,10 +221,10 @@ def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
         raise ConfigError(NO_CHECKPOINT.format(folder))
     for share in shares:
         try:
-            found = read_manifest(share)
+            manifest = read_manifest(share)
         except DamagedError:
             continue  # the ranks together see what else there is
-        changes = changes_between(found.identity, known, step=found.step)
+        changes = changes_between(manifest.identity, known, step=manifest.step)
         if problem := refuse(f"checkpoint {share.parent}", changes, run.allow_change):
             raise ConfigError(problem)
         return

@@ -30,7 +30,7 @@ class Process:
     """
 
     def __init__(self, config: TrainConfig, rank: int, environment: Mapping[str, str]) -> None:
-        from lowbit.train.loop import threads_per_rank
+        from lowbit.train.device import threads_per_rank
 
         self.rank, self.silence, self._limit = rank, 0.0, config.run.timeout_seconds
         self.hung, self._heard = False, False

@@ -1,6 +1,6 @@
 """Equal pipelines side by side, each training on its own share of every batch.
 
-Rank r of the job holds place r mod P of replica r div P, with P ranks in a pipeline.
+Rank r of the run has place r mod P in replica r div P, with P ranks in a pipeline.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lowbit.train.config import GradientsConfig
 from lowbit.train.metrics import Work
 from lowbit.train.process_group import new_group
 
-_WARM = 1 << 10  # elements that are coded once so that kernels are compiled before a peer waits
+_WARM = 1 << 10  # elements that are coded once, so that kernels are compiled before a peer waits
 
 
 def all_reduce_codec(config: GradientsConfig) -> Codec:
-    """What gradients travel in between replicas.
+    """The codec of gradients that are averaged over replicas.
 
     Raises:
-        ConfigError: a name or argument that no codec has, or one that cannot be summed.
+        ConfigError: a name or argument that no codec has, or a codec whose tensors cannot be summed.
     """
     try:
         return check_summable(parse(config.all_reduce))
@@ -33,7 +33,7 @@ def all_reduce_codec(config: GradientsConfig) -> Codec:
 
 
 def ranks_of_pipeline(ranks: int, data_parallel: int) -> int:
-    """Ranks of each pipeline, of so many in the job.
+    """Ranks of each pipeline, of `ranks` in the run.
 
     Raises:
         ConfigError: the ranks cannot be divided among the pipelines.
@@ -49,9 +49,9 @@ class Replicas:
     """This rank's place among the pipelines, and its process groups; to be made on every rank at once.
 
     Args:
-        ranks: in a pipeline; count: pipelines.
+        ranks: of a pipeline; count: pipelines.
         codec: of the gradients between them; checksums: of their messages. timeout: seconds to wait for a peer.
-        side: a group of all ranks apart from the training traffic, which a single pipeline takes.
+        side: a group of all ranks for everything but the training traffic; a single pipeline uses it.
 
     Attributes:
         index: of this rank's pipeline; place: of this rank in it.
@@ -78,22 +78,24 @@ class Replicas:
             self.side = side
             return
         pipelines = [self.members(i) for i in range(count)]
-        self.pipeline = _mine([new_group(members, timeout=timeout) for members in pipelines])
-        self.side = _mine([new_group(members, timeout=timeout) for members in pipelines])
-        places = [list(range(place, ranks * count, ranks)) for place in range(ranks)]
-        self._across = _mine([new_group(members, timeout=timeout) for members in places])
-        self._compile()
+        self.pipeline = _own_group(pipelines, timeout)
+        self.side = _own_group(pipelines, timeout)
+        self._across = _own_group([list(range(place, ranks * count, ranks)) for place in range(ranks)], timeout)
+        x = torch.zeros(_WARM)
+        payload = codec.encode(x)
+        for accumulate in (False, True):
+            codec.decode(payload, shape=x.shape, out=x, accumulate=accumulate)
 
     def members(self, index: int) -> list[int]:
         """The ranks of a pipeline."""
         return list(range(index * self.ranks, (index + 1) * self.ranks))
 
     def share(self, ids: Tensor) -> Tensor:
-        """Sample ids of this pipeline, of those of a step."""
+        """This pipeline's share of a step's sample ids."""
         return ids.chunk(self.count)[self.index]
 
     def average(self, flat: Tensor) -> Pending | None:
-        """Start to replace gradients by their mean over all pipelines: float32, one dimension."""
+        """Start to replace gradients, float32 and one-dimensional, by their mean over all pipelines."""
         self._sent_bytes += all_reduce_bytes(
             flat.numel(), self._codec, rank=self.index, ranks=self.count, checksums=self._checksums
         )
@@ -104,18 +106,13 @@ class Replicas:
         )  # fmt: skip
 
     def note_traffic(self, work: Work) -> None:
-        """Add what this rank has sent since the last time."""
+        """Add what this rank has sent since the last call."""
         work.gradient_bytes += self._sent_bytes
         work.gradient_elements += self._sent_elements
         self._sent_bytes = self._sent_elements = 0.0
 
-    def _compile(self) -> None:
-        x = torch.zeros(_WARM)
-        payload = self._codec.encode(x)
-        for accumulate in (False, True):
-            self._codec.decode(payload, shape=x.shape, out=x, accumulate=accumulate)
 
-
-def _mine(groups: list[dist.ProcessGroup | None]) -> dist.ProcessGroup:
-    """The one that this rank is in; every rank has to make all of them."""
+def _own_group(memberships: list[list[int]], timeout: float) -> dist.ProcessGroup:
+    """The group that this rank is in; every rank has to make all of them."""
+    groups = [new_group(members, timeout=timeout) for members in memberships]
     return next(group for group in groups if group is not None)

@@ -1,13 +1,13 @@
-"""Pipeline stages and their schedule: the one place where a boundary's kind is chosen."""
+"""Pipeline stages and their schedule: the one place that chooses between our stages and PyTorch's."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -17,66 +17,56 @@ from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.boundary import warm_up
 from lowbit.train.boundaries import Codecs, stock_dtype
 from lowbit.train.config import TrainConfig
+from lowbit.train.layout import Layout
 from lowbit.train.metrics import Work
-from lowbit.train.plan import Plan
+from lowbit.train.model import StageModule, next_token_loss
 
-if TYPE_CHECKING:
-    from lowbit.train.model import StageModule
-
-
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in float32. logits: (batch, sequence, vocab); targets: int64 (batch, sequence)."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+_COUNTED = (  # by the traffic of a stage
+    "forward_bytes", "forward_elements", "backward_bytes", "backward_elements", "checksum_seconds", "wait_seconds",
+)  # fmt: skip
 
 
 class StockStage(PipelineStage):
-    """PyTorch's own stage, which measures how long it computes (on GPUs: launches that); to compare with."""
+    """PyTorch's own stage, to compare with; it measures how long it computes (on GPUs: launches that)."""
 
-    compute_seconds = 0.0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute_seconds = 0.0
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            setattr(self, name, self._timed(getattr(self, name)))
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class does, timed."""
-        return self._timed(super().forward_one_chunk, *args, **kwargs)
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.compute_seconds += time.perf_counter() - start
+            return result
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class does, timed."""
-        return self._timed(super().backward_one_chunk, *args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class does, timed."""
-        return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
-
-    def _timed(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        self.compute_seconds += time.perf_counter() - start
-        return result
+        return timed
 
 
 class Pipeline:
     """This rank's stages with the schedule that runs them.
 
     Args:
-        config: the run; plan: where everything lies.
         modules: this rank's modules by stage, on `device`.
-        codecs: what the boundaries use.
-        storage: what takes the gradients out of `.grad`; nobody divides those by the number of micro-batches then.
+        codecs: of the boundaries.
+        storage: takes the gradients out of `.grad`; then the schedule does not divide them by the micro-batches.
         group: the ranks of this pipeline; None: the default group.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        plan: Plan,
+        layout: Layout,
         modules: dict[int, StageModule],
         codecs: Codecs,
         device: torch.device,
         storage: GradientStorage | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.config, self.plan, self.modules, self.codecs = config, plan, modules, codecs
-        self.device, self.storage, self._group = device, storage, group
-        self._width = next(iter(modules.values())).width
+        self.config, self.layout, self.modules, self.codecs = config, layout, modules, codecs
+        self.device, self._group = device, group
         self.stages = [self._stage(index) for index in modules]
         if storage is not None:
             for stage in self.stages:
@@ -92,16 +82,6 @@ class Pipeline:
         self._compile_kernels()
 
     @property
-    def has_first(self) -> bool:
-        """Whether this rank reads token ids."""
-        return 0 in self.modules
-
-    @property
-    def has_last(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.plan.stages - 1 in self.modules
-
-    @property
     def lowbit_stages(self) -> dict[int, LowBitStage]:
         """Stages with codecs, by index."""
         return {s.stage_index: s for s in self.stages if isinstance(s, LowBitStage)}
@@ -113,18 +93,18 @@ class Pipeline:
             inputs, targets: int64 (batch, sequence). ids: sample ids, int64 (batch,).
 
         Returns:
-            Mean loss over the micro-batches (0.0 where this rank has no last stage), and what the step cost.
+            Mean loss over the micro-batches (0.0 on ranks without the last stage), and what the step cost.
         """
         losses: list[Tensor] = []
-        for stage in self.stages:
-            if isinstance(stage, LowBitStage):
-                stage.set_samples(ids)
-                stage.traffic.reset()
+        for stage in self.lowbit_stages.values():
+            stage.set_samples(ids)
+            stage.traffic.reset()
+        has_first, has_last = 0 in self.modules, self.layout.stages - 1 in self.modules
         start = time.perf_counter()
         self.schedule.step(
-            *([inputs.to(self.device)] if self.has_first else []),
-            target=targets.to(self.device) if self.has_last else None,
-            losses=losses if self.has_last else None,
+            *([inputs.to(self.device)] if has_first else []),
+            target=targets.to(self.device) if has_last else None,
+            losses=losses if has_last else None,
             return_outputs=False,
         )
         if self.device.type == "cuda":
@@ -134,15 +114,14 @@ class Pipeline:
         return loss, self._work(seconds)
 
     def _stage(self, index: int) -> PipelineStage:
-        shapes = _examples(self.modules[index], self.config.rows, self.config.data.sequence)
-        common = (self.modules[index], index, self.plan.stages, self.device)
+        input_args, output_args = _examples(self.modules[index], self.config.rows, self.config.data.sequence)
+        common: dict[str, Any] = {"input_args": input_args, "output_args": output_args, "group": self._group}
+        place = (self.modules[index], index, self.layout.stages, self.device)
         if self.config.pipeline.boundary != "lowbit":
-            return StockStage(*common, input_args=shapes[0], output_args=shapes[1], group=self._group)
+            return StockStage(*place, **common)
         return LowBitStage(
-            *common,
-            input_args=shapes[0],
-            output_args=shapes[1],
-            group=self._group,
+            *place,
+            **common,
             forward=dict(enumerate(self.codecs.forward)),
             backward=dict(enumerate(self.codecs.backward)),
             warmup_steps=self.config.codec_warmup_steps,
@@ -151,53 +130,44 @@ class Pipeline:
         )
 
     def _compile_kernels(self) -> None:
-        """Use the codecs of this rank's boundaries once, so that no step's time has compilation in it."""
-        shape = torch.Size((self.config.rows, self.config.data.sequence, self._width))
-        for index in self.modules:
-            for boundary in (index - 1, index):
-                if 0 <= boundary < self.plan.stages - 1 and self.plan.crosses(boundary):
-                    for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
-                        if not codec.settled:
-                            continue  # once it is settled, its lanes do so
+        """Use the codecs of this rank's boundaries once, so that no step's time includes compilation."""
+        width = next(iter(self.modules.values())).width
+        shape = torch.Size((self.config.rows, self.config.data.sequence, width))
+        for boundary in {each for index in self.modules for each in (index - 1, index)}:
+            if 0 <= boundary < self.layout.stages - 1 and self.layout.crosses(boundary):
+                for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
+                    if codec.settled:  # its lanes do so for one that the warm-up settles
                         warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
+        """What a step of so many seconds cost on this rank."""
         work = Work()
-        for stage in self.stages:
-            if isinstance(stage, LowBitStage):
-                work.forward_bytes += stage.traffic.forward_bytes
-                work.forward_elements += stage.traffic.forward_elements
-                work.backward_bytes += stage.traffic.backward_bytes
-                work.backward_elements += stage.traffic.backward_elements
-                work.codec_seconds += stage.traffic.codec_seconds + stage.traffic.checksum_seconds
-                work.checksum_seconds += stage.traffic.checksum_seconds
-                work.wait_seconds += stage.traffic.wait_seconds
-            elif isinstance(stage, StockStage):
-                work.compute_seconds += stage.compute_seconds
-                stage.compute_seconds = 0.0
         if self.config.pipeline.boundary == "lowbit":
+            for traffic in (stage.traffic for stage in self.lowbit_stages.values()):
+                for name in _COUNTED:
+                    setattr(work, name, getattr(work, name) + getattr(traffic, name))
+                work.codec_seconds += traffic.codec_seconds + traffic.checksum_seconds
             work.compute_seconds = seconds - work.codec_seconds - work.wait_seconds
-        else:
-            work.wait_seconds = seconds - work.compute_seconds
-            self._count_stock(work)
+            return work
+        for stage in self.stages:
+            assert isinstance(stage, StockStage)
+            work.compute_seconds += stage.compute_seconds
+            stage.compute_seconds = 0.0
+        work.wait_seconds = seconds - work.compute_seconds
+        # The bytes that PyTorch's stage sends follow from the shapes.
+        dtype = stock_dtype(self.config.pipeline)
+        rows = self.config.rows * self.config.pipeline.microbatches
+        for index, module in self.modules.items():
+            elements = rows * self.config.data.sequence * module.width
+            work.forward_elements += elements * (index < self.layout.stages - 1 and self.layout.crosses(index))
+            work.backward_elements += elements * (index > 0 and self.layout.crosses(index - 1))
+        work.forward_bytes = work.forward_elements * dtype.itemsize
+        work.backward_bytes = work.backward_elements * dtype.itemsize
         return work
-
-    def _count_stock(self, work: Work) -> None:
-        """What a stock stage sends follows from the shapes."""
-        rows = self.config.rows * self.config.pipeline.microbatches * self.config.data.sequence
-        width = self._width
-        for index in self.modules:
-            forward = index < self.plan.stages - 1 and self.plan.crosses(index)
-            backward = index > 0 and self.plan.crosses(index - 1)
-            work.forward_elements += rows * width * forward
-            work.backward_elements += rows * width * backward
-        size = stock_dtype(self.config.pipeline).itemsize
-        work.forward_bytes = work.forward_elements * size
-        work.backward_bytes = work.backward_elements * size
 
 
 def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> None:
-    """The weight passes of zero-bubble schedules write `.grad` themselves, which no hook of autograd notices."""
+    """Let the storage take gradients that weight passes of zero-bubble schedules write to `.grad` without a hook."""
     weight_pass = stage.backward_weight_one_chunk
 
     def absorbing(*args: Any, **kwargs: Any) -> None:
@@ -208,12 +178,9 @@ def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> Non
 
 
 def _examples(module: StageModule, rows: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Shape and dtype of a micro-batch on either side of a stage, so that no trial run has to find them."""
-
-    def floats(width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, sequence, width, dtype=dtype, device="meta", requires_grad=True)
-
+    """Shape and dtype of a micro-batch on either side of a stage, so that no trial run is needed to find them."""
+    floats: Any = {"device": "meta", "requires_grad": True}
     ids = torch.empty(rows, sequence, dtype=torch.int64, device="meta")
-    activations = floats(module.width, module.wire)
-    logits = floats(module.vocab, module.autocast or torch.float32)  # PyTorch 2.11 compares
+    activations = torch.empty(rows, sequence, module.width, dtype=module.boundary_dtype, **floats)
+    logits = torch.empty(rows, sequence, module.vocab, dtype=module.autocast or torch.float32, **floats)
     return ids if module.first else activations, logits if module.last else activations

@@ -1,4 +1,4 @@
-"""What a run came to, in a few numbers."""
+"""The outcome of a run in a few numbers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.train.config import TrainConfig
+from lowbit.train.layout import Layout
 from lowbit.train.metrics import StepMetrics
-from lowbit.train.plan import Plan
 
 _LAST = 10  # steps over which the final training loss is averaged
 
@@ -21,22 +21,22 @@ class Summary:
     """The outcome of a run; `summary.json` holds the same.
 
     Attributes:
-        steps: in the whole run; steps_here: done by this call (fewer after a resume).
+        steps: of the whole run; steps_here: done by this call (fewer after a resume).
         loss: mean training loss of the last 10 steps of this call, in nats; None without steps.
-        held_out_loss: with nothing but float32 at the boundaries; None without held-out text.
+        held_out_loss: with float32 at the boundaries; None without held-out text.
         held_out_loss_codecs: with the configured codecs at the boundaries; None with a single stage, too.
-        tokens_per_second, seconds_per_step: from the median step that used the codecs (steps of the warm-up, and the
-            first, which sets things up, are left out where others remain).
+        tokens_per_second, seconds_per_step: from the median step that used the codecs (the warm-up and the first step,
+            which sets things up, are left out if others remain).
         bits_forward, bits_backward, bits_gradients, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means
             over the same steps, as in `StepMetrics`.
         bytes_activations: as in `StepMetrics`.
         bytes_sent, bytes_saved, seconds: totals over all steps of this call.
-        boundary, forward, backward: what was at the boundaries; ranks, stages, schedule: the pipeline.
-        chosen: the format in full, for each tensor of a boundary and direction where the warm-up settled it, in this
-            call or before a resume; by name, such as "boundary 0 forward, tensor 0, width 256".
+        boundary, forward, backward: kind and formats of the boundaries; ranks, stages, schedule: the pipeline.
         model: folder of the trained model; None if it was not saved.
+        chosen: formats that the warm-up settled, in this call or before a resume, in full, by boundary, direction and
+            tensor, such as "boundary 0 forward, tensor 0, width 256".
+        changes: what was changed when the run resumed: step, key, before and after, oldest first.
         round_trip_seconds: the longest between neighbours of a pipeline, measured at the start; None on one rank.
-        changes: what was changed where the run went on from a checkpoint: step, key, before and after, oldest first.
     """
 
     steps: int
@@ -71,7 +71,7 @@ class Summary:
 
 def summarize(
     config: TrainConfig,
-    plan: Plan,
+    layout: Layout,
     history: Sequence[StepMetrics],
     losses: dict[str, float],
     *,
@@ -81,11 +81,13 @@ def summarize(
     round_trip: float | None = None,
 ) -> Summary:
     """A summary of these steps."""
-    # It brings PyTorch, and who only reads summaries, such as the command line, needs none.
+    # It loads PyTorch, which the command line, for example, does not need to read a summary.
     from lowbit.train.boundaries import backward_formats
 
     settled = _settled(config, history)
     seconds = statistics.median(m.seconds for m in settled) if settled else None
+    means: dict[str, Any] = {name: _mean(settled, name) for name in ("bits_forward", "bits_backward", "bits_gradients")}
+    means |= {name: _mean(settled, name) or 0.0 for name in ("compute_seconds", "codec_seconds", "wait_seconds")}
     return Summary(
         steps=config.run.steps,
         steps_here=len(history),
@@ -94,13 +96,7 @@ def summarize(
         held_out_loss_codecs=losses.get("held_out_loss_codecs"),
         tokens_per_second=config.data.batch * config.data.sequence / seconds if seconds else None,
         seconds_per_step=seconds,
-        bits_forward=_mean(settled, "bits_forward"),
-        bits_backward=_mean(settled, "bits_backward"),
-        bits_gradients=_mean(settled, "bits_gradients"),
         bytes_per_step=_mean(settled, "bytes_sent") or 0.0,
-        compute_seconds=_mean(settled, "compute_seconds") or 0.0,
-        codec_seconds=_mean(settled, "codec_seconds") or 0.0,
-        wait_seconds=_mean(settled, "wait_seconds") or 0.0,
         bytes_activations=history[-1].bytes_activations if history else None,
         bytes_sent=sum(m.bytes_sent for m in history),
         bytes_saved=sum(m.bytes_saved for m in history),
@@ -108,13 +104,14 @@ def summarize(
         boundary=config.pipeline.boundary,
         forward=config.pipeline.forward,
         backward=backward_formats(config.pipeline),
-        ranks=plan.ranks,
-        stages=plan.stages,
+        ranks=layout.ranks,
+        stages=layout.stages,
         schedule=config.pipeline.schedule,
         model=None if model is None else str(model),
         chosen=chosen,
         changes=list(changes),
         round_trip_seconds=round_trip,
+        **means,
     )
 
 
@@ -127,7 +124,7 @@ def read_summary(path: Path) -> Summary:
 
 
 def _settled(config: TrainConfig, history: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-    """The steps that show the run's usual pace."""
+    """The steps that show the run's usual speed."""
     warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
     after = [m for m in history if m.step >= warmup]
     return after[1:] or after or history

@@ -13,10 +13,9 @@ import os
 import time
 from pathlib import Path
 
-from lowbit.config import ConfigError
+from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 from lowbit.train.launch import LaunchError, start_rank, start_ranks
-from lowbit.train.manifest import newest_step
 from lowbit.train.process import ALONE, DIVERGED, USAGE
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Text to token ids: byte by byte without any file, or by a Hugging Face tokenizer in a local folder."""
+"""Tokenizers: bytes as they are, or a Hugging Face tokenizer in a local folder."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What the recipe needs of a tokenizer."""
+    """What the recipe needs of a tokenizer. size: entries of the vocabulary."""
 
-    @property
-    def size(self) -> int:
-        """Entries of the vocabulary."""
-        ...
+    size: int
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Token ids of a document, one dimension, unsigned integers."""
+        """Token ids of a document: one dimension, unsigned integers."""
         ...
 
     def hugging_face(self) -> PreTrainedTokenizerBase:
-        """The same tokenizer as Hugging Face knows it, to save beside a model."""
+        """The same tokenizer as Hugging Face's class, to save beside a model."""
         ...
 
 
@@ -66,7 +63,7 @@ class FolderTokenizer:
         self.size = len(self._tokenizer)
 
     def encode(self, document: bytes) -> np.ndarray:
-        """Token ids, uint32; bytes that are no UTF-8 become the replacement character."""
+        """Token ids, uint32; bytes that are not UTF-8 become the replacement character."""
         text = document.decode("utf-8", errors="replace")
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if self._tokenizer.eos_token_id is not None:
@@ -78,8 +75,8 @@ class FolderTokenizer:
         return self._tokenizer
 
 
-def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of this name; `key` is the setting, for errors.
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of `data.tokenizer`.
 
     Raises:
         ConfigError: neither "bytes" nor a folder with a tokenizer.
@@ -92,10 +89,9 @@ def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
 
 
 def definition(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that its token ids depend on, as text: what `repr` shows is the same for another vocabulary of its size."""
+    """Vocabulary and rules as text; `repr` shows neither, but the path of the folder."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    inside = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-    return f"{tokenizer!r} {inside}"
+    return fast.to_str() if fast is not None else repr(sorted(tokenizer.get_vocab().items()))
 
 
 def _byte_characters() -> dict[int, str]:

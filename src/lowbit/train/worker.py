@@ -37,11 +37,11 @@ def main() -> None:
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
-    from lowbit.config import ConfigError
-    from lowbit.train.checkpoint import TransientError
-    from lowbit.train.loop import DivergedError
+    from lowbit.train.checkpoints.save import TransientError
     from lowbit.train.meeting import AloneError
     from lowbit.train.peers import AbsentError
+    from lowbit.train.section import ConfigError
+    from lowbit.train.trainer import DivergedError
 
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,
@@ -54,8 +54,8 @@ def exit_code(error: Exception) -> int:
 def complain(error: Exception) -> None:
     """Say which rank failed, and why; where the cause is not a known kind of error, say where, too."""
     from lowbit.collectives import AgreementError, PeerError
-    from lowbit.train.checkpoint import CheckpointError
-    from lowbit.train.loop import DivergedError
+    from lowbit.train.checkpoints.save import CheckpointError
+    from lowbit.train.trainer import DivergedError
 
     if not isinstance(error, AgreementError | PeerError | DivergedError | ValueError | OSError):
         import traceback

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.train import disk
-from lowbit.train.manifest import (
+from lowbit.train.checkpoints.manifest import (
     FILES,
     MANIFEST,
     TENSORS,
@@ -23,40 +23,37 @@ from lowbit.train.manifest import (
     Manifest,
     check_regular,
     read_manifest,
-)
+)  # fmt: skip
 
-_NAMES = {
-    torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 """Dtypes by the names that safetensors has for them."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Write a share beside its place and flush it to the disk; `commit_share` moves it there.
 
-    A tensor at a time is taken to the CPU, and none is copied that lies there already in one piece.
+    One tensor at a time is copied to the CPU; contiguous CPU tensors are not copied.
 
     Args:
         target: the share's folder, which stays as it is.
-        manifest: of these tensors; what it says of files and tensors is filled in.
+        manifest: of these tensors, but for `files` and `tensors`.
 
     Raises:
         OSError: the disk is full, for example. What was written is removed again.
     """
     part = staged(target)
     remove_share(part)
-    made = [path for path in (target.parent.parent, target.parent) if not path.exists()]
+    new = [path for path in (target.parent.parent, target.parent) if not path.exists()]
     part.mkdir(parents=True)
     try:
         files, entries = _write_tensors(part / TENSORS, tensors)
-        manifest = replace(manifest, files=files, tensors=entries)
-        disk.write(part / MANIFEST, [manifest.to_bytes()])
-        disk.sync_folder(part)
-        disk.sync_folder(part.parent)
-        for folder in made:
-            disk.sync_folder(folder.parent)
+        write_file(part / MANIFEST, [replace(manifest, files=files, tensors=entries).to_bytes()])
+        for folder in (part, part.parent, *(path.parent for path in new)):
+            _flush_folder(folder)
     except OSError:
         with contextlib.suppress(OSError):
             remove_share(part)
@@ -64,7 +61,7 @@ def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
 
 
 def commit_share(target: Path) -> None:
-    """Move a staged share to its place; what lowbit wrote there before goes.
+    """Move a staged share to its place; an earlier share of lowbit there is removed.
 
     Raises:
         OSError: there is none, for example.
@@ -72,8 +69,8 @@ def commit_share(target: Path) -> None:
     old = target.with_name(f".{target.name}.old")
     remove_share(old)
     if target.exists() and staged(target).exists():
-        disk.move(target, old)
-    disk.move(staged(target), target)
+        _move(target, old)
+    _move(staged(target), target)
     remove_share(old)
 
 
@@ -95,9 +92,9 @@ def remove_share(share: Path) -> None:
 
 
 def drop_share(share: Path) -> None:
-    """Remove a share as far as it is lowbit's; whatever else its folder holds stays. Several ranks may do so at once.
+    """Remove a share, and its step's folder if it is empty then. Other files stay. Several ranks may do so at once.
 
-    Without its manifest, which goes first, a share is none.
+    The manifest goes first: without it, a share is none.
     """
     with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
         remove_share(share)
@@ -109,13 +106,13 @@ def verify_share(share: Path) -> Manifest:
     """Read every byte of a share.
 
     Raises:
-        DamagedError: something is not as it was written, missing, or there beside it.
+        DamagedError: something is not as it was written, is missing, or was added.
     """
-    found = read_manifest(share)
+    manifest = read_manifest(share)
     try:
         if foreign := sorted({path.name for path in share.iterdir()} - set(FILES)):
             raise DamagedError(f"holds {foreign[0]}, which its manifest does not list")
-        path, expected = share / TENSORS, found.files[TENSORS]
+        path, expected = share / TENSORS, manifest.files[TENSORS]
         check_regular(path)
         size = path.stat().st_size
         if size != expected["bytes"]:
@@ -126,12 +123,12 @@ def verify_share(share: Path) -> Manifest:
         raise DamagedError(f"cannot be read: {error.strerror}") from error
     if digest != expected["sha256"]:
         raise DamagedError(f"has a {TENSORS} that was changed")
-    _check_entries(path, found)
-    return found
+    _check_entries(path, manifest)
+    return manifest
 
 
 class Reader:
-    """Tensors of a share that was verified, by name, one at a time."""
+    """Tensors of a verified share, by name, one at a time."""
 
     def __init__(self, share: Path) -> None:
         from safetensors import safe_open
@@ -152,41 +149,60 @@ def crc32(tensor: Tensor) -> int:
     return zlib.crc32(_bytes(tensor))
 
 
-def _write_tensors(
-    path: Path, tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Write a file in safetensors' format; entries for the manifest: of the file, and of each tensor."""
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file and flush it to the disk; the entry in its folder is not flushed."""
+    with path.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename within a folder, and flush the folder to the disk."""
+    os.rename(source, target)
+    _flush_folder(target.parent)
+
+
+def _flush_folder(path: Path) -> None:
+    """Make the names in a folder survive a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write a file in safetensors' format; returns what the manifest says of the file, and of each tensor."""
     # Large elements first, so that each tensor begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header, entries, end = {}, {}, 0
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()
-        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = entry | {"data_offsets": [start, end]}
-        entries[name] = entry
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = entries[name] | {"data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
 
     def chunks() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
+        start = len(text).to_bytes(8, "little") + text
+        digest.update(start)
+        yield start
         for name in names:
             data = _bytes(tensors[name].detach().cpu())
             entries[name]["crc32"] = zlib.crc32(data)
+            digest.update(data)
             yield data
 
-    def noted(chunk: bytes | memoryview) -> bytes | memoryview:
-        digest.update(chunk)
-        return chunk
-
-    disk.write(path, map(noted, chunks()))
-    size = 8 + len(text) + end
-    return {TENSORS: {"bytes": size, "sha256": digest.hexdigest()}}, entries
+    write_file(path, chunks())
+    return {TENSORS: {"bytes": 8 + len(text) + end, "sha256": digest.hexdigest()}}, entries
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor, of which nothing is copied where it lies in one piece."""
+    """The bytes of a CPU tensor; a contiguous one is not copied."""
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -197,10 +213,8 @@ def _check_entries(path: Path, manifest: Manifest) -> None:
 
     try:
         with safe_open(path, framework="pt") as file:
-            entries = {}
-            for name in file.keys():  # noqa: SIM118
-                part = file.get_slice(name)
-                entries[name] = (part.get_dtype(), list(part.get_shape()))
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            entries = {name: (part.get_dtype(), list(part.get_shape())) for name, part in slices.items()}
     except SafetensorError as error:
         raise DamagedError(f"has a {TENSORS} that is none: {error}") from error
     if entries != {n: (e["dtype"], e["shape"]) for n, e in manifest.tensors.items()}:

@@ -5,7 +5,8 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from lowbit.config import ConfigError
 from lowbit.train.config import SCHEDULES, PipelineConfig
-from lowbit.train.plan import make_plan
+from lowbit.train.layout import make_layout
+from lowbit.train.section import ConfigError
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -14,7 +15,7 @@ from lowbit.train.plan import make_plan
 ])  # fmt: skip
 def test_stages_lie_where_the_schedules_expect_them(ranks, schedule, per_rank, style):
     pipeline = PipelineConfig(schedule=schedule, stages_per_rank=per_rank, microbatches=ranks)
-    plan = make_plan(pipeline, ranks=ranks, layers=20)
+    plan = make_layout(pipeline, ranks=ranks, layers=20)
     expected = generate_stage_to_rank_mapping(ranks, ranks * per_rank, style)
     assert {stage: plan.rank_of(stage) for stage in range(plan.stages)} == expected
     assert [plan.stages_of(rank) for rank in range(ranks)] == [
@@ -24,7 +25,7 @@ def test_stages_lie_where_the_schedules_expect_them(ranks, schedule, per_rank, s
 
 @pytest.mark.parametrize(("layers", "stages"), [(8, 2), (7, 3), (5, 4), (3, 3)])
 def test_every_layer_has_one_stage_and_shares_differ_by_one_at_most(layers, stages):
-    plan = make_plan(PipelineConfig(schedule="GPipe"), ranks=stages, layers=layers)
+    plan = make_layout(PipelineConfig(schedule="GPipe"), ranks=stages, layers=layers)
     held = [list(plan.layers_of(stage)) for stage in range(stages)]
     assert sum(held, []) == list(range(layers))  # noqa: RUF017
     assert max(map(len, held)) - min(map(len, held)) <= 1
@@ -33,7 +34,7 @@ def test_every_layer_has_one_stage_and_shares_differ_by_one_at_most(layers, stag
 
 def test_boundaries_inside_a_rank_do_not_cross():
     pipeline = PipelineConfig(schedule="ZBVZeroBubble", stages_per_rank=2)
-    plan = make_plan(pipeline, ranks=2, layers=4)
+    plan = make_layout(pipeline, ranks=2, layers=4)
     assert [plan.crosses(boundary) for boundary in range(3)] == [True, False, True]
 
 
@@ -53,7 +54,7 @@ def test_boundaries_inside_a_rank_do_not_cross():
 )  # fmt: skip
 def test_what_a_schedule_refuses_is_said_beforehand(values, ranks, layers, message):
     with pytest.raises(ConfigError, match=message):
-        make_plan(PipelineConfig(**values), ranks=ranks, layers=layers)
+        make_layout(PipelineConfig(**values), ranks=ranks, layers=layers)
 
 
 def test_schedules_exist_in_this_torch():

@@ -14,22 +14,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.train import checkpoint, disk, search
-from lowbit.train.checkpoint import About, Checkpoints
+from lowbit.train.checkpoints import save as saving
+from lowbit.train.checkpoints import search, share
+from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, Manifest, newest_step, step_name
+from lowbit.train.checkpoints.save import Checkpoints
+from lowbit.train.checkpoints.search import Found, Search
+from lowbit.train.checkpoints.share import Reader
+from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import MARK, RunFolder
-from lowbit.train.manifest import MANIFEST, TENSORS, newest_step, step_name
-from lowbit.train.search import Found, Search
-from lowbit.train.share import Reader
-from lowbit.train.state import Snapshot
 from tests.ranks import Ranks
-from tests.train.test_manifest import manifest
-from tests.train.test_share import tensors
+from tests.train.checkpoints.test_manifest import manifest
+from tests.train.checkpoints.test_share import tensors
 
 
-def about(ranks: int, **changes: Any) -> About:
+def run_manifest(ranks: int, **changes: Any) -> Manifest:
+    """What the manifests of all steps of a run have in common."""
     layout = manifest().layout | {"pipeline.ranks": ranks, "layers": [1] * ranks}
-    values = {"ranks": ranks, "attempt": "a", "layout": layout, "identity": {}, "versions": {}}
-    return About(**(values | changes))
+    values = {"rank": 0, "ranks": ranks, "attempt": "a", "layout": layout, "identity": {}, "versions": {}}
+    return Manifest(**(values | changes))
 
 
 def save(folder: Path, steps: list[int], **changes: Any) -> None:
@@ -38,7 +40,7 @@ def save(folder: Path, steps: list[int], **changes: Any) -> None:
     checkpoints = Checkpoints(folder, rank=dist.get_rank(), keep=2)
     for step in steps:
         snapshot = Snapshot(tensors=tensors(step), codecs=[], aliases={})
-        checkpoints.save(step, snapshot, about(ranks, **changes))
+        checkpoints.save(step, snapshot, run_manifest(ranks, **changes))
 
 
 def newest(folder: Path) -> tuple[Found | None, list[str]]:
@@ -102,7 +104,7 @@ def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(tmp_path: Path, a
     [line] = warned
     assert line.startswith(f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {told}")
     _damage(tmp_path / "checkpoints" / step_name(2) / "rank-0", how)
-    with pytest.raises(checkpoint.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "):
+    with pytest.raises(saving.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "):
         newest(tmp_path)
 
 
@@ -120,10 +122,10 @@ def test_what_a_foreign_checkpoint_holds_is_never_executed(tmp_path: Path, alone
     save(tmp_path, [2])
     share = tmp_path / "checkpoints" / step_name(2) / "rank-0"
     (share / ".metadata").write_bytes(evil)
-    with pytest.raises(checkpoint.CheckpointError, match=r"holds \.metadata"):
+    with pytest.raises(saving.CheckpointError, match=r"holds \.metadata"):
         newest(tmp_path)
     (share / MANIFEST).unlink()
-    with pytest.raises(checkpoint.CheckpointError, match="is of an older lowbit and is not read, because") as caught:
+    with pytest.raises(saving.CheckpointError, match="is of an older lowbit and is not read, because") as caught:
         newest(tmp_path)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "executed").exists()
@@ -137,11 +139,7 @@ def test_what_others_put_there_stays(tmp_path: Path, alone: None):
     (folder / "notes.txt").write_text("mine")
     (folder / step_name(2) / "rank-0" / "mine.txt").write_text("mine")
     save(tmp_path, [6, 8])
-    assert shares(tmp_path) == [
-        "step-00000002/rank-0",
-        "step-00000006/rank-0",
-        "step-00000008/rank-0",
-    ]
+    assert shares(tmp_path) == ["step-00000002/rank-0", "step-00000006/rank-0", "step-00000008/rank-0"]
     assert os.listdir(folder / step_name(2) / "rank-0") == ["mine.txt"]
     assert (folder / "notes.txt").exists()
 
@@ -177,17 +175,14 @@ def test_only_shares_that_belong_together_count(ranks: Ranks, tmp_path: Path):
 
 def _save_up_to(folder: Path, last: str) -> None:
     """Save a first step, in which this rank dies when its share is written ("staged") or in its place."""
-    commit = checkpoint.commit_share
+    commit = saving.commit_share
 
     def dies(target: Path) -> None:
         if dist.get_rank() == 0 and last == "committed":
             commit(target)
         raise KeyboardInterrupt
 
-    with (
-        mock.patch.object(checkpoint, "commit_share", dies),
-        contextlib.suppress(KeyboardInterrupt),
-    ):
+    with mock.patch.object(saving, "commit_share", dies), contextlib.suppress(KeyboardInterrupt):
         save(folder, [2])
 
 
@@ -244,8 +239,8 @@ def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
         "rank-3 (layers 2 to 2, the output matrix) is on no rank's disk; the whole model is"
     )
     assert expected in found[1][0]
-    for share in tmp_path.glob("checkpoints/*/rank-1"):
-        shutil.rmtree(share)
+    for path in tmp_path.glob("checkpoints/*/rank-1"):
+        shutil.rmtree(path)
     for outcome in ranks.outcomes(newest, tmp_path):
         assert outcome.kind == "CheckpointError"
         assert "step-00000002: rank-1 (layers 2 to 2, the output matrix) is on no" in outcome.text
@@ -253,13 +248,13 @@ def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
 
 def _save_where_one_fails(folder: Path, failing: int) -> None:
     save(folder, [2, 4])
-    write = disk.write
+    write = share.write_file
 
     def full(path: Path, chunks: Any) -> None:
         write(path, list(chunks)[:1])
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(disk, "write", full if dist.get_rank() == failing else write):
+    with mock.patch.object(share, "write_file", full if dist.get_rank() == failing else write):
         save(folder, [6])
 
 
@@ -286,8 +281,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path, alone: None):
     try:
         save(small, [2])
         big = Snapshot(tensors={"model/a": torch.zeros(1 << 16)}, codecs=[], aliases={})
-        with pytest.raises(checkpoint.TransientError, match=r"step 4, .*: No space left on device"):
-            Checkpoints(small, rank=0, keep=2).save(4, big, about(1))
+        with pytest.raises(saving.TransientError, match=r"step 4, .*: No space left on device"):
+            Checkpoints(small, rank=0, keep=2).save(4, big, run_manifest(1))
         assert shares(small) == ["step-00000002/rank-0"]
         found, _ = newest(small)
         assert found is not None
@@ -303,8 +298,8 @@ def _slow_together(seconds: float) -> list[int]:
         time.sleep(seconds * dist.get_rank())
         return dist.get_rank()
 
-    with mock.patch.object(checkpoint, "_BEAT_SECONDS", 0.1):
-        return checkpoint.together(work)
+    with mock.patch.object(saving, "_BEAT_SECONDS", 0.1):
+        return saving.together(work)
 
 
 def test_ranks_that_take_long_say_that_they_live(ranks: Ranks):
@@ -332,11 +327,8 @@ def test_an_error_that_comes_at_any_moment_is_raised_as_it_is(alone: None):
     def work() -> None:
         raise LookupError("of work")
 
-    with (
-        mock.patch.object(checkpoint.threading, "Thread", _LateThread),
-        pytest.raises(LookupError, match="of work"),
-    ):
-        checkpoint.together(work)
+    with mock.patch.object(saving.threading, "Thread", _LateThread), pytest.raises(LookupError, match="of work"):
+        saving.together(work)
 
 
 def test_the_mark_lists_what_is_written(tmp_path: Path, alone: None):

@@ -1,8 +1,8 @@
-"""Everything of a rank that a checkpoint holds, by names that mean the same in any layout of the pipeline, and back.
+"""What a rank writes into a checkpoint, by names that mean the same in any layout of the pipeline.
 
 model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
 random/cpu, random/cuda               generators of the rank
-codecs/after layer 3 forward out/...  what one end of a boundary remembers
+codecs/after layer 3 forward out/...  state of the codec at one end of a boundary
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.train.boundaries import Codecs
-from lowbit.train.plan import Plan
+from lowbit.train.layout import Layout
 from lowbit.train.stages import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a rank hands to a checkpoint.
+    """What a rank writes.
 
     Attributes:
         tensors: by name; weights and moments themselves, no copies.
-        codecs: for each end of a boundary that remembers something: where it is, its format, and what is no tensor.
-        aliases: of parameters that are copies, what they are a copy of.
+        codecs: for each end of a boundary whose codec has state: its place, its format, and values that are no tensors.
+        aliases: for parameters that are copies, the name of the original.
     """
 
     tensors: dict[str, Tensor]
@@ -36,7 +36,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class End:
-    """One end of one direction of a boundary, by where it is in the model."""
+    """One end of one direction of a boundary, by its place in the model."""
 
     after_layer: int
     direction: str
@@ -59,20 +59,19 @@ class End:
         return End(self.after_layer, self.direction, not self.outgoing)
 
 
-def ends_of(plan: Plan, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
+def ends_of(layout: Layout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
     """For each way in and out of a stage: the name of its lane, its end, and its format in full."""
     for boundary in (stage - 1, stage):
-        if not 0 <= boundary < plan.stages - 1:
+        if not 0 <= boundary < layout.stages - 1:
             continue
-        after = plan.layers_of(boundary)[-1]
+        after = layout.layers_of(boundary)[-1]
         for direction, each in (("forward", codecs.forward), ("backward", codecs.backward)):
             outgoing = (direction == "forward") == (boundary == stage)
-            name = f"boundary {boundary} {direction}"
-            yield name, End(after, direction, outgoing), repr(each[boundary])
+            yield f"boundary {boundary} {direction}", End(after, direction, outgoing), repr(each[boundary])
 
 
 def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
-    """Weights, optimizer moments, what codecs remember, and the state of random generators."""
+    """Weights, optimizer moments, and the states of codecs and random generators."""
     tensors = {"random/cpu": torch.get_rng_state()}
     if pipeline.device.type == "cuda":
         tensors["random/cuda"] = torch.cuda.get_rng_state(pipeline.device)
@@ -83,13 +82,13 @@ def collect(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Snapshot:
     codecs = []
     for index, stage in pipeline.lowbit_stages.items():
         lanes = stage.codec_state_dict()["lanes"]
-        for lane, end, codec in ends_of(pipeline.plan, pipeline.codecs, index):
+        for lane, end, codec in ends_of(pipeline.layout, pipeline.codecs, index):
             if lane in lanes:
-                found, values = flatten(lanes[lane])
-                tensors |= {end.prefix + path: tensor for path, tensor in found.items()}
+                flat = flatten(lanes[lane])
+                tensors |= {end.prefix + path: value for path, value in flat.items() if isinstance(value, Tensor)}
+                values = {path: value for path, value in flat.items() if not isinstance(value, Tensor)}
                 codecs.append(vars(end) | {"codec": codec, "values": values})
-    aliases = {k: v for module in pipeline.modules.values() for k, v in module.aliases.items()}
-    return Snapshot(tensors=tensors, codecs=codecs, aliases=aliases)
+    return Snapshot(tensors=tensors, codecs=codecs, aliases=aliases_of(pipeline))
 
 
 def restore(
@@ -100,18 +99,20 @@ def restore(
     *,
     steps: int,
 ) -> None:
-    """Take over what checkpoints gave: a `Snapshot`'s tensors, of which generators may be missing.
+    """Load what `collect` has collected.
 
     Args:
-        lanes: what the ends of this rank's boundaries remember, by the names of `ends_of`. steps: done so far.
+        tensors: by the names of a `Snapshot`; generators may be missing.
+        lanes: states of the codecs at this rank's boundaries, by the names of `ends_of`, flat.
+        steps: done so far.
     """
     if "random/cpu" in tensors:
         torch.set_rng_state(tensors["random/cpu"])
     if "random/cuda" in tensors and pipeline.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], pipeline.device)
     for index, stage in pipeline.lowbit_stages.items():
-        names = [name for name, _, _ in ends_of(pipeline.plan, pipeline.codecs, index)]
-        own = {name: lanes[name] for name in names if name in lanes}
+        names = [name for name, _, _ in ends_of(pipeline.layout, pipeline.codecs, index)]
+        own = {name: unflatten(lanes[name]) for name in names if name in lanes}
         stage.load_codec_state_dict({"steps": steps, "lanes": own})
     for name, parameter in parameters_of(pipeline).items():
         parameter.data.copy_(tensors[f"model/{name}"])
@@ -121,37 +122,31 @@ def restore(
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
-    """This rank's parameters under the names they have in the whole model."""
-    modules = pipeline.modules.values()
-    return {name: parameter for module in modules for parameter, name in module.names.items()}
+    """This rank's parameters by their names in the whole model."""
+    return {name: parameter for module in pipeline.modules.values() for parameter, name in module.names.items()}
 
 
-def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Nested mappings as tensors and other values by their paths; keys hold no "/"."""
-    tensors: dict[str, Tensor] = {}
-    others: dict[str, Any] = {}
-
-    def visit(node: Any, path: str) -> None:
-        if isinstance(node, Mapping):
-            for key, value in node.items():
-                assert "/" not in key, key
-                visit(value, f"{path}/{key}" if path else key)
-        elif isinstance(node, Tensor):
-            tensors[path] = node
-        else:
-            others[path] = node
-
-    visit(values, "")
-    return tensors, others
+def aliases_of(pipeline: Pipeline) -> dict[str, str]:
+    """For this rank's parameters that are copies, the name of the original."""
+    return {name: original for module in pipeline.modules.values() for name, original in module.aliases.items()}
 
 
-def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `flatten` was given, from both of its results together."""
-    found: dict[str, Any] = {}
-    for path, value in values.items():
+def flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by paths such as "a/b"; keys hold no "/"."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        assert "/" not in key, key
+        flat |= flatten(value, f"{path}{key}/") if isinstance(value, Mapping) else {path + key: value}
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested mappings that `flatten` was given."""
+    values: dict[str, Any] = {}
+    for path, value in flat.items():
         *parents, last = path.split("/")
-        node = found
+        node = values
         for key in parents:
             node = node.setdefault(key, {})
         node[last] = value
-    return found
+    return values

@@ -14,7 +14,7 @@ _SINGLE = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Layout:
     """The layout of one pipeline.
 
     Args:
@@ -52,10 +52,10 @@ class Plan:
         return self.rank_of(boundary) != self.rank_of(boundary + 1)
 
 
-def make_plan(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Plan:
-    """Cut `layers` decoder layers into stages for `ranks` processes, as the schedule wants them.
+def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
+    """Cut `layers` decoder layers into stages for `ranks` processes, as the schedule needs them.
 
-    The first stages get one layer more where it does not come out even: the last one has the output matrix to compute.
+    If they do not divide evenly, the first stages get one layer more: the last one computes the output matrix.
 
     Raises:
         ConfigError: more stages than layers, or a combination that the schedule does not allow.
@@ -68,55 +68,48 @@ def make_plan(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Plan:
             f"layers; allowed: at most one stage for each layer"
         )
     each, extra = divmod(layers, stages)
-    return Plan(
-        ranks=ranks,
-        stages_per_rank=pipeline.stages_per_rank,
-        v_shaped=pipeline.schedule in _V_SHAPED,
+    return Layout(
+        ranks=ranks, stages_per_rank=pipeline.stages_per_rank, v_shaped=pipeline.schedule in _V_SHAPED,
         layer_counts=tuple(each + (stage < extra) for stage in range(stages)),
-    )
+    )  # fmt: skip
 
 
 def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
-    """What a rank of a run of this layout (`lowbit.train.identity.layout_of`) held, in words."""
-    plan = Plan(
-        ranks=layout["pipeline.ranks"],
-        stages_per_rank=layout["pipeline.stages_per_rank"],
-        v_shaped=layout["pipeline.schedule"] in _V_SHAPED,
-        layer_counts=tuple(layout["layers"]),
-    )
-    stages = plan.stages_of(rank % plan.ranks)
-    parts = [f"layers {r[0]} to {r[-1]}" for r in map(plan.layers_of, stages)]
+    """What a rank held in a run whose manifests have this layout (`lowbit.train.identity.layout_of`), in words."""
+    recorded = Layout(
+        ranks=layout["pipeline.ranks"], stages_per_rank=layout["pipeline.stages_per_rank"],
+        v_shaped=layout["pipeline.schedule"] in _V_SHAPED, layer_counts=tuple(layout["layers"]),
+    )  # fmt: skip
+    stages = recorded.stages_of(rank % recorded.ranks)
+    parts = [f"layers {layers[0]} to {layers[-1]}" for layers in map(recorded.layers_of, stages)]
     if 0 in stages:
         parts.insert(0, "the embedding")
-    if plan.stages - 1 in stages:
+    if recorded.stages - 1 in stages:
         parts.append("the output matrix")
     return ", ".join(parts)
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:
-    """What the schedule classes refuse, said before anything starts."""
-    name, per_rank, pieces = pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches
+    """Raise what the schedule classes would raise, before anything starts."""
+    name, per_rank, microbatches = pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches
     stages = ranks * per_rank
+    rounds = max(1, microbatches // ranks)
+    problem = ""
     if name in _SINGLE and per_rank != 1:
-        raise ConfigError(
-            f"pipeline.stages_per_rank is {per_rank}; allowed with {name}: 1 (use Interleaved1F1B for more)"
-        )
-    if name in _V_SHAPED and per_rank != 2:
-        raise ConfigError(f"pipeline.stages_per_rank is {per_rank}; allowed with {name}: 2")
-    if name in ("1F1B", "DualPipeV") and pieces < stages:
-        raise ConfigError(
-            f"pipeline.microbatches is {pieces}; allowed with {name}: at least as many as stages ({stages})"
-        )
-    rounds = max(1, pieces // ranks)
-    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and pieces % rounds:
-        raise ConfigError(
-            f"pipeline.microbatches is {pieces}; allowed with {name} on {ranks} ranks: a multiple of {ranks}, "
+        problem = f"stages_per_rank is {per_rank}; allowed with {name}: 1 (use Interleaved1F1B for more)"
+    elif name in _V_SHAPED and per_rank != 2:
+        problem = f"stages_per_rank is {per_rank}; allowed with {name}: 2"
+    elif name in ("1F1B", "DualPipeV") and microbatches < stages:
+        problem = f"microbatches is {microbatches}; allowed with {name}: at least as many as stages ({stages})"
+    elif name in ("Interleaved1F1B", "InterleavedZeroBubble") and microbatches % rounds:
+        problem = (
+            f"microbatches is {microbatches}; allowed with {name} on {ranks} ranks: a multiple of {ranks}, "
             f"or fewer than {2 * ranks}"
         )
     for direction in ("forward", "backward"):
         count = len(getattr(pipeline, direction))
-        if count not in (1, stages - 1) and (count or direction == "forward"):
-            raise ConfigError(
-                f"pipeline.{direction} lists {count} codecs; allowed: one for all boundaries, "
-                f"or one for each of the {stages - 1}"
-            )
+        if not problem and count not in (1, stages - 1) and (count or direction == "forward"):
+            allowed = f"one for all boundaries, or one for each of the {stages - 1}"
+            problem = f"{direction} lists {count} codecs; allowed: {allowed}"
+    if problem:
+        raise ConfigError(f"pipeline.{problem}")

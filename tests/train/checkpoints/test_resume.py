@@ -12,14 +12,15 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, resume, run, train
+from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, run, train
 from lowbit.train import prepare as preparation
-from lowbit.train.manifest import newest_step
-from lowbit.train.search import Search
+from lowbit.train.checkpoints import resume
+from lowbit.train.checkpoints.manifest import newest_step
+from lowbit.train.checkpoints.search import Search
 from lowbit.train.summary import read_summary
 from tests.ranks import Ranks
+from tests.train.checkpoints.test_save import save
 from tests.train.runs import again, curve, losses, tiny
-from tests.train.test_checkpoint import save
 
 LIMIT = 110  # seconds, where everything else runs at the same time
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe", "data_parallel": 1}
@@ -39,6 +40,7 @@ def part(config: TrainConfig, until: int) -> list[str]:
 
     def on_step(metrics: StepMetrics) -> None:
         if metrics.step == until:
+            dist.barrier()  # or a rank that leaves early disturbs one that is not there yet
             raise _Stop
 
     try:
@@ -103,10 +105,7 @@ def test_parts_are_sent_from_the_machine_that_has_them(ranks: Ranks, tmp_path: P
     ranks.run(_resume_on_two_disks, two, timeout=LIMIT)
     found = again(config, run={"output": f"{config.run.output}-0"})
     assert [line[1:] for line in curve(found)] == [pytest.approx(line[1:]) for line in curve(whole)]
-    assert [p.name for p in tmp_path.glob("run-*/checkpoints/step-00000004/*")] == [
-        "rank-0",
-        "rank-1",
-    ]
+    assert [p.name for p in tmp_path.glob("run-*/checkpoints/step-00000004/*")] == ["rank-0", "rank-1"]
 
 
 AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
@@ -126,10 +125,7 @@ def _exchange_slowly(folder: Path, limit: float) -> list[str]:
         pass_on(*args)
 
     names = [(0, name) for name in found.shares[0].tensors] if rank == 1 else []
-    with (
-        mock.patch.object(resume, "_PIECE_BYTES", 100),
-        mock.patch.object(resume._Exchange, "_pass_on", slowly),
-    ):
+    with mock.patch.object(resume, "_PIECE_BYTES", 100), mock.patch.object(resume._Exchange, "_pass_on", slowly):
         got = resume._Exchange(found, folder / str(rank) / "checkpoints", rank, group).run(names)
     return [name for _, name in got]
 
@@ -176,9 +172,7 @@ def read_summary_of_choices(config: TrainConfig, step: int) -> dict[str, int]:
 
 def test_a_choice_that_nobody_made_is_missed_in_one_line(ranks: Ranks, tmp_path: Path):
     config = tiny(
-        tmp_path,
-        pipeline=ONE | {"forward": AUTO, "warmup_steps": 1},
-        run={"steps": 3, "checkpoint_every": 2},
+        tmp_path, pipeline=ONE | {"forward": AUTO, "warmup_steps": 1}, run={"steps": 3, "checkpoint_every": 2}
     )
     part(config, 2)
     two = again(config, pipeline={"ranks": 2}, run=RESUME)
@@ -203,15 +197,7 @@ CHANGES: list[tuple[dict[str, dict[str, Any]], list[str]]] = [
     ({"run": {"precision": "bf16"}}, ["run.precision"]),
 ]
 FREE: list[dict[str, dict[str, Any]]] = [
-    {
-        "run": {
-            "eval_batches": 1,
-            "checkpoint_every": 1,
-            "keep": 3,
-            "threads": 2,
-            "timeout_seconds": 50,
-        }
-    },
+    {"run": {"eval_batches": 1, "checkpoint_every": 1, "keep": 3, "threads": 2, "timeout_seconds": 50}},
     {"pipeline": {"warmup_steps": 2}},  # over by then
     {"pipeline": {"forward": "Cast(dtype=torch.float32)"}},  # the same in full
     {"gradients": {"all_reduce": "int4"}},  # of one pipeline
@@ -283,10 +269,7 @@ def test_what_is_allowed_to_change_is_recorded(written: TrainConfig, tmp_path: P
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        (
-            "run.step",
-            "run.allow_change has 'run.step', which a resume does not compare; did you mean run.steps",
-        ),
+        ("run.step", "run.allow_change has 'run.step', which a resume does not compare; did you mean run.steps"),
         ("run.output", "run.allow_change has 'run.output', which a resume does not compare"),
         ("model.dim", "run.allow_change has model.dim, which cannot change: the weights"),
     ],

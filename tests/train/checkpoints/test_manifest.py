@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.train.manifest import (
+from lowbit.train.checkpoints.manifest import (
     MANIFEST,
     TENSORS,
     DamagedError,
@@ -60,14 +60,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed():
 
 def test_another_way_to_write_the_same_is_noticed():
     values = json.loads(manifest().to_bytes())
-    for data in (
-        json.dumps(values, indent=1).encode(),
-        manifest().to_bytes() + b"\n",
-        b"",
-        b"[]",
-        b"{",
-        b"[" * 99_999,
-    ):
+    for data in (json.dumps(values, indent=1).encode(), manifest().to_bytes() + b"\n", b"", b"[]", b"{", b"[" * 99_999):
         with pytest.raises(DamagedError, match="changed or cut short"):
             unseal(data)
 
@@ -133,7 +126,7 @@ def test_the_newest_step_is_the_newest_that_is_whole(tmp_path: Path):
 
 
 def test_it_is_read_without_pytorch():
-    program = "import sys, lowbit.train.manifest; print('torch' in sys.modules)"
+    program = "import sys, lowbit.train.checkpoints.manifest; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     assert done.stdout == "False\n"
 

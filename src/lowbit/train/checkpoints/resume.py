@@ -1,12 +1,13 @@
-"""Resuming from a checkpoint in any layout: who reads what, who sends it to whom, and what starts empty.
+"""Resuming from a checkpoint in any layout: which rank takes which tensors from where, and which codecs start afresh.
 
 Parameters and AdamW's moments are found by their name in the whole model. A rank takes the generators of the rank that
-had its number. What a boundary remembers goes to the boundary after the same layer, if the format is the same and both
-its ends can have it from the same pipeline.
+had its number. A codec takes the state of the boundary after the same layer, if the format is the same and both ends of
+the boundary can take it from the same pipeline.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -21,108 +22,93 @@ from torch import Tensor
 
 from lowbit.codecs import StatefulCodec, parse
 from lowbit.collectives.objects import gather_json
-from lowbit.train import state
-from lowbit.train.checkpoint import (
-    NO_CHECKPOINT,
-    About,
-    Checkpoints,
-    TransientError,
-    fail_together,
-    same_everywhere,
-    together,
-)
+from lowbit.train.checkpoints.manifest import Manifest, step_name
+from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, TransientError, raise_everywhere, together
+from lowbit.train.checkpoints.search import Found, Search
+from lowbit.train.checkpoints.share import DTYPES, Reader, crc32
+from lowbit.train.checkpoints.state import End, aliases_of, ends_of, parameters_of, restore
 from lowbit.train.config import RunConfig
 from lowbit.train.identity import NOT_RECORDED, Change, changes_between, refuse
-from lowbit.train.manifest import step_name
-from lowbit.train.search import Found, Search
-from lowbit.train.share import DTYPES, Reader, crc32
 from lowbit.train.stages import Pipeline
-from lowbit.train.state import End
 
 log = logging.getLogger(__name__)
 
 Item = tuple[int, str]
 """A tensor in a checkpoint: the rank that wrote the share, and the name there."""
 
-_PIECE_BYTES = 8 << 20  # of a tensor that travels
+_PIECE_BYTES = 8 << 20  # of a tensor that is sent
 _OVER = object()
 
 
-def take_up(
+def resume(
     checkpoints: Checkpoints,
     pipeline: Pipeline,
     optimizer: torch.optim.Optimizer,
-    about: About,
+    now: Manifest,
     *,
     replica: int,
     run: RunConfig,
     group: dist.ProcessGroup | None,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Restore the newest intact step; to be called by all ranks at once.
+    """Restore the newest intact step; to be called on every rank.
 
     Args:
-        about: this run. replica: number of this rank's pipeline. run: whether there must be a checkpoint, and which
-            keys may have changed since.
+        now: the manifest of this run. replica: number of this rank's pipeline.
+        run: whether there must be a checkpoint, and which keys may have changed since.
 
     Returns:
-        Steps done, 0 if no rank has any checkpoint; and what has changed since the run began, oldest first.
+        Steps done, 0 if no rank has any checkpoint; and all changes since the run began, oldest first.
 
     Raises:
-        CheckpointError: none is intact, or this run differs in what it must not; the same on every rank.
+        CheckpointError: none is intact, or this run differs in a key that may not change; the same on every rank.
     """
-    found = Search(checkpoints.folder, group).newest()
+    rank, folder = checkpoints.rank, checkpoints.folder
+    found = Search(folder, group).newest()
     if found is None:
-        if run.resume is True:
-            fail_together(NO_CHECKPOINT.format(checkpoints.folder), group)
-        if checkpoints.rank == 0:
-            log.warning("no checkpoint in %s: starting with step 0", checkpoints.folder)
+        raise_everywhere(NO_CHECKPOINT.format(folder) if run.resume is True else "", group)
+        if rank == 0:
+            log.warning("no checkpoint in %s: starting with step 0", folder)
         return 0, []
-    where = f"checkpoint {checkpoints.folder / step_name(found.step)}"
-    changes = _compare(found, about, where, checkpoints.rank, run.allow_change, group)
-    plan = _Plan(found, pipeline, rank=checkpoints.rank, replica=replica)
-    same_everywhere(f"{where}: {plan.problem}" if plan.problem else "", group)
-    tensors = _Exchange(found, checkpoints.folder, checkpoints.rank, group).run(plan.items)
-    restored = {name: tensors[item] for name, item in plan.tensors.items()}
-    for name in restored.keys() & plan.copies:  # which the optimizer changes in place
-        restored[name] = restored[name].clone()
+    where = f"checkpoint {folder / step_name(found.step)}"
+    changes = _compare(found, now, where, rank, run.allow_change, group)
+    sources = _Sources(found, pipeline, rank=rank, replica=replica)
+    raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
+    received = _Exchange(found, folder, rank, group).run(sources.items)
+    tensors = {name: received[item] for name, item in sources.tensors.items()}
+    for name in tensors.keys() & sources.copies:  # which the optimizer changes in place
+        tensors[name] = tensors[name].clone()
     problem = ""
     try:
-        state.restore(pipeline, optimizer, restored, plan.lanes(tensors), steps=found.step)
+        restore(pipeline, optimizer, tensors, sources.lanes(received), steps=found.step)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = f"{where} cannot be taken up: {type(error).__name__}: {error}"
-    same_everywhere(problem, group)
-    if checkpoints.rank == 0 and plan.fresh:
-        log.warning("%s: what codecs remember begins afresh at %s", where, ", ".join(plan.fresh))
+    raise_everywhere(problem, group)
+    if rank == 0 and sources.fresh:
+        log.warning("%s: what codecs remember begins afresh at %s", where, ", ".join(sources.fresh))
     return found.step, [*found.first.changes, *(change.at(found.step) for change in changes)]
 
 
 def _compare(
-    found: Found,
-    about: About,
-    where: str,
-    rank: int,
-    allowed: tuple[str, ...],
-    group: dist.ProcessGroup | None,
+    found: Found, now: Manifest, where: str, rank: int, allowed: tuple[str, ...], group: dist.ProcessGroup | None
 ) -> list[Change]:
     """What differs between the run that wrote a step and this one, if that is allowed."""
     written = found.shares.get(rank, found.first)
-    changes = changes_between(written.identity, about.identity, step=found.step)
-    same_everywhere(refuse(where, changes, allowed), group)
-    layout = {k: v for k, v in about.layout.items() if k.startswith("pipeline.")}
-    moved = [Change(k, written.layout[k], v) for k, v in layout.items() if written.layout[k] != v]
-    newer = [Change(k, written.versions.get(k, NOT_RECORDED), v) for k, v in about.versions.items()]
-    everything = [*changes, *moved, *(change for change in newer if change.before != change.after)]
+    changes = changes_between(written.identity, now.identity, step=found.step)
+    raise_everywhere(refuse(where, changes, allowed), group)
+    layout = [Change(k, written.layout[k], v) for k, v in now.layout.items() if k.startswith("pipeline.")]
+    versions = [Change(k, written.versions.get(k, NOT_RECORDED), v) for k, v in now.versions.items()]
+    changes += [change for change in (*layout, *versions) if change.before != change.after]
     if rank == 0:
-        for change in everything:
+        for change in changes:
             log.warning("%s: %s", where, change)
-    return everything
+    return changes
 
 
-class _Plan:
-    """What one rank takes from a checkpoint.
+class _Sources:
+    """Where one rank takes its tensors from.
 
     Attributes:
-        tensors: by the names that `state.restore` wants; copies: those that another name has, too.
+        tensors: by the names that `restore` wants; copies: those that another name has, too.
         items: all of these and those of codecs, in a fixed order.
         fresh: boundaries of the whole pipeline whose codecs begin afresh. problem: what is missing; empty: nothing.
     """
@@ -132,7 +118,7 @@ class _Plan:
         self.tensors: dict[str, Item] = {}
         self.problem = ""
         self._lanes: dict[str, _Memory] = {}
-        self._sources = _remembered(found)
+        self._memories = _memories(found)
         self._take_parameters()
         self._take_generators()
         self.fresh = list(dict.fromkeys(self._take_codecs()))
@@ -141,35 +127,37 @@ class _Plan:
         first = {item: name for name, item in reversed(self.tensors.items())}
         self.copies = {name for name, item in self.tensors.items() if first[item] != name}
 
-    def lanes(self, tensors: Mapping[Item, Tensor]) -> dict[str, dict[str, Any]]:
-        """What `state.restore` wants for boundaries."""
+    def lanes(self, received: Mapping[Item, Tensor]) -> dict[str, dict[str, Any]]:
+        """What `restore` wants for boundaries."""
         return {
-            name: state.unflatten(memory.values | {p: tensors[i] for p, i in memory.items.items()})
+            name: memory.values | {path: received[item] for path, item in memory.items.items()}
             for name, memory in self._lanes.items()
         }
 
     def _take_parameters(self) -> None:
-        aliases = {k: v for m in self._pipeline.modules.values() for k, v in m.aliases.items()}
-        for name, parameter in state.parameters_of(self._pipeline).items():
+        aliases = aliases_of(self._pipeline)
+        for name, parameter in parameters_of(self._pipeline).items():
             known = name if self._share_with(name) is not None else aliases.get(name, name)
             share = self._share_with(known)
             if share is None:
-                self.problem = self.problem or f"no share has the parameter {name}"
+                self._note_problem(f"no share has the parameter {name}")
                 continue
-            manifest = self._found.shares[share]
-            entry = manifest.tensors[f"model/{known}"]
+            entries = self._found.shares[share].tensors
+            entry = entries[f"model/{known}"]
             if (DTYPES[entry["dtype"]], entry["shape"]) != (parameter.dtype, list(parameter.shape)):
-                self.problem = self.problem or (
+                self._note_problem(
                     f"parameter {name} is {entry['dtype']} {entry['shape']}; "
                     f"the model has {parameter.dtype} {list(parameter.shape)}"
                 )
             self.tensors[f"model/{name}"] = share, f"model/{known}"
             prefix = f"optimizer/{known}/"
-            for moment in (n for n in manifest.tensors if n.startswith(prefix)):
-                key = moment.removeprefix(prefix)
-                if manifest.tensors[moment]["shape"] not in ([], entry["shape"]):
-                    self.problem = self.problem or f"{moment} has not the shape of its parameter"
-                self.tensors[f"optimizer/{name}/{key}"] = share, moment
+            for moment in (n for n in entries if n.startswith(prefix)):
+                if entries[moment]["shape"] not in ([], entry["shape"]):
+                    self._note_problem(f"{moment} has not the shape of its parameter")
+                self.tensors[f"optimizer/{name}/{moment.removeprefix(prefix)}"] = share, moment
+
+    def _note_problem(self, text: str) -> None:
+        self.problem = self.problem or text
 
     def _share_with(self, name: str) -> int | None:
         """A share that has a parameter: of this rank's number, on its own disk, or any."""
@@ -178,25 +166,24 @@ class _Plan:
         return min(having, key=order, default=None)
 
     def _take_generators(self) -> None:
-        share = self._found.shares.get(self._rank)
-        if share is not None:
-            random = [name for name in share.tensors if name.startswith("random/")]
-            self.tensors |= {name: (self._rank, name) for name in random}
+        if share := self._found.shares.get(self._rank):
+            self.tensors |= {name: (self._rank, name) for name in share.tensors if name.startswith("random/")}
 
     def _take_codecs(self) -> Iterator[str]:
-        """Find memories for this rank's lanes; names the boundaries of the whole pipeline where there is none."""
+        """Find memories for this rank's lanes; yields the boundaries of the whole pipeline where there is none."""
         pipeline = self._pipeline
         if pipeline.config.pipeline.boundary != "lowbit":
             return
-        for stage in range(pipeline.plan.stages):
-            for lane, end, codec in state.ends_of(pipeline.plan, pipeline.codecs, stage):
+        in_warm_up = self._found.step < pipeline.config.codec_warmup_steps
+        for stage in range(pipeline.layout.stages):
+            for lane, end, codec in ends_of(pipeline.layout, pipeline.codecs, stage):
                 memory = self._memory_for(end, codec)
                 if stage in pipeline.modules and memory is not None:
                     self._lanes[lane] = memory
-                if not self._crosses(lane) or self._in_warm_up:
+                if in_warm_up or not pipeline.layout.crosses(int(lane.split()[1])):
                     continue
                 if not parse(codec).settled and (memory is None or not memory.has_choice):
-                    self.problem = self.problem or (
+                    self._note_problem(
                         f"it tells nothing of what {codec} chose in the warm-up, which {lane} (after layer "
                         f"{end.after_layer}) needs; allowed: a format that is settled, with "
                         f"--allow-change pipeline.{end.direction}"
@@ -204,25 +191,18 @@ class _Plan:
                 elif parse(codec).stateful and (memory is None or not memory.whole):
                     yield lane
 
-    @property
-    def _in_warm_up(self) -> bool:
-        return self._found.step < self._pipeline.config.codec_warmup_steps
-
-    def _crosses(self, lane: str) -> bool:
-        return self._pipeline.plan.crosses(int(lane.split()[1]))
-
     def _memory_for(self, end: End, codec: str) -> _Memory | None:
-        """What a lane is to begin with: the memory of its place, or the choice of the nearest place that made one."""
-        replicas = sorted(self._sources, key=lambda r: (r != self._replica % len(self._sources), r))
+        """What a lane begins with: the memory of its place, or the choice of the nearest place that has one."""
+        replicas = sorted(self._memories, key=lambda r: (r != self._replica % len(self._memories), r))
         for replica in replicas:
-            known = self._sources[replica]
+            known = self._memories[replica]
             if end in known and end.other in known and self._fits(known[end], codec):
                 return known[end]
         if parse(codec).settled:
             return None
         near = [
             (abs(other.after_layer - end.after_layer), other.after_layer, replica, memory)
-            for replica, known in self._sources.items()
+            for replica, known in self._memories.items()
             for other, memory in known.items()
             if other.direction == end.direction and memory.has_choice and _same(memory.codec, codec)
         ]
@@ -234,14 +214,13 @@ class _Plan:
             return False
         config, first = self._pipeline.config, self._found.first
         shape = (config.rows, config.data.sequence, 1)
-        alike = (first.layout["rows"], first.identity.get("data.sequence")) == shape[:2]
-        parsed = parse(codec)
-        return alike or (isinstance(parsed, StatefulCodec) and parsed.shared_by(shape) is not None)
+        same_shape = (first.layout["rows"], first.identity.get("data.sequence")) == shape[:2]
+        return same_shape or parse(codec).shared_by(shape) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Memory:
-    """What an end of a boundary remembered. values: what is no tensor; items: the tensors; both by path."""
+    """The state of a codec at one end of a boundary. items: its tensors; values: everything else; both by path."""
 
     codec: str
     values: dict[str, Any]
@@ -253,24 +232,23 @@ class _Memory:
         return any(path.endswith("/choice") for path in self.values)
 
     def choice_only(self) -> _Memory:
-        """Without what belongs to the place."""
+        """The choice alone, which other places can use."""
         choices = {path: v for path, v in self.values.items() if path.endswith("/choice")}
-        return _Memory(codec=self.codec, values=choices, items={}, whole=False)
+        return dataclasses.replace(self, values=choices, items={}, whole=False)
 
 
-def _remembered(found: Found) -> dict[int, dict[End, _Memory]]:
-    """What ends of boundaries remember, by pipeline."""
+def _memories(found: Found) -> dict[int, dict[End, _Memory]]:
+    """What ends of boundaries remembered, by pipeline."""
     places = found.first.layout["pipeline.ranks"]
-    known: dict[int, dict[End, _Memory]] = {}
+    memories: dict[int, dict[End, _Memory]] = {}
     for rank, manifest in found.shares.items():
-        of_pipeline = known.setdefault(rank // places, {})
+        of_pipeline = memories.setdefault(rank // places, {})
         for unit in manifest.codecs:
             end = End.of(unit)
-            items = {
-                name.removeprefix(end.prefix): (rank, name) for name in manifest.tensors if name.startswith(end.prefix)
-            }
+            own = [name for name in manifest.tensors if name.startswith(end.prefix)]
+            items = {name.removeprefix(end.prefix): (rank, name) for name in own}
             of_pipeline[end] = _Memory(codec=unit["codec"], values=unit["values"], items=items)
-    return known
+    return memories
 
 
 def _same(one: str, other: str) -> bool:
@@ -283,8 +261,8 @@ def _same(one: str, other: str) -> bool:
 class _Exchange:
     """Tensors on the CPU, from this disk or from the rank that has the share.
 
-    All ranks go through all transfers in the same order, a piece to each receiver in turn: so none waits for one that
-    waits for it, nor for longer than a piece of everybody takes. All together may take longer than the time limit.
+    All ranks go through all transfers in the same order, a piece to each receiver in turn: so no two wait for each
+    other, and no wait is longer than one piece for every rank takes. All together may exceed the time limit.
     """
 
     def __init__(self, found: Found, folder: Path, rank: int, group: dist.ProcessGroup | None) -> None:
@@ -292,27 +270,27 @@ class _Exchange:
         self._step = folder / step_name(found.step)
         own = [share for share, holder in found.holders.items() if holder == rank]
         self._readers = {share: Reader(self._step / f"rank-{share}") for share in own}
-        self._got: dict[Item, Tensor] = {}
+        self._received: dict[Item, Tensor] = {}
         self._problem = ""
 
     def run(self, wanted: list[Item]) -> dict[Item, Tensor]:
-        """What this rank wants; to be called by all ranks at once.
+        """What this rank wants; to be called on every rank.
 
         Raises:
             TransientError: what arrived is not what was written; the same on every rank.
         """
-        everybody = gather_json(wanted, self._group)
-        together(partial(self._transfer, everybody), self._group)
-        same_everywhere(self._problem, self._group, TransientError)
-        return self._got
+        wanted_by_rank = gather_json(wanted, self._group)
+        together(partial(self._transfer, wanted_by_rank), self._group)
+        raise_everywhere(self._problem, self._group, TransientError)
+        return self._received
 
-    def _transfer(self, everybody: list[list[Item]]) -> None:
-        under_way = [self._pieces(receiver, items) for receiver, items in enumerate(everybody)]
+    def _transfer(self, wanted_by_rank: list[list[Item]]) -> None:
+        under_way = [self._pieces(receiver, items) for receiver, items in enumerate(wanted_by_rank)]
         while under_way:
             under_way = [pieces for pieces in under_way if next(pieces, _OVER) is not _OVER]
 
     def _pieces(self, receiver: int, items: list[Item]) -> Iterator[None]:
-        """Hand a rank its tensors, as far as this rank has a part in that; stops after each piece."""
+        """Send a rank its tensors, as far as this rank has a part in that; stops after each piece."""
         for share, name in items:
             holder, entry = self._found.holders[share], self._found.shares[share].tensors[name]
             dtype, here = DTYPES[entry["dtype"]], self._rank in (receiver, holder)
@@ -325,7 +303,7 @@ class _Exchange:
                     self._pass_on(tensor, start, holder, receiver)
                     yield
             if self._rank == receiver:
-                self._got[share, name] = tensor
+                self._received[share, name] = tensor
                 if holder != receiver and crc32(tensor) != entry["crc32"]:
                     where = f"{name} of {self._step.name}/rank-{share}"
                     self._problem = f"{where} arrived from rank {holder} with other bytes"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowbit.train.manifest import MANIFEST, TENSORS, DamagedError
-from lowbit.train.share import DTYPES, Reader, commit_share, crc32, stage_share, verify_share
-from tests.train.test_manifest import manifest
+from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, DamagedError
+from lowbit.train.checkpoints.share import DTYPES, Reader, commit_share, crc32, stage_share, verify_share
+from tests.train.checkpoints.test_manifest import manifest
 
 FLIPS = 1000
 

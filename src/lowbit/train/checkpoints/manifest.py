@@ -1,9 +1,6 @@
-"""What a checkpoint's share says about itself; JSON that notices a change to any of its bits. Needs no PyTorch.
+"""The manifest of a share: JSON that reveals a change to any of its bits. Needs no PyTorch.
 
-    checkpoints/step-00000100/rank-0/manifest.json         what this module reads and writes
-                                     tensors.safetensors   whose length and SHA-256 stand in the manifest
-
-A manifest is data: what a foreign one holds is checked for its kind, and none of it is ever executed.
+What a foreign manifest holds is checked for its type, and none of it is ever executed.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,52 +27,50 @@ _COUNTS = ("pipeline.ranks", "pipeline.data_parallel", "pipeline.stages_per_rank
 _STEP, _RANK = re.compile(r"step-(\d{8,})"), re.compile(r"rank-(\d+)")
 _STAGED = re.compile(r"\.rank-(\d+)")
 
-
-MOST = 1 << 16
-"""The highest count of ranks, stages, layers of a stage and the like that a manifest may tell of."""
-
+_MOST = 1 << 16  # ranks, stages or layers of a stage in a manifest
 _MOST_BYTES = 64 << 20  # of a manifest
 
 
 class DamagedError(ValueError):
-    """A share that is not what was written; the text says in what, without its path, and is safe to print."""
+    """A share is not what was written; the text says how, without its path, and is safe to print."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
 
 
 def printable(text: str) -> str:
-    r"""A text from a foreign file with what a terminal would act upon written out ("\x1b")."""
+    r"""The text with control characters, which a terminal would act upon, escaped ("\x1b")."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one rank's share of a step is.
+    """What one rank's share of a step is. The fields with a default are those of a step.
 
     Attributes:
         step: steps done. rank: whose share; ranks: of the whole run, each of which wrote one.
         attempt: the same in all shares that belong together: a name of the processes that wrote them.
         layout: where the parts of the model were (`lowbit.train.identity.layout_of`).
-        identity: what makes the run this run, by configuration key (`lowbit.train.identity`).
-        versions: of lowbit and PyTorch. changes: what was changed between attempts, oldest first.
-        codecs: what boundaries remember, without the tensors (`lowbit.train.state`).
+        identity: all that losses depend on, by configuration key (`lowbit.train.identity`).
+        versions: of lowbit and PyTorch.
+        changes: of the identity, layout and versions when runs resumed, oldest first.
+        codecs: state of the codecs at boundaries, without its tensors (`lowbit.train.checkpoints.state`).
         aliases: other names in the whole model of a parameter that this share has.
         files: length and SHA-256 by name. tensors: dtype, shape and CRC-32 of the bytes by name.
     """
 
-    step: int
+    step: int = 0
     rank: int
     ranks: int
     attempt: str
     layout: dict[str, Any]
     identity: dict[str, Any]
     versions: dict[str, str]
-    changes: list[dict[str, Any]]
-    codecs: list[dict[str, Any]]
-    aliases: dict[str, str]
-    files: dict[str, dict[str, Any]]
-    tensors: dict[str, dict[str, Any]]
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    codecs: list[dict[str, Any]] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of `manifest.json`."""
@@ -83,37 +78,34 @@ class Manifest:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Manifest:
-        """A manifest from what `to_bytes` or a peer stated.
+        """A manifest from a file or a peer.
 
         Raises:
-            DamagedError: it is of another format, or something in it is of the wrong kind.
+            DamagedError: it has another format, or something in it has the wrong type.
         """
         values = dict(values)
         written = values.pop("format", FORMAT)
         if written != FORMAT:
             raise DamagedError(f"has format {written!r}; this version of lowbit reads format {FORMAT}")
-        fields = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+        fields = {each.name: str(each.type) for each in dataclasses.fields(cls)}
         if unlike := fields.keys() ^ values.keys():
             raise DamagedError(f"has a manifest that lacks or has {', '.join(sorted(unlike))}")
         for name, kind in fields.items():
             if type(values[name]).__name__ != kind.partition("[")[0]:
                 raise DamagedError(f"has a manifest whose {name} is no {kind}")
-        found = cls(**values)
-        found._check()
-        return found
-
-    def _check(self) -> None:
-        """Raise unless everything that is used has its kind."""
+        manifest = cls(**values)
         try:
-            sound = all(self._conditions())
+            sound = all(manifest._conditions())
         except (KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
             raise DamagedError("has a manifest that is not as lowbit writes it")
-        if set(self.files) != {TENSORS}:
-            raise DamagedError(f"lists the files {', '.join(self.files)}; expected {TENSORS}")
+        if set(manifest.files) != {TENSORS}:
+            raise DamagedError(f"lists the files {', '.join(manifest.files)}; expected {TENSORS}")
+        return manifest
 
     def _conditions(self) -> Iterator[bool]:
+        """Conditions that every manifest of lowbit meets, for all fields that are used."""
         for entry in self.tensors.values():
             yield isinstance(entry["dtype"], str) and isinstance(entry["crc32"], int)
             yield all(type(n) is int and n >= 0 for n in entry["shape"])
@@ -127,11 +119,11 @@ class Manifest:
             yield change.keys() == {"step", "key", "before", "after"}
         yield all(isinstance(name, str) for name in self.aliases.values())
         places, replicas, stages, rows = (self.layout[key] for key in _COUNTS)
-        yield all(type(n) is int and 0 < n <= MOST for n in (places, replicas, stages, self.ranks))
+        yield all(type(n) is int and 0 < n <= _MOST for n in (places, replicas, stages, self.ranks))
         yield type(rows) is int and rows > 0
         yield self.ranks == places * replicas and 0 <= self.rank < self.ranks
         yield isinstance(self.layout["pipeline.schedule"], str)
-        yield all(type(n) is int and 0 < n <= MOST for n in self.layout["layers"])
+        yield all(type(n) is int and 0 < n <= _MOST for n in self.layout["layers"])
         yield places * stages == len(self.layout["layers"])
 
 
@@ -143,7 +135,7 @@ def seal(values: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """What `seal` was given.
+    """The values that `seal` was given.
 
     Raises:
         DamagedError: these are not, to the last bit, the bytes that `seal` writes for it.
@@ -160,10 +152,10 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def read_manifest(share: Path) -> Manifest:
-    """The manifest of a share, which need not have the tensors that it tells of.
+    """The manifest of a share, which need not have the tensors that it lists.
 
     Raises:
-        DamagedError: there is none, it was changed, or it is of another format.
+        DamagedError: there is none, it was changed, or it has another format.
     """
     if (share / ".metadata").exists() and not (share / MANIFEST).exists():
         raise DamagedError(OLDER)
@@ -171,13 +163,11 @@ def read_manifest(share: Path) -> Manifest:
         data = read_manifest_bytes(share)
     except OSError as error:
         raise DamagedError(f"has no {MANIFEST} that can be read: {error.strerror}") from error
-    found = Manifest.from_values(unseal(data))
-    if (f"rank-{found.rank}", step_name(found.step)) != (
-        share.name.removeprefix("."),  # of one that waits for the others
-        share.parent.name,
-    ):
-        raise DamagedError(f"is that of rank {found.rank} at step {found.step}")
-    return found
+    manifest = Manifest.from_values(unseal(data))
+    place = share.name.removeprefix("."), share.parent.name  # a dot: the share waits for those of other ranks
+    if (f"rank-{manifest.rank}", step_name(manifest.step)) != place:
+        raise DamagedError(f"is that of rank {manifest.rank} at step {manifest.step}")
+    return manifest
 
 
 def read_manifest_bytes(share: Path) -> bytes:
@@ -195,7 +185,7 @@ def read_manifest_bytes(share: Path) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise where reading could take for ever or do something.
+    """Raise for a file that may block or act when it is read.
 
     Raises:
         DamagedError: it is a pipe or device. OSError: there is none.
@@ -210,39 +200,39 @@ def step_name(step: int) -> str:
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """Folders of steps in a folder of checkpoints, in ascending order; anything else there is left alone."""
+    """Folders of steps in a folder of checkpoints, in ascending order; anything else there is ignored."""
     return _numbered(folder, _STEP)
 
 
 def shares_in(step: Path) -> dict[int, Path]:
-    """Folders of the ranks' shares in that of a step, in ascending order."""
+    """Folders of shares in the folder of a step, by rank, in ascending order."""
     return _numbered(step, _RANK)
 
 
 def staged_in(step: Path) -> dict[int, Path]:
-    """Folders of shares that were written, but not all of whose step, as far as this disk tells."""
+    """Folders of shares that still wait for those of other ranks, by rank."""
     return _numbered(step, _STAGED)
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step that a resume here most likely begins with, from manifests alone; None if there is none.
+    """The step that a resume most likely begins with, from manifests alone; None if there is none.
 
-    That is the newest of which all shares are in this folder; where no step has all of them, because machines have a
-    disk each, the newest with any.
+    The newest step whose shares are all in this folder. If no step has all of them, because machines have a disk each,
+    the newest step with any.
     """
-    some: list[int] = []
+    newest = None
     for step, path in reversed(steps_in(folder).items()):
         attempts: dict[str, set[int]] = {}
         for share in shares_in(path).values():
             try:
-                found = read_manifest(share)
+                manifest = read_manifest(share)
             except (DamagedError, OSError):
                 continue
-            some.append(step)
-            attempts.setdefault(found.attempt, set()).add(found.rank)
-            if len(attempts[found.attempt]) == found.ranks:
+            newest = newest or step
+            attempts.setdefault(manifest.attempt, set()).add(manifest.rank)
+            if len(attempts[manifest.attempt]) == manifest.ranks:
                 return step
-    return max(some, default=None)
+    return newest
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -251,5 +241,4 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     except (FileNotFoundError, NotADirectoryError):  # another rank may have dropped it just now
         return {}
     matches = [(pattern.fullmatch(path.name), path) for path in paths]
-    found = {int(match[1]): path for match, path in matches if match and path.is_dir()}
-    return dict(sorted(found.items()))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_dir()))

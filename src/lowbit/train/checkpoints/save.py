@@ -1,0 +1,152 @@
+"""Saving: every rank writes its share, and all shares take their places together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lowbit.collectives.objects import gather_json
+from lowbit.train.checkpoints.manifest import FILES, Manifest, printable, shares_in, step_name, steps_in
+from lowbit.train.checkpoints.share import commit_share, drop_share, remove_share, stage_share, staged
+from lowbit.train.checkpoints.state import Snapshot
+from lowbit.train.folder import RunFolder
+from lowbit.train.section import ConfigError
+
+FOLDER = "checkpoints"
+NO_CHECKPOINT = (
+    "run.resume is true; {} has no checkpoint; allowed: run.resume=auto (--resume=auto) to begin where there is none"
+)
+_BEAT_SECONDS = 1.0
+
+
+class CheckpointError(ConfigError):
+    """A run cannot begin with the checkpoints in its folder, nor can another attempt. The same text on every rank."""
+
+    on_all_ranks = True
+
+
+class TransientError(CheckpointError):
+    """A checkpoint could not be written or sent, because of a full disk for example; another attempt may succeed."""
+
+
+class Checkpoints:
+    """The checkpoints of one rank.
+
+    Args:
+        output: folder of the run. rank: whose shares. keep: how many steps stay.
+    """
+
+    def __init__(self, output: Path, *, rank: int, keep: int) -> None:
+        self.folder, self.rank, self.keep = output / FOLDER, rank, keep
+        self._output = RunFolder(output)
+
+    def save(self, step: int, snapshot: Snapshot, run: Manifest, group: dist.ProcessGroup | None = None) -> None:
+        """Write this rank's share of a step, and drop steps older than the last `keep`.
+
+        A share takes its place only when those of all ranks are on their disks. So if any of them is seen in its place
+        after a crash, the step is complete, and `Search` moves the others there.
+
+        Args:
+            step: steps done so far. run: the fields of the manifest that all steps have in common.
+
+        Raises:
+            TransientError: a rank could not write its share. Older steps stay; of this step no share does.
+        """
+        target = self.folder / step_name(step) / f"rank-{self.rank}"
+        manifest = replace(run, step=step, rank=self.rank, codecs=snapshot.codecs, aliases=snapshot.aliases)
+
+        def stage() -> None:
+            self._clear_the_way(target)
+            self._note(target)
+            stage_share(target, manifest, snapshot.tensors)
+
+        def attempt(work: Callable[[], None]) -> str:
+            try:
+                work()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                return f"rank {self.rank} cannot write its share of step {step}, {target}: {reason}"
+            return ""
+
+        for work in (stage, partial(commit_share, target)):
+            if problems := [text for text in together(partial(attempt, work), group) if text]:
+                if work is stage:
+                    with contextlib.suppress(OSError):
+                        remove_share(staged(target))
+                        target.parent.rmdir()
+                raise TransientError(f"{'; '.join(problems)}; older checkpoints are as they were")
+        self._drop_older_than(step)
+
+    def _clear_the_way(self, target: Path) -> None:
+        """Move aside a folder in the share's place that this run did not make, such as a copied checkpoint."""
+        names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+        if names - set(FILES) or (names and self._output.foreign(self._files(target))):
+            aside = (target.with_name(f"{target.name}.kept-{i}") for i in range(1, 1000))
+            target.rename(next(path for path in aside if not path.exists()))
+
+    def _note(self, target: Path) -> None:
+        hidden = (target.with_name(f".{target.name}{suffix}") for suffix in ("", ".old"))
+        self._output.note(*(file for share in (target, *hidden) for file in self._files(share)))
+
+    def _files(self, share: Path) -> list[str]:
+        """Names of a share's files in the folder of the run."""
+        return [f"{FOLDER}/{share.parent.name}/{share.name}/{file}" for file in FILES]
+
+    def _drop_older_than(self, newest: int) -> None:
+        """Drop steps of this run that are older than the last `keep`, with the shares of ranks that are gone."""
+        made = self._output.made()
+        own = {
+            step: [share for share in shares_in(path).values() if self._files(share)[0] in made]
+            for step, path in steps_in(self.folder).items()
+            if step <= newest
+        }
+        steps = sorted(step for step, shares in own.items() if shares)
+        for share in (share for step in steps[: -self.keep] for share in own[step]):
+            for suffix in ("", ".old"):
+                with contextlib.suppress(OSError):
+                    remove_share(share.with_name(f".{share.name}{suffix}"))
+            drop_share(share)
+
+
+def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What `work` returns on each rank, as JSON can hold it; to be called on every rank.
+
+    It runs beside an exchange of signs of life, so that it may take longer than the group's time limit.
+    """
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = work()
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=run, name="lowbit-checkpoint", daemon=True)
+    thread.start()
+    while True:
+        thread.join(_BEAT_SECONDS)
+        done = not thread.is_alive()  # asked once, or an error in between would be sent
+        if "error" in outcome:
+            raise outcome["error"]
+        outcomes = gather_json(outcome if done else {}, group)
+        if all("value" in each for each in outcomes):
+            return [each["value"] for each in outcomes]
+
+
+def raise_everywhere(
+    problem: str, group: dist.ProcessGroup | None = None, kind: type[CheckpointError] = CheckpointError
+) -> None:
+    """Raise the first rank's problem on every rank, if any rank has one; to be called on every rank.
+
+    Raises:
+        CheckpointError: with that text, as far as it is printable; or another `kind`.
+    """
+    if problems := [text for text in gather_json(problem, group) if text]:
+        raise kind("\n".join(map(printable, problems[0].split("\n"))))

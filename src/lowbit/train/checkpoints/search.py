@@ -1,0 +1,229 @@
+"""Which step to resume from: the newest that all ranks together have intact, wherever its shares are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lowbit.collectives.objects import gather_json
+from lowbit.train.checkpoints.manifest import (
+    MANIFEST,
+    DamagedError,
+    Manifest,
+    read_manifest,
+    read_manifest_bytes,
+    shares_in,
+    staged_in,
+    step_name,
+    steps_in,
+)  # fmt: skip
+from lowbit.train.checkpoints.save import raise_everywhere, together
+from lowbit.train.checkpoints.share import commit_share, verify_share
+from lowbit.train.layout import parameters_at
+
+log = logging.getLogger(__name__)
+
+_NAMED = 4  # missing shares that a message names; of more, it gives the number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A step to resume from.
+
+    Attributes:
+        step: steps done. shares: manifests by the rank that wrote them; each was verified to the last byte.
+        holders: for each of them, the rank of this run that has it on its disk and has read it.
+    """
+
+    step: int
+    shares: dict[int, Manifest]
+    holders: dict[int, int]
+
+    @property
+    def first(self) -> Manifest:
+        """That of the lowest rank, for what all have in common."""
+        return self.shares[min(self.shares)]
+
+    @property
+    def complete(self) -> bool:
+        """Whether no share is missing."""
+        return bool(self.shares) and len(self.shares) == self.first.ranks
+
+    @property
+    def sufficient(self) -> bool:
+        """Whether the whole model is there; of several pipelines with equal weights, one suffices."""
+        if not self.shares:
+            return False
+        places = self.first.layout["pipeline.ranks"]
+        return {rank % places for rank in self.shares} == set(range(places))
+
+
+class _Copy(NamedTuple):
+    """A share as one rank sees it; the same `where` means the same bytes on the same disk."""
+
+    holder: int
+    where: str
+
+
+class Search:
+    """Looks through the disks of all ranks; to be made and used on every rank.
+
+    Args:
+        folder: of checkpoints on this rank's disk; it need not exist.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        self._folder, self._group = folder, group
+        self._rank = dist.get_rank(group)
+        self._reasons: dict[int, dict[str, str]] = {}  # what is wrong, by step, then by share
+        self._ranks: dict[tuple[int, str], int] = {}  # that wrote a step, by step and attempt
+        self._copies: dict[tuple[int, str], dict[int, list[_Copy]]] = {}
+        self._verified: dict[tuple[int, str], Found] = {}
+        _commit_remaining(folder, group)
+        for holder, inventory in enumerate(gather_json(_inventory(folder), group)):
+            for step, rank, share in inventory:
+                if "reason" in share:
+                    self._reasons.setdefault(step, {})[f"rank-{rank}"] = share["reason"]
+                    continue
+                key = step, share["attempt"]
+                self._ranks[key] = share["ranks"]
+                self._copies.setdefault(key, {}).setdefault(rank, []).append(_Copy(holder, share["where"]))
+
+    def newest(self) -> Found | None:
+        """The newest intact step; None if no rank has any step, intact or not.
+
+        That is one with all shares. If there is none, one with at least the whole model: of several pipelines, all but
+        one may be missing. Each step that is skipped is logged in a line, on rank 0.
+
+        Raises:
+            CheckpointError: there are steps, and none is intact.
+        """
+        if not self._copies and not self._reasons:
+            return None
+        newest_first = sorted(self._copies, reverse=True)
+        for key in newest_first:
+            if len(self._copies[key]) == self._ranks[key] and (found := self._verify(key)).complete:
+                return self._report(found)
+        for key in newest_first:
+            if (found := self._verify(key)).sufficient:
+                return self._report(found)
+        reasons = "; ".join(f"{step_name(step)}: {self._why(step)}" for step in self._steps())
+        raise_everywhere(
+            f"no checkpoint in {self._folder} is intact: {reasons}; "
+            "allowed: one of which every share is on the disk of some rank",
+            self._group,
+        )
+        return None
+
+    def _steps(self) -> list[int]:
+        """All steps of which a rank has anything, the newest first."""
+        return sorted({step for step, _ in self._copies} | self._reasons.keys(), reverse=True)
+
+    def _verify(self, key: tuple[int, str]) -> Found:
+        """Have every share of a step read by a rank that sees it; if it is damaged there, by one with another copy."""
+        if key in self._verified:
+            return self._verified[key]
+        step, ranks = key[0], dist.get_world_size(self._group)
+        shares: dict[int, Manifest] = {}
+        holders: dict[int, int] = {}
+        # First the rank that wrote a share, if it sees it; else they take turns.
+        waiting = {
+            rank: sorted(copies, key=lambda copy, rank=rank: (copy.holder - rank) % ranks)
+            for rank, copies in self._copies[key].items()
+        }
+        while waiting := {rank: copies for rank, copies in waiting.items() if copies}:
+            chosen = {rank: copies[0] for rank, copies in waiting.items()}
+            own = [rank for rank, copy in chosen.items() if copy.holder == self._rank]
+            for rank, outcome in chain.from_iterable(together(partial(self._read, step, own), self._group)):
+                if isinstance(outcome, str):
+                    self._reasons.setdefault(step, {})[f"rank-{rank}"] = outcome
+                    waiting[rank] = [copy for copy in waiting[rank] if copy.where != chosen[rank].where]
+                else:
+                    shares[rank], holders[rank] = Manifest.from_values(outcome), chosen[rank].holder
+                    del waiting[rank]
+        self._verified[key] = Found(step=step, shares=dict(sorted(shares.items())), holders=holders)
+        return self._verified[key]
+
+    def _read(self, step: int, ranks: list[int]) -> list[tuple[int, Any]]:
+        """Manifests of these ranks' shares on this disk, or what is wrong with them."""
+        outcomes: list[tuple[int, Any]] = []
+        for rank in ranks:
+            try:
+                manifest = verify_share(self._folder / step_name(step) / f"rank-{rank}")
+                outcomes.append((rank, dataclasses.asdict(manifest)))
+            except DamagedError as error:
+                outcomes.append((rank, str(error)))
+        return outcomes
+
+    def _report(self, found: Found) -> Found:
+        """Log, on one rank, what was skipped."""
+        if self._rank == 0:
+            for step in (step for step in self._steps() if step > found.step):
+                log.warning("checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step))
+            if not found.complete:
+                path = self._folder / step_name(found.step)
+                log.warning("checkpoint %s: %s; the whole model is in the others", path, self._why(found.step))
+        return found
+
+    def _why(self, step: int) -> str:
+        """What keeps a step from being intact."""
+        known = self._reasons.get(step, {})
+        reasons = [f"{share} {reason}" for share, reason in sorted(known.items())]
+        for key, copies in ((key, copies) for key, copies in self._copies.items() if key[0] == step):
+            absent = sorted(set(range(self._ranks[key])) - copies.keys())
+            absent = [rank for rank in absent if f"rank-{rank}" not in known]
+            for rank in absent[:_NAMED]:
+                reasons.append(f"rank-{rank}{self._held_by(key, rank)} is on no rank's disk")
+            if more := absent[_NAMED:]:
+                reasons.append(f"{len(more)} more up to rank-{more[-1]} are on no rank's disk")
+        return ", ".join(reasons)
+
+    def _held_by(self, key: tuple[int, str], rank: int) -> str:
+        """What a rank had of the model (" (layers 0 to 3)"), if that is known."""
+        found = self._verified.get(key)
+        return f" ({parameters_at(found.first.layout, rank)})" if found is not None and found.shares else ""
+
+
+def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Move the remaining shares of a step to their places, if a crash came when some were there already."""
+    own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
+    begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
+    for step, path in steps_in(folder).items():
+        for rank, share in staged_in(path).items():
+            with contextlib.suppress(DamagedError, OSError):  # or another rank was faster
+                if (step, read_manifest(share).attempt) in begun:
+                    commit_share(path / f"rank-{rank}")
+    gather_json(None, group)  # on a common disk, all wait for all
+
+
+def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
+    """Step, rank and a few facts of every share on this disk."""
+    inventory: list[tuple[int, int, dict[str, Any]]] = []
+    for step, path in steps_in(folder).items():
+        for rank, share in shares_in(path).items():
+            try:
+                manifest = read_manifest(share)
+                facts = {"attempt": manifest.attempt, "ranks": manifest.ranks, "where": _where(share)}
+            except (DamagedError, OSError) as error:
+                facts = {"reason": str(error)}
+            inventory.append((step, rank, facts))
+    return inventory
+
+
+def _where(share: Path) -> str:
+    """Text that is the same for two ranks only if they see the same bytes on the same disk."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else f"{os.uname().nodename} {os.getpid()}"
+    status = (share / MANIFEST).stat()
+    digest = hashlib.sha256(read_manifest_bytes(share)).hexdigest()
+    return f"{machine} {status.st_dev} {status.st_ino} {digest}"

@@ -1,0 +1,181 @@
+"""One rank's part of the training: its stages of the model, its share of the data, and its optimizer."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import astuple, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowbit
+from lowbit.activations import counted
+from lowbit.collectives import agree
+from lowbit.collectives.checksum import secret_facts
+from lowbit.collectives.objects import gather_json
+from lowbit.train import optim
+from lowbit.train.activations import compress
+from lowbit.train.data import Order
+from lowbit.train.evaluate import Evaluation
+from lowbit.train.gradients import Gradients
+from lowbit.train.metrics import StepMetrics, Work, step_metrics
+from lowbit.train.model import StageModule, build_model
+from lowbit.train.prepare import Prepared
+from lowbit.train.process_group import new_group
+from lowbit.train.replicas import Replicas
+from lowbit.train.stages import Pipeline
+from lowbit.train.sums import Sums
+from lowbit.train.tied import TiedWeights
+
+_LOCAL = {  # settings that may differ between machines
+    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained",
+    "run.output", "run.threads", "run.progress", "run.tensorboard",
+}  # fmt: skip
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradients are not finite; the weights have not been touched by it."""
+
+    on_all_ranks = True
+
+
+class Trainer:
+    """One rank's part of the training, which touches no files; to be made on every rank.
+
+    Raises:
+        AgreementError: ranks with different configurations, texts or versions.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared, self.config, self.layout = prepared, prepared.config, prepared.layout
+        run, data, device = self.config.run, self.config.data, prepared.device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # for NCCL and kernels, which are not told a device
+        self._agree()
+        self.side = new_group(timeout=run.timeout_seconds)  # for everything but the training traffic
+        self.replicas = Replicas(
+            self.layout.ranks, self.config.pipeline.data_parallel, codec=prepared.all_reduce,
+            timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
+        )  # fmt: skip
+        self.modules, is_tied = self._build_modules()
+        self.tied = TiedWeights(self.modules, self.layout, self.replicas, tied=is_tied)
+        owned = [(p, m) for m in self.modules.values() for p in m.parameters()]
+        self.parameters = [p for p, _ in owned]
+        self.gradients = Gradients(self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches)
+        self.pipeline = Pipeline(
+            self.config, self.layout, self.modules, prepared.codecs, device, self.gradients.storage,
+            self.replicas.pipeline,
+        )  # fmt: skip
+        self.width = next(iter(self.modules.values())).width
+        self.evaluation = Evaluation(
+            self.layout, self.modules, stages=self.pipeline.lowbit_stages, width=self.width, device=device,
+            group=self.replicas.side, timeout=run.timeout_seconds, checksums=run.checksums,
+        )  # fmt: skip
+        self._sums = Sums(self.side, 2 + len(fields(Work)), timeout=run.timeout_seconds, checksums=run.checksums)
+        self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
+        self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
+        self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
+        self._saved_bytes: int | None = None  # by autograd, at most, on any rank; the same in every step
+        torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
+
+    def step(self, step: int) -> StepMetrics:
+        """One optimizer step; metrics over all ranks, by this rank's clock.
+
+        Raises:
+            DivergedError: NaN or infinity in loss or gradients.
+        """
+        begin = time.perf_counter()
+        rate = optim.learning_rate(self.config.optimizer, step=step, steps=self.config.run.steps)
+        optim.set_learning_rate(self.optimizer, rate)
+        ids = self.replicas.share(self.order.ids(step))
+        inputs, targets = self.prepared.data.train.batch(ids)
+        loss, work = self._pass(inputs, targets, ids)
+        self.gradients.finish()
+        if self.replicas.count > 1:
+            # Before tied weights are summed: their copies are in different buckets, but must stay equal.
+            self.gradients.average(self.replicas.average)
+            self.replicas.note_traffic(work)
+        with self.gradients.in_full(self.tied.copies):
+            self.tied.sum_gradients()
+        loss, norm, work = self._sum_over_ranks(loss, work)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(f"step {step}: the loss is {loss}, the norm of the gradients {norm}")
+        self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
+        self.gradients.step(self.optimizer)
+        return step_metrics(
+            step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * self.replicas.count,
+            seconds=time.perf_counter() - begin, ranks=self.ranks, work=work, bytes_activations=self._saved_bytes,
+        )  # fmt: skip
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out loss without codecs and with them; empty without held-out text.
+
+        Returns:
+            {"held_out_loss": ..., "held_out_loss_codecs": ...}, the second if there are several stages.
+        """
+        held_out, batch, batches = self.prepared.data.held_out, self.config.data.batch, self.config.run.eval_batches
+        if not len(held_out):
+            return {}
+        losses = {"held_out_loss": self.evaluation.loss(held_out, batch=batch, batches=batches)}
+        if self.layout.stages > 1:
+            codecs = self.prepared.codecs.forward
+            losses["held_out_loss_codecs"] = self.evaluation.loss(held_out, batch=batch, batches=batches, codecs=codecs)
+        return losses
+
+    def chosen(self) -> dict[str, str]:
+        """Formats that the warm-up has settled, by pipeline, boundary, direction and tensor; the same on all ranks."""
+        codecs = self.prepared.codecs
+        if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
+            return {}
+        prefix = f"pipeline {self.replicas.index} " if self.replicas.count > 1 else ""
+        stages = self.pipeline.lowbit_stages.values()
+        own = {f"{prefix}{place}": repr(codec) for stage in stages for place, codec in stage.chosen().items()}
+        return dict(sorted(item for each in gather_json(own, self.side) for item in each.items()))
+
+    def _pass(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
+        """Forward and backward; with compressed activations, the first call counts the bytes that autograd saves."""
+        if not any(self.prepared.activations) or self._saved_bytes is not None:
+            return self.pipeline.step(inputs, targets, ids)
+        with counted(nn.ModuleList(self.modules.values())) as saved:
+            loss, work = self.pipeline.step(inputs, targets, ids)
+        most = torch.tensor(saved.total)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.side)
+        self._saved_bytes = int(most)
+        return loss, work
+
+    def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work]:
+        """Loss, norm of all gradients, and costs over all ranks."""
+        squares = optim.squared_norm(self.gradients.of(self.counted))
+        sums = [loss, squares, *astuple(work)]
+        loss, squares, *costs = self._sums.of(torch.tensor(sums, dtype=torch.float64)).tolist()
+        replicas = self.replicas.count  # whose gradients are equal by now
+        return loss / replicas, math.sqrt(squares / replicas), Work(*costs)
+
+    def _agree(self) -> None:
+        """Stop before the first byte if a rank has another configuration, text or version."""
+        facts = {"text": self.prepared.data.fingerprint()}
+        facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
+        facts["backend"] = self.prepared.backend
+        for section, values in vars(self.config).items():
+            named = {f"{section}.{key}": str(value) for key, value in vars(values).items()}
+            facts |= {name: value for name, value in named.items() if name not in _LOCAL}
+        agree(None, facts, self.config.run.timeout_seconds, topic="training run")
+
+    def _build_modules(self) -> tuple[dict[int, StageModule], bool]:
+        """This rank's stages, cut from a whole model, which is then dropped; and whether its embedding is tied."""
+        config, prepared = self.config, self.prepared
+        model = build_model(config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed)
+        self.model_config = model.config
+        modules = {
+            stage: StageModule(
+                model, layers=self.layout.layers_of(stage), first=stage == 0, last=stage == self.layout.stages - 1,
+                autocast=prepared.autocast, boundary_dtype=prepared.boundary_dtype,
+            ).to(prepared.device)
+            for stage in self.layout.stages_of(self.replicas.place)
+        }  # fmt: skip
+        for stage, module in modules.items():
+            compress(module, prepared.activations[stage], prepared.device)
+        return modules, bool(model.config.tie_word_embeddings)
