@@ -152,8 +152,7 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     Yields:
         Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
         byte counted) and `decibels` (signal over noise, second half of the messages); those of SubspaceQuant also
-        `directions`, `bits` and `outside`: the share of the first message's energy that its best directions, so many, leave
-        out; `fitted`: whether this number is `SubspaceQuant.fitted`'s.
+        `directions`, `bits` and `outside`: the share of the first message's energy that its best directions leave out; `fitted`: whether this number is `SubspaceQuant.fitted`'s.
 
     Raises:
         ConfigError: a model or text that cannot be used, or more stages than layers.
@@ -224,6 +223,10 @@ def outside(x: Tensor) -> Tensor:
     return (1 - torch.cat([torch.zeros(1), energy.cumsum(0) / total])).clamp(min=0)
 
 
+def _directions(row: Row) -> str | None:
+    return f"{row['directions']}{'*' * row['fitted']}" if row["directions"] else None
+
+
 def _name(row: Row) -> str:
     return f"{row['format']}, {row['bits']} bits" if row["directions"] else row["format"]
 
@@ -258,7 +261,7 @@ COMMAND = Command(
             columns=[
                 Column("boundary", "boundary"),
                 Column("format", _name),
-                Column("directions", lambda row: f"{row['directions']}{'*' * row['fitted']}" if row["directions"] else None),
+                Column("directions", _directions),
                 Column("energy\noutside", "outside", "{:.2%}"),
                 Column("bits", "bits_per_element", "{:.2f}"),
                 Column("dB", "decibels", "{:.1f}"),

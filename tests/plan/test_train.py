@@ -8,8 +8,8 @@ from lowbit.activations import BitPlan
 from lowbit.plan.memory import COMMAND, MemorySettings
 from lowbit.report import run
 from lowbit.train import TrainConfig
-from lowbit.train.loop import Trainer
 from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
 from tests.ranks import Ranks
 from tests.train.runs import again, losses, tiny
 

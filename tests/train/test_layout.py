@@ -6,7 +6,6 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from lowbit.config import ConfigError
 from lowbit.train.config import SCHEDULES, PipelineConfig
 from lowbit.train.layout import make_layout
-from lowbit.train.section import ConfigError
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

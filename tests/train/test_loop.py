@@ -152,11 +152,11 @@ def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_p
     config = tiny(tmp_path, pipeline=pipeline)
     outcomes = ranks.run(_evaluates_in_between, config, timeout=LIMIT)
     assert [len(warned) for *_, warned in outcomes] == [1, 0], "on one rank"
-    assert "pipeline.backward: SubspaceQuant(rank=32" in outcomes[0][-1][0]
+    assert "pipeline.backward: SubspaceQuant(directions=32" in outcomes[0][-1][0]
     for evaluations, same, chosen, other, _ in outcomes:
         [[place, codec]] = chosen.items()
         assert place == "boundary 0 forward, tensor 0, width 32"
-        assert codec.startswith("SubspaceQuant(rank=")
+        assert codec.startswith("SubspaceQuant(directions=")
         assert all(same.values()), same
         through = [e["held_out_loss_codecs"] - e["held_out_loss"] for e in evaluations]
         assert through[0] == 0, "nothing is learned or chosen before the warm-up is over"

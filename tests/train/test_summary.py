@@ -10,7 +10,7 @@ from lowbit.train.layout import make_layout
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.summary import Summary, read_summary, summarize
 
-PLANNED = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(directions=5)"}
+CHOSEN = {"boundary 0 forward, tensor 0, width 256": "SubspaceQuant(directions=5)"}
 
 
 def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
@@ -57,4 +57,4 @@ def test_a_summary_survives_its_file(tmp_path: Path):
     summary = _summary([_step(step) for step in range(6)])
     (tmp_path / "summary.json").write_text(json.dumps(dataclasses.asdict(summary)))
     assert read_summary(tmp_path / "summary.json") == summary
-    assert summary.chosen == PLANNED
+    assert summary.chosen == CHOSEN

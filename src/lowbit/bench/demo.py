@@ -24,8 +24,8 @@ from lowbit.report import Bars, Baseline, Column, Lines, Report, Row, Table, com
 from lowbit.report.charts import draw
 from lowbit.train import ConfigError, TrainConfig, prepare
 from lowbit.train.config import OptimizerConfig
+from lowbit.train.export import generate
 from lowbit.train.folder import RunFolder
-from lowbit.train.generate import generate
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
 

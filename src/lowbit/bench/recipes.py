@@ -13,8 +13,8 @@ from lowbit.config import ConfigError
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.device import choose_device
+from lowbit.train.layout import make_layout
 from lowbit.train.model import count_layers, hidden_size
-from lowbit.train.plan import make_plan
 
 PROGRAM = "lowbit.bench.runs"
 """The module of the ranks."""
@@ -102,7 +102,7 @@ def check_recipes(settings: Any, pipeline: PipelineConfig) -> None:
                 "allowed with device cuda: all other formats"
             )
         config = recipe(settings, boundary, pipeline=pipeline)
-        plan = make_plan(config.pipeline, ranks=pipeline.ranks, layers=count_layers(settings.model))
+        plan = make_layout(config.pipeline, ranks=pipeline.ranks, layers=count_layers(settings.model))
         codecs = make_codecs(config.pipeline, plan.stages - 1)
         if (width := hidden_size(settings.model)) is not None:
             check_width(boundary, (*codecs.forward, *codecs.backward), width)

@@ -12,9 +12,9 @@ from lowbit.bench.worker import serve, tell_progress
 from lowbit.pipeline import LowBitStage
 from lowbit.train.config import from_mapping
 from lowbit.train.data import Order
-from lowbit.train.loop import Trainer
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
 
 
 class Runs:

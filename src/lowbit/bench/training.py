@@ -22,8 +22,8 @@ from lowbit.gradients import GradientStorage
 from lowbit.pipeline import Traffic, emulate_
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit.train.data import Data, Windows, load_data
+from lowbit.train.layout import make_layout
 from lowbit.train.model import build_model, vocabulary
-from lowbit.train.plan import make_plan
 from lowbit.train.single_process import model_loss, train_single_process
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
     count = model.config.num_hidden_layers
     lists = (name for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     layers = next(name for name in lists if len(model.get_submodule(name)) == count)  # pyright: ignore[reportArgumentType]
-    plan = make_plan(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
+    plan = make_layout(PipelineConfig(schedule="GPipe"), ranks=stages, layers=count)
     return [f"{layers}.{plan.layers_of(stage)[-1]}" for stage in range(stages - 1)]
 
 

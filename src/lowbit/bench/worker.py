@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from lowbit.train.loop import threads_per_rank
+from lowbit.train.device import threads_per_rank
 from lowbit.train.peers import first_line
 from lowbit.train.process_group import joined
 

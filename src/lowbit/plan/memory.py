@@ -24,8 +24,8 @@ from lowbit.plan.stages import StageMeter, gradient_errors
 from lowbit.report import Bars, Column, Command, Row, Table, check_output
 from lowbit.train.activations import planned_settings
 from lowbit.train.config import FULL_PRECISION, DataConfig, GradientsConfig, ModelConfig, PipelineConfig, TrainConfig
+from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, vocabulary
-from lowbit.train.plan import Plan, make_plan
 from lowbit.train.tokenizer import load_tokenizer
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -92,9 +92,9 @@ class MemorySettings:
         return in_flight(order)
 
     @property
-    def layout(self) -> Plan:
+    def layout(self) -> Layout:
         """The layers of each stage, and the stages of each rank."""
-        return make_plan(self.pipeline, ranks=self.pipeline.ranks, layers=count_layers(self.model))
+        return make_layout(self.pipeline, ranks=self.pipeline.ranks, layers=count_layers(self.model))
 
 
 def parse_bytes(text: str) -> int:

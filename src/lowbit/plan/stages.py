@@ -17,8 +17,8 @@ from lowbit.plan.budget import Sensitivities, StageCost
 from lowbit.plan.measure import bytes_between_passes, bytes_by_width, sensitivities
 from lowbit.train.config import FULL_PRECISION, OptimizerConfig
 from lowbit.train.data import Order, load_data
+from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule, build_model, hugging_face_config, next_token_loss, vocabulary
-from lowbit.train.plan import Plan
 from lowbit.train.single_process import model_loss, train_single_process
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class StageMeter:
         """Of what stages hand on."""
         self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
 
-    def stage(self, layout: Plan, stage: int) -> MeasuredStage:
+    def stage(self, layout: Layout, stage: int) -> MeasuredStage:
         """A stage of the pipeline."""
         kind = (stage == 0, stage == layout.stages - 1)
         if kind not in self._measured:

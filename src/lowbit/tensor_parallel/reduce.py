@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.codecs.sums import Summable
 from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives import all_reduce, engine
 from lowbit.collectives.algorithms import choose
 from lowbit.collectives.checksum import check_checksums

@@ -1,4 +1,4 @@
-"""How the stages of a run save activations, from its configuration."""
+"""Bits of the saved activations of each stage, from the configuration or from the plan that it names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lowbit.codecs import parse
 from lowbit.collectives.engine import version
 from lowbit.config import ConfigError
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
+from lowbit.train.layout import Layout
 from lowbit.train.model import architecture
-from lowbit.train.plan import Plan
 
 Policies = tuple[LayerAware | None, ...]
 
@@ -24,8 +24,13 @@ _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _SPLITS_SINCE = 2, 13
 
 
-def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
+def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str, Any]) -> Policies:
     """The policy of each stage; None: PyTorch saves activations as they are.
+
+    Args:
+        config: bits, or the file of a plan.
+        stages: of the run.
+        settings: of the run, from `planned_settings`, for which a plan must have been made.
 
     Raises:
         ConfigError: bits or groups that no codec has, lists of another length than there are stages, a file that holds
@@ -40,7 +45,7 @@ def saved_policies(config: ActivationsConfig, stages: int) -> Policies:
     )
 
 
-def planned_settings(config: TrainConfig, layout: Plan, vocab: int) -> dict[str, Any]:
+def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[str, Any]:
     """Settings of a run that its memory depends on, by name: a plan records them, and a run compares its own.
 
     Args:

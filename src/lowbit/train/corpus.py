@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
-from lowbit.train.section import ConfigError
 from lowbit.train.tokenizer import Tokenizer
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}

@@ -23,7 +23,6 @@ from lowbit.train import corpus
 from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
-from lowbit.train.section import ConfigError
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)

@@ -220,7 +220,7 @@ class Evaluation:
         """
         stage = self._stages.get(boundary if outgoing else boundary + 1)
         same = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
-        if stage is not None and same and codec.shared_by(shape) is not None:
+        if stage is not None and same and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:
             if not stage.in_warmup:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)

@@ -22,7 +22,6 @@ from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data
 from lowbit.train.layout import Layout
 from lowbit.train.model import architecture
-from lowbit.train.section import ConfigError
 from lowbit.train.tokenizer import definition
 
 FIXED = (
@@ -86,8 +85,9 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "run.steps": config.run.steps,
         "run.precision": config.run.precision,
     }
-    for section in ("activations", "optimizer"):
-        identity |= {f"{section}.{key}": value for key, value in vars(getattr(config, section)).items()}
+    for name, section in {"activations": written_out(config.activations), "optimizer": config.optimizer}.items():
+        identity |= {f"{name}.{key}": value for key, value in vars(section).items()}
+    del identity["activations.plan"]  # known by the bits
     return json.loads(json.dumps(identity))
 
 

@@ -195,6 +195,8 @@ class Run:
             shape = (self.config.rows, self.config.data.sequence, self.trainer.width)
             for line in costly(self.trainer.prepared.codecs, shape):
                 log.warning("%s", line)
+            if self.config.activations.plan and self.trainer.prepared.autocast is None:
+                log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
 
     def _measure_distance(self) -> float | None:
         """The longest round trip between neighbours of a pipeline, in seconds; warns where it costs much."""

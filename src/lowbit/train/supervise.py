@@ -13,6 +13,7 @@ import os
 import time
 from pathlib import Path
 
+from lowbit.config import ConfigError
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
 from lowbit.train.launch import LaunchError, start_rank, start_ranks

@@ -75,8 +75,8 @@ class FolderTokenizer:
         return self._tokenizer
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`.
+def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer of this name; `key` is the setting, for errors.
 
     Raises:
         ConfigError: neither "bytes" nor a folder with a tokenizer.

@@ -30,7 +30,7 @@ from lowbit.train.sums import Sums
 from lowbit.train.tied import TiedWeights
 
 _LOCAL = {  # settings that may differ between machines
-    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained",
+    "data.text", "data.dataset", "data.held_out", "data.tokenizer", "model.pretrained", "activations.plan",
     "run.output", "run.threads", "run.progress", "run.tensorboard",
 }  # fmt: skip
 
@@ -159,6 +159,8 @@ class Trainer:
         facts = {"text": self.prepared.data.fingerprint()}
         facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
         facts["backend"] = self.prepared.backend
+        bits = ("bits", "norm", "mlp", "linear", "group")  # from the configuration or the file of a plan
+        facts["saved activations"] = str({key: self.prepared.identity[f"activations.{key}"] for key in bits})
         for section, values in vars(self.config).items():
             named = {f"{section}.{key}": str(value) for key, value in vars(values).items()}
             facts |= {name: value for name, value in named.items() if name not in _LOCAL}

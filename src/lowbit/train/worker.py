@@ -37,10 +37,10 @@ def main() -> None:
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
+    from lowbit.config import ConfigError
     from lowbit.train.checkpoints.save import TransientError
     from lowbit.train.meeting import AloneError
     from lowbit.train.peers import AbsentError
-    from lowbit.train.section import ConfigError
     from lowbit.train.trainer import DivergedError
 
     kinds = {

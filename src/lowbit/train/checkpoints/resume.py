@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import StatefulCodec, parse
+from lowbit.codecs import parse
 from lowbit.collectives.objects import gather_json
 from lowbit.train.checkpoints.manifest import Manifest, step_name
 from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, TransientError, raise_everywhere, together

@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.collectives.objects import gather_json
+from lowbit.config import ConfigError
 from lowbit.train.checkpoints.manifest import FILES, Manifest, printable, shares_in, step_name, steps_in
 from lowbit.train.checkpoints.share import commit_share, drop_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import RunFolder
-from lowbit.train.section import ConfigError
 
 FOLDER = "checkpoints"
 NO_CHECKPOINT = (
