@@ -258,7 +258,7 @@ def test_settings_are_checked_and_explained():
     assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
     assert CalibrationConfig(model="m", features="5").selection(256) == (5, "fixed")
     assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
-    assert all(setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config))
+    assert all(setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values())
 
 
 def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):
