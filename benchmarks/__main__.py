@@ -1,11 +1,12 @@
 """`python -m benchmarks NAME ...`."""
 
-from __future__ import annotations
+from functools import partial
 
-import sys
+from lowbit.cli import main
+from lowbit.cli.app import Group
+from lowbit.cli.reports import measurements
 
-from benchmarks import COMMANDS
-from lowbit.cli.reports import main
+BENCHMARKS = Group("Measure what only developers of lowbit ask.", partial(measurements, "benchmarks"))
 
 if __name__ == "__main__":
-    main("python -m benchmarks", COMMANDS, sys.argv[1:])
+    main(program="python -m benchmarks", command=BENCHMARKS)

@@ -126,8 +126,9 @@ def check_command(words: list[str]) -> None:
 def check_lowbit(words: list[str]) -> None:
     command: Any = COMMANDS
     while isinstance(command, Group) and words and not words[0].startswith("-"):
-        assert words[0] in command.commands, f"no {words[0]} among: {', '.join(command.commands)}"
-        command, words = command.commands[words[0]], words[1:]
+        commands = command.commands()
+        assert words[0] in commands, f"no {words[0]} among: {', '.join(commands)}"
+        command, words = commands[words[0]], words[1:]
     if not isinstance(command, Group):
         words = [word for word in words if word not in ("--help", "--traceback")]
         command.parser("lowbit").read(words)

@@ -22,11 +22,9 @@ HEAVY = (
 PUBLIC = {
     "lowbit": "__version__",
     "lowbit.activations": "BitPlan Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
-    "lowbit.bench": "Report",
+    "lowbit.bench": "COMMANDS",
     "lowbit.cli": "main",
-    "lowbit.config": (
-        "ConfigError NonNegative Positive Setting build override read_toml resolve section settings_of to_toml"
-    ),
+    "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
         "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session SubspaceQuant TAHQuant gradients_beside parse "
         "parse_pair"
@@ -34,7 +32,7 @@ PUBLIC = {
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"
     ),
-    "lowbit.evaluate": "CalibrateSettings EvaluateSettings Score Sequences perplexity",
+    "lowbit.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.ops": (
@@ -44,11 +42,15 @@ PUBLIC = {
         "subspace_follow subspace_inverse subspace_renew subspace_rest_decode subspace_rest_encode "
         "tah_quant_decode tah_quant_encode"
     ),
-    "lowbit.plan": "COMMANDS InFlight MemoryPlan StageCost actions_of in_flight order_of plan_bits",
+    "lowbit.plan": "InFlight MemoryPlan StageCost actions_of in_flight order_of plan_bits",
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
+    "lowbit.report": (
+        "Bars Baseline Column Command Heights Lines Points Report Row Stacks Table Value check_output compare execute "
+        "machine run spread summary"
+    ),
     "lowbit.tensor_parallel": (
-        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "
-        "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"
+        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel SumSettings Traffic "
+        "calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles rowwise_layers tensor_parallel_"
     ),
     "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
 }

@@ -56,8 +56,8 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
 def test_without_a_link_it_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SlowLink, "available", staticmethod(lambda **_: "No namespaces here."))
     console = Console(width=80)
-    with console.capture() as shown, demo.open_link(console) as link:
-        assert link is None
+    with console.capture() as shown:
+        assert demo.choose_link(console).rate_mbit is None
     assert "No namespaces here." in shown.get()
     assert "Going on without a limit" in shown.get()
 

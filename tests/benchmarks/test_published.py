@@ -3,11 +3,13 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.codecs import COMMAND
+from benchmarks.published import PublishedProcedure
 from lowbit import ops
 from lowbit.bench.codecs import relative_error
-from lowbit.bench.published import PublishedProcedure
 from lowbit.bench.samples import drawn
 from lowbit.codecs import TAHQuant
+from lowbit.report import run
 
 SHAPE = (2, 64, 1280)
 
@@ -73,3 +75,12 @@ def test_what_it_can_not_code_is_refused():
         PublishedProcedure().round_trip(torch.zeros(1, 2, 100))
     with pytest.raises(ValueError, match="allocation is 'range'"):
         PublishedProcedure(allocation="range")
+
+
+def test_the_benchmark_measures_its_errors_and_not_its_speed():
+    settings = COMMAND.settings(
+        codecs=("published-procedure",), dtypes=("float32",), data=("gaussian",), threads=(1,), shape=(1, 4, 64)
+    )
+    (row,) = run(COMMAND, settings).rows
+    assert 0 < row["relative_error"] < 0.2
+    assert "encode_gb_s" not in row

@@ -1,28 +1,25 @@
+"""`python -m benchmarks race`: one small real race, and its settings."""
+
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
-from lowbit.bench import race
-from lowbit.bench.race import Racer, Settings, finish_line, seconds_until
+from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
+from lowbit.bench.demo import seconds_until
 from lowbit.network import Link
+from lowbit.report import compare, run
+from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
+from tests.bench.shown import shown
 
-TINY = Settings(
+TINY = RaceBenchmark(
     links=(Link(None),),
     boundaries=("fp32", "tah-quant", "aq-sgd"),
-    stages_per_rank=1,
-    microbatches=2,
-    schedule="1F1B",
-    dim=32,
-    layers=2,
-    heads=2,
-    kv_heads=0,
-    ffn=0,
-    batch=4,
-    sequence=32,
+    model=ModelConfig(dim=32, layers=2, heads=2),
+    data=DataConfig(batch=4, sequence=32),
+    pipeline=PipelineConfig(microbatches=2),
     start_steps=2,
     samples=8,
     epochs=2,
@@ -33,12 +30,12 @@ TINY = Settings(
 )
 
 
-def racer(boundary: str, curve: list[tuple[float, float]]) -> Racer:
-    made = object.__new__(Racer)
-    made.boundary, made.curve, made.state_bytes = boundary, curve, 0
-    made.formats = {"forward": None, "backward": None}
-    made.steps = [{"bits_forward": 4.0, "bits_backward": 6.0, "bytes_sent": 1e6}]
-    return made
+def racer_of(boundary: str, curve: list[tuple[float, float]]) -> Racer:
+    racer = object.__new__(Racer)
+    racer.boundary, racer.curve, racer.state_bytes = boundary, curve, 0
+    racer.formats = {"forward": None, "backward": None}
+    racer.steps = [{"bits_forward": 4.0, "bits_backward": 6.0, "bytes_sent": 1e6}]
+    return racer
 
 
 @pytest.mark.parametrize(("target", "seconds"), [(2.0, 0.0), (1.5, 5.0), (1.0, 10.0), (0.9, 12.0), (0.5, None)])
@@ -50,11 +47,12 @@ def test_seconds_between_evaluations_by_a_straight_line(target: float, seconds: 
 
 def test_the_target_is_what_all_have_reached():
     racers = [
-        racer("fp32", [(0, 2.0), (40, 1.0), (80, 0.9)]),
-        racer("tah-quant", [(0, 2.0), (10, 1.2), (20, 1.0)]),
-        racer("aq-sgd", [(0, 2.0), (30, 1.2), (40, 0.8)]),
+        racer_of("fp32", [(0, 2.0), (40, 1.0), (80, 0.9)]),
+        racer_of("tah-quant", [(0, 2.0), (10, 1.2), (20, 1.0)]),
+        racer_of("aq-sgd", [(0, 2.0), (30, 1.2), (40, 0.8)]),
     ]
-    rows = {row["boundary"]: row for row in finish_line(racers, {"link_mbit": 100.0})}
+    rows = compare(rows_of(racers, {"link": "100mbit"}), COMMAND.baselines)
+    rows = {row["boundary"]: row for row in rows}
     assert {row["target_loss"] for row in rows.values()} == {1.0}
     assert [rows[name]["seconds_to_loss"] for name in rows] == [40, 20, 35]
     assert rows["tah-quant"]["speedup_aq_sgd"] == 1.75
@@ -63,7 +61,7 @@ def test_the_target_is_what_all_have_reached():
 
 @pytest.mark.slow
 def test_a_real_race(tmp_path: Path):
-    report = race.run(TINY)
+    report = run(COMMAND, TINY)
     rows: dict[str, Any] = {row["boundary"]: row for row in report.rows}
     assert list(rows) == list(TINY.boundaries)
     starts = {row["curve"][0] for row in rows.values()}
@@ -74,18 +72,14 @@ def test_a_real_race(tmp_path: Path):
     assert rows["aq-sgd"]["bits_forward"] == pytest.approx((32 + 4.5) / 2, abs=0.6)
     assert rows["aq-sgd"]["state_bytes"] == 2 * 8 * 32 * 32 * 4
     assert rows["tah-quant"]["state_bytes"] == 0
-    with (console := Console(width=100)).capture() as shown:
-        console.print(race.show(report))
-    assert "aq-sgd" in shown.get()
-    race.draw(report, tmp_path / "race.png")
-    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    assert "aq-sgd" in shown(COMMAND, report.rows, tmp_path, width=100)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"epochs": 0}, "epochs is 0; allowed: at least 1"),
-        ({"samples": 6}, "samples is 6; allowed: a multiple of batch"),
+        ({"samples": 6}, "samples is 6; allowed: a multiple of data.batch"),
         ({"evaluations": 3}, r"evaluations is 3; allowed: at most the steps of an epoch \(2\)"),
         ({"boundaries": ("int9",)}, "codec is 'int9'"),
         pytest.param(

@@ -1,19 +1,19 @@
-"""`lowbit bench spectrum`: the tensors are the model's own, and the figures those of the sessions."""
+"""`python -m benchmarks spectrum`: the tensors are the model's own, and the figures those of the sessions."""
 
 import itertools
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from lowbit.bench import Report, charts, spectrum, spectrum_views
+from benchmarks import spectrum
+from benchmarks.spectrum import COMMAND, SpectrumBenchmark
 from lowbit.codecs import GroupInt
+from lowbit.report import run
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model
 from lowbit.train.tokenizer import ByteTokenizer
-from tests.command_line import invoke
+from tests.bench.shown import shown
 
 TINY = ModelConfig(dim=32, layers=3, heads=2)
 
@@ -48,24 +48,11 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
     build_model(TINY, vocab=256, sequence=64, seed=0).save_pretrained(folder)
     ByteTokenizer().hugging_face().save_pretrained(folder)
     text.write_text("The cat sat on the mat; 12 dogs, however, did not.\n" * 60)
-    file, picture = tmp_path / "rows.json", tmp_path / "picture.png"
-    given = (
-        "--stages",
-        "3",
-        "--rank",
-        "4,64",
-        "--codec",
-        "int4",
-        "--sequence",
-        "32",
-        "--batch",
-        "2",
+    settings = SpectrumBenchmark(
+        checkpoint=str(folder), text=str(text), stages=3, ranks=(4, 64), codecs=("int4",), sequence=32, batch=2
     )
-    result = invoke("bench", "spectrum", str(folder), str(text), *given, "--json", str(file), "--png", str(picture))
-    assert result.exit_code == 0, result.output
-    assert "Backward, messages of 2 x 32 x 32" in result.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = json.loads(file.read_text())["rows"]
+    rows = run(COMMAND, settings).rows
+    assert "Backward, messages of 2 x 32 x 32" in shown(COMMAND, rows, tmp_path)
     assert {(row["boundary"], row["direction"]) for row in rows} == {
         (b, d) for b in (0, 1) for d in spectrum.DIRECTIONS
     }
@@ -78,13 +65,10 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
         chosen = [r for r in rows if (r["boundary"], r["direction"]) == place and r["fitted"]]
         assert [r["bits"] for r in chosen] == [3, 4]
         assert all(0 <= r["outside"] < 1 for r in chosen)
-    spectrum_views.draw(Report(**json.loads(file.read_text())), picture)
 
 
-def test_a_line_has_only_what_all_boundaries_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    drawn: list[Any] = []
-    monkeypatch.setattr(charts, "save", lambda figure, path: drawn.append(figure))
-    measured = [  # boundary, rank, bits an element, decibels: rank 6 suits both, 5 only one
+def test_a_line_has_only_what_all_boundaries_have():
+    measured = [  # boundary, rank, bits per element, decibels: rank 6 suits both, 5 only one
         (0, 4, 2.0, 10.0), (1, 4, 2.0, 14.0), (0, 5, 2.5, 20.0), (0, 6, 3.0, 20.0), (1, 6, 3.0, 22.0),
     ]  # fmt: skip
     rows = [
@@ -92,26 +76,23 @@ def test_a_line_has_only_what_all_boundaries_have(monkeypatch: pytest.MonkeyPatc
          "bits_per_element": bits, "decibels": decibels}
         for boundary, rank, bits, decibels in measured
     ]  # fmt: skip
-    spectrum_views.draw(Report(command="bench spectrum", settings={}, machine={}, rows=rows), tmp_path / "a.png")
-    line, points = drawn[0].axes[0].lines
-    assert line.get_xydata().tolist() == [[2.0, 12.0], [3.0, 21.0]]
-    assert points.get_xydata().tolist() == [[2.5, 20.0]]
-    assert points.get_linestyle() == "None"
+    (chart,) = COMMAND.charts
+    ((title, points),) = chart.panels(rows)
+    assert title == "forward"
+    assert [(p["bits_per_element"], p["decibels"]) for p in points if not p["alone"]] == [(2.0, 12.0), (3.0, 21.0)]
+    assert [(p["bits_per_element"], p["decibels"]) for p in points if p["alone"]] == [(2.5, 20.0)]
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
-        ({"ranks": (0,)}, "rank is 0"),
+        ({"ranks": (0,)}, r"ranks is \(0,\); allowed: at least 1"),
         ({"bits": ()}, "bits is empty"),
         ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
-        (
-            {"codecs": ("SubspaceQuant(rank='auto')",)},
-            "codecs has .*, which a pipeline's warm-up settles",
-        ),
+        ({"codecs": ("SubspaceQuant(rank='auto')",)}, "codecs has .*, which a pipeline's warm-up settles"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        spectrum.Settings(model="a", text="b", **settings)
+        SpectrumBenchmark(checkpoint="a", text="b", **settings)

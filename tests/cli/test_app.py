@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import lowbit
 import lowbit.train
-from lowbit.train import Summary, TrainConfig
+from lowbit.train import Summary, TrainConfig, from_mapping, load
 from tests.command_line import invoke
 
 SUMMARY = Summary(
@@ -156,6 +157,50 @@ def test_a_real_run_from_the_command_line(tmp_path: Path):
     written = json.loads((output / "summary.json").read_text())
     assert (written["steps"], written["ranks"]) == (2, 2)
     assert f"{written['held_out_loss']:.4f}" in done.stdout
+
+
+def test_a_configuration_is_printed_with_all_its_keys_and_read_back(tmp_path: Path):
+    bare = invoke("config").stdout
+    assert from_mapping(tomllib.loads(bare)) == TrainConfig()
+    assert "\n# Steps between checkpoints; 0: none. [at least 0]\ncheckpoint_every = 100\n" in bare
+    assert "\n# warmup_steps = ...\n" in bare
+    file = tmp_path / "train.toml"
+    words = ["--model.dim", "64", "--pipeline.forward", "int4,GroupInt(bits=6, group=32)", "--ranks", "3"]
+    file.write_text(invoke("config", *words, "--pipeline.warmup-steps", "7", "--run.no_checksums").stdout)
+    config = load(file)
+    assert config.pipeline.forward == ("int4", "GroupInt(bits=6, group=32)")
+    assert (config.model.dim, config.pipeline.ranks, config.pipeline.warmup_steps) == (64, 3, 7)
+    assert not config.run.checksums
+    assert load(file, ["run.steps=9"]) == load(file, ["run.steps = 9"])
+    assert invoke("config", str(file)).stdout == file.read_text()
+
+
+def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    text = tmp_path / "text.txt"
+    text.write_text("some text. " * 1000)
+    words = ["train", "--dry-run", "--run.output", str(tmp_path / "run"), "--data.text", str(text)]
+    words += ["--data.sequence", "32", "--ranks", "4", "--activations.bits", "4,4,4,16"]
+    result = invoke(*words, columns=200)
+    assert result.exit_code == 0, result.output
+    assert from_mapping(tomllib.loads(result.stdout.partition("\n\n ")[0])).pipeline.ranks == 4
+    shown = " ".join(result.stdout.split())
+    for part in (
+        "ranks 4 on cpu, messages by gloo",
+        "schedule 1F1B, 4 micro-batches of 2 windows",
+        "stage 3 rank 3, layers 6 to 7",
+        "boundary 0 to 2 TAHQuant(",
+        "6.50 bits",
+        "warm-up 50 of 200 steps at full precision",
+        "saved by stage 0 to 2 LayerAware(bits=4",
+        "saved by stage 3 as PyTorch does",
+        "10,450 to train on, 550 held out, vocabulary of 256",
+    ):
+        assert part in shown
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.name != "cache"]
+    refused = invoke(*words, "--pipeline.stages_per_rank", "2")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "pipeline.stages_per_rank is 2; allowed with 1F1B: 1" in refused.stderr
 
 
 def test_the_demo_writes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS
+from lowbit.cli.app import COMMANDS
 from tests.command_line import invoke
 
 LINES = [
@@ -17,24 +19,24 @@ LINES = [
     ("train --set run.steps=3", "--set has been replaced; allowed: the key as an option, such as --run.steps 3"),
     ("train a.toml b.toml", "unexpected argument 'b.toml'; see lowbit train --help"),
     ("trian", "lowbit has no 'trian'; did you mean train?"),
-    ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, race,"),
+    ("bench nonsense", "lowbit bench has no 'nonsense'; known: pipeline, codecs,"),
     ("evaluate", "the following arguments are required: MODEL; see lowbit evaluate --help"),
     ("train folder", "configuration file folder: Is a directory"),
     ("train --model.pretrained list", "list/config.json holds no JSON object"),
     ("train --model.pretrained text.txt", "text.txt/config.json: Not a directory"),
-    ("bench pipeline --batch 0", "batch is 0; allowed: at least 1"),
-    ("bench race --batch 0", "batch is 0; allowed: at least 1"),
-    ("bench gradients --heads 0", "heads is 0; allowed: at least 1"),
-    ("bench gradients --heads 7", "dim is 512; allowed with 7 heads: multiples of 14"),
-    ("bench gradients --ffn 0", "ffn is 0; allowed: at least 1"),
+    ("bench pipeline --data.batch 0", "data.batch is 0; allowed: at least 1"),
+    ("bench pipeline --rounds 0", "rounds is 0; allowed: at least 1"),
+    ("bench gradients --model.heads 0", "model.heads is 0; allowed: at least 1"),
+    ("bench gradients --model.heads 7", "model.dim is 512; allowed: a multiple of model.heads (7)"),
+    ("bench gradients --model.ffn -1", "model.ffn is -1; allowed: at least 0"),
     (
         "bench codecs --data real --activations text.txt",
         "activations are 'text.txt'; allowed: a .pt",
     ),
     ("bench codecs --data real --activations text.pt", "activations are 'text.pt', which cannot"),
     ("bench codecs --data real --activations missing.pt", "missing.pt: No such file"),
-    ("bench spectrum list text.txt", "list/config.json holds no JSON object"),
-    ("plan memory --pretrained list", "list/config.json holds no JSON object"),
+    ("benchmarks spectrum list text.txt", "list/config.json holds no JSON object"),
+    ("plan memory --model.pretrained list", "list/config.json holds no JSON object"),
     ("bench codecs --json folder", "folder cannot be written: it is a folder or a device"),
     ("calibrate odd", "model is 'odd'; odd/config.json cannot be read: Validation error"),
     ("evaluate odd", "model is 'odd'; odd/config.json cannot be read: Validation error"),
@@ -56,7 +58,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("command", "line"), LINES)
 def test_bad_input_is_one_line(command: str, line: str):
-    result = invoke(*command.split(), columns=200)
+    words = command.split()
+    of_developers = words[0] == "benchmarks"
+    result = invoke(*words[of_developers:], columns=200, command=BENCHMARKS if of_developers else COMMANDS)
     assert result.exit_code == 2, (result.output, result.exception)
     assert line in result.stderr
     assert result.stderr.strip().startswith("error: ")  # after a bar of progress, where there was one

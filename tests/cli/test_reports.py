@@ -1,30 +1,28 @@
-"""`lowbit bench ...`: settings become options, reports are shown, written and drawn."""
+"""`lowbit bench ...`, `lowbit plan ...`: settings become options; reports are shown, written and drawn."""
 
+import dataclasses
 import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-from lowbit.bench import Report
-from lowbit.cli.reports import BENCHMARKS, check_output
+from benchmarks import COMMANDS as OF_DEVELOPERS
+from lowbit.bench import COMMANDS
+from lowbit.cli.reports import Measurement
 from lowbit.network import Link
 from tests.command_line import invoke
 
+PLACES = [*COMMANDS.values(), *OF_DEVELOPERS.values(), "lowbit.plan.memory"]
+PLACES += [f"lowbit.evaluate.commands:{name}" for name in ("CALIBRATE", "EVALUATE")]
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_setting_is_an_option_and_explained(name: str):
-    silent = [action.dest for action in BENCHMARKS[name].parser("").options if str(action.help).startswith(" ")]
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_setting_is_an_option_and_explained(place: str):
+    parser = Measurement(place).parser("lowbit")
+    silent = [action.dest for action in parser._actions if not action.help or action.help.startswith("[")]
     assert silent == []
-    shown = invoke("bench", name, "--help")
-    assert shown.exit_code == 0, shown.output
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_report_can_be_shown_and_drawn(name: str):
-    views = importlib.import_module(f"lowbit.{BENCHMARKS[name].views}")
-    assert callable(views.show)
-    assert callable(views.draw)
+    assert "--json" in parser.format_help()
 
 
 def test_a_report_is_shown_written_and_drawn(tmp_path: Path):
@@ -46,11 +44,11 @@ def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
     pipeline = importlib.import_module("lowbit.bench.pipeline")
     seen = []
 
-    def run(settings: object, **_: object) -> Report:
+    def measure(settings: object, earlier: object) -> None:
         seen.append(settings)
         raise ValueError("enough")
 
-    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setattr(pipeline, "COMMAND", dataclasses.replace(pipeline.COMMAND, measure=measure))
     assert invoke("bench", "pipeline", "--link", "25mbit,1gbit/40ms,unlimited").stderr.endswith("error: enough\n")
     assert seen[0].links == (Link(25.0), Link(1000.0, rtt_ms=40), Link(None))
     assert "25mbit,100mbit" in invoke("bench", "pipeline", "--help").output
@@ -63,6 +61,8 @@ def test_links_are_written_with_their_unit(monkeypatch: pytest.MonkeyPatch):
         (("pipeline", "--boundary", "int9"), "codec is 'int9'; allowed:"),
         (("codecs", "--rounds", "0"), "rounds is 0; allowed: at least 1"),
         (("convergence", "--seed", "a"), "seeds is ['a']; allowed: an integer or a list of integers"),
+        (("convergence", "--model.heads", "7"), "model.dim is"),
+        (("codecs", "--json", "."), ". cannot be written"),
     ],
 )
 def test_bad_settings_are_one_line(arguments: tuple[str, ...], line: str):
@@ -71,20 +71,6 @@ def test_bad_settings_are_one_line(arguments: tuple[str, ...], line: str):
     assert result.stderr.startswith("error: ")
     assert line in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_an_outcome_that_can_not_be_written_is_said_before_the_run(tmp_path: Path):
-    result = invoke("bench", "codecs", "--json", str(tmp_path))
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert f"{tmp_path} cannot be written" in result.stderr
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "rows.json", Path("/dev/null"), Path("/proc/rows.json")):
-        with pytest.raises(ValueError, match=f"^{path} cannot be written: "):
-            check_output(path)
-    check_output(tmp_path / "new" / "rows.json")
-    assert not list((tmp_path / "new").iterdir())
-    with pytest.raises(ValueError, match=r"picture is '.*rows.json'; allowed: a file that ends in"):
-        check_output(tmp_path / "rows.json", picture=True)
 
 
 @pytest.mark.parametrize(

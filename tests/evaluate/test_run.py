@@ -1,4 +1,4 @@
-"""`lowbit calibrate` and `lowbit evaluate` on a tiny checkpoint: outcomes, refusals, real ranks against played ones."""
+"""`lowbit calibrate` and `lowbit evaluate` on a tiny checkpoint: results, errors, real ranks against emulated ones."""
 
 import dataclasses
 import json
@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from lowbit.collectives import AgreementError
-from lowbit.evaluate import CalibrateSettings, EvaluateSettings, calibrate, loading, run
+from lowbit.config import ConfigError, settings_of
+from lowbit.evaluate import CalibrationConfig, EvaluationConfig, calibrate, harness, loading
+from lowbit.evaluate.commands import CALIBRATE, EVALUATE
+from lowbit.report import run
 from lowbit.tensor_parallel import Calibration, CalibrationError
-from lowbit.train import ConfigError
 from tests.command_line import invoke
 from tests.evaluate.models import write_checkpoint
 from tests.ranks import Ranks
 
-WIDE = {"COLUMNS": "160", "TERM": "dumb"}
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}
 
 
@@ -30,27 +31,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calibrated(folder: Path) -> Path:
     """A calibration for two ranks, beside the checkpoint."""
-    calibrate.run(settings_of(folder))
+    run(CALIBRATE, calibration_config(folder))
     return folder / "calibration-tp2.safetensors"
 
 
-def settings_of(folder: Path, **more: Any) -> CalibrateSettings:
+def calibration_config(folder: Path, **more: Any) -> CalibrationConfig:
     text = (str(folder / "text.txt"),)
-    return CalibrateSettings(**{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more})
+    return CalibrationConfig(**{"model": str(folder), "text": text, "sequences": 8, "features": "1", **SHORT, **more})
 
 
-def evaluation(folder: Path, **more: Any) -> EvaluateSettings:
+def evaluation_config(folder: Path, **more: Any) -> EvaluationConfig:
     text = (str(folder / "text.txt"),)
-    return EvaluateSettings(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
+    return EvaluationConfig(**{"model": str(folder), "text": text, "sequences": 8, "small": 0, **SHORT, **more})
 
 
 def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytest.LogCaptureFixture):
-    settings = evaluation(
+    settings = evaluation_config(
         folder, tps=(1, 2, 4), formats=("int4", "feature-int4", "int8"),
         calibration_text=(str(folder / "text.txt"),), calibration_sequences=4,
     )  # fmt: skip
     seen: list[int] = []
-    report = run.run(settings, on_rows=lambda rows: seen.append(len(rows)))
+    report = run(EVALUATE, settings, on_rows=lambda rows: seen.append(len(rows)))
     rows = {(row["format"], row["tp"]): row for row in report.rows}
     names = ("bf16", "int4", "feature-int4", "int8")
     assert list(rows) == [("bf16", 1)] + [(name, tp) for tp in (2, 4) for name in names]
@@ -61,11 +62,11 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
         assert row["tokens"] == 256
         assert row["kept"] == rows["bf16", tp]["perplexity"] / row["perplexity"]
         if tp > 1:
-            assert len(row["boundaries"]) == 4
+            assert len(row["layers"]) == 4
         if name in ("bf16", "int8"):
             assert row["logits_error"] is None or row["logits_error"] < 0.02
-    assert rows["int4", 2]["boundary_error"] > 5 * rows["int8", 2]["boundary_error"] > 0
-    assert rows["bf16", 2]["boundary_error"] < 0.005
+    assert rows["int4", 2]["sum_error"] > 5 * rows["int8", 2]["sum_error"] > 0
+    assert rows["bf16", 2]["sum_error"] < 0.005
     assert rows["bf16", 1]["algorithm"] is rows["int8", 2]["clipped"] is None
     assert 0 < rows["int4", 2]["clipped"] < 0.2
     assert all(row["algorithm"] == "one_shot" and row["coded"] == 1 for row in report.rows[1:])
@@ -74,11 +75,11 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
 
 @pytest.mark.parametrize(("dtype", "own"), [("float32", 32), ("bfloat16", 16)])
 def test_what_was_not_coded_counts_as_it_travelled(folder: Path, calibrated: Path, dtype: str, own: int):
-    settings = evaluation(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
-    rows = run.run(settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
+    settings = evaluation_config(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
+    rows = run(EVALUATE, settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
     assert [row["coded"] for row in rows] == [0.75, 0.75]
     assert [row["bits_per_value"] for row in rows] == [0.75 * bits + 0.25 * own for bits in (16, 4)]
-    row = run.run(dataclasses.replace(settings, formats=("feature-int4",), small=None)).rows[1]
+    row = run(EVALUATE, dataclasses.replace(settings, formats=("feature-int4",), small=None)).rows[1]
     assert (row["coded"], row["bits_per_value"], row["algorithm"]) == (0, own, None)
     assert row["kept"] == 1
 
@@ -93,7 +94,7 @@ def test_a_model_computes_in_what_the_processor_has(monkeypatch: pytest.MonkeyPa
 
 def test_scores_are_means_over_tasks():
     scores = {"a acc": 0.2, "a acc_norm": 0.4, "b acc strict": 0.5}
-    assert run.mean_score(scores) == pytest.approx(0.4)
+    assert harness.mean_score(scores) == pytest.approx(0.4)
 
 
 def test_gemma_2_computes_by_the_attention_that_it_has(folder: Path, tmp_path: Path):
@@ -104,8 +105,8 @@ def test_gemma_2_computes_by_the_attention_that_it_has(folder: Path, tmp_path: P
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
     )  # fmt: skip
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    settings = evaluation(folder, model=str(tmp_path), tokenizer="bytes", formats=("int8",))
-    rows = run.run(settings).rows
+    settings = evaluation_config(folder, model=str(tmp_path), tokenizer="bytes", formats=("int8",))
+    rows = run(EVALUATE, settings).rows
     assert [row["tp"] for row in rows] == [1, 2, 2]
     assert all(row["kept"] == pytest.approx(1, abs=0.01) for row in rows)
 
@@ -114,22 +115,22 @@ def test_what_a_config_leaves_out_is_that_of_its_architecture(tmp_path: Path):
     text = {"model_type": "gemma3_text"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     assert loading.model_config(str(tmp_path)).num_key_value_heads == 4
-    assert loading.possible_ranks(str(tmp_path)) == (1, 2, 4)
+    assert loading.possible_ranks(str(tmp_path)) == [1, 2, 4]
 
 
 def test_real_ranks_say_the_same_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
-    settings = evaluation(folder, tps=(2,), formats=("feature-int4", "int8"))
+    settings = evaluation_config(folder, tps=(2,), formats=("feature-int4", "int8"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        played = run.run(settings).rows
+        emulated = run(EVALUATE, settings).rows
     finally:
         torch.set_num_threads(before)
     real = ranks.run(on_a_rank, str(folder), ranks=2, timeout=120)
     fields = ("format", "tp", "logits", "loss", "kept", "bits_per_value", "calibration")
     for rows, _, _ in real:
-        assert [[r[f] for f in fields] for r in rows] == [[r[f] for f in fields] for r in played]
-        assert all(row["real"] and row["boundary_error"] is None for row in rows)
+        assert [[r[f] for f in fields] for r in rows] == [[r[f] for f in fields] for r in emulated]
+        assert all(row["real"] and row["sum_error"] is None for row in rows)
     assert real[0][1] == real[1][1] == Calibration.load(calibrated).fingerprint()
     assert real[0][2] == real[1][2]
     assert "No such file" in real[0][2]
@@ -140,10 +141,10 @@ def on_a_rank(folder: str) -> tuple[Any, str, str]:
     path = Path(folder)
     file = path / ("nowhere" if torch.distributed.get_rank() else "calibration-tp2.safetensors")
     with pytest.raises(AgreementError) as missing:
-        run.run(evaluation(path, calibrations=(str(file),)))
-    rows = run.run(evaluation(path, formats=("feature-int4", "int8"))).rows
-    settings = settings_of(path, output=str(path / "real.safetensors"))
-    calibrate.run(settings)
+        run(EVALUATE, evaluation_config(path, calibrations=(str(file),)))
+    rows = run(EVALUATE, evaluation_config(path, formats=("feature-int4", "int8"))).rows
+    settings = calibration_config(path, output=str(path / "real.safetensors"))
+    run(CALIBRATE, settings)
     torch.distributed.barrier()
     return rows, Calibration.load(settings.path).fingerprint(), str(missing.value)
 
@@ -151,7 +152,7 @@ def on_a_rank(folder: str) -> tuple[Any, str, str]:
 def test_a_calibration_goes_on_where_it_was_ended(
     folder: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    settings = settings_of(folder, output=str(tmp_path / "a" / "c.safetensors"))
+    settings = calibration_config(folder, output=str(tmp_path / "a" / "c.safetensors"))
     whole = Calibration.load(calibrated)
     real, seen = calibrate.calibrate, []
 
@@ -162,7 +163,7 @@ def test_a_calibration_goes_on_where_it_was_ended(
 
     monkeypatch.setattr(calibrate, "calibrate", ended)
     with pytest.raises(Exception, match="NoneType"):
-        calibrate.run(settings)
+        run(CALIBRATE, settings)
     assert not settings.path.exists()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
 
@@ -171,17 +172,17 @@ def test_a_calibration_goes_on_where_it_was_ended(
         return real(model, sequences, progress=lambda n: (seen.append(n), report(n)), **options)
 
     monkeypatch.setattr(calibrate, "calibrate", counted)
-    calibrate.run(settings)
+    run(CALIBRATE, settings)
     assert seen[0] > 4
     assert Calibration.load(settings.path).fingerprint() == whole.fingerprint()
     assert list(settings.path.parent.iterdir()) == [settings.path]
-    calibrate.run(dataclasses.replace(settings, features="", continue_=True, seed=1))
+    run(CALIBRATE, dataclasses.replace(settings, features="", continue_=True, seed=1))
     found = Calibration.load(settings.path)
     assert (found.count, found.settings["k"]) == (16, 1)
     assert not caplog.records
     seen.clear()
     other = dataclasses.replace(settings, output=str(tmp_path / "b" / "c.safetensors"), seed=1)
-    calibrate.run(other)
+    run(CALIBRATE, other)
     assert seen[0] == 1
     assert list(other.path.parent.iterdir()) == [other.path]
     assert "this one begins anew" in caplog.text
@@ -210,11 +211,11 @@ def test_commands_write_rows_and_pictures(folder: Path, tmp_path: Path):
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("c.png", "e.png"))
 
 
-CUT = "the model's heads can be shared out over 1, 2, 4"
+CUT = "allowed: what divides the model's heads, 1, 2, 4"
 REFUSED = [
     ("calibrate nowhere", "allowed: a local folder with a Hugging Face checkpoint"),
     ("calibrate {model} --ranks 3", f"ranks is 3; {CUT}"),
-    ("calibrate {model} --length 65", "length is 65; the model knows 64 positions"),
+    ("calibrate {model} --length 65", "length is 65; the model has 64 positions"),
     ("calibrate {model} --features E/0", "features is 'E/0'; allowed: 'E/64'"),
     ("calibrate {model} --features 32 --length 8 --text {text}", "k is 32; allowed: 0 to 31"),
     (
@@ -226,7 +227,7 @@ REFUSED = [
         "format is 'int5x'; allowed: int4, feature-int4",
     ),
     ("evaluate {model} --length 8 --text {text} --tp 3", f"tp is 3; {CUT}"),
-    ("evaluate {model} --length 8 --calibration {short}", "no safetensors file"),
+    ("evaluate {model} --length 8 --calibration {short}", "not a safetensors file"),
     (
         "evaluate {model} --length 8 --text {text} --tp 4 --calibration {calibration}",
         "calibration is for 2 ranks and tp is 4",
@@ -234,7 +235,7 @@ REFUSED = [
     ("evaluate {model} --calibration a --calibration-text b", "allowed: one of them"),
     (
         "calibrate {model} --length 8 --text {text} --output {short}/c",
-        "short.txt/c': File exists; allowed: a file in a folder that can be written",
+        "short.txt/c cannot be written: File exists; allowed: a file in a folder that can be written",
     ),
     ("evaluate {model} --task-folder here", "task-folder is 'here'; allowed: with --task"),
 ]
@@ -251,15 +252,16 @@ def test_bad_input_is_one_line(command: str, line: str, folder: Path, calibrated
     assert result.stderr.count("error:") == 1
 
 
-def test_settings_are_checked():
+def test_settings_are_checked_and_explained():
     with pytest.raises(ConfigError, match="sequences is 0; allowed: at least 1"):
-        CalibrateSettings(model="m", sequences=0)
-    assert CalibrateSettings(model="m", features="E/32").selection(256) == (8, "fixed")
-    assert CalibrateSettings(model="m", features="5").selection(256) == (5, "fixed")
-    assert EvaluateSettings(model="m", low_bit=True).compared == ("bf16", "feature-int4")
+        CalibrationConfig(model="m", sequences=0)
+    assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
+    assert CalibrationConfig(model="m", features="5").selection(256) == (5, "fixed")
+    assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
+    assert all(setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config))
 
 
-def test_an_artifact_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):
+def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):
     other = write_checkpoint(tmp_path)
     weights = other / "model.safetensors"
     from safetensors.torch import load_file, save_file
@@ -267,7 +269,7 @@ def test_an_artifact_for_other_weights_is_refused(calibrated: Path, tmp_path: Pa
     changed = {name: tensor * 1.5 for name, tensor in load_file(weights).items()}
     save_file(changed, weights, {"format": "pt"})
     with pytest.raises(CalibrationError, match="the calibration is for the model llama"):
-        run.run(evaluation(other, tps=(2,), calibrations=(str(calibrated),)))
+        run(EVALUATE, evaluation_config(other, tps=(2,), calibrations=(str(calibrated),)))
 
 
 def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
@@ -285,10 +287,10 @@ def test_tasks_are_scored_by_lm_eval(folder: Path, tmp_path: Path):
         "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
         "doc_to_target: '{{answer}}'\nmetric_list:\n  - metric: acc\n"
     )
-    settings = evaluation(folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path))
-    rows = run.run(settings).rows
+    settings = evaluation_config(folder, tps=(2,), formats=("int8",), tasks=("letters",), task_folder=str(tmp_path))
+    rows = run(EVALUATE, settings).rows
     assert [set(row["scores"]) for row in rows] == [{"letters acc"}] * 2
     right = [6 * row["scores"]["letters acc"] for row in rows]
     assert right == pytest.approx([round(count) for count in right])
     with pytest.raises(ConfigError, match="task is 'nonsense'; allowed"):
-        run.run(dataclasses.replace(settings, tasks=("nonsense",)))
+        run(EVALUATE, dataclasses.replace(settings, tasks=("nonsense",)))

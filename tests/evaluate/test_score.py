@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.evaluate import Sequences, perplexity, score
-from lowbit.evaluate.score import BoundaryErrors, Reference
+from lowbit.evaluate.score import Reference, SumErrors
 
 
 class Bigram(nn.Module):
@@ -74,11 +74,11 @@ def test_nan_is_seen():
 
 
 def test_errors_of_sums_are_those_of_all_calls():
-    errors = BoundaryErrors()
+    errors = SumErrors()
     for scale in (1.0, 3.0):
         parts = [torch.full((4,), scale), torch.full((4,), scale)]
         errors("a", parts, torch.full((4,), 2 * scale + 1))
         errors("b", parts, torch.full((4,), 2 * scale))
     assert errors.relative() == {"a": pytest.approx((8 / 160) ** 0.5), "b": 0.0}
     assert errors.mean() == pytest.approx((8 / 160 / 2) ** 0.5)
-    assert BoundaryErrors().mean() is None
+    assert SumErrors().mean() is None

@@ -1,12 +1,14 @@
 """Windows: every token is predicted once, what is drawn depends on the seed alone, the library's end is held out."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from lowbit.evaluate import Sequences, text
-from lowbit.train import ConfigError
-from lowbit.train.tokenizer import ByteTokenizer
+from lowbit.config import ConfigError
+from lowbit.evaluate import EvaluationConfig, Sequences, text
 
 
 def sequences(count: int, length: int, begin: int | None = None) -> Sequences:
@@ -37,7 +39,7 @@ def test_windows_are_spread_over_the_text():
     assert found.spread(100) == list(range(20))
 
 
-def test_fewer_windows_than_asked_for_are_told(caplog: pytest.LogCaptureFixture):
+def test_fewer_windows_than_asked_for_are_logged(caplog: pytest.LogCaptureFixture):
     for count in (0, 20, 21):
         sequences(161, 8).warn_if_fewer(count)
     assert [r.getMessage() for r in caplog.records] == [
@@ -60,13 +62,20 @@ def test_text_shorter_than_a_sequence_is_refused():
 
 
 def test_the_end_of_the_library_is_held_out():
-    tokenizer = ByteTokenizer()
-    both = [text.read((), tokenizer, length=8, max_bytes=10**9, held_out=held_out) for held_out in (False, True)]
-    used, held_out = (len(found.tokens) for found in both)
-    assert held_out / (used + held_out) == pytest.approx(0.05, abs=1e-4)
-    assert both[0].tokens[-1000:].tobytes() not in both[1].tokens.tobytes()
+    settings = EvaluationConfig(model="m", tokenizer="bytes", max_bytes=10**9)
+    kept, held_out = (text.read(settings, held_out=held_out)[0].tokens for held_out in (False, True))
+    assert len(held_out) / (len(kept) + len(held_out)) == pytest.approx(0.05, abs=1e-4)
+    assert kept[-1000:].tobytes() not in held_out.tobytes()
 
 
-def test_missing_text_is_named():
-    with pytest.raises(ConfigError, match="'nowhere.txt'"):
-        text.read(("nowhere.txt",), ByteTokenizer(), length=8, max_bytes=1000)
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [
+        ({"text": ("nowhere.txt",)}, "'nowhere.txt'"),
+        ({"tokenizer": "nowhere"}, "^tokenizer is 'nowhere'; allowed: bytes, or a folder"),
+        ({"tokenizer": str(Path(__file__).parent)}, "^tokenizer .* cannot be loaded"),
+    ],
+)
+def test_missing_text_and_tokenizers_are_named(setting: dict[str, Any], error: str):
+    with pytest.raises(ConfigError, match=error):
+        text.read(EvaluationConfig(**{"model": "m", "tokenizer": "bytes", **setting}))

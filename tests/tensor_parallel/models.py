@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowbit.tensor_parallel import Calibration, calibrate
 
 VOCAB, WIDTH, HEADS = 61, 64, 4
-BOUNDARIES = [f"layers.{i}.{name}" for i in range(2) for name in ("attn.o", "mlp.down")]
+LAYERS = [f"layers.{i}.{name}" for i in range(2) for name in ("attn.o", "mlp.down")]
 
 
 class Attention(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lowbit.codecs import GroupInt
-from lowbit.tensor_parallel import Drift, Settings, emulate_tensor_parallel_
-from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, calibrated, ids, logits
+from lowbit.tensor_parallel import Drift, SumSettings, emulate_tensor_parallel_
+from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, logits
 
 NAME = "layers.1.mlp.down"
 
@@ -23,7 +23,7 @@ def test_shares_and_errors_are_those_of_the_values(caplog: pytest.LogCaptureFixt
     def watch(name: str, partials: list[torch.Tensor], total: torch.Tensor) -> None:
         seen.extend([torch.stack(list(partials))] if name == NAME else [])
 
-    settings = Settings(small=0, algorithm="two_shot")
+    settings = SumSettings(small=0, algorithm="two_shot")
     with emulate_tensor_parallel_(model, 2, calibration, settings=settings, drift=drift, watch=watch):
         for _ in range(2):
             logits(model, ids(rows=1, length=4))  # so few rows that all are sampled
@@ -37,31 +37,24 @@ def test_shares_and_errors_are_those_of_the_values(caplog: pytest.LogCaptureFixt
     rest = [e for e in range(WIDTH) if e not in codec.features]
     values = torch.stack(seen[:2]).flatten(2, -2)  # (calls, ranks, rows, E)
     cut = (values.abs() >= codec.ranges[:, None] * (7.5 / 7))[..., rest].sum()
-    row = next(row for row in inside.rows if row.boundary == NAME)
+    row = next(row for row in inside.rows if row.layer == NAME)
     assert row.values == values.numel()
     assert row.clipped == pytest.approx(float(cut) / values.numel(), abs=2 / values.numel())
     coded = torch.stack([codec.part(r).round_trip(values[:, r]) for r in range(2)], 1)
     assert row.error == pytest.approx(float((coded - values).norm() / values.norm()), rel=1e-5)
-    assert [r.boundary for r in inside.rows] == BOUNDARIES
+    assert [r.layer for r in inside.rows] == LAYERS
     assert NAME not in inside.drifted
 
     after = drift.report()
     assert after.drifted == [NAME]
     drift.report()
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1  # once, for one boundary
+    assert len(warnings) == 1  # once, for one layer
     assert warnings[0].startswith(NAME)
     assert "threshold 30.00 %" in warnings[0]
     assert "--continue" in warnings[0]
     assert str(after).count("drifted") == 1
-    assert str(after).splitlines()[0].split() == [
-        "boundary",
-        "values",
-        "clipped",
-        "clipped",
-        "sum",
-        "error",
-    ]
+    assert str(after).splitlines()[0].split() == ["layer", "values", "clipped", "clipped", "sum", "error"]
 
     drift.reset()
     assert [row.values for row in drift.report().rows] == [0] * 4
@@ -74,12 +67,12 @@ def test_curves_and_samples(tmp_path: Path):
 
     model, drift = Toy(), Drift(every=3)
     calibration = calibrated()
-    with emulate_tensor_parallel_(model, 2, calibration, settings=Settings(small=0), drift=drift):
+    with emulate_tensor_parallel_(model, 2, calibration, settings=SumSettings(small=0), drift=drift):
         logits(model, ids())
     with SummaryWriter(str(tmp_path)) as writer:
         drift.write(writer, 7)
     curves = EventAccumulator(str(tmp_path)).Reload()
-    tags = [f"drift/{kind}/{name}" for name in BOUNDARIES for kind in ("clipped", "error")]
+    tags = [f"drift/{kind}/{name}" for name in LAYERS for kind in ("clipped", "error")]
     assert sorted(curves.Tags()["scalars"]) == sorted(tags)
     event = curves.Scalars(f"drift/clipped/{NAME}")[0]
     row = drift.report().rows[-1]

@@ -11,17 +11,17 @@ from torch import nn
 
 from lowbit.codecs import Cast, GroupInt
 from lowbit.tensor_parallel import (
-    Settings,
+    SumSettings,
     Traffic,
-    boundaries,
     emulate_tensor_parallel_,
+    rowwise_layers,
 )
-from tests.tensor_parallel.models import BOUNDARIES, VOCAB, WIDTH, Toy, calibrated, ids, logits
+from tests.tensor_parallel.models import LAYERS, VOCAB, WIDTH, Toy, calibrated, ids, logits
 
 
-def test_boundaries_are_what_the_plan_calls_row_wise():
-    assert list(boundaries(Toy())) == BOUNDARIES
-    assert list(boundaries(Toy(), {"layers.1.attn.o": "rowwise"})) == ["layers.1.attn.o"]
+def test_row_wise_layers_are_those_of_the_plan():
+    assert list(rowwise_layers(Toy())) == LAYERS
+    assert list(rowwise_layers(Toy(), {"layers.1.attn.o": "rowwise"})) == ["layers.1.attn.o"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -43,10 +43,10 @@ def test_sums_are_coded_as_defined(algorithm: Any):
     name = "layers.0.mlp.down"
     codec, seen = calibration.codec(name), {}
 
-    def watch(boundary: str, partials: Any, total: Any) -> None:
-        seen.setdefault(boundary, ([p.clone() for p in partials], total))
+    def watch(layer: str, partials: Any, total: Any) -> None:
+        seen.setdefault(layer, ([p.clone() for p in partials], total))
 
-    settings = Settings(small=0, algorithm=algorithm)
+    settings = SumSettings(small=0, algorithm=algorithm)
     with emulate_tensor_parallel_(model, 2, calibration, settings=settings, watch=watch):
         logits(model, ids())
     partials, found = seen[name]
@@ -68,8 +68,8 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
     with emulate_tensor_parallel_(model, 2):
         full = logits(model, ids())
     size = ids().numel() * WIDTH
-    codec, values = GroupInt(bits=4), size * len(BOUNDARIES)
-    for settings, equal in ((Settings(small=size + 1), True), (Settings(small=size), False)):
+    codec, values = GroupInt(bits=4), size * len(LAYERS)
+    for settings, equal in ((SumSettings(small=size + 1), True), (SumSettings(small=size), False)):
         with emulate_tensor_parallel_(model, 2, codec, settings=settings) as emulation:
             assert torch.equal(logits(model, ids()), full) == equal
             traffic = emulation.traffic
@@ -79,10 +79,10 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
     assert (traffic.coded, traffic.share_coded) == (values, 1)
     traffic.reset()
     assert traffic == Traffic()
-    with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=Settings(small=0)):
+    with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=SumSettings(small=0)):
         assert torch.equal(logits(model, ids()), full)
-    assert Settings().chosen(2, 1 << 20) == Settings().chosen(4, 1 << 10) == "one_shot"
-    assert Settings().chosen(4, 1 << 20) == "two_shot"
+    assert SumSettings().algorithm_for(2, 1 << 20) == SumSettings().algorithm_for(4, 1 << 10) == "one_shot"
+    assert SumSettings().algorithm_for(4, 1 << 20) == "two_shot"
 
 
 def test_weights_may_change_meanwhile():
@@ -100,7 +100,7 @@ def test_nan_shows_in_the_logits():
     calibration = calibrated()
     tokens = ids() % (VOCAB - 1)
     tokens[0, 3] = VOCAB - 1
-    with emulate_tensor_parallel_(model, 2, calibration, settings=Settings(small=0)):
+    with emulate_tensor_parallel_(model, 2, calibration, settings=SumSettings(small=0)):
         with torch.no_grad():
             model.embed.weight[VOCAB - 1] = torch.nan
         found = logits(model, tokens)
@@ -150,7 +150,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="for 2 ranks, this is a group of 4"):
         emulate_tensor_parallel_(model, 4, calibration)
     with pytest.raises(ValueError, match="codec is for 2 ranks and 64 features; layers.0.attn.o has 4 ranks"):
-        emulate_tensor_parallel_(model, 4, calibration.codec(BOUNDARIES[0]))
+        emulate_tensor_parallel_(model, 4, calibration.codec(LAYERS[0]))
     model.config = Config()
     with pytest.raises(ValueError, match="ranks is 4 and the model has num_key_value_heads 2"):
         emulate_tensor_parallel_(model, 4)

@@ -48,7 +48,7 @@ def test_values_are_taken_as_annotated():
         (
             RunConfig,
             {"timeout_seconds": 1e9},
-            r"is 10{9}\.0; allowed: at least 1 and at most 1,000,000",
+            r"is 10{9}\.0; allowed: at least 1 and at most 1000000",
         ),
         (
             RunConfig,

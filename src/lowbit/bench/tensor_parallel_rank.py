@@ -15,8 +15,8 @@ from lowbit.bench.tensor_parallel import Format, codec_of, sample
 from lowbit.bench.worker import serve
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
-from lowbit.tensor_parallel import Installed, Settings, calibrate, low_bit_, tensor_parallel_
-from lowbit.tensor_parallel.plan import parallel_boundaries
+from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
+from lowbit.tensor_parallel.plan import sharded_rowwise_layers
 from lowbit.tensor_parallel.rowwise import local
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, vocabulary
@@ -71,9 +71,9 @@ class TensorParallelRank:
         """Let the model read its tokens."""
         with torch.inference_mode():
             if name == "bf16":
-                installed = _engine_sums(self._model)
+                installed = _pytorch_sums(self._model)
             else:
-                installed = low_bit_(self._model, self._sources[name], settings=Settings(small=0))
+                installed = low_bit_(self._model, self._sources[name], settings=SumSettings(small=0))
             with installed:
                 return timed(lambda: self._model(self._ids, use_cache=False, logits_to_keep=1))
 
@@ -84,8 +84,8 @@ class TensorParallelRank:
             all_reduce(x, self._codecs[name], algorithm=algorithm, small=0)
 
 
-def _engine_sums(model: nn.Module) -> Installed:
-    """Let the model add up its partial sums by the engine's own all-reduce, in its dtype."""
+def _pytorch_sums(model: nn.Module) -> Installed:
+    """Let the model add up its partial sums by PyTorch's own all-reduce, in its dtype."""
 
     def forward_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def _engine_sums(model: nn.Module) -> Installed:
         return forward
 
     installed = Installed()
-    for module in parallel_boundaries(model).values():
+    for module in sharded_rowwise_layers(model).values():
         installed.replace(module, forward_of(local(module.weight)))
     return installed
 

@@ -6,17 +6,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lowbit.cli.app import run
+from lowbit import __version__
+from lowbit.cli.app import COMMANDS, Command
 from lowbit.cli.errors import one_line_errors
 
 __all__ = ["main"]
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command: Command = COMMANDS) -> None:
     """The `lowbit` command.
 
     Args:
         words: the command line without the program; absent: this process's.
+        program: what it is called in help. command: what it does.
 
     Raises:
         SystemExit: with 2 for what the user can mend, with 1 for a run that failed.
@@ -25,4 +27,7 @@ def main(words: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     given = list(sys.argv[1:] if words is None else words)
     with one_line_errors("--traceback" in given):
-        run("lowbit", [word for word in given if word != "--traceback"])
+        if given[:1] == ["--version"]:
+            print(f"lowbit {__version__}")
+        else:
+            command(program, [word for word in given if word != "--traceback"])

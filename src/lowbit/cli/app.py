@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
-from lowbit import __version__
-from lowbit.cli.reports import BENCHMARKS, CALIBRATE, EVALUATE, PLANS
+from lowbit.cli.reports import Measurement, measurements
 from lowbit.cli.train import CONFIG, DEMO, TRAIN
 
 
@@ -18,7 +18,7 @@ class Command(Protocol):
 
     @property
     def summary(self) -> str:
-        """What it does, for help."""
+        """What it does, in a list of commands."""
         ...
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -27,9 +27,14 @@ class Command(Protocol):
 
 
 class Group:
-    """Commands under one word, such as `lowbit bench`."""
+    """Commands under one word, such as `lowbit bench`.
 
-    def __init__(self, summary: str, commands: Mapping[str, Command]) -> None:
+    Args:
+        summary: what they do.
+        commands: gives them by name; called when one of them, or help, is asked for.
+    """
+
+    def __init__(self, summary: str, commands: Callable[[], Mapping[str, Any]]) -> None:
         self.summary, self.commands = summary, commands
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -38,43 +43,46 @@ class Group:
         Raises:
             ValueError: there is no such command.
         """
+        commands = self.commands()
         if not words or words[0] in ("--help", "-h"):
-            print(self.help(program))
-        elif words[0] not in self.commands:
-            close = difflib.get_close_matches(words[0], self.commands, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(self.commands)}"
-            raise ValueError(f"{program} has no {words[0]!r}; {advice}")
+            print(self._help(program, commands))
+        elif words[0] in commands:
+            commands[words[0]](f"{program} {words[0]}", words[1:])
         else:
-            self.commands[words[0]](f"{program} {words[0]}", words[1:])
+            close = difflib.get_close_matches(words[0], commands, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands)}"
+            raise ValueError(f"{program} has no {words[0]!r}; {advice}")
 
-    def help(self, program: str) -> str:
-        """The commands with their summaries."""
-        wide = shutil.get_terminal_size().columns
-        lines = [f"usage: {program} COMMAND [options]", "", *textwrap.wrap(self.summary, wide), "", "commands:"]
-        for name, command in self.commands.items():
-            lines += textwrap.wrap(command.summary, wide, initial_indent=f"  {name:<16} ", subsequent_indent=" " * 19)
+    def _help(self, program: str, commands: Mapping[str, Command]) -> str:
+        width = shutil.get_terminal_size().columns
+        lines = [f"usage: {program} COMMAND [options]", "", *textwrap.wrap(self.summary, width), "", "commands:"]
+        for name, command in commands.items():
+            first, rest = f"  {name:<16} ", " " * 19
+            lines += textwrap.wrap(command.summary, width, initial_indent=first, subsequent_indent=rest)
         return "\n".join([*lines, "", f"Each has its own help: {program} COMMAND --help"])
 
 
 COMMANDS = Group(
     "Train and run models on several ranks that send each other few bits.",
-    {
+    lambda: {
         "train": TRAIN,
         "config": CONFIG,
-        "calibrate": CALIBRATE,
-        "evaluate": EVALUATE,
-        "bench": Group(
-            "Measure speed over slow links, the codecs themselves, what they cost in loss, and memory.", BENCHMARKS
+        "calibrate": Measurement(
+            "lowbit.evaluate.commands:CALIBRATE",
+            "Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
         ),
-        "plan": Group("Work out a run before it is started: the memory of its devices.", PLANS),
+        "evaluate": Measurement(
+            "lowbit.evaluate.commands:EVALUATE",
+            "Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
+        ),
+        "bench": Group(
+            "Measure speed over slow links, the codecs themselves, what they cost in loss, and memory.",
+            partial(measurements, "lowbit.bench"),
+        ),
+        "plan": Group(
+            "Work out a run before it is started: the memory of its devices.",
+            lambda: {"memory": Measurement("lowbit.plan.memory")},  # its package imports PyTorch
+        ),
         "demo": DEMO,
     },
 )
-
-
-def run(program: str, words: Sequence[str]) -> None:
-    """Do what a command line says."""
-    if words and words[0] == "--version":
-        print(f"lowbit {__version__}")
-    else:
-        COMMANDS(program, words)

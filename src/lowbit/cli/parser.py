@@ -6,31 +6,35 @@ import argparse
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from lowbit.config import ConfigError, Setting, resolve, settings_of
 from lowbit.config.files import in_toml
-from lowbit.config.section import is_section
-from lowbit.config.types import element_of, union_of
+from lowbit.config.types import choices_of, element_of, union_of
 
-_METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+_METAVARS = {int: "INTEGER", float: "NUMBER"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command line into the text of a section's keys.
+    """Reads a section from a command line.
 
     A field is an option, `--warmup-steps`, or an argument if it has no default; a field of a section within it is
-    `--pipeline.warmup_steps`, as in a file. A list is one option with commas, named in the singular: `links` is
-    `--link 100mbit,1gbit`. A boolean is `--fast` or `--no-fast`. Dashes and underscores are the same.
+    `--pipeline.warmup_steps`, as in a file. A list is an option with commas, or given several times, and named in the
+    singular: `links` is `--link 100mbit,1gbit`. A boolean is `--fast` or `--no-fast`. Dashes and underscores are the
+    same.
 
     Args:
         program: what the command is called in its help.
         summary: what it does.
         settings: the section.
+        short: options, such as "--ranks", for keys, such as "pipeline.ranks", that are shown first.
     """
 
-    def __init__(self, program: str, summary: str, settings: type) -> None:
+    def __init__(
+        self, program: str, summary: str, settings: type, *, short: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         super().__init__(
             prog=program,
             description=summary,
@@ -38,22 +42,13 @@ class Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         )
-        self.settings = settings
-        self.words: dict[str, str] = {}
-        self._fields: list[str] = []
-        self._add_section(settings, "", self)
-
-    def add_flag(self, option: str, value: str, *, dest: str, help: str) -> None:
-        """Add an option that takes no value, or one behind "=", and stands for `value` without.
-
-        Args:
-            option: such as "--resume". dest: under which `read` returns the value. help: its meaning.
-        """
-        self.words[option] = f"{option}={value}"
-        self.add_argument(option, dest=dest, metavar="", help=help)
+        self.settings, self._short = settings, short
+        self._keys: list[str] = []
+        self._flags: dict[str, str] = {}  # what an option without a value stands for
+        self._add_settings(settings_of(settings), "", self)
 
     def read(self, words: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-        """The text of the section's keys that are given, and the values of other options.
+        """The section's keys that are given, with their text, and the values of other options.
 
         Raises:
             ConfigError: an unknown option (the closest known one is named), or one without its value.
@@ -62,21 +57,24 @@ class Parser(argparse.ArgumentParser):
             f"[{action.dest}]" if action.nargs else action.metavar for action in self._get_positional_actions()
         ]
         self.usage = " ".join(["%(prog)s", *map(str, arguments), "[options]"])
-        known, unknown = self.parse_known_args(self._normalized(words))
+        known, unknown = self.parse_known_args(self._with_values(words))
         if unknown:
             self._refuse(unknown[0])
-        given = vars(known)
-        pairs = [(key, given.pop(key)) for key in self._fields if key in given]
-        return pairs, given
+        options = vars(known)
+        given = [(key, options.pop(key)) for key in self._keys if key in options]
+        return [(key, ",".join(text) if isinstance(text, list) else text) for key, text in given], options
 
-    def resolve(self, words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    def resolve(self, words: Sequence[str], file: str | None = None) -> tuple[Any, dict[str, Any]]:
         """The section that a command line means, and the values of other options.
+
+        Args:
+            file: of this option's TOML file, if it is given, the section keeps what the command line leaves out.
 
         Raises:
             ConfigError: as `read` and `lowbit.config.resolve` do.
         """
-        pairs, options = self.read(words)
-        return resolve(self.settings, None, pairs), options
+        given, options = self.read(words)
+        return resolve(self.settings, options.get(file) if file else None, given), options
 
     def error(self, message: str) -> NoReturn:
         """Refuse a command line in one line.
@@ -86,50 +84,46 @@ class Parser(argparse.ArgumentParser):
         """
         raise ConfigError(f"{message}; see {self.prog} --help")
 
-    @property
-    def options(self) -> list[argparse.Action]:
-        """All options and arguments, with their help."""
-        return [*self._actions]
-
-    def _add_section(self, cls: Any, prefix: str, group: Any) -> None:
-        settings = settings_of(cls)
-        for setting in settings:
-            if not is_section(setting.hint):
+    def _add_settings(self, settings: Mapping[str, Setting], prefix: str, group: Any) -> None:
+        for setting in settings.values():
+            if not setting.is_section:
                 self._add_setting(setting, prefix, group)
-        for setting in settings:
-            if is_section(setting.hint):
+        for setting in settings.values():
+            if setting.is_section:
                 key = f"{prefix}{setting.name}"
-                self._add_section(setting.hint, f"{key}.", self.add_argument_group(key, _escape(setting.meaning)))
+                within = settings_of(setting.hint, setting.default)
+                self._add_settings(within, f"{key}.", self.add_argument_group(key, setting.meaning))
 
     def _add_setting(self, setting: Setting, prefix: str, group: Any) -> None:
-        key, help = f"{prefix}{setting.name}", _help(setting)
-        self._fields.append(key)
+        key, notes = f"{prefix}{setting.name}", []
+        self._keys.append(key)
         if setting.default is dataclasses.MISSING:
-            group.add_argument(key, metavar=setting.name.upper(), help=help)
+            group.add_argument(key, metavar=setting.name.upper(), help=_help(setting))
             return
-        option = f"--{key}" if prefix else f"--{_word(setting)}"
-        kinds = union_of(setting.hint)
-        if bool in kinds:
-            self.words[option] = f"{option}=true"
-            negative = f"--{prefix}no-{_word(setting)}" if not prefix else f"--{prefix}no_{setting.name}"
-            self.words[negative] = f"{option}=false"
-            help = help if setting.default is False else _help(setting, f"off: {negative}")
-        group.add_argument(option, dest=key, metavar=_metavar(setting), help=help)
+        names = [setting.name if prefix else _word(setting)]
+        options = [f"--{prefix}{names[0]}"]
+        if key in self._short:
+            options.insert(0, self._short[key])
+            group = self
+        if bool in union_of(setting.hint):
+            self._flags |= dict.fromkeys(options, f"{options[0]}=true")
+            no = f"--{prefix}no_{setting.name}" if prefix else f"--no-{names[0]}"
+            self._flags[no] = f"{options[0]}=false"
+            notes = [] if setting.default is False else [f"off: {no}"]
+        action = "store" if element_of(setting.hint) is None else "append"
+        group.add_argument(*options, dest=key, metavar=_metavar(setting), action=action, help=_help(setting, *notes))
 
-    def _normalized(self, words: Sequence[str]) -> list[str]:
+    def _with_values(self, words: Sequence[str]) -> list[str]:
         """Words with options spelled as they are declared, and with the values that flags stand for."""
-        options = [*self._option_string_actions, *self.words]
-        spelled = {option.replace("_", "-"): option for option in options}
-        normalized: list[str] = []
+        options = {name.replace("_", "-"): name for name in (*self._option_string_actions, *self._flags)}
+        spelled: list[str] = []
         for word in words:
-            if word in ("true", "false") and normalized and normalized[-1] in self.words:
-                normalized[-1] = f"{normalized[-1]}={word}"
+            if word in ("true", "false") and spelled and spelled[-1] in self._flags:
+                spelled[-1] += f"={word}"
                 continue
             option, equals, value = word.partition("=")
-            if option.startswith("--"):
-                option = spelled.get(option.replace("_", "-"), option)
-            normalized.append(option + equals + value)
-        return [self.words.get(word, word) for word in normalized]
+            spelled.append(options.get(option.replace("_", "-"), option) + equals + value)
+        return [self._flags.get(word, word) for word in spelled]
 
     def _refuse(self, word: str) -> NoReturn:
         option = word.partition("=")[0]
@@ -152,24 +146,24 @@ def _word(setting: Setting) -> str:
 def _metavar(setting: Setting) -> str:
     element = element_of(setting.hint)
     kinds = union_of(setting.hint if element is None else element)
-    kind = getattr(kinds[0], "__origin__", kinds[0])
-    word = kind.__name__.upper() if hasattr(kind, "parse") else _METAVARS.get(kind, "TEXT")
-    return "" if bool in kinds else word if element is None else f"{word},..."
+    if bool in kinds:
+        return "".join(f"[={choice}]" for kind in kinds for choice in choices_of(kind))
+    word = kinds[0].__name__.upper() if hasattr(kinds[0], "parse") else _METAVARS.get(kinds[0], "TEXT")
+    return word if element is None else f"{word},..."
 
 
 def _help(setting: Setting, *more: str) -> str:
     given = setting.default not in (None, (), "", dataclasses.MISSING)
-    notes = [setting.limits, f"default: {shown(setting.default)}" if given else ""]
-    noted = "; ".join(filter(None, [*notes, *more]))
-    return _escape(f"{setting.meaning} [{noted}]" if noted else setting.meaning)
+    notes = "; ".join(filter(None, [setting.limits, f"default: {_shown(setting.default)}" if given else "", *more]))
+    return _escaped(f"{setting.meaning} [{notes}]" if notes else setting.meaning)
 
 
-def _escape(text: str) -> str:
-    return text.replace("%", "%%")
-
-
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """A value as one would write it on a command line."""
     if isinstance(value, tuple):
-        return ",".join(map(shown, value))
+        return ",".join(map(_shown, value))
     return value if isinstance(value, str) else in_toml(value).strip('"')
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")  # which argparse formats

@@ -1,192 +1,63 @@
-"""Commands that measure or plan: options are the fields of a section; reports are shown, written, drawn."""
+"""Commands that measure: each is a `lowbit.report.Command`, which is imported when it is chosen."""
 
 from __future__ import annotations
 
+import ast
 import importlib
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowbit.bench import Report
     from lowbit.cli.parser import Parser
+    from lowbit.report import Command
 
 
-@dataclass(frozen=True)
-class ReportCommand:
-    """A command that makes a report.
+def measurements(package: str) -> dict[str, Measurement]:
+    """The commands whose modules a package lists in its COMMANDS."""
+    return {name: Measurement(place) for name, place in importlib.import_module(package).COMMANDS.items()}
 
-    Attributes:
-        summary: what it does, for help.
-        module: with `run(settings)`.
-        views: with `show(report)` for the terminal and `draw(report, path)`.
-        run: how to call `run`, given the module, the settings and the JSON file; by default with the settings alone.
-        settings: the module and the name of its section, "evaluate.settings:EvaluateSettings"; absent: `Settings` of
-            `module`.
+
+class Measurement:
+    """A `lowbit.report.Command` as a word of the command line.
+
+    Args:
+        place: the command's module, such as "lowbit.bench.pipeline", and its name behind a colon, if not COMMAND.
+        summary: what it does, in a list of commands; absent: what the first line of the module's docstring says.
     """
 
-    summary: str
-    module: str
-    views: str
-    run: Callable[[Any, Any, Path | None], Report] = lambda module, settings, file: module.run(settings)
-    settings: str = ""
+    def __init__(self, place: str, summary: str = "") -> None:
+        self.module, _, name = place.partition(":")
+        self.name, self._summary = name or "COMMAND", summary
+
+    @property
+    def command(self) -> Command:
+        """The declaration."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    @property
+    def summary(self) -> str:
+        """What it does; the module is read for it, not imported."""
+        if self._summary:
+            return self._summary
+        package, *within = self.module.split(".")
+        file = Path(importlib.import_module(package).__path__[0], *within).with_suffix(".py")
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        line = text.partition("\n")[0].rpartition("`: ")[2]
+        return line[:1].upper() + line[1:]
 
     def parser(self, program: str) -> Parser:
         """Of its command line."""
-        from lowbit.cli.legacy import as_section
         from lowbit.cli.parser import Parser
 
-        place, _, name = (self.settings or f"{self.module}:Settings").partition(":")
-        parser = Parser(program, self.summary, as_section(getattr(importlib.import_module(f"lowbit.{place}"), name)))
+        parser = Parser(program, self.command.summary, self.command.settings)
         parser.add_argument("--json", metavar="FILE", type=Path, help="Write the rows, for scripts.")
         parser.add_argument("--png", metavar="FILE", type=Path, help="Draw a picture of them.")
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Measure as a command line says."""
-        parser = self.parser(program)
-        chosen, options = parser.resolve(words)
-        json, png = options.get("json"), options.get("png")
-        check_output(json)
-        check_output(png, picture=True)
-        report = self.run(importlib.import_module(f"lowbit.{self.module}"), chosen, json)
-        if os.environ.get("RANK", "0") == "0":
-            conclude(importlib.import_module(f"lowbit.{self.views}"), report, json, png)
+        settings, options = self.parser(program).resolve(words)
+        from lowbit.report import execute
 
-
-def _run_live(views: str, *, goes_on: bool = False) -> Callable[[Any, Any, Path | None], Report]:
-    """Show the rows as they come, by `table_of(rows)` of `views`; `goes_on`: with those in the JSON file."""
-
-    def run(module: Any, settings: Any, file: Path | None) -> Report:
-        from rich.console import Console
-        from rich.live import Live
-
-        table_of = importlib.import_module(f"lowbit.bench.{views}").table_of
-        with Live(console=Console(stderr=True), transient=True) as live:
-            more: Any = {"file": file} if goes_on else {}
-            return module.run(settings, on_rows=lambda rows: live.update(table_of(rows)), **more)
-
-    return run
-
-
-def _evaluate(module: Any, settings: Any, file: Path | None) -> Report:
-    """Show a line for each row as it comes."""
-    from rich.console import Console
-
-    views, console = importlib.import_module("lowbit.evaluate.views"), Console(stderr=True)
-    shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
-    return module.run(settings, on_rows=lambda rows: console.print(views.line_of(rows[-1])) if shown else None)
-
-
-BENCHMARKS = {
-    "pipeline": ReportCommand(
-        "Training speed over really slow links, boundary format against boundary format.",
-        "bench.pipeline",
-        "bench.speeds",
-        _run_live("speeds"),
-    ),
-    "race": ReportCommand(
-        "Seconds of training until each boundary format has reached the same held-out loss.",
-        "bench.race",
-        "bench.race",
-        _run_live("race"),
-    ),
-    "codecs": ReportCommand(
-        "What formats cost in time, in bits and in accuracy, beside a copy and eager PyTorch.",
-        "bench.codecs",
-        "bench.codecs_views",
-    ),
-    "gradients": ReportCommand(
-        "Gradient averages over really slow links, format against format, alone and in training.",
-        "bench.gradients",
-        "bench.gradients_views",
-        _run_live("gradients_views"),
-    ),
-    "tensor-parallel": ReportCommand(
-        "Sums of partial sums over really slow links, by size of the message.",
-        "bench.tensor_parallel",
-        "bench.tensor_parallel_views",
-        _run_live("tensor_parallel_views"),
-    ),
-    "convergence": ReportCommand(
-        "The same training run with every boundary format, over several seeds.",
-        "bench.convergence",
-        "bench.losses",
-        lambda module, settings, file: module.run(settings, file=file),
-    ),
-    "memory": ReportCommand(
-        "What training needs memory for, and how much less of it low-bit activations take.",
-        "bench.memory",
-        "bench.memory_views",
-        _run_live("memory_views", goes_on=True),
-    ),
-    "activations": ReportCommand(
-        "How far few bits of saved activations turn a trained model's gradients.",
-        "bench.activations",
-        "bench.activations_views",
-        _run_live("activations_views"),
-    ),
-    "spectrum": ReportCommand(
-        "How near a model's boundaries lie to a few directions, and what each format makes of that.",
-        "bench.spectrum",
-        "bench.spectrum_views",
-        _run_live("spectrum_views"),
-    ),
-}
-PLANS = {
-    "memory": ReportCommand(
-        "How many bits saved activations get, by pipeline stage and layer type, for the memory there is.",
-        "bench.plan_memory",
-        "bench.plan_memory_views",
-    )
-}
-CALIBRATE = ReportCommand(
-    "Measure once what a model's tensor-parallel sums look like, so that they can travel in 4.2 bits.",
-    "evaluate.calibrate",
-    "evaluate.ranges_views",
-    settings="evaluate.settings:CalibrateSettings",
-)
-EVALUATE = ReportCommand(
-    "Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
-    "evaluate.run",
-    "evaluate.views",
-    _evaluate,
-    settings="evaluate.settings:EvaluateSettings",
-)
-
-
-def conclude(views: Any, report: Report, json: Path | None, png: Path | None) -> None:
-    """Show a report by `show` and `draw` of a module, and write what was asked for."""
-    from rich.console import Console
-
-    if json is not None:
-        report.write_json(json)
-    Console().print(views.show(report))
-    if png is not None:
-        views.draw(report, png)
-
-
-def check_output(path: Path | None, *, picture: bool = False) -> None:
-    """See before a long run that its outcome can be written.
-
-    Raises:
-        ValueError: it cannot, or it is to be a picture of a kind that matplotlib does not draw.
-        ModuleNotFoundError: a picture is asked for without matplotlib.
-    """
-    if path is None:
-        return
-    if picture:
-        kinds = sorted(importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.filetypes)
-        if path.suffix[1:].lower() not in kinds:
-            raise ValueError(f"picture is {str(path)!r}; allowed: a file that ends in .{', .'.join(kinds)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a device would be replaced by a file
-            raise ValueError(f"{path} cannot be written: it is a folder or a device; allowed: a file")
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
-            pass
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+        execute(self.command, settings, json=options.get("json"), png=options.get("png"))

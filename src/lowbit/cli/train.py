@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
-    from lowbit.train import TrainConfig
+
+_SHORT = {
+    "pipeline.ranks": "--ranks",
+    "run.resume": "--resume",
+    "run.allow_change": "--allow-change",
+    "run.supervise": "--supervise",
+}
 
 
 @dataclass(frozen=True)
 class _Command:
-    """A command: its parser is made when it is chosen."""
+    """A command whose parser is made when it is chosen."""
 
     summary: str
     make_parser: Callable[[str, str], Parser]
@@ -30,33 +35,11 @@ class _Command:
 
 
 def _config_parser(program: str, summary: str) -> Parser:
-    """A parser of the recipe's options, and of short ones for some of them."""
     from lowbit.cli.parser import Parser
     from lowbit.train import TrainConfig
 
-    parser = Parser(program, summary, TrainConfig)
+    parser = Parser(program, summary, TrainConfig, short=_SHORT)
     parser.add_argument("config", nargs="?", help="TOML file; what it leaves out keeps its default.")
-    parser.add_argument(
-        "--ranks", metavar="INTEGER", dest="pipeline.ranks", help="Local processes to start: sets pipeline.ranks."
-    )
-    parser.add_flag(
-        "--resume",
-        "true",
-        dest="run.resume",
-        help="Go on from the newest checkpoint; --resume=auto: begin where there is none. Sets run.resume.",
-    )
-    parser.add_argument(
-        "--allow-change",
-        metavar="SECTION.KEY",
-        action="append",
-        help="Go on with another value of this, such as run.steps; may be repeated. Sets run.allow_change.",
-    )
-    parser.add_flag(
-        "--supervise",
-        "true",
-        dest="run.supervise",
-        help="Start again from the newest checkpoint when a rank, a machine or a link fails: sets run.supervise.",
-    )
     return parser
 
 
@@ -83,7 +66,7 @@ def _demo_parser(program: str, summary: str) -> Parser:
 
 
 def _train(parser: Parser, words: Sequence[str]) -> None:
-    config, options = _read(parser, words)
+    config, options = parser.resolve(words, "config")
     if options.get("dry_run"):
         from lowbit.cli.dry_run import dry_run
 
@@ -98,8 +81,7 @@ def _train(parser: Parser, words: Sequence[str]) -> None:
 def _config(parser: Parser, words: Sequence[str]) -> None:
     from lowbit.config import to_toml
 
-    config, _ = _read(parser, words)
-    print(to_toml(config), end="")
+    print(to_toml(parser.resolve(words, "config")[0]), end="")
 
 
 def _demo(parser: Parser, words: Sequence[str]) -> None:
@@ -107,17 +89,6 @@ def _demo(parser: Parser, words: Sequence[str]) -> None:
     from lowbit.bench.demo import run
 
     run(Path(settings.output))
-
-
-def _read(parser: Parser, words: Sequence[str]) -> tuple[TrainConfig, dict[str, Any]]:
-    """The configuration that a command line means, and its other options."""
-    from lowbit.config import resolve
-    from lowbit.train import TrainConfig
-
-    pairs, options = parser.read(words)
-    if changes := options.get("allow_change"):
-        pairs.append(("run.allow_change", json.dumps(changes)))
-    return resolve(TrainConfig, options.get("config"), pairs), options
 
 
 TRAIN = _Command("Train a causal language model: on local ranks, or as one rank under torchrun.", _train_parser, _train)

@@ -1,16 +1,16 @@
-"""Configuration: frozen sections that check themselves, read from TOML, changed by overrides, written back as TOML.
+"""Configuration: frozen sections that check themselves, read from TOML and from a command line, written as TOML.
 
 @section("model")
 class ModelConfig:
-dim: Positive = 256
-'''Width.'''
+    dim: Positive = 256
+    '''Width.'''
 
 resolve(ModelConfig, "model.toml", [("dim", "128")])
 """
 
 from __future__ import annotations
 
-from lowbit.config.files import override, read_toml, resolve, to_toml
+from lowbit.config.files import resolve, to_toml
 from lowbit.config.section import ConfigError, NonNegative, Positive, Setting, build, section, settings_of
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "Positive",
     "Setting",
     "build",
-    "override",
-    "read_toml",
     "resolve",
     "section",
     "settings_of",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from lowbit.config.types import choices_of, element_of, kind_of, range_of, union_of
+from lowbit.config.types import Text, as_type, choices_of, kind_of, range_of, read
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -50,6 +51,11 @@ class Setting:
     meaning: str
 
     @property
+    def is_section(self) -> bool:
+        """Whether its value is a section."""
+        return hasattr(self.hint, "section_name")
+
+    @property
     def limits(self) -> str:
         """Its choices or its range; empty where its type says all."""
         return ", ".join(choices_of(self.hint)) or range_of(self.hint)
@@ -73,13 +79,13 @@ def section(name: str = "") -> Callable[[type[_Class]], type[_Class]]:
         validate, prefix = made.__init__, f"{name}." if name else ""
 
         def __init__(self: Any, **values: Any) -> None:
-            hints = hints_of(made)
-            refuse_unknown(values, hints, prefix)
-            prepared = {key: _prepared(value, hints[key], prefix + key) for key, value in values.items()}
+            settings = settings_of(made)
+            _refuse_unknown(values, settings, prefix)
+            prepared = {key: _prepared(value, settings[key].hint, prefix + key) for key, value in values.items()}
             try:
                 validate(self, **prepared)
             except ValidationError as error:
-                raise _in_one_line(error, made, values, prefix) from None
+                raise _in_one_line(error, settings, values, prefix) from None
 
         made.__init__ = __init__
         return made
@@ -87,122 +93,92 @@ def section(name: str = "") -> Callable[[type[_Class]], type[_Class]]:
     return decorate
 
 
-def is_section(hint: Any) -> bool:
-    """Whether an annotation is a section."""
-    return isinstance(hint, type) and hasattr(hint, "section_name")
+@functools.cache
+def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]:
+    """The fields of a section by name, in order, those that are sections themselves included.
+
+    Args:
+        base: the section whose values are the defaults; absent: those of the class.
+    """
+    settings = {}
+    for field in dataclasses.fields(cls):
+        hint = cls.__pydantic_fields__[field.name].rebuild_annotation()
+        default = getattr(base, field.name, field.default)
+        settings[field.name] = Setting(field.name, hint, default, _meaning(cls, field.name, hint))
+    return settings
 
 
-def hints_of(cls: type) -> dict[str, Any]:
-    """Annotations of a section's fields, in order."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
-
-
-def settings_of(cls: Any) -> list[Setting]:
-    """The fields of a section, those that are sections themselves included."""
-    hints = hints_of(cls)
-    return [
-        Setting(
-            name=field.name,
-            hint=hints[field.name],
-            default=field.default,
-            meaning=_meaning(cls.__pydantic_fields__[field.name].description, hints[field.name]),
-        )
-        for field in dataclasses.fields(cls)
-    ]
-
-
-def _meaning(text: str | None, hint: Any) -> str:
-    if not text and is_section(hint):
-        text = inspect.getdoc(hint)
-    return " ".join((text or "").split())
-
-
-def build(cls: type[_Class], values: Any, where: str = "") -> _Class:
+def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> _Class:
     """A section from nested mappings, as TOML and JSON give them; what they leave out keeps its default.
 
     Args:
-        values: by key; those of a section within this one change its default's fields.
+        values: by key; "model.dim" stands for the key "dim" of the section "model", whose other keys stay as they are.
         where: the section's place in the whole, for errors: "" at the top.
+        base: the section whose values are kept where none is given; absent: defaults.
 
     Raises:
         ConfigError: an unknown key (the closest known one is named), a wrong type or value.
     """
-    check_shape(cls, values, where)
-    defaults = {setting.name: setting.default for setting in settings_of(cls)}
-    hints, given = hints_of(cls), dict(values)
-    for key, value in given.items():
-        if isinstance(value, Mapping) and is_section(hints[key]):
-            default = defaults[key]
-            unchanged = {} if default is dataclasses.MISSING else vars_of(default)
-            given[key] = build(hints[key], {**unchanged, **value}, key)
-    return cls(**given)
-
-
-def check_shape(cls: Any, values: Any, where: str = "") -> None:
-    """Check that sections are mappings with known keys; other values are not looked at.
-
-    Raises:
-        ConfigError: they are not.
-    """
     if not isinstance(values, Mapping):
         allowed = f"a section, [{where}]" if where else "a mapping of sections"
         raise ConfigError(f"{where or 'a configuration'} is {values!r}; allowed: {allowed}")
-    hints = hints_of(cls)
-    refuse_unknown(values, hints, f"{where}." if where else "")
+    settings = settings_of(cls)
+    given: dict[str, Any] = {}
     for key, value in values.items():
-        if is_section(hints[key]) and not isinstance(value, hints[key]):
-            check_shape(hints[key], value, key)
+        name, dot, rest = str(key).partition(".")
+        if dot and (name not in settings or settings[name].is_section):
+            within = given.get(name, {})
+            given[name] = {**within, rest: value} if isinstance(within, Mapping) else within
+        else:
+            given[key] = value
+    _refuse_unknown(given, settings, f"{where}." if where else "")
+    for key, value in given.items():
+        if settings[key].is_section:
+            default = settings[key].default
+            place = f"{where}.{key}" if where else key
+            given[key] = build(settings[key].hint, value, place, None if default is dataclasses.MISSING else default)
+        elif isinstance(value, Text):
+            given[key] = read(value, settings[key].hint)
+    return cls(**given) if base is None else dataclasses.replace(base, **given)
 
 
-def vars_of(instance: Any) -> dict[str, Any]:
-    """The values of a section, by field."""
-    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+def _meaning(cls: Any, name: str, hint: Any) -> str:
+    """The docstring below a field, in the class or in the section that it is inherited from."""
+    sections = [base.__pydantic_fields__ for base in cls.__mro__ if "__pydantic_fields__" in vars(base)]
+    texts = [fields[name].description for fields in sections if name in fields]
+    texts.append(inspect.getdoc(hint) if hasattr(hint, "section_name") else "")
+    return " ".join(next(filter(None, texts), "").split())
 
 
-def refuse_unknown(keys: Iterable[Any], hints: Mapping[str, Any], prefix: str) -> None:
-    """Raise for a key that is none of a section's.
-
-    Raises:
-        ConfigError: with the closest known key, or all of them.
-    """
+def _refuse_unknown(keys: Mapping[Any, Any], settings: Mapping[str, Setting], prefix: str) -> None:
     for key in keys:
-        if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.4)
-            advice = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(hints)}"
-            kind = "section" if all(map(is_section, hints.values())) else "key"
+        if key not in settings:
+            close = difflib.get_close_matches(str(key), settings, n=1, cutoff=0.4)
+            advice = f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(settings)}"
+            kind = "section" if all(setting.is_section for setting in settings.values()) else "key"
             raise ConfigError(f"unknown {kind} {prefix}{key}; {advice}")
 
 
 def _prepared(value: Any, hint: Any, where: str) -> Any:
-    """`value` with a tuple where one is wanted, and with what a type parses from text; numbers and text are bounded."""
+    """`value` as pydantic takes it; numbers and text that the system has no room for are refused."""
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, str) and "\0" in item:
             raise ConfigError(f"{where} is {value!r}; allowed: text without null bytes")
         if isinstance(item, int) and not -(2**63) <= item < 2**63:
             raise ConfigError(f"{where} takes {item.bit_length() + 1} bits; allowed: integers of 64 bits")
-    if (element := element_of(hint)) is None:
-        return _parsed(value, hint)
-    items = value if isinstance(value, list | tuple) else () if value == "" else (value,)
-    return tuple(_parsed(item, element) for item in items)
+    return as_type(value, hint)
 
 
-def _parsed(value: Any, hint: Any) -> Any:
-    if isinstance(value, str):
-        for kind in union_of(hint):
-            if hasattr(kind, "parse"):
-                return kind.parse(value)
-    return value
-
-
-def _in_one_line(error: ValidationError, cls: Any, values: Mapping[str, Any], prefix: str) -> Exception:
+def _in_one_line(
+    error: ValidationError, settings: Mapping[str, Setting], values: Mapping[str, Any], prefix: str
+) -> Exception:
     """The first of pydantic's errors, named after its key; what `__post_init__` or a validator raised, as it is."""
     errors: list[Any] = error.errors(include_url=False)
-    first, key = errors[0], str(next(iter(errors[0]["loc"]), ""))
-    if first["type"] == "value_error":
-        return first["ctx"]["error"]
-    hint = hints_of(cls)[key]
-    if first["type"] == "missing":
+    if errors[0]["type"] == "value_error":
+        return errors[0]["ctx"]["error"]
+    key = str(errors[0]["loc"][0])
+    hint = settings[key].hint
+    if errors[0]["type"] == "missing":
         return ConfigError(f"{prefix}{key} is missing; allowed: {kind_of(hint)}")
     of_key = [other for other in errors if str(other["loc"][0]) == key]
     out_of_range = all(other["type"] in _RANGE_ERRORS for other in of_key)

@@ -1,7 +1,8 @@
-"""Annotations in words: what a field takes, as errors and help say it."""
+"""Annotations of settings: what they take, in words, and the value that text on a command line means to them."""
 
 from __future__ import annotations
 
+import tomllib
 import types
 import typing
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ _PLURALS = {int: "integers", float: "finite numbers", str: "strings"}
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
+class Text(str):
+    """A word of a command line, whose value depends on the setting that it is for."""
+
+
 def element_of(hint: Any) -> Any:
     """The type of a tuple's elements; None for anything else."""
     hint = _bare(hint)
@@ -27,33 +32,72 @@ def element_of(hint: Any) -> Any:
 def union_of(hint: Any) -> tuple[Any, ...]:
     """The members of a union; of anything else, itself alone."""
     hint = _bare(hint)
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return tuple(map(_bare, members))
+
+
+def choices_of(hint: Any) -> list[str]:
+    """The values of a `Literal[...]`, or of a list of them; none of anything else."""
+    bare = _bare(hint if (element := element_of(hint)) is None else element)
+    return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
 
 
 def kind_of(hint: Any) -> str:
     """What an annotation takes, without its range: "an integer or nothing"."""
     if (element := element_of(hint)) is not None:
-        bare = _bare(element)
-        return f"{kind_of(bare)} or a list of {_PLURALS.get(bare, 'them')}"
+        return f"{kind_of(element)} or a list of {_PLURALS.get(_bare(element), 'them')}"
     if choices := choices_of(hint):
         return ", ".join(choices)
-    kinds = [word for kind in union_of(hint) for word in _words(_bare(kind))]
+    kinds = [word for kind in union_of(hint) for word in choices_of(kind) or _KINDS.get(kind) or [f"a {kind.__name__}"]]
     return " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
-
-
-def _words(kind: Any) -> list[str]:
-    return choices_of(kind) or _KINDS.get(kind) or [f"a {kind.__name__.lower()}"]
-
-
-def choices_of(hint: Any) -> list[str]:
-    """The values of a `Literal[...]`, of a list of them or of an optional one; none of anything else."""
-    bare = _bare(hint if (element := element_of(hint)) is None else element)
-    return [str(value) for value in typing.get_args(bare)] if typing.get_origin(bare) is Literal else []
 
 
 def range_of(hint: Any) -> str:
     """The range of an annotation: "at least 0 and at most 1"; empty if it has none."""
-    return " and ".join(f"{_BOUNDS[name]} {limit:,}" for name, limit in _limits(hint))
+    return " and ".join(f"{_BOUNDS[name]} {limit}" for name, limit in _limits(hint))
+
+
+def as_type(value: Any, hint: Any) -> Any:
+    """A value as a field wants it: a tuple made of a list or a single element, `parse` called."""
+    if (element := element_of(hint)) is None:
+        return _parsed(value, hint)
+    items = value if isinstance(value, list | tuple) else () if value == "" else (value,)
+    return tuple(_parsed(item, element) for item in items)
+
+
+def read(text: str, hint: Any) -> Any:
+    """The value of text: in TOML's notation, or the text itself where it is none or where text is wanted.
+
+    A list is TOML's or has commas between its elements; those within parentheses belong to an element, as in
+    "int4,GroupInt(bits=6, group=32)".
+    """
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        value = str(text)
+    if (element := element_of(hint)) is not None:
+        return value if isinstance(value, list) else [read(part, element) for part in _split(text)]
+    kinds = union_of(hint)
+    if isinstance(value, str) or (isinstance(value, bool) and bool in kinds):
+        return value
+    wants_text = any(kind is str or hasattr(kind, "parse") or choices_of(kind) for kind in kinds)
+    return str(text) if wants_text else value
+
+
+def _split(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _parsed(value: Any, hint: Any) -> Any:
+    parse = next((kind.parse for kind in union_of(hint) if hasattr(kind, "parse")), None)
+    return parse(value) if parse and isinstance(value, str) else value
 
 
 def _limits(hint: Any) -> Iterator[tuple[str, float]]:
@@ -61,12 +105,8 @@ def _limits(hint: Any) -> Iterator[tuple[str, float]]:
         for note in hint.__metadata__:
             for limit in getattr(note, "metadata", [note]):  # what pydantic's `Field` holds
                 yield from ((name, getattr(limit, name)) for name in _BOUNDS if hasattr(limit, name))
-        yield from _limits(hint.__origin__)
-    elif (element := element_of(hint)) is not None:
-        yield from _limits(element)
-    elif len(kinds := union_of(hint)) > 1:
-        for kind in kinds:
-            yield from _limits(kind)
+    for part in typing.get_args(hint):  # of an annotated type, a tuple or a union
+        yield from _limits(part)
 
 
 def _bare(hint: Any) -> Any:

@@ -1,47 +1,65 @@
-"""Local Hugging Face checkpoints: whole, to play ranks with, or cut over the ranks of a job."""
+"""What both commands load: local Hugging Face checkpoints, whole or cut over the ranks of a job, and calibrations."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.train import ConfigError
+from lowbit.collectives.agreement import default_group
+from lowbit.config import ConfigError
+from lowbit.evaluate.settings import InferenceConfig
+from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
+from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.train.device import choose_autocast, choose_device
+from lowbit.train.process_group import joined, world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+TIMEOUT = 300.0
 log = logging.getLogger(__name__)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What the model computes in; "auto": bfloat16 where the device has instructions for it, else float32."""
-    if name == "auto":
-        return choose_autocast("auto", device) or torch.float32
-    return DTYPES[name]
-
-
-def find_device(name: str, ranks: int) -> torch.device:
-    """The device of this rank of so many.
+def prepare(settings: InferenceConfig) -> torch.device:
+    """Check the model's folder, set the number of threads, and return the device of this rank.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: no checkpoint, sequences that are too long for it, CUDA without a device.
     """
-    try:
-        return choose_device(name, ranks)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("run.device", "device")) from error
+    device = choose_device(settings.device, world()[1], key="device")
+    longest = getattr(model_config(settings.model), "max_position_embeddings", None)
+    if longest is not None and settings.length > longest:
+        raise ConfigError(f"length is {settings.length}; the model has {longest} positions; allowed: at most as many")
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    return device
 
 
-def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal language model from a local folder; nothing is downloaded.
+@contextlib.contextmanager
+def job(device: torch.device) -> Iterator[None]:
+    """Be a rank of the job for this block, if there is one."""
+    if world()[1] == 1:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with joined(TIMEOUT, backend="nccl" if device.type == "cuda" else "gloo"):
+        yield
+
+
+def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model: cut over the ranks of the job, or whole if there is none; nothing is downloaded.
+
+    It is cut on the CPU: the host holds the whole of it for each rank for a moment, a device only its rank's part.
 
     Args:
-        folder: with `config.json` and weights; dtype: to load them in; device: to compute on.
+        folder: with `config.json` and weights; dtype: as in the settings.
 
     Raises:
         ConfigError: no checkpoint there, or one that Hugging Face cannot load.
@@ -52,18 +70,28 @@ def load_model(folder: str, *, dtype: torch.dtype, device: torch.device) -> PreT
     model_config(folder)
     hugging_face.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=choose_dtype(dtype, device), local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model {folder!r} cannot be loaded: {reason}") from error
     attention = model.config._attn_implementation
     if attention != "sdpa":
         log.warning("%s computes attention by %s: it has no other", type(model).__name__, attention)
-    return model.to(device).eval()  # pyright: ignore[reportArgumentType]
+    model.eval()
+    if world()[1] > 1:
+        tensor_parallel_(model)
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of the computation; "auto": bfloat16 if the device has instructions for it, else float32."""
+    if name == "auto":
+        return choose_autocast("auto", device) or torch.float32
+    return getattr(torch, name)
 
 
 def model_config(folder: str) -> PreTrainedConfig:
-    """The config of the checkpoint's text model, with the defaults of its architecture.
+    """Return the config of the checkpoint's text model, with the defaults of its architecture.
 
     Raises:
         ConfigError: it is missing, or Hugging Face does not know the architecture.
@@ -83,19 +111,60 @@ def model_config(folder: str) -> PreTrainedConfig:
     return config.get_text_config()
 
 
-def check_length(folder: str, length: int) -> None:
-    """Raise unless the model knows as many positions.
-
-    Raises:
-        ConfigError: windows are longer.
-    """
-    longest = getattr(model_config(folder), "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        raise ConfigError(f"length is {length}; the model knows {longest} positions; allowed: at most as many")
-
-
-def possible_ranks(folder: str, wanted: tuple[int, ...] = (1, 2, 4, 8)) -> tuple[int, ...]:
-    """Those numbers of ranks that share out the model's heads evenly."""
+def possible_ranks(folder: str, most: int = 128) -> list[int]:
+    """Return the numbers of ranks among which the model's heads can be divided evenly."""
     config = model_config(folder)
     heads = [getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")]
-    return tuple(n for n in wanted if all(h % n == 0 for h in heads if h))
+    return [n for n in range(1, most + 1) if all(h % n == 0 for h in heads if h)]
+
+
+def check_ranks(key: str, ranks: int, folder: str) -> None:
+    """Raise unless the model's heads can be divided evenly among so many ranks.
+
+    Raises:
+        ConfigError: they cannot; it names the setting `key`.
+    """
+    if ranks not in (possible := possible_ranks(folder)):
+        raise ConfigError(f"{key} is {ranks}; allowed: what divides the model's heads, {', '.join(map(str, possible))}")
+
+
+def load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
+    """Load calibrations, and return them by their number of ranks.
+
+    Raises:
+        ConfigError: two for the same number. CalibrationError, AgreementError: as `load_calibration`.
+    """
+    calibrations: dict[int, Calibration] = {}
+    for calibration in map(load_calibration, files):
+        if calibration.world in calibrations:
+            raise ConfigError(
+                f"calibration has two files for {calibration.world} ranks; allowed: one for each number of ranks"
+            )
+        calibrations[calibration.world] = calibration
+    return calibrations
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Load a calibration; on the ranks of a job the same on all of them, or the same error.
+
+    Raises:
+        CalibrationError: it cannot be read. AgreementError: or not on all ranks, or not the same.
+    """
+    if world()[1] == 1:
+        return Calibration.load(path)
+    loaded = load_agreed(path, default_group(), SumSettings())
+    assert isinstance(loaded, Calibration)
+    return loaded
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on the terminal of the first rank; yield a function that takes the number that is done."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = os.environ.get("RANK", "0") != "0"
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,4 +1,4 @@
-"""Perplexity of a model on windows of text, and how far its logits are from another's."""
+"""Perplexity of a model on windows of text, and how far its logits and sums are from a reference's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from lowbit.evaluate.text import Sequences
 
 REMEMBERED = 2**28
-"""Bytes of logits that are kept to compare others with."""
+"""Bytes of logits that a `Reference` keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a model makes of a text.
+    """How well a model predicts a text.
 
     Attributes:
-        loss: mean negative log-likelihood of a token, in nats, summed up in float64; NaN where a sum over ranks was
-            NaN or infinite. tokens: how many were predicted.
-        logits: 16 hexadecimal digits of all bits of the first batch's logits: equal where those are bit-identical.
+        loss: mean negative log-likelihood of a token, in nats, added up in float64; NaN if a sum over ranks was NaN or
+            infinite. tokens: number of predicted ones.
+        logits: 16 hexadecimal digits of all bits of the first batch's logits: equal if these are bit-identical.
         logits_error: root mean square of the difference to a reference's logits, over that of the reference's from
             their mean; None without a reference.
     """
@@ -37,7 +37,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a float."""
+        """exp(loss); infinite if that does not fit into a float."""
         return math.inf if self.loss >= 700 else math.exp(self.loss)
 
 
@@ -46,15 +46,15 @@ class Reference:
     """Logits of the first batches, to compare those of other formats with.
 
     Attributes:
-        kept: float32 on the CPU, batch by batch, as many as fit into `REMEMBERED` bytes, but one at least.
-        full: one did not fit; those after it are not kept either, so that what is kept are the first ones.
+        kept: float32 on the CPU, batch by batch, up to `REMEMBERED` bytes, but one at least.
+        full: a batch did not fit; later ones are not kept either, so that the kept ones are the first.
     """
 
     kept: list[Tensor] = field(default_factory=list)
     full: bool = False
 
     def remember(self, logits: Tensor) -> None:
-        """Keep this batch's, if it is to be kept."""
+        """Keep this batch's logits if there is room."""
         size = sum(t.numel() for t in self.kept) * 4
         self.full = self.full or (bool(self.kept) and size + logits.numel() * 4 > REMEMBERED)
         if not self.full:
@@ -72,14 +72,14 @@ def perplexity(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Score:
-    """How well a causal language model predicts a text, window by window.
+    """Measure how well a causal language model predicts a text, window by window.
 
     Args:
-        model: takes token ids, int64 (batch, length), and returns what has `logits` (batch, length, vocabulary).
-        sequences: the text, on the device `device` when it is used; count: windows of it, evenly spread (0: all).
-        batch: windows at a time.
-        reference: empty: it remembers this model's logits; else they are compared with those in it.
-        progress: called with the number of windows of each batch.
+        model: takes token ids, int64 (batch, length), and returns an object with `logits` (batch, length, vocabulary).
+        sequences: the text. count: windows of it, evenly spread (0: all). batch: windows at a time.
+        reference: if empty, it remembers this model's logits; else they are compared with it.
+        device: of the model.
+        progress: called with the number of windows done.
 
     Raises:
         ValueError: no window.
@@ -89,70 +89,62 @@ def perplexity(
         raise ValueError(f"{sequences.source} has no tokens to predict; allowed: at least one")
     remembers = reference is not None and not reference.kept
     compared = iter(reference.kept if reference is not None and not remembers else ())
-    total, tokens, digest = 0.0, 0, ""
+    options: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
+    total, tokens, windows, digest = 0.0, 0, 0, ""
     error, power = 0.0, 0.0
     training = model.training
     model.eval()
     try:
         for inputs, targets in sequences.batches(indices, batch):
-            logits = _logits(model, inputs.to(device))
+            logits = model(inputs.to(device), **options).logits
             digest = digest or _digest(logits)
-            total += _loss(logits, targets.to(device))
+            losses = F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten(), reduction="none")
+            total += float(losses.double().sum())
             tokens += targets.numel()
+            windows += len(inputs)
             if remembers and reference is not None:
                 reference.remember(logits)
-            if (truth := next(compared, None)) is not None:
-                error += _square(logits.float().cpu() - truth)
-                power += _square(truth - truth.mean(-1, keepdim=True))
+            if (expected := next(compared, None)) is not None:
+                error += _square(logits.float().cpu() - expected)
+                power += _square(expected - expected.mean(-1, keepdim=True))
             if progress is not None:
-                progress(len(inputs))
+                progress(windows)
     finally:
         model.train(training)
     relative = math.sqrt(error / power) if power else None
     return Score(loss=total / tokens, tokens=tokens, logits=digest, logits_error=relative)
 
 
-class BoundaryErrors:
-    """Error of the sums over ranks, for `emulate_tensor_parallel_(watch=...)`: against their exact sum.
+class SumErrors:
+    """Errors of sums over emulated ranks, for `emulate_tensor_parallel_(watch=...)`.
 
-    The root mean square of what comes out minus the float32 sum of the partial sums, over the root mean square of that
-    sum.
+    Of each layer: root mean square of the sum's difference to the float32 sum of the partial sums, over that of the
+    float32 sum.
     """
 
     def __init__(self) -> None:
         self._squares: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, boundary: str, partials: Sequence[Tensor], total: Tensor) -> None:
+    def __call__(self, layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
         exact = partials[0].float()
         for partial in partials[1:]:
             exact = exact + partial
         error = (total.float() - exact).square().sum(dtype=torch.float64)
         power = exact.square().sum(dtype=torch.float64)
-        before = self._squares.get(boundary)
-        self._squares[boundary] = (error, power) if before is None else (before[0] + error, before[1] + power)
+        before = self._squares.get(layer)
+        self._squares[layer] = (error, power) if before is None else (before[0] + error, before[1] + power)
 
     def relative(self) -> dict[str, float]:
-        """By boundary."""
+        """Return the error of each layer."""
         return {
             name: math.sqrt(float(error / power)) if float(power) else 0.0
             for name, (error, power) in self._squares.items()
         }
 
     def mean(self) -> float | None:
-        """Root of the mean square over the boundaries; None if nothing was seen."""
-        found = self.relative().values()
-        return math.sqrt(sum(e * e for e in found) / len(found)) if found else None
-
-
-def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
-    more: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
-    return model(inputs, **more).logits
-
-
-def _loss(logits: Tensor, targets: Tensor) -> float:
-    """Sum over the tokens: float32 each, added up in float64."""
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    return float(losses.double().sum())
+        """Return the root mean square over the layers; None if nothing was seen."""
+        errors = self.relative().values()
+        return math.sqrt(sum(e * e for e in errors) / len(errors)) if errors else None
 
 
 def _square(x: Tensor) -> float:

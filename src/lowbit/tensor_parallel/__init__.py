@@ -1,18 +1,17 @@
-"""Tensor-parallel inference with a low-bit all-reduce: calibrate, run, emulate in one process, watch the drift."""
+"""Tensor-parallel inference with a low-bit all-reduce: calibrate, run or emulate, watch for drift."""
 
 from __future__ import annotations
 
-from lowbit.tensor_parallel.artifact import CalibrationError
 from lowbit.tensor_parallel.calibrate import calibrate
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.cut import tensor_parallel_
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.emulate import Emulation, emulate_tensor_parallel_
-from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_plan, low_bit_styles
-from lowbit.tensor_parallel.plan import boundaries
-from lowbit.tensor_parallel.reduce import Settings
+from lowbit.tensor_parallel.files import CalibrationError
+from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_styles
+from lowbit.tensor_parallel.plan import rowwise_layers
+from lowbit.tensor_parallel.reduce import SumSettings, Traffic
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
-from lowbit.tensor_parallel.traffic import Traffic
 
 __all__ = [
     "Calibration",
@@ -21,13 +20,12 @@ __all__ = [
     "Emulation",
     "Installed",
     "LowBitRowwiseParallel",
-    "Settings",
+    "SumSettings",
     "Traffic",
-    "boundaries",
     "calibrate",
     "emulate_tensor_parallel_",
     "low_bit_",
-    "low_bit_plan",
     "low_bit_styles",
+    "rowwise_layers",
     "tensor_parallel_",
 ]

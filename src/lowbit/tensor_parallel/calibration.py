@@ -1,4 +1,4 @@
-"""`Calibration`: what a calibrated model's partial sums look like, in memory and as a file."""
+"""`Calibration`: ranges and outlier features of a model's partial sums, in memory and as a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +15,34 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import FeatureInt4
-from lowbit.tensor_parallel import artifact
-from lowbit.tensor_parallel.artifact import CalibrationError
+from lowbit.tensor_parallel import files
+from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.identity import identity
-from lowbit.tensor_parallel.observe import corrected, join, split
-from lowbit.tensor_parallel.plan import boundaries
-from lowbit.tensor_parallel.select import Features, select
+from lowbit.tensor_parallel.observe import join, split
+from lowbit.tensor_parallel.outliers import Features, select
+from lowbit.tensor_parallel.plan import rowwise_layers
 
 _FORMAT = "lowbit-calibration"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """Ranges and outlier features of every boundary of one model on one number of ranks.
+    """Ranges and outlier features of all row-wise layers of one model on one number of ranks.
 
     Args:
-        lows, highs: moving averages of minimum and maximum by boundary, float32 (world + 1, E), the last row of the sum
-            over the ranks; not corrected for their start at zero, so that a calibration can go on.
-        count: sequences that they were made from. features: by boundary, ascending: what travels in bfloat16.
-        model: what `identity` tells of the model. world: tensor-parallel ranks.
+        lows, highs: moving averages of minimum and maximum by layer, float32 (world + 1, E); the last row is of the sum
+            over the ranks. Not corrected for their start at zero, so that a calibration can go on.
+        count: sequences that they were made from. features: by layer, ascending: those sent as bfloat16.
+        model: its `identity`. world: tensor-parallel ranks.
         text: where the sequences came from. settings: momentum, k and layout of the features.
 
     Attributes:
-        ranges: by boundary, float32 (world, E): the larger magnitude of the corrected averages. A feature that was
-            always zero on a rank gets the smallest range of its boundary that is not zero.
-        total: likewise of the sum over the ranks, (E,).
+        ranges: by layer, float32 (world, E): the larger magnitude of the corrected averages. A feature that was always
+            zero on a rank gets the smallest range of its layer that is not zero.
+        total: the same of the sum over the ranks, (E,).
 
     Raises:
-        ValueError: a boundary that was always zero.
+        ValueError: a layer whose partial sums were always zero.
     """
 
     lows: Mapping[str, Tensor]
@@ -54,8 +55,6 @@ class Calibration:
     settings: Mapping[str, Any] = field(default_factory=dict)
     ranges: dict[str, Tensor] = field(init=False)
     total: dict[str, Tensor] = field(init=False)
-    _codecs: dict[str, FeatureInt4] = field(init=False, default_factory=dict, repr=False)
-    _made: list[str] = field(init=False, default_factory=list, repr=False)  # the fingerprint
 
     def __post_init__(self) -> None:
         magnitudes, _ = magnitudes_of(self.lows, self.highs, self.count, self.momentum)
@@ -67,77 +66,80 @@ class Calibration:
         """Of the moving averages."""
         return float(self.settings["momentum"])
 
-    def codec(self, boundary: str, rank: int = 0) -> FeatureInt4:
-        """The format of a boundary, coding this rank's partial sums; `part(r)` of it codes another's.
+    def codec(self, layer: str, rank: int = 0) -> FeatureInt4:
+        """Return the format of a layer for this rank's partial sums; its `part(r)` is for another rank's.
 
         Raises:
-            CalibrationError: a boundary that was not calibrated.
+            CalibrationError: a layer that was not calibrated.
         """
-        if boundary not in self.features:
-            raise CalibrationError(f"boundary is {boundary!r}; calibrated: {', '.join(self.features)}")
-        if boundary not in self._codecs:
-            self._codecs[boundary] = FeatureInt4(
-                ranges=self.ranges[boundary],
-                total=self.total[boundary],
-                features=self.features[boundary],
-                artifact=self.fingerprint(),
+        if layer not in self.features:
+            raise CalibrationError(f"layer is {layer!r}; calibrated: {', '.join(self.features)}")
+        return self._codecs[layer].part(rank)
+
+    @cached_property
+    def _codecs(self) -> dict[str, FeatureInt4]:
+        return {
+            name: FeatureInt4(
+                ranges=self.ranges[name], total=self.total[name], features=features, artifact=self.fingerprint()
             )
-        return self._codecs[boundary].part(rank)
+            for name, features in self.features.items()
+        }
 
     def select(self, *, k: int | None = None, features: str = "fixed") -> Calibration:
-        """The same ranges with features chosen anew, as `calibrate` does; k=0: plain INT4 without outlier features.
+        """Return the same ranges with features chosen anew, as `calibrate` does; k=0: plain INT4 without outliers.
 
         Raises:
-            ValueError: k is not smaller than the features of a boundary.
+            ValueError: k is not smaller than the features of a layer.
         """
-        chosen = select(self.ranges, self.total, k=k, layout=features)
+        selected = select(self.ranges, self.total, k=k, layout=features)
         settings = {**self.settings, "k": k, "features": features}
-        return dataclasses.replace(self, features=chosen, settings=settings)
+        return dataclasses.replace(self, features=selected, settings=settings)
 
-    def bits_per_value(self, *boundaries: str) -> float:
-        """Bits on the wire for each value of these boundaries; without any, of all: (16 k + 4 (E - k)) / E."""
-        names = boundaries or tuple(self.features)
+    def bits_per_value(self, *layers: str) -> float:
+        """Bits per value of these layers, or of all: (16 k + 4 (E - k)) / E."""
+        names = layers or tuple(self.features)
         widths = [self.lows[name].shape[1] for name in names]
         bits = 4 * sum(widths) + 12 * sum(len(self.features[name]) for name in names)
         return bits / sum(widths)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of everything in it: what ranks compare before the first token."""
-        if self._made:
-            return self._made[0]
+        """Return 16 hexadecimal digits of all contents, which ranks compare before the first token."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self._metadata(), sort_keys=True).encode())
         for name, tensor in sorted(join(self.lows, self.highs).items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        self._made.append(digest.hexdigest()[:16])
-        return self._made[0]
+        return digest.hexdigest()[:16]
 
-    def check(self, model: nn.Module, world: int, rows: Mapping[str, nn.Module] | None = None) -> None:
-        """Raise unless it is for this model on so many ranks; on real ranks, all of them must call it.
+    def check(self, model: nn.Module, world: int, layers: Mapping[str, nn.Linear] | None = None) -> None:
+        """Raise unless it was made for this model on so many ranks; on real ranks, all of them must call it.
 
         Args:
-            rows: the row-wise modules by name; absent: found in the model.
+            layers: the row-wise layers by name; absent: found in the model.
 
         Raises:
-            CalibrationError: another world size, other boundaries, another model.
+            CalibrationError: another number of ranks, other layers, another model.
         """
         if world != self.world:
             raise CalibrationError(
                 f"the calibration is for {self.world} ranks, this is a group of {world}; "
                 "allowed: a calibration for as many (lowbit calibrate --ranks)"
             )
-        found: Any = boundaries(model) if rows is None else rows
-        if strange := sorted(set(found) ^ set(self.features)):
+        layers = rowwise_layers(model) if layers is None else layers
+        if different := sorted(set(layers) ^ set(self.features)):
             raise CalibrationError(
-                f"the calibration has {len(self.features)} boundaries, the model {len(found)}; "
-                f"in one of them only: {', '.join(strange[:4])}{', ...' if len(strange) > 4 else ''}"
+                f"the calibration has {len(self.features)} layers, the model {len(layers)}; "
+                f"in one of them only: {', '.join(different[:4])}{', ...' if len(different) > 4 else ''}"
             )
-        name = identity(model, found)
+        name = identity(model, layers)
         if name != self.model:
             raise CalibrationError(f"the calibration is for the model {self.model}, this is {name}")
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file: there is the old one or the whole new one, whatever happens meanwhile."""
-        artifact.write(path, join(self.lows, self.highs), self._metadata())
+        """Write one safetensors file, atomically: a reader finds the old one or the whole new one."""
+        files.write(path, join(self.lows, self.highs), self._metadata())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -145,9 +147,9 @@ class Calibration:
 
         Raises:
             CalibrationError: no such file, cut short, another format, made for another version of the codec,
-                without some of its metadata.
+                incomplete metadata.
         """
-        tensors, metadata = artifact.read(path, _FORMAT)
+        tensors, metadata = files.read(path, _FORMAT)
         version = metadata.get("codec_version")
         if version != str(FeatureInt4.wire_version):
             raise CalibrationError(
@@ -183,26 +185,29 @@ class Calibration:
 def magnitudes_of(
     lows: Mapping[str, Tensor], highs: Mapping[str, Tensor], count: int, momentum: float
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The larger magnitude of minimum and maximum, by boundary, (world + 1, E), never zero; and what was zero.
+    """Return the larger magnitude of minimum and maximum by layer, (world + 1, E), never zero; and what was zero.
+
+    Args:
+        lows, highs, count, momentum: of the moving averages, not corrected for their start at zero.
 
     Raises:
-        ValueError: a boundary whose values are all zero.
+        ValueError: a layer whose values are all zero.
     """
-    low, high = corrected(lows, count, momentum), corrected(highs, count, momentum)
-    found: dict[str, Tensor] = {}
-    floored: list[str] = []
-    for name in low:
-        magnitude = torch.maximum(low[name].abs(), high[name].abs())
+    weight = 1 - momentum**count
+    magnitudes: dict[str, Tensor] = {}
+    zeros: list[str] = []
+    for name in lows:
+        magnitude = torch.maximum((lows[name] / weight).abs(), (highs[name] / weight).abs())
         empty = magnitude == 0
         if bool(empty.all()):
             raise ValueError(
                 f"features 0 to {magnitude.shape[1] - 1} of {name} were zero in all {count} sequences; "
-                "allowed: a boundary that carries something"
+                "allowed: a layer whose output is not always zero"
             )
         if bool(empty.any()):
             rank, feature = (int(i) for i in empty.nonzero()[0])
             where = "the sum" if rank == len(magnitude) - 1 else f"rank {rank}"
-            floored.append(f"feature {feature} on {where} of {name}")
+            zeros.append(f"feature {feature} on {where} of {name}")
             magnitude = magnitude.masked_fill(empty, float(magnitude[~empty].min()))
-        found[name] = magnitude
-    return found, floored
+        magnitudes[name] = magnitude
+    return magnitudes, zeros

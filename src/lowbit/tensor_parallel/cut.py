@@ -1,4 +1,4 @@
-"""`tensor_parallel_`: a whole model, cut over real ranks by its own plan."""
+"""`tensor_parallel_`: cut a whole model over real ranks by its own plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowbit.collectives import engine
 from lowbit.collectives.agreement import default_group
-from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, parallel_boundaries, plan_of
-from lowbit.tensor_parallel.reduce import Settings, check_inference
-from lowbit.tensor_parallel.rowwise import local, row_forward
+from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, plan_of, sharded_rowwise_layers
+from lowbit.tensor_parallel.reduce import SumSettings, check_inference
+from lowbit.tensor_parallel.rowwise import LayerSum, local, row_forward
 
 _GATHERED = ("colwise_rep", "colwise_gather_output")
 
@@ -25,10 +25,10 @@ def tensor_parallel_(
 ) -> nn.Module:
     """Cut a whole model over the ranks of a group, in place, for inference.
 
-    For models that are in memory already, and where `from_pretrained(folder, tp_plan="auto")` cannot be had: it needs
-    the package accelerate. Each rank keeps its part of every weight that the plan names, as a `DTensor`;
-    embeddings stay whole. Partial sums are gathered in the model's dtype and added up in float32 in the order of the
-    ranks, until `low_bit_` has them coded; results are those of `emulate_tensor_parallel_`, on CPU bit for bit.
+    For models in memory, and where `from_pretrained(folder, tp_plan="auto")` is not possible: it needs the package
+    accelerate. Each rank keeps its part of every weight in the plan as a `DTensor`; embeddings stay whole. Partial sums
+    are gathered in the model's dtype and added up in float32 in the order of the ranks, until `low_bit_` installs a
+    format; results are those of `emulate_tensor_parallel_`, on CPU bit for bit.
 
     Args:
         model: whole, with the same weights on all ranks; they are not sent.
@@ -38,59 +38,57 @@ def tensor_parallel_(
         The model.
 
     Raises:
-        ValueError: no plan, heads that cannot be shared out evenly, a model that is cut already.
+        ValueError: no plan, heads that cannot be divided evenly, a model that is cut already.
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    if parallel_boundaries(model):
+    if sharded_rowwise_layers(model):
         raise ValueError("model is on tensor-parallel ranks already; allowed: a whole one")
     check_heads(model, ranks)
-    styles = plan_of(model, plan)
-    device = next(model.parameters()).device
-    mesh = DeviceMesh.from_group(group, device.type)
-    for name, style in styles.items():
-        module = model.get_submodule(name)
-        assert isinstance(module, nn.Linear)
+    planned = plan_of(model, plan)
+    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    for name, (layer, style) in planned.items():
         if is_row(style):
-            _cut(module, "weight", mesh, 1)
-            module.__dict__["forward"] = row_forward(name, module, None, group, Settings())
+            _cut(layer, "weight", mesh, 1)
+            layer_sum = LayerSum(name=name, layer=layer, codec=None, settings=SumSettings(), ranks=ranks, group=group)
+            layer.__dict__["forward"] = row_forward(layer_sum, group)
         else:
-            _cut(module, "weight", mesh, 0)
-            if module.bias is not None:
-                _cut(module, "bias", mesh, 0)
-            module.__dict__["forward"] = _column_forward(name, module, group, style in _GATHERED)
+            _cut(layer, "weight", mesh, 0)
+            if layer.bias is not None:
+                _cut(layer, "bias", mesh, 0)
+            layer.__dict__["forward"] = _column_forward(name, layer, group, style in _GATHERED)
     return model
 
 
-def _cut(module: nn.Linear, name: str, mesh: DeviceMesh, dim: int) -> None:
-    whole = getattr(module, name)
+def _cut(layer: nn.Linear, name: str, mesh: DeviceMesh, dim: int) -> None:
+    whole = getattr(layer, name)
     part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
-    part = part.clone()  # this rank's part alone stays in memory
-    module.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+    part = part.clone()  # a view would keep the whole weight in memory
+    layer.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 def _column_forward(
-    name: str, module: nn.Linear, group: dist.ProcessGroup, gathered: bool
+    name: str, layer: nn.Linear, group: dist.ProcessGroup, gathered: bool
 ) -> Callable[[Tensor], Tensor]:
-    """A forward for a column-wise module: this rank's outputs, or those of all ranks."""
+    """Make a forward for a column-wise layer, which returns this rank's outputs, or those of all ranks."""
 
     def forward(x: Tensor) -> Tensor:
-        check_inference(name, x, module.weight)
-        bias = None if module.bias is None else local(module.bias)
-        y = F.linear(x, local(module.weight), bias)
-        return _gather(y, module.out_features, group) if gathered else y
+        check_inference(name, x, layer.weight)
+        bias = None if layer.bias is None else local(layer.bias)
+        y = F.linear(x, local(layer.weight), bias)
+        return _gather(y, layer.out_features, group) if gathered else y
 
     return forward
 
 
 def _gather(y: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
-    """Everybody's outputs side by side; the last ranks may have fewer than the others."""
+    """Return all ranks' outputs side by side; the last ranks may have fewer than the others."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return y
     length = -(-width // ranks)
-    padded = F.pad(y, (0, length - y.shape[-1]))
+    padded = F.pad(y, (0, length - y.shape[-1])).contiguous()
     parts = y.new_empty((ranks, *padded.shape))
-    work = engine.gather(parts.view(-1), padded.contiguous().view(-1), group, async_op=True)
-    engine.finish(work, group, Settings().timeout)
+    work = engine.gather(parts.view(-1), padded.view(-1), group, async_op=True)
+    engine.finish(work, group, SumSettings().timeout)
     return torch.cat(list(parts), -1)[..., :width]

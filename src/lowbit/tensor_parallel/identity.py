@@ -1,4 +1,4 @@
-"""What tells two models apart, whether whole or in shards on several ranks."""
+"""An identity for models, the same whether a model is whole or in shards on several ranks."""
 
 from __future__ import annotations
 
@@ -12,49 +12,51 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lowbit.collectives.objects import gather_json
+from lowbit.tensor_parallel.plan import text_config
 
 _SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size",
 )  # fmt: skip
+"""Fields of the config in the readable part."""
 _FORMULAS = (
     "rope_theta", "rope_parameters", "rope_scaling", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps",
     "hidden_act", "hidden_activation", "tie_word_embeddings", "sliding_window", "layer_types", "embedding_multiplier",
     "attention_multiplier", "residual_multiplier", "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping",
 )  # fmt: skip
-"""Of the config: what the readable part says, and what else changes the values that come out of the same weights."""
+"""Other fields that change what the same weights compute."""
 _EVEN, _MODULUS = 0x9E36, 1 << 16
 
 Sums = dict[str, tuple[bool, int, int]]
 """By parameter: whether this rank has a part of it only, and two checksums."""
 
 
-def identity(model: nn.Module, boundaries: Mapping[str, nn.Linear]) -> str:
-    """A readable description and 16 hexadecimal digits: "llama, hidden_size 64, ... [0123456789abcdef]".
+def identity(model: nn.Module, layers: Mapping[str, nn.Linear]) -> str:
+    """Return a readable description and 16 hexadecimal digits: "llama, hidden_size 64, ... [0123456789abcdef]".
 
-    The digits stand for the sizes and constants in the model's config, the names of the boundaries, and the names,
-    shapes and contents of all parameters: checksums of every element, rounded to bfloat16, that depend on its place.
-    So a model may be calibrated in float32 and run in bfloat16, or the other way round. Not in float16: it rounds
-    otherwise, and is another model. One pass over the weights.
+    The digits depend on the sizes and constants in the model's config, the names of the row-wise layers, and the names,
+    shapes and contents of all parameters. Contents enter as checksums of all elements, rounded to bfloat16, and their
+    positions. So a model may be calibrated in float32 and run in bfloat16, or the other way round, but not in float16,
+    which rounds differently. One pass over the weights.
 
-    On tensor-parallel ranks all of them must call it: checksums of their parts are added up. A parameter that ranks
-    hold whole, but not alike, makes another model, on all of them.
+    On tensor-parallel ranks all of them must call it: checksums of their parts are added up. A parameter that the ranks
+    hold whole, but not equal, gives another identity, the same on all of them.
 
     Args:
-        model: a module; its config counts if it has one. boundaries: row-wise modules by name.
+        model: a module; its config counts if it has one. layers: its row-wise layers by name.
     """
-    described = describe(model)
-    digest = hashlib.sha256(json.dumps([described, _formulas(model), sorted(boundaries)]).encode())
+    description = _describe(model)
+    digest = hashlib.sha256(json.dumps([description, _formulas(model), sorted(layers)]).encode())
     shapes = {name: tuple(p.shape) for name, p in _parameters(model)}
-    for name, told in sorted(_gathered(_sums(model), boundaries).items()):
-        digest.update(f"/{name}/{shapes.get(name)}/{told}".encode())
-    return f"{described} [{digest.hexdigest()[:16]}]"
+    for name, checksums in sorted(_gathered(_checksums(model), layers).items()):
+        digest.update(f"/{name}/{shapes.get(name)}/{checksums}".encode())
+    return f"{description} [{digest.hexdigest()[:16]}]"
 
 
-def describe(model: Any) -> str:
-    """The sizes in the model's config (or of a config); a module's class, if it has none."""
-    config = _config(model)
+def _describe(model: nn.Module) -> str:
+    """Return the sizes in the model's config; without one, the name of its class."""
+    config = text_config(model)
     if config is None:
         return type(model).__name__
     sizes = {key: getattr(config, key, None) for key in _SIZES}
@@ -62,40 +64,34 @@ def describe(model: Any) -> str:
     return ", ".join([kind, *(f"{key} {n}" for key, n in sizes.items() if n is not None)])
 
 
-def _config(model: Any) -> Any:
-    config: Any = getattr(model, "config", None if isinstance(model, nn.Module) else model)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _formulas(model: nn.Module) -> str:
-    config = _config(model)
-    found = {key: getattr(config, key, None) for key in _FORMULAS}
-    return json.dumps(found, sort_keys=True, default=str)
+    config = text_config(model)
+    return json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
 
 
 def _parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """All of them; tied ones twice, because cutting a model may separate them."""
+    """Return all parameters; tied ones twice, because cutting a model may separate them."""
     return model.named_parameters(remove_duplicate=False)
 
 
 @torch.no_grad()
-def _sums(model: nn.Module) -> Sums:
-    """Of each parameter, or this rank's part: sums of all bits, weighted by row and by column, modulo 2^16.
+def _checksums(model: nn.Module) -> Sums:
+    """Return sums of the bits of each parameter, or of this rank's part, weighted by row and by column, modulo 2^16.
 
     In int16, whose sums are ten times as fast on CPUs as wider ones.
     """
-    found: Sums = {}
+    checksums: Sums = {}
     for name, parameter in _parameters(model):
         part, starts = _part(parameter)
         bits = part.to(torch.bfloat16).contiguous().view(torch.int16)
         bits = bits.reshape(len(bits) if bits.dim() else 1, -1) if bits.numel() else bits.new_zeros(1, 1)
         sums = [_weighted(bits.sum(1 - dim, dtype=torch.int16), starts[dim]) for dim in (0, 1)]
-        found[name] = (any(starts) or part.shape != parameter.shape, sums[0], sums[1])
-    return found
+        checksums[name] = (any(starts) or part.shape != parameter.shape, sums[0], sums[1])
+    return checksums
 
 
 def _part(parameter: Tensor) -> tuple[Tensor, list[int]]:
-    """What this rank holds of a parameter, and at which row and column that starts."""
+    """Return what this rank holds of a parameter, and its first row and column in the whole."""
     starts = [0, 0]
     if not isinstance(parameter, DTensor):
         return parameter, starts
@@ -109,21 +105,21 @@ def _part(parameter: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _weighted(sums: Tensor, start: int) -> int:
-    """A sum with an odd weight for each place, so that a change anywhere shows; parts add up, modulo 2^16."""
-    places = torch.arange(start, start + len(sums), device=sums.device)
-    return int((sums.long() * ((places % _MODULUS) * _EVEN + 1)).sum()) % _MODULUS
+    """Add up with an odd weight for each position, so that any change shows; sums of parts add up, modulo 2^16."""
+    positions = torch.arange(start, start + len(sums), device=sums.device)
+    return int((sums.long() * ((positions % _MODULUS) * _EVEN + 1)).sum()) % _MODULUS
 
 
-def _gathered(mine: Sums, boundaries: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Checksums of whole parameters, from the parts that all ranks hold."""
-    weight = next(iter(boundaries.values())).weight
+def _gathered(mine: Sums, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """Return checksums of whole parameters, from the parts of all ranks."""
+    weight = next(iter(layers.values())).weight
     parts: list[Any] = [mine]
     if isinstance(weight, DTensor):
         parts = gather_json(mine, weight.device_mesh.get_group())
-    found: dict[str, str] = {}
+    whole: dict[str, str] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         held = [tuple(part[name]) for part in parts if name in part]
         if not any(cut for cut, *_ in held):
             held = sorted(set(held))  # one, if all ranks hold the same
-        found[name] = str([sum(h[i] for h in held) % _MODULUS for i in (1, 2)])
-    return found
+        whole[name] = str([sum(h[i] for h in held) % _MODULUS for i in (1, 2)])
+    return whole

@@ -1,9 +1,9 @@
-"""The sum of partial sums over the ranks: in few bits where it pays, exactly alike on real ranks and in one process."""
+"""Sums over ranks, in few bits where that pays: on real ranks, and bit-identical in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,19 +19,20 @@ from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm, check_summable
 from lowbit.collectives.shards import Shards
 
 SMALL = 1 << 15
-"""Elements below which a sum travels in the model's own dtype."""
+"""Sums of fewer elements stay in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How sums travel; the same on all ranks.
+class SumSettings:
+    """How partial sums are added up; the same on all ranks.
 
     Args:
-        algorithm: "one_shot" (everything to everybody, one quantization), "two_shot" (each rank sums a part and sends
-            the sum, two quantizations), or "auto": as `lowbit.collectives.all_reduce` decides from ranks and bytes.
-        small: sums of fewer elements (rows times features) are not coded. Decided from the shape alone.
-        timeout: seconds in which a missing or failed peer is an error.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent.
+        algorithm: "one_shot" (each rank sends its partial sums to all others, one quantization), "two_shot" (each rank
+            adds up a part and sends the sum, two quantizations), or "auto": as `lowbit.collectives.all_reduce` decides
+            from ranks and bytes.
+        small: sums of fewer elements (rows times features) are not coded; decided by the shape alone.
+        timeout: seconds after which a missing or failed peer is an error.
+        checksums: append 8 bytes to each payload, by which the receiver detects damage.
     """
 
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
@@ -49,27 +50,80 @@ class Settings:
             raise ValueError(f"timeout is {self.timeout}; allowed: a number of seconds above 0")
 
     def codes(self, numel: int) -> bool:
-        """Whether a sum of so many elements is worth coding."""
+        """Whether a sum of so many elements is coded."""
         return numel >= max(1, self.small)
 
-    def chosen(self, ranks: int, nbytes: int) -> Algorithm:
-        """The algorithm for so many ranks and a payload of so many bytes."""
+    def algorithm_for(self, ranks: int, nbytes: int) -> Algorithm:
+        """Return the algorithm for so many ranks and a payload of so many bytes."""
         return choose(ranks, nbytes) if self.algorithm == "auto" else self.algorithm
 
-    def totals(self, numel: int, ranks: int, codec: Codec) -> int:
-        """About how many values of the sum each rank codes for the others."""
-        two = self.chosen(ranks, codec.nbytes((numel,))) == "two_shot"
-        return -(-numel // ranks) if two else 0
+    def coded_totals(self, numel: int, ranks: int, codec: Codec) -> int:
+        """Return about how many elements of the sum each rank codes for the others: none with one_shot."""
+        two_shot = self.algorithm_for(ranks, codec.nbytes((numel,))) == "two_shot"
+        return -(-numel // ranks) if two_shot else 0
 
 
-def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, settings: Settings) -> Tensor:
-    """The sum of every rank's partial sums, bit-identical on all ranks.
+@dataclass
+class Traffic:
+    """Values that one rank contributed to sums, and the bytes of their payloads; the same on all ranks.
+
+    Counted from shapes, which costs nothing. Of two_shot, whose second step sends the sums in payloads of the same
+    size, only the first step is counted. With one rank nothing is sent.
 
     Args:
-        partial: (..., E), contiguous, the model's dtype; may be changed in place.
-        codec: None: not coded. Sums that are not coded are gathered by the engine in the model's dtype, added up in
-            float32 in the order of the ranks, and rounded once: unlike the engine's own all-reduce, whose order of
-            additions depends on its ring, one process can repeat that bit by bit.
+        coded, plain: values sent in few bits, and in the model's dtype (below `SumSettings.small`, or without a codec).
+        coded_bytes, plain_bytes: of their payloads, with codes, outlier features and scales, but without the 8 bytes of
+            each message's checksum.
+        algorithms: of the all-reduces of the coded values.
+    """
+
+    coded: int = 0
+    plain: int = 0
+    coded_bytes: int = 0
+    plain_bytes: int = 0
+    algorithms: set[str] = field(default_factory=set)
+
+    @property
+    def share_coded(self) -> float:
+        """Share of the values that was coded; NaN if nothing was sent."""
+        values = self.coded + self.plain
+        return self.coded / values if values else float("nan")
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per value of everything sent; NaN if nothing was."""
+        values = self.coded + self.plain
+        return 8 * (self.coded_bytes + self.plain_bytes) / values if values else float("nan")
+
+    def take(self, partial: Tensor, ranks: int, codec: Codec | None, settings: SumSettings) -> bool:
+        """Count a sum of such partial sums over so many ranks; return whether it is coded."""
+        numel = partial.numel()
+        if ranks == 1 or not numel:
+            return False
+        if codec is None or not settings.codes(numel):
+            self.plain += numel
+            self.plain_bytes += numel * partial.element_size()
+            return False
+        nbytes = codec.nbytes((numel,))
+        self.coded += numel
+        self.coded_bytes += nbytes
+        self.algorithms.add(settings.algorithm_for(ranks, nbytes))
+        return True
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.coded = self.plain = self.coded_bytes = self.plain_bytes = 0
+        self.algorithms.clear()
+
+
+def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, settings: SumSettings) -> Tensor:
+    """Return the sum of all ranks' partial sums, bit-identical on all of them.
+
+    Args:
+        partial: (..., E), contiguous, in the model's dtype; may be changed in place.
+        codec: None: not coded. Sums that are not coded are gathered in the model's dtype, added up in float32 in the
+            order of the ranks, and rounded once. One process can repeat that bit by bit, unlike the backend's own
+            all-reduce, whose order of additions depends on its ring.
 
     Returns:
         (..., E) in the dtype of `partial`.
@@ -89,8 +143,8 @@ def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGrou
     return partial
 
 
-def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: Settings) -> Tensor:
-    """What `sum_over_ranks` returns on each of the ranks whose partial sums these are."""
+def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: SumSettings) -> Tensor:
+    """Return what `sum_over_ranks` would return to each of the ranks with these partial sums."""
     ranks, first = len(partials), partials[0]
     if ranks == 1 or not first.numel():
         return first
@@ -98,7 +152,7 @@ def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: Se
         return plain_sum(partials)
     flats = [partial.reshape(-1) for partial in partials]
     out = torch.empty_like(flats[0])
-    if settings.chosen(ranks, codec.nbytes(flats[0].shape)) == "one_shot":
+    if settings.algorithm_for(ranks, codec.nbytes(flats[0].shape)) == "one_shot":
         shards = Shards(numel=out.numel(), ranks=1, chunk=CHUNK, grain=codec.grain)
         for k in range(shards.chunks):
             piece = shards.piece(0, k)
@@ -117,7 +171,7 @@ def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: Se
 
 
 def plain_sum(partials: Sequence[Tensor]) -> Tensor:
-    """The sum in the order of the ranks, in float32, rounded once to the dtype of the parts."""
+    """Add up in float32, in the order of the ranks, and round once to the dtype of the partial sums."""
     total = partials[0].float()
     for partial in partials[1:]:
         total = total + partial
@@ -125,16 +179,16 @@ def plain_sum(partials: Sequence[Tensor]) -> Tensor:
 
 
 def _add_up(flats: Sequence[Tensor], piece: slice, codec: Codec, out: Tensor) -> None:
-    """Write what the ranks' parts of a piece decode to and add up to."""
+    """Write the sum of a piece of all ranks' partial sums, each encoded and decoded."""
     payloads = [codec.part(rank).encode(flat[piece]) for rank, flat in enumerate(flats)]
     codec.sum(payloads, out=out)
 
 
 def check_codec(name: str, codec: Codec, width: int | None = None, ranks: int | None = None) -> None:
-    """Raise unless a codec can sum a boundary of so many features and ranks.
+    """Raise unless a codec can add up partial sums of so many features and ranks.
 
     Raises:
-        TypeError: no codec, or one that cannot be summed.
+        TypeError: not a codec, or one whose payloads cannot be summed.
         ValueError: a `FeatureInt4` for another number of features or ranks.
     """
     check_summable(codec)
@@ -148,7 +202,7 @@ def check_codec(name: str, codec: Codec, width: int | None = None, ranks: int | 
 
 
 def check_inference(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise where a gradient would be lost.
+    """Raise if autograd would expect a gradient: low-bit sums have none.
 
     Raises:
         RuntimeError: gradients are on, and the input or the weight asks for one.

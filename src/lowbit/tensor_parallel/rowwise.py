@@ -1,8 +1,9 @@
-"""Row-wise modules on real ranks: a matrix product with this rank's columns, and a sum over the ranks in few bits."""
+"""Row-wise layers on real ranks: a matrix product with this rank's columns, and a sum over the ranks in few bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -19,22 +20,24 @@ from lowbit.collectives import agree
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.plan import is_cut_by_input, shards
 from lowbit.tensor_parallel.reduce import (
-    Settings,
+    SumSettings,
+    Traffic,
     check_codec,
     check_inference,
+    sum_in_process,
     sum_over_ranks,
 )
-from lowbit.tensor_parallel.traffic import Traffic
 
-Watch = Callable[[str, Tensor, Tensor], None]
-"""Called with the name of a boundary, this rank's partial sums and the sum over all ranks."""
+Watch = Callable[[str, Sequence[Tensor], Tensor], None]
+"""Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
+their sum over all ranks."""
 
 
 class Installed:
-    """Modules that sum in few bits, until `remove`. A context manager.
+    """Layers with other forward methods, until `remove`. A context manager.
 
     Attributes:
-        traffic: what their sums have carried so far.
+        traffic: values and bytes that their sums have carried so far.
     """
 
     def __init__(self) -> None:
@@ -47,7 +50,7 @@ class Installed:
         module.__dict__["forward"] = forward
 
     def remove(self) -> None:
-        """Give the modules the forward back that they had."""
+        """Give all modules their own forward back."""
         while self._before:
             module, before = self._before.pop()
             if before is None:
@@ -62,114 +65,149 @@ class Installed:
         self.remove()
 
 
+@dataclass(kw_only=True)
+class LayerSum:
+    """Adds up the partial sums of one row-wise layer; counts them and shows them to who watches.
+
+    Args:
+        name: of the layer, in reports and errors. layer: the layer.
+        codec: format of the partial sums; None: the model's dtype.
+        ranks: how many add up. group: the ranks; None: this process emulates all of them.
+        traffic: counts. watch: sees partial sums and their sum. drift: watches what is coded.
+
+    Raises:
+        TypeError, ValueError: a codec that does not fit the layer or the number of ranks.
+    """
+
+    name: str
+    layer: nn.Linear
+    codec: Codec | None
+    settings: SumSettings
+    ranks: int
+    group: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    watch: Watch | None = None
+    drift: Drift | None = None
+
+    def __post_init__(self) -> None:
+        if self.codec is not None:
+            check_codec(self.name, self.codec, self.layer.out_features, self.ranks)
+        if self.drift is not None:
+            self.codec = self.drift.attach(self.name, self.codec, local(self.layer.weight).device)
+
+    def __call__(self, partials: Sequence[Tensor]) -> Tensor:
+        """Return the sum over all ranks; on real ranks it may overwrite the partial sum.
+
+        Args:
+            partials: of this rank, or of all emulated ranks: (..., E) each.
+        """
+        codec, settings, group = self.codec, self.settings, self.group
+        coded = self.traffic.take(partials[0], self.ranks, codec, settings)
+        if self.drift is not None and coded:
+            assert codec is not None
+            totals = len(partials) * settings.coded_totals(partials[0].numel(), self.ranks, codec)
+            self.drift.look(self.name, partials, totals, 0 if group is None else dist.get_rank(group))
+        if group is None:
+            total = sum_in_process(partials, codec, settings)
+        else:
+            summed = partials[0]
+            partials = partials if self.watch is None else [summed.clone()]
+            total = sum_over_ranks(summed, codec, group, settings)
+        if self.watch is not None:
+            self.watch(self.name, partials, total)
+        return total
+
+
 def install(
-    rows: Mapping[str, nn.Linear],
+    layers: Mapping[str, nn.Linear],
     codecs: Mapping[str, Codec],
     group: dist.ProcessGroup,
-    settings: Settings,
+    settings: SumSettings,
     *,
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Installed:
-    """Let row-wise modules add up their partial sums by these codecs; those without one in the model's dtype.
+    """Let row-wise layers on real ranks add up their partial sums in these formats.
 
     Args:
-        rows: modules by name, whose weights are `DTensor`s cut by inputs.
-        codecs: by name. watch: sees partial sums and totals. drift: watches what is coded.
+        layers: by name, with `DTensor` weights cut by inputs.
+        codecs: by the same names; the sums of layers without one stay in the model's dtype.
+        watch, drift: as for `LayerSum`.
     """
     installed = Installed()
-    forwards = {  # all of them, or none
-        module: row_forward(name, module, codecs.get(name), group, settings, watch, drift, installed.traffic)
-        for name, module in rows.items()
-    }
-    for module, forward in forwards.items():
-        installed.replace(module, forward)
+    ranks = dist.get_world_size(group)
+    sums = [  # complete before the first layer is changed: an error leaves the model as it was
+        LayerSum(
+            name=name, layer=layer, codec=codecs.get(name), settings=settings, ranks=ranks, group=group,
+            traffic=installed.traffic, watch=watch, drift=drift,
+        )
+        for name, layer in layers.items()
+    ]  # fmt: skip
+    for layer_sum in sums:
+        installed.replace(layer_sum.layer, row_forward(layer_sum, group))
     return installed
 
 
-def row_forward(
-    name: str,
-    module: nn.Linear,
-    codec: Codec | None,
-    group: dist.ProcessGroup,
-    settings: Settings,
-    watch: Watch | None = None,
-    drift: Drift | None = None,
-    traffic: Traffic | None = None,
-) -> Callable[..., Tensor]:
-    """A forward for a row-wise module: takes its rank's part of the input, or the whole; returns the whole output.
+def row_forward(layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Make a forward for a row-wise layer: from its rank's part of the input, or from all of it, to the whole output.
 
-    For inference: it raises where a gradient would be asked for.
+    It is for inference and raises where a gradient is asked for.
     """
-    if codec is not None:
-        check_codec(name, codec, module.out_features, dist.get_world_size(group))
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if drift is not None:
-        codec = drift.attach(name, codec, local(module.weight).device)
-    counted = traffic or Traffic()
+    layer, ranks, rank = layer_sum.layer, layer_sum.ranks, dist.get_rank(group)
 
     def forward(x: Tensor) -> Tensor:
-        check_inference(name, x, module.weight)
-        weight, bias = local(module.weight), module.bias
+        check_inference(layer_sum.name, x, layer.weight)
+        weight = local(layer.weight)
         if isinstance(x, DTensor):
             x = x.redistribute(placements=[Shard(-1)]).to_local()
-        elif x.shape[-1] == module.in_features != weight.shape[1]:
+        elif x.shape[-1] == layer.in_features != weight.shape[1]:
             x = shards(x, ranks, -1)[rank].contiguous()
-        partial = F.linear(x, weight)
-        coded = counted.take(partial, ranks, codec, settings)
-        if drift is not None and coded:
-            assert codec is not None
-            totals = settings.totals(partial.numel(), ranks, codec)
-            drift.look(name, [partial], totals, rank)
-        seen = partial.clone() if watch is not None else partial
-        total = sum_over_ranks(partial, codec, group, settings)
-        if watch is not None:
-            watch(name, seen, total)
-        return total if bias is None else total + local(bias)
+        total = layer_sum([F.linear(x, weight)])
+        return total if layer.bias is None else total + local(layer.bias)
 
     return forward
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's part of a `DTensor`; any other tensor as it is."""
+    """Return this rank's part of a `DTensor`, any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def group_of(rows: Mapping[str, nn.Linear]) -> dist.ProcessGroup:
-    """The ranks that share row-wise modules."""
-    weight = next(iter(rows.values())).weight
+def group_of(layers: Mapping[str, nn.Linear]) -> dist.ProcessGroup:
+    """Return the ranks that share these row-wise layers."""
+    weight = next(iter(layers.values())).weight
     assert isinstance(weight, DTensor)
     return weight.device_mesh.get_group()
 
 
 class LowBitRowwiseParallel(RowwiseParallel):
-    """`RowwiseParallel` for `parallelize_module`, whose partial sums are added up in few bits. For inference.
+    """A `RowwiseParallel` for `parallelize_module` whose partial sums are added up in few bits. For inference.
 
-    The weight is cut by inputs and the bias kept whole, as PyTorch's style does it. Each rank codes its partial sums
-    and sends (W - 1) n b / 8 bytes for n values of b bits (4.1875 with `FeatureInt4` and E // 64 outliers) with
-    one_shot, 2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums of fewer than
-    `settings.small` values travel in the model's dtype. An `Embedding` is cut and summed by PyTorch's own style: all
-    ranks but one add zeros.
+    The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (4.1875 with
+    `FeatureInt4` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
+    2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums of fewer than `settings.small`
+    values are sent in the model's dtype. An `Embedding` is cut and summed by PyTorch's own style: all ranks but one add
+    zeros.
 
     Args:
-        codec: the format of this boundary: `calibration.codec(name)`, or `GroupInt`; see also `low_bit_styles`.
-        settings: how sums travel.
+        codec: format of the layer's partial sums: `calibration.codec(name)`, or `GroupInt`; see also `low_bit_styles`.
+        settings: how they are added up.
         input_layouts: `Shard(-1)` (default) or `Replicate()`.
         output_layouts: `Replicate()` only.
         use_local_output: return a plain tensor instead of a `DTensor`.
-        drift: watches at run time whether the calibrated ranges hold. name: of the boundary, in reports and errors;
-            one for each style that shares a `drift`.
+        drift: watches at run time whether the calibrated ranges hold.
+        name: of the layer, in reports and errors; each style that shares a `drift` needs its own.
 
     Raises:
-        ValueError: another layout; at `parallelize_module` a module that is no `Linear`, or has another width.
-        AgreementError: at `parallelize_module`, other codecs or settings on other ranks; the same text on all.
+        ValueError: another layout; in `parallelize_module` a module other than `Linear`, or of another width.
+        AgreementError: in `parallelize_module`, other codecs or settings on other ranks; the same text on all.
     """
 
     def __init__(
         self,
         codec: Codec,
         *,
-        settings: Settings | None = None,
+        settings: SumSettings | None = None,
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
@@ -182,7 +220,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
             raise ValueError(f"input_layouts is {input_layouts}; allowed: Shard(-1), Replicate()")
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         check_codec("codec", codec)
-        self.codec, self.settings = codec, settings or Settings()
+        self.codec, self.settings = codec, settings or SumSettings()
         self.drift, self.name = drift, name
         self.agreed = False
 
@@ -200,7 +238,11 @@ class LowBitRowwiseParallel(RowwiseParallel):
             agree_on(group, self.codec, self.settings)
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
-        forward = row_forward(self.name, module, self.codec, group, self.settings, drift=self.drift)
+        layer_sum = LayerSum(
+            name=self.name, layer=module, codec=self.codec, settings=self.settings, ranks=device_mesh.size(),
+            group=group, drift=self.drift,
+        )  # fmt: skip
+        forward = row_forward(layer_sum, group)
 
         def wrapped(x: Tensor) -> Tensor:
             total = forward(x)
@@ -212,7 +254,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
         return module
 
 
-def agree_on(group: dist.ProcessGroup, codec: Codec, settings: Settings) -> None:
+def agree_on(group: dist.ProcessGroup, codec: Codec, settings: SumSettings) -> None:
     """Raise on all ranks unless all of them have the same codec and settings."""
     facts = {"codec": f"{type(codec).__name__} [{codec.fingerprint()}]", "settings": str(settings)}
     if isinstance(codec, FeatureInt4):

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lowbit.config import ConfigError
 from lowbit.train.config import DataConfig
+from lowbit.train.tokenizer import Tokenizer
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
@@ -53,6 +56,17 @@ def capped(found: Iterable[bytes], limit: int) -> Iterator[bytes]:
         limit -= len(document)
         if limit <= 0:
             return
+
+
+def encode(texts: Iterable[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    """Token ids of all documents, one after the other: one dimension, unsigned integers."""
+    parts = [tokenizer.encode(document) for document in texts]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+
+def held_out_start(length: int, share: float) -> int:
+    """Where the held-out share at the end of a text of `length` tokens or bytes begins."""
+    return length - int(length * share)
 
 
 def _find(patterns: tuple[str, ...], where: str) -> list[Path]:

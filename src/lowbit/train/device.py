@@ -36,12 +36,13 @@ def _launched(name: str, otherwise: int, *, least: int) -> int:
     return int(text)
 
 
-def choose_device(name: str, ranks: int) -> torch.device:
+def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.device:
     """The device of this rank.
 
     Args:
         name: "cpu"; "cuda": ranks of a machine take its devices in turn; "auto": CUDA if each has one to itself.
         ranks: of the whole run.
+        key: the setting, for messages.
 
     Raises:
         ConfigError: CUDA is asked for and there is none.
@@ -49,13 +50,13 @@ def choose_device(name: str, ranks: int) -> torch.device:
     devices, here = torch.cuda.device_count(), local_ranks(ranks)
     if name == "auto" and 0 < devices < here:
         log.warning(
-            "run.device is auto; this machine has %d CUDA devices for %d ranks: computing on the CPU "
-            "(run.device=cuda shares them)", devices, here
+            "%s is auto; this machine has %d CUDA devices for %d ranks: computing on the CPU (%s=cuda shares them)",
+            key, devices, here, key
         )  # fmt: skip
     if name == "cpu" or (name == "auto" and devices < here):
         return torch.device("cpu")
     if not devices:
-        raise ConfigError("run.device is cuda; this machine has 0 devices; allowed: auto or cpu")
+        raise ConfigError(f"{key} is cuda; this machine has 0 devices; allowed: auto or cpu")
     return torch.device("cuda", local_rank() % devices)
 
 

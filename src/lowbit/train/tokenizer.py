@@ -55,14 +55,14 @@ class ByteTokenizer:
 class FolderTokenizer:
     """A Hugging Face tokenizer; documents end with its end-of-text token where it has one."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, key: str = "data.tokenizer") -> None:
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"data.tokenizer {folder!r} cannot be loaded: {reason}") from error
+            raise ConfigError(f"{key} {folder!r} cannot be loaded: {reason}") from error
         self.size = len(self._tokenizer)
 
     def encode(self, document: bytes) -> np.ndarray:
@@ -78,8 +78,8 @@ class FolderTokenizer:
         return self._tokenizer
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` asks for.
+def load_tokenizer(name: str, *, key: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer of this name; `key` is the setting, for errors.
 
     Raises:
         ConfigError: neither "bytes" nor a folder with a tokenizer.
@@ -87,8 +87,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if not Path(name).is_dir():
-        raise ConfigError(f"data.tokenizer is {name!r}; allowed: bytes, or a folder that exists")
-    return FolderTokenizer(name)
+        raise ConfigError(f"{key} is {name!r}; allowed: bytes, or a folder that exists")
+    return FolderTokenizer(name, key=key)
 
 
 def definition(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,0 +1,164 @@
+"""`lowbit calibrate` and `lowbit evaluate`: their tables and charts. Imports no PyTorch before they run."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lowbit.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
+from lowbit.report import Bars, Baseline, Column, Command, Heights, Lines, Row, Table, compare
+
+_SHOWN = 4  # features in the table of a calibration
+
+
+def _calibrate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    yield importlib.import_module("lowbit.evaluate.calibrate").measure(settings)
+
+
+def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Also print each row on a terminal while others are still measured."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    shown = console.is_terminal and os.environ.get("RANK", "0") == "0"
+    for rows in importlib.import_module("lowbit.evaluate.run").measure(settings):
+        if shown:
+            row = compare(rows, EVALUATE.baselines)[-1]
+            console.print("{format}, tp {tp}: perplexity {perplexity:.4f}, kept {kept:.2%}".format(**row))
+        yield rows
+
+
+def _ranges_title(rows: Sequence[Row]) -> str:
+    bits = sum(row["bits_per_value"] * row["width"] for row in rows) / sum(row["width"] for row in rows)
+    return f"Ranges of partial sums; {bits:.4f} bits per value"
+
+
+def _kind(row: Row) -> str:
+    """Return `mlp.down_proj` for model.layers.3.mlp.down_proj."""
+    parts = row["layer"].split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
+
+
+def _few(features: Sequence[int]) -> str:
+    return ", ".join(map(str, features[:_SHOWN])) + (", ..." if len(features) > _SHOWN else "")
+
+
+CALIBRATE = Command(
+    name="calibrate",
+    summary="Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
+    settings=CalibrationConfig,
+    measure=_calibrate,
+    tables=(
+        Table(
+            title=_ranges_title,
+            columns=(
+                Column("layer", lambda row: row["layer"].removeprefix("model.")),
+                Column("median\nrange", "range_median", "{:.3g}"),
+                Column("largest", "range_largest", "{:.3g}"),
+                Column("over\nmedian", lambda row: row["range_largest"] / row["range_median"], "{:.1f}"),
+                Column("in\nbf16", "k"),
+                Column("which", "features", _few),
+            ),
+        ),
+    ),
+    charts=(
+        Heights(
+            panel=_kind,
+            values=lambda row: [value / row["range_median"] for value in row["aggregated"]],
+            marks="features",
+            x_label="feature",
+            y_label="layer",
+            label="range over the layer's median",
+        ),
+    ),
+    live=False,
+)
+
+
+def _parallel(rows: Sequence[Row]) -> Sequence[Row]:
+    return [row for row in rows if row["tp"] > 1]
+
+
+def _perplexity_title(rows: Sequence[Row]) -> str:
+    ranks = "real ranks" if rows[0]["real"] else "ranks emulated in one process"
+    return f"Perplexity of {rows[0]['tokens']:,} tokens, {ranks}"
+
+
+def _share_coded(rows: Sequence[Row]) -> Sequence[Row]:
+    """Leave the share of coded values out where it is all of them."""
+    everything = all(row["coded"] in (None, 1) for row in rows)
+    return [{**row, "coded": None} for row in rows] if everything else rows
+
+
+def _task_columns(rows: Sequence[Row]) -> list[Column]:
+    scores = [
+        Column(name.replace(" ", "\n"), lambda row, name=name: row["scores"][name], "{:.4f}")
+        for name in rows[0]["scores"]
+    ]
+    return [*_CASE, *scores, Column("kept", "scores_kept", "{:.2%}")]
+
+
+_CASE = (Column("format", "format"), Column("tp", "tp"))
+
+EVALUATE = Command(
+    name="evaluate",
+    summary="Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
+    settings=EvaluationConfig,
+    measure=_evaluate,
+    tables=(
+        Table(
+            title=_perplexity_title,
+            rows=_share_coded,
+            columns=(
+                *_CASE,
+                Column("bits per\nvalue", "bits_per_value", "{:.6g}"),
+                Column("coded", "coded", "{:.0%}"),
+                Column("all-\nreduce", "algorithm"),
+                Column("perplex-\nity", "perplexity", "{:.4f}"),
+                Column("kept", "kept", "{:.2%}"),
+            ),
+        ),
+        Table(
+            title="Errors of sums and logits; equal digits: equal logits",
+            columns=(
+                *_CASE,
+                Column("clipped", "clipped", "{:.2%}"),
+                Column("error of\nsums", "sum_error", "{:.2%}"),
+                Column("error of\nlogits", "logits_error", "{:.2%}"),
+                Column("digits of\nlogits", "logits", "{:.8}"),
+            ),
+        ),
+        Table(
+            title="Zero-shot scores",
+            rows=lambda rows: [row for row in rows if row.get("scores")],
+            columns=_task_columns,
+        ),
+    ),
+    charts=(
+        Bars(
+            title="Perplexity",
+            rows=_parallel,
+            group=lambda row: f"tp {row['tp']}",
+            series="format",
+            y=lambda row: 100 * (row["kept"] - 1),
+            label="perplexity kept, difference to bf16 in %",
+        ),
+        Lines(
+            title="Error against the number of ranks",
+            rows=lambda rows: [row for row in _parallel(rows) if row["sum_error"] is not None],
+            series=lambda row: ", ".join(filter(None, (row["format"], row["algorithm"]))),
+            x="tp",
+            y=lambda row: 100 * row["sum_error"],
+            x_label="tensor-parallel ranks",
+            label="relative error of the sums, %",
+        ),
+    ),
+    baselines=(
+        Baseline(field="kept", value="perplexity", to={"format": BASELINE}, alike=("tp",), way="under"),
+        Baseline(field="scores_kept", value="score", to={"format": BASELINE}, alike=("tp",)),
+    ),
+    live=False,
+)

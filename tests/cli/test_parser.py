@@ -1,0 +1,157 @@
+"""A command's options are the fields of a section, with what they mean, what is allowed and their defaults."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from lowbit.cli.parser import Parser
+from lowbit.config import ConfigError, NonNegative, Positive, section
+
+
+@dataclass(frozen=True)
+class Rate:
+    mbit: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Rate":
+        if text == "fast":
+            raise ValueError("rate is 'fast'; allowed: numbers")
+        return cls(None if text == "unlimited" else float(text))
+
+    def __str__(self) -> str:
+        return "unlimited" if self.mbit is None else str(self.mbit)
+
+
+@section("model")
+class Model:
+    """What is trained, 100 % of it."""
+
+    dim: Positive = 256
+    """Width: of the model. steps: are none of its settings."""
+    kv_heads: NonNegative = 0
+    """Of keys."""
+    layers: Positive = 4
+    """Decoder layers."""
+
+
+@section()
+class Course:
+    """What to measure."""
+
+    folder: str
+    """Where it lies."""
+    boundaries: tuple[str, ...] = ("fp32", "int4")
+    """Formats, by name or in full."""
+    links: tuple[Rate, ...] = (Rate(1.5), Rate(None))
+    """Rates, or unlimited."""
+    widths: tuple[int, ...] = ()
+    """Of each stage; None: as usual."""
+    warmup_steps: NonNegative | None = None
+    """Of them at first; absent: a quarter."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute."""
+    continue_: bool = False
+    """Go on."""
+    checked: bool = True
+    """Look twice."""
+    resume: bool | Literal["auto"] = False
+    """Go on, or begin."""
+    model: Model = Model(dim=64)
+
+
+def read(*words: str) -> Course:
+    return Parser("measure", "Measure 5 % of it.", Course, short={"model.dim": "--dim"}).resolve(words)[0]
+
+
+def test_nothing_given_keeps_the_defaults():
+    assert read("here") == Course(folder="here")
+
+
+def test_every_kind_of_value_arrives():
+    words = [
+        *("--boundary", "int4,GroupInt(bits=6, group=32)", "--link", "unlimited,2", "--width", "1", "--width", "2,3"),
+        *("--warmup-steps=2", "--device", "cuda", "--continue", "--no-checked", "--resume=auto", "here"),
+        *("--model.kv_heads", "2"),
+    ]
+    assert read(*words) == Course(
+        folder="here",
+        boundaries=("int4", "GroupInt(bits=6, group=32)"),
+        links=(Rate(None), Rate(2.0)),
+        widths=(1, 2, 3),
+        warmup_steps=2,
+        device="cuda",
+        continue_=True,
+        checked=False,
+        resume="auto",
+        model=Model(dim=64, kv_heads=2),
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--warmup_steps", "2", "--model.kv-heads", "3", "--dim", "8", "--checked", "false", "--resume", "here"),
+        ("here", "--warmup-steps", "2", "--model.kv_heads=3", "--model.dim=8", "--checked=false", "--resume=true"),
+    ],
+)
+def test_options_may_be_written_in_several_ways(words: tuple[str, ...]):
+    expected = Course(
+        folder="here", warmup_steps=2, model=Model(dim=8, kv_heads=3), checked=False, resume=True
+    )  # fmt: skip
+    assert read(*words) == expected
+
+
+def test_a_list_may_be_toml():
+    assert read("here", "--boundary", "['a,b', 'c']").boundaries == ("a,b", "c")
+    assert read("here", "--boundary", "").boundaries == ()
+
+
+def test_help_says_all_of_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("COLUMNS", "150")
+    with pytest.raises(SystemExit):
+        read("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "usage: measure FOLDER [options] Measure 5 % of it.",
+        "FOLDER Where it lies.",
+        "--boundary TEXT,... Formats, by name or in full. [default: fp32,int4]",
+        "--link RATE,... Rates, or unlimited. [default: 1.5,unlimited]",
+        "--width INTEGER,... Of each stage; None: as usual. --",
+        "--warmup-steps INTEGER Of them at first; absent: a quarter. [at least 0]",
+        "--device TEXT Where to compute. [cpu, cuda; default: cpu]",
+        "--continue Go on. [default: false]",
+        "--checked Look twice. [default: true; off: --no-checked]",
+        "--resume [=auto] Go on, or begin. [default: false]",
+        "--dim INTEGER, --model.dim INTEGER Width: of the model. steps: are none of its settings. ",
+        "of its settings. [at least 1; default: 64]",
+        "model: What is trained, 100 % of it.",
+        "--model.kv_heads INTEGER Of keys. [at least 0; default: 0]",
+    ):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "the following arguments are required: FOLDER; see measure --help"),
+        (("a", "b"), "unexpected argument 'b'; see measure --help"),
+        (("a", "--lnik", "2"), "unknown option --lnik; did you mean --link?; see measure --help"),
+        (("a", "--model.dmi", "2"), "unknown option --model.dmi; did you mean --model.dim?; see measure --help"),
+        (("a", "--no-device"), "unknown option --no-device; did you mean --device?; see measure --help"),
+        (("a", "--zzz"), "unknown option --zzz; see measure --help"),
+        (("a", "--device"), "argument --device: expected one argument; see measure --help"),
+        (("a", "--set", "model.dim=2"), "--set has been replaced; allowed: the key as an option, such as"),
+        (("a", "--link", "2,fast"), "rate is 'fast'; allowed: numbers"),
+        (("a", "--width", "1,x"), "widths is [1, 'x']; allowed: an integer or a list of integers"),
+        (("a", "--device", "gpu"), "device is 'gpu'; allowed: cpu, cuda"),
+        (("a", "--resume=perhaps"), "resume is 'perhaps'; allowed: true, false or auto"),
+        (("a", "--model.dim", "0"), "model.dim is 0; allowed: at least 1"),
+    ],
+)
+def test_a_wrong_line_is_one_clear_line(words: tuple[str, ...], message: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
+        read(*words)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ConfigError) or "rate" in message

@@ -1,0 +1,102 @@
+"""A section checks itself when it is made, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from lowbit.config import ConfigError, Positive, build, section, settings_of, to_toml
+
+
+@section("inner")
+class Inner:
+    """What is inside.
+
+    In two paragraphs.
+    """
+
+    size: Positive = 3
+    """How large."""
+    share: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """How much."""
+
+
+@section()
+class Outer:
+    """All of it."""
+
+    name: str
+    """Whose."""
+    kinds: tuple[Literal["a", "b"], ...] = ("a",)
+    """Which."""
+    inner: Inner = Inner(size=5)
+    sizes: tuple[Positive, ...] = ()
+    """Some."""
+
+    def __post_init__(self) -> None:
+        if self.inner.size == 13:
+            raise ConfigError("inner.size is 13; allowed: lucky numbers")
+
+
+@section()
+class Later(Outer):
+    """With what it inherits."""
+
+    more: bool = False
+    """More of it."""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "name is missing; allowed: a string"),
+        ({"name": "x", "knids": "a"}, r"unknown key knids; did you mean kinds\?"),
+        ({"name": "x", "kinds": ["a", "c"]}, r"kinds is \['a', 'c'\]; allowed: a, b or a list of them"),
+        ({"name": "x", "sizes": (1, 0)}, r"sizes is \(1, 0\); allowed: at least 1"),
+        ({"name": "x", "inner": 3}, r"inner is 3; allowed: a section, \[inner\]"),
+        ({"name": "x", "inner": {"size": 0}}, "inner.size is 0; allowed: at least 1"),
+        ({"name": "x", "inner": {"share": 1}}, "inner.share is 1; allowed: at least 0 and less than 1"),
+        ({"name": "x", "inner": {"share": "1"}}, "inner.share is '1'; allowed: a finite number or nothing"),
+        ({"name": "x", "inner.sise": 1}, r"unknown key inner.sise; did you mean inner.size\?"),
+        ({"name": "x", "inner": {"size": 13}}, "inner.size is 13; allowed: lucky numbers"),
+    ],
+)
+def test_the_first_error_is_one_line(values: dict, message: str):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        build(Outer, values)
+
+
+def test_what_is_not_given_stays_as_in_the_default():
+    assert build(Outer, {"name": "x", "inner": {"share": 0}}).inner == Inner(size=5, share=0.0)
+    assert build(Outer, {"name": "x", "inner": {"share": 0}, "inner.size": 7}).inner == Inner(size=7, share=0.0)
+
+
+def test_sections_are_frozen_and_checked_again_when_they_are_replaced():
+    outer = Outer(name="x", kinds="b", sizes=[1, 2])
+    assert (outer.kinds, outer.sizes) == (("b",), (1, 2))
+    assert dataclasses.asdict(outer)["inner"] == {"size": 5, "share": None}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        outer.name = "y"
+    with pytest.raises(ConfigError, match="name is 3; allowed: a string"):
+        dataclasses.replace(outer, name=3)
+
+
+def test_settings_say_what_they_mean():
+    settings = settings_of(Later)
+    assert [setting.meaning for setting in settings.values()] == [
+        *("Whose.", "Which.", "What is inside. In two paragraphs.", "Some.", "More of it.")
+    ]
+    assert (settings["kinds"].limits, settings["sizes"].limits, settings["name"].limits) == ("a, b", "at least 1", "")
+
+
+@pytest.mark.parametrize("meanings", [True, False])
+def test_toml_is_read_back(meanings: bool):
+    outer = Outer(name='a "b"\\\n\x7f\tü😀', kinds=("b", "a"), inner=Inner(share=1e-9))
+    text = to_toml(outer, meanings=meanings)
+    assert build(Outer, tomllib.loads(text)) == outer
+    assert ("# How large. [at least 1; default: 5]\n" in text) == meanings
+    assert ('# Which. [a, b; default: ["a"]]\n' in text) == meanings
