@@ -92,7 +92,7 @@ def measure(settings: ActivationsBenchmark, earlier: Sequence[Row]) -> Iterator[
 
     Yields:
         Rows, one for each sequence and method: `method`, `sequence`, `train_loss` (of the last tenth of the training
-        steps; None without any), `saved_bytes` (kept by autograd for a sample, each storage once), `saved_vs_plain`,
+        steps; None without any), `saved_bytes` (by autograd for a sample, each storage once), `saved_vs_plain`,
         and `errors`: for "all" parameters, for those of each layer type, and for each of attention's linear layers by
         its name, |g' - g| / |g| of every sample. g are PyTorch's own gradients in float32.
 
@@ -127,17 +127,14 @@ def _trained(settings: ActivationsBenchmark, data: Data) -> tuple[nn.Module, flo
 
 
 def _measure(
-    model: nn.Module,
-    method: str,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    exact: Sequence[dict[str, Tensor]],
+    model: nn.Module, method: str, batches: Sequence[tuple[Tensor, Tensor]], exact: Sequence[dict[str, Tensor]]
 ) -> dict[str, Any]:
     """Bytes of the first sample and errors of all."""
     policy, groups = METHODS[method], _groups(model)
     compressed = compress_saved_(model, policy, report=False) if policy else None
     errors: dict[str, list[float]] = defaultdict(list)
     try:
-        with counted(model) as kept:
+        with counted(model) as saved:
             graph = model_loss(model, *batches[0])
         del graph
         for batch, wanted in zip(batches, exact, strict=True):
@@ -147,7 +144,7 @@ def _measure(
     finally:
         if compressed is not None:
             compressed.remove()
-    return {"method": method, "saved_bytes": kept.total, "errors": dict(errors)}
+    return {"method": method, "saved_bytes": saved.total, "errors": dict(errors)}
 
 
 def _groups(model: nn.Module) -> dict[str, list[str]]:

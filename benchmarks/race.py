@@ -4,7 +4,7 @@ A format can be fast and learn less from each step, or the other way round; AQ-S
 precision at its first visit and few bits later. So what counts is the time to the same loss, when samples come again
 in every epoch: fine-tuning, the regime of both papers.
 
-What is alike for all: the weights they start from, the samples and their order, the learning rate, the stage and its
+All have in common: the weights they start from, the samples and their order, the learning rate, the stage and its
 schedule, the format of the gradients, the link, and the processes in which they take turns. The clock of each runs in
 its own training steps only. Held-out loss is that of the model by itself, with full precision at the boundaries.
 """
@@ -141,7 +141,7 @@ class Racer:
         settings: the course.
         boundary: the format.
         ranks: where it runs.
-        folder: what the run writes to, and its name. The starting weights lie beside it.
+        folder: what the run writes to, and its name; beside it are the starting weights.
     """
 
     def __init__(self, settings: RaceBenchmark, boundary: str, ranks: Workers, folder: str) -> None:

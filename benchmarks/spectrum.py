@@ -1,4 +1,4 @@
-"""`python -m benchmarks spectrum`: how near a model's boundaries lie to a few directions, and how each format fares.
+"""`python -m benchmarks spectrum`: how much of what crosses a model's boundaries a few directions carry.
 
 The model of a checkpoint is run on a text, forward and backward, as it is: nothing is trained. What would cross each
 boundary goes through the sessions of every format, message after message, as in a pipeline.
@@ -104,7 +104,7 @@ class _Trial:
 
 @dataclass
 class _Boundary:
-    """What crosses a boundary in one direction, and how it fares."""
+    """What crosses a boundary in one direction, and its trials."""
 
     index: int
     direction: str
@@ -205,7 +205,7 @@ def capture(
 
     model.eval().requires_grad_(False)
     embedding = model.get_input_embeddings()
-    embedding.requires_grad_(True)  # so that there is a graph, but no gradients of all the weights
+    embedding.requires_grad_(True)  # for a graph without gradients of all the weights
     names = boundary_modules(model, stages)
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
     try:
@@ -246,7 +246,7 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 
 COMMAND = Command(
     name="benchmarks spectrum",
-    summary="How near a model's boundaries lie to a few directions, and how each format fares.",
+    summary="How much of what crosses a model's boundaries a few directions carry, and what each format reaches.",
     settings=SpectrumBenchmark,
     measure=measure,
     tables=[

@@ -29,7 +29,7 @@ _IMPORTED = [
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Where to start processes: `CONTEXT.Process(target=..., args=...)`."""
-CONTEXT.set_forkserver_preload(_IMPORTED)  # for all that this process starts so, `lowbit.bench.jobs` too
+CONTEXT.set_forkserver_preload(_IMPORTED)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ UNSAFE = re.compile(
 )
 EXCEPT = {
     "activations/hooks.py": {"multiprocessing"},  # torch's, for a class that knows one storage from another
-    "bench/jobs.py": {"multiprocessing"},  # pipes to processes that it started itself, on this machine
 }
 
 

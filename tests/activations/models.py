@@ -1,4 +1,4 @@
-"""Models small enough for tests, what autograd keeps of them, and gradients the slow and obvious way."""
+"""Models small enough for tests, what autograd saves of them, and gradients the slow and obvious way."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module) -> Iterator[Counter[torch.dtype]]:
-    """Bytes that autograd keeps in the block by dtype, each storage once, parameters left out."""
+def saved_bytes(model: nn.Module) -> Iterator[Counter[torch.dtype]]:
+    """Bytes that autograd saves in the block by dtype, each storage once, parameters left out."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     seen: dict[int, Any] = {}
     found: Counter[torch.dtype] = Counter()

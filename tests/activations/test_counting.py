@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps: compared with what the graph itself holds, and with sums by hand."""
+"""Bytes that autograd saves: compared with what the graph itself holds, and with sums by hand."""
 
 from typing import Any
 
@@ -58,16 +58,16 @@ def test_all_that_the_graph_holds_is_counted_once(model: Any, bits: int):
         compress_saved_(model, LayerAware(bits=bits, norm=bits))
     graph = loss_of(model)
     expected = in_graph(graph, *own(model))
-    with counted(model) as kept:
+    with counted(model) as saved:
         loss = loss_of(model)
-    assert kept.now == kept.total == expected
-    assert set(kept.peak) >= {"norm", "mlp", "attention", "loss"}
-    assert sum(kept.modules.values()) == expected
-    assert kept.modules["norm", "model.layers.1.input_layernorm"] > 0
+    assert saved.now == saved.total == expected
+    assert set(saved.peak) >= {"norm", "mlp", "attention", "loss"}
+    assert sum(saved.modules.values()) == expected
+    assert saved.modules["norm", "model.layers.1.input_layernorm"] > 0
     plain = [p.grad.clone() for p in _backward(graph, model)]
     counted_too = [p.grad for p in _backward(loss, model)]
     assert all(map(torch.equal, plain, counted_too))
-    assert (kept.now, kept.total) == (0, expected)
+    assert (saved.now, saved.total) == (0, expected)
 
 
 def _backward(loss: Tensor, model: nn.Module) -> list[nn.Parameter]:
@@ -79,44 +79,44 @@ def _backward(loss: Tensor, model: nn.Module) -> list[nn.Parameter]:
 def test_bytes_by_hand():
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 4))
     x = torch.randn(5, 8)
-    with counted(model) as kept:
+    with counted(model) as saved:
         y = model(x).square()
     # tanh's output (saved twice, counted once), the norm's mean, deviation and output, and y of the square
-    assert kept.peak == {
+    assert saved.peak == {
         "other": 5 * 6 * 4,
         "norm": 2 * 5 * 4,
         "linear": 5 * 6 * 4,
         "loss": 5 * 4 * 4,
     }
     del y
-    assert kept.now == 0
+    assert saved.now == 0
 
 
 def test_the_peak_is_of_all_micro_batches_in_flight():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    with counted(model) as kept:
+    with counted(model) as saved:
         first, second = model(torch.randn(4, 8)), model(torch.randn(4, 8))
-        assert kept.now == 2 * 4 * 8 * 4
+        assert saved.now == 2 * 4 * 8 * 4
         first.sum().backward()
         third = model(torch.randn(4, 8))
-        assert kept.now == kept.total == 2 * 4 * 8 * 4
-        kept.reset()
+        assert saved.now == saved.total == 2 * 4 * 8 * 4
+        saved.reset()
         (second.sum() + third.sum()).backward()
-    assert (kept.now, kept.total) == (0, 2 * 4 * 8 * 4)
+    assert (saved.now, saved.total) == (0, 2 * 4 * 8 * 4)
 
 
 def test_copies_of_weights_are_told_apart(model: Any):
-    with counted(model) as kept, torch.autocast("cpu", torch.bfloat16):
+    with counted(model) as saved, torch.autocast("cpu", torch.bfloat16):
         graph = loss_of(model)
     linear = [m.weight.numel() * 2 for m in model.modules() if isinstance(m, nn.Linear)]
-    assert kept.peak["weights"] == sum(linear)
-    assert kept.total == sum(kept.peak.values()) - sum(linear)
+    assert saved.peak["weights"] == sum(linear)
+    assert saved.total == sum(saved.peak.values()) - sum(linear)
     del graph
     # an activation as large as the weight is none
     square = nn.Sequential(nn.Tanh(), nn.Linear(16, 16))
-    with counted(square) as kept, torch.autocast("cpu", torch.bfloat16):
+    with counted(square) as saved, torch.autocast("cpu", torch.bfloat16):
         graph = square(torch.randn(16, 16, requires_grad=True))
-    assert kept.peak == {"other": 16 * 16 * 4, "linear": 16 * 16 * 2, "weights": 16 * 16 * 2}
+    assert saved.peak == {"other": 16 * 16 * 4, "linear": 16 * 16 * 2, "weights": 16 * 16 * 2}
     del graph
 
 
@@ -132,33 +132,33 @@ def test_checkpointed_parts_keep_their_inputs():
             return checkpoint(self.inner, self.first(x), use_reentrant=False)
 
     model = Model()
-    with counted(model) as kept:
+    with counted(model) as saved:
         y = model(torch.randn(4, 8, requires_grad=True))
         y.sum().backward()
-    assert kept.peak == {"other": 4 * 8 * 4}
-    assert kept.now == 0
+    assert saved.peak == {"other": 4 * 8 * 4}
+    assert saved.now == 0
 
 
 @pytest.mark.parametrize("attention", [4, 16])
-def test_what_hooks_keep_is_counted(model: Any, attention: int):
+def test_what_hooks_save_is_counted(model: Any, attention: int):
     with counted(model) as plain:
         graph = loss_of(model)
     del graph
     policy = LayerAware(attention=attention)
-    with counted(model) as kept, low_bit_saved(policy):
+    with counted(model) as saved, low_bit_saved(policy):
         graph = loss_of(model)
-    assert 0 < kept.peak["mlp"] < plain.peak["mlp"] / 5
-    whole = kept.peak["attention"] == plain.peak["attention"]
+    assert 0 < saved.peak["mlp"] < plain.peak["mlp"] / 5
+    whole = saved.peak["attention"] == plain.peak["attention"]
     assert whole == (attention == 16)
-    assert kept.peak["attention"] <= plain.peak["attention"]
+    assert saved.peak["attention"] <= plain.peak["attention"]
     del graph
-    assert kept.now == 0
+    assert saved.now == 0
 
 
-def test_nothing_is_kept_without_gradients_and_the_model_is_left_alone(model: Any):
-    with torch.no_grad(), counted(model) as kept:
+def test_nothing_is_saved_without_gradients_and_the_model_is_left_alone(model: Any):
+    with torch.no_grad(), counted(model) as saved:
         loss_of(model)
-    assert (kept.total, kept.peak) == (0, {})
+    assert (saved.total, saved.peak) == (0, {})
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -166,9 +166,9 @@ def test_errors_inside_leave_nothing_behind(model: Any):
     with pytest.raises(IndexError), counted(model):
         model(input_ids=TOKENS + 64)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    with counted(model) as kept:
+    with counted(model) as saved:
         graph = loss_of(model)
-    assert kept.total > 0
+    assert saved.total > 0
     del graph
 
 
@@ -189,7 +189,7 @@ def test_layer_types_by_where_they_are():
 
 
 @pytest.mark.parametrize(("linear", "types"), [(4, {"norm"}), (8, {"norm"}), (16, {"norm", "linear"})])
-def test_a_linear_layer_takes_what_a_norm_keeps_in_more_bits(linear: int, types: set[str]):
+def test_a_linear_layer_takes_what_a_norm_saves_in_more_bits(linear: int, types: set[str]):
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -201,7 +201,7 @@ def test_a_linear_layer_takes_what_a_norm_keeps_in_more_bits(linear: int, types:
 
     both = Both()
     compress_saved_(both, LayerAware(linear=linear))
-    with counted(both) as kept:
+    with counted(both) as saved:
         both(torch.randn(3, 32, requires_grad=True))
-    assert set(kept.peak) == types
-    assert kept.peak["norm"] == GroupInt(bits=8).nbytes((3, 32))
+    assert set(saved.peak) == types
+    assert saved.peak["norm"] == GroupInt(bits=8).nbytes((3, 32))

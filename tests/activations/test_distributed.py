@@ -79,7 +79,7 @@ def test_norms_that_are_sharded_by_themselves_are_named(ranks: Ranks):
 
 def pipelines() -> None:
     schedules = ["1f1b", "interleaved-2"]
-    if version() >= (2, 13):  # older ones lose what is kept between the passes of a backward
+    if version() >= (2, 13):  # older ones lose what is saved between the passes of a backward
         schedules += ["zero-bubble", "zbv"]
     for schedule in schedules:
         make = toy.lowbit(forward=FP32, backward=FP32, timeout=30)

@@ -71,13 +71,13 @@ def test_payloads_end_with_backward_while_the_output_lives(made: Made, last: nn.
     assert made.alive() == (2, 0)
     y.sum().backward()
     assert made.alive() == (0, 0)
-    again = after(y)  # the recipe is gone, so that y is kept anew
+    again = after(y)  # the recipe is gone, so that y is saved anew
     assert made.alive() == (1, 0)
     (grad,) = torch.autograd.grad(again.sum(), after.weight)
     torch.testing.assert_close(grad, y.detach().sum(0).expand(DIM, DIM), rtol=0, atol=0.5)
 
 
-def test_checkpointing_keeps_no_payloads(made: Made):
+def test_checkpointing_saves_no_payloads(made: Made):
     x = torch.randn(3, DIM, requires_grad=True)
     y: Any = checkpoint(model(), x, use_reentrant=False)
     assert len(made.payloads) == 4

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lowbit.activations import LayerAware, compress_saved_, restore_
 from lowbit.codecs import GroupInt
-from tests.activations.models import DIM, FFN, Calls, Gated, distance, gradients, kept
+from tests.activations.models import DIM, FFN, Calls, Gated, distance, gradients, saved_bytes
 
 
 def inputs() -> Tensor:
@@ -26,7 +26,7 @@ def test_calls_by_keyword(training: bool):
         wanted = module(inputs())
         compress_saved_(module)
         module.train(training)
-        with kept(module) as found:
+        with saved_bytes(module) as found:
             torch.testing.assert_close(module(input=inputs()), wanted)
         assert bool(found[torch.uint8]) == training
         with pytest.raises(TypeError):
@@ -76,19 +76,19 @@ def test_dropout_that_is_turned_on_later_drops():
     assert done.bits[""] == ("mlp", 4)
     assert mlp(inputs()).all()
     mlp[3].p = 0.5
-    with kept(mlp) as found:
+    with saved_bytes(mlp) as found:
         y = mlp(inputs())
     assert (y == 0).float().mean() > 0.3
     assert found[torch.uint8] == GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64))
 
 
 @pytest.mark.parametrize(("linear", "norm", "stored"), [(8, 4, [8]), (6, 6, [6]), (4, 8, [4, 8])])
-def test_a_norm_after_a_linear_layer_takes_what_that_kept_if_it_will_do(linear: int, norm: int, stored: list[int]):
+def test_a_norm_after_a_linear_layer_takes_what_that_saved_if_it_will_do(linear: int, norm: int, stored: list[int]):
     plain = nn.LayerNorm(DIM)
     ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
     compress_saved_(ours, LayerAware(linear=linear, norm=norm))
     x, codecs = inputs(), [GroupInt(bits=bits, group=64) for bits in stored]
-    with kept(ours) as found:
+    with saved_bytes(ours) as found:
         first, y = ours[0](x), ours[1](x)
     assert found[torch.uint8] == sum(codec.nbytes(x.shape) for codec in codecs)
     rounded, grad = codecs[-1].round_trip(x.detach()).requires_grad_(), torch.randn(y.shape)
@@ -108,7 +108,7 @@ def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
     product = (functional.silu(ours.w1(x)) * ours.w3(x)).detach()
     compress_saved_(ours, LayerAware(bits=bits))
     codec = GroupInt(bits=bits, group=64) if bits < 16 else None
-    with kept(ours) as found:
+    with saved_bytes(ours) as found:
         y = ours(x)
     assert found[torch.uint8] == (codec.nbytes(product.shape) if codec else 0)
     torch.testing.assert_close(y, functional.linear(product, ours.w2.weight, ours.w2.bias))
@@ -141,7 +141,7 @@ def test_a_view_that_several_layers_read_is_stored_once():
 
     model = Parallel()
     compress_saved_(model)
-    with kept(model) as found:
+    with saved_bytes(model) as found:
         model(inputs())
     assert found == {torch.uint8: GroupInt().nbytes((5, DIM // 2))}
 

@@ -1,4 +1,4 @@
-"""`compress_saved_`: gradients, what is kept, and what it composes with, in one process."""
+"""`compress_saved_`: gradients, what is saved, and what it composes with, in one process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.activations.models import (
     distance,
     gradients,
     hugging_face,
-    kept,
     loss_of,
     reference,
+    saved_bytes,
     tokens,
 )
 
@@ -69,7 +69,7 @@ def test_gradients_are_those_at_the_rounded_inputs(norm: Any, bits: int):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, caplog: pytest.LogCaptureFixture):
     plain, ids = hugging_face(family), tokens()
-    with kept(plain) as before:
+    with saved_bytes(plain) as before:
         loss = loss_of(plain, ids)
     wanted = gradients(plain, loss)
     errors, sizes = {}, {}
@@ -77,7 +77,7 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
         ours = copy.deepcopy(plain)
         done = compress_saved_(ours, LayerAware(bits=bits, norm=bits))
         assert not done.left
-        with kept(ours) as after, Calls() as calls:
+        with saved_bytes(ours) as after, Calls() as calls:
             ours_loss = loss_of(ours, ids)
         torch.testing.assert_close(ours_loss, loss)
         with Calls() as backward:
@@ -86,7 +86,7 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     names = [kind for kind, _ in done.bits.values()]
     assert calls.count["norm_encode"] == backward.count["norm_backward"] == names.count("norm")
     assert calls.count["gated_encode"] == backward.count["gated_recompute"] == 2
-    assert calls.count["group_int_encode"] == 0  # nothing else had to be kept
+    assert calls.count["group_int_encode"] == 0  # nothing else had to be saved
     assert backward.count["norm_recompute"] == 5  # once for q, k and v, and for gate and up
     assert errors[16] < 1e-6
     assert errors[8] < 0.02
@@ -95,10 +95,10 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     assert not caplog.records
 
 
-def test_a_llama_keeps_a_payload_for_each_norm_gate_and_up():
+def test_a_llama_saves_a_payload_for_each_norm_gate_and_up():
     model, ids = hugging_face("llama"), tokens()
     compress_saved_(model)
-    with kept(model) as found:
+    with saved_bytes(model) as found:
         loss_of(model, ids)
     wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
     payloads = 2 * (2 * wide.nbytes((ROWS, LENGTH, DIM)) + 2 * narrow.nbytes((ROWS, LENGTH, FFN)))
@@ -144,7 +144,7 @@ def test_what_is_not_finite_stays_visible(bad: float):
     assert x.grad[0].isfinite().all()
 
 
-# ------------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------------ what is saved
 
 
 def test_what_several_layers_save_is_stored_once():
@@ -160,40 +160,40 @@ def test_what_several_layers_save_is_stored_once():
 
     model = Parallel()
     compress_saved_(model, LayerAware(norm=4))
-    with kept(model) as found:
+    with saved_bytes(model) as found:
         model(inputs())
     assert found == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
 
 
-def test_a_changed_tensor_is_kept_anew():
+def test_a_changed_tensor_is_saved_anew():
     norm, linear = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
     compress_saved_(nn.ModuleList([norm, linear]), LayerAware(bits=8))
     x = inputs()
     h = norm(x)
     y = linear(h)
-    h.add_(100)  # what is kept of it is a copy
+    h.add_(100)  # what is saved of it is a copy
     (y + linear(h)).sum().backward()
     wanted = 21 * 100 + 2 * norm(x).detach().sum((0, 1))
     assert linear.weight.grad is not None
     torch.testing.assert_close(linear.weight.grad[0], wanted, rtol=0.01, atol=2.0)
 
 
-def test_a_frozen_weight_keeps_no_input():
+def test_a_frozen_weight_saves_no_input():
     frozen, trained = nn.Linear(DIM, DIM).requires_grad_(False), nn.Linear(DIM, 8)
     model = nn.Sequential(frozen, nn.Tanh(), trained)
     compress_saved_(model)
-    with kept(model) as found:
+    with saved_bytes(model) as found:
         y = model(inputs() * 1)
     assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
     assert found[torch.float32] == 4 * 21 * DIM  # of tanh
     assert set(gradients(model, y.sum())) == {"2.weight", "2.bias"}
 
 
-def test_weights_that_autocast_casts_are_not_kept():
+def test_weights_that_autocast_casts_are_not_saved():
     model = hugging_face("llama")
     compress_saved_(model, LayerAware(bits=8))
     wanted = gradients(model, loss_of(model, tokens()))
-    with kept(model) as found, torch.autocast("cpu", torch.bfloat16):
+    with saved_bytes(model) as found, torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, tokens())
     assert found[torch.bfloat16] <= 2 * 2 * ROWS * LENGTH * 4 * DIM
     assert distance(gradients(model, loss), wanted) < 0.03
@@ -212,7 +212,7 @@ def test_attention_is_known_in_plain_modules_by_its_results():
 
     model = Mixer()
     compress_saved_(model)
-    with kept(model) as found:
+    with saved_bytes(model) as found:
         model(inputs() * 1)
     assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
     assert found[torch.float32] == 4 * 21 * (4 * DIM + 4)
@@ -225,7 +225,7 @@ def test_the_ablation_quantizes_attention_too():
     for attention in (16, 4):
         model = copy.deepcopy(plain)
         compress_saved_(model, LayerAware(bits=8, attention=attention))
-        with kept(model) as found:
+        with saved_bytes(model) as found:
             loss = loss_of(model, ids)
         errors.append(distance(gradients(model, loss), wanted))
         sizes.append(found.total())
@@ -255,7 +255,7 @@ def test_checkpointing_recomputes_the_same():
     compress_saved_(model)
     wanted = gradients(model, loss_of(model, ids))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with kept(model) as found:
+    with saved_bytes(model) as found:
         loss = loss_of(model, ids)
     assert found[torch.uint8] == GroupInt(bits=8).nbytes((ROWS, LENGTH, DIM))  # the last norm's
     assert distance(gradients(model, loss), wanted) == 0
@@ -295,7 +295,7 @@ def test_compiled_models_give_the_same():
     compress_saved_(ours)
     wanted = gradients(ours, ours(inputs()).square().sum())
     compiled = torch.compile(ours, backend="aot_eager")
-    with kept(ours) as found:
+    with saved_bytes(ours) as found:
         loss = compiled(inputs()).square().sum()
     payloads = GroupInt(bits=8).nbytes((3, 7, DIM)) + 2 * GroupInt().nbytes((3, 7, FFN))
     assert found[torch.uint8] == payloads
@@ -357,7 +357,7 @@ def test_removing_gives_back_what_was():
     done = compress_saved_(ours)
     done.remove()
     compress_saved_(ours).remove()
-    with kept(ours) as found, Calls() as calls:
+    with saved_bytes(ours) as found, Calls() as calls:
         assert torch.equal(ours(inputs()), block()(inputs()))
     assert not calls.count
     assert found

@@ -107,7 +107,7 @@ def test_a_layer_is_run_forward_and_backward_on_the_same_tensor(monkeypatch: pyt
     layer = codec_speed.decoder_layer(x)
     layer.layers[0].register_full_backward_hook(lambda m, inner, outer: seen.append(outer[0]))
     layer.layers[0].register_forward_hook(lambda m, given, out: seen.append(given[0]))
-    codec_speed._there_and_back(layer, [x])(0)
+    codec_speed._forward_and_backward(layer, [x])(0)
     assert all(torch.equal(found, x) for found in seen)
     assert len(seen) == 2
     assert len(layer.layers) == 1
@@ -164,19 +164,13 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
         ({"codecs": ("aq-sgd",)}, "needs samples that come back"),
-        (
-            {"codecs": ("SubspaceQuant(rank='auto')",)},
-            "codec is .*, which a pipeline's warm-up settles",
-        ),
+        ({"codecs": ("SubspaceQuant(rank='auto')",)}, "codec is .*, which a pipeline's warm-up settles"),
         ({"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
         ({"data": ()}, r"data is empty"),
         ({"threads": (10**6,)}, "threads is"),
         ({"shape": (1, 0, 8)}, "shape is"),
-        (
-            {"shape": (1, 4, 8), "codecs": ("subspace",)},
-            r"rank is 32, and the last dimension of \(1, 4, 8\) is 8",
-        ),
+        ({"shape": (1, 4, 8), "codecs": ("subspace",)}, r"rank is 32, and the last dimension of \(1, 4, 8\) is 8"),
         ({"rounds": 0}, "rounds is 0; allowed: at least 1"),
     ],
 )

@@ -104,9 +104,7 @@ def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
     assert all(name in text for name in (*METHODS, "norm", "What the peak consists of"))
 
 
-def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(monkeypatch: pytest.MonkeyPatch):
     from lowbit.bench import memory_methods
 
     monkeypatch.setattr(memory_methods, "eight_bit_adamw", memory_methods.make_optimizer)
@@ -141,7 +139,7 @@ def test_what_can_not_be_measured_is_said_first(settings: MemoryBenchmark, monke
 
 
 def test_a_process_that_fails_is_an_error(settings: MemoryBenchmark, monkeypatch: pytest.MonkeyPatch):
-    def fail(self: Workers, method: str, **arguments: object) -> None:
+    def fail(self: Workers, method: str, /, **arguments: object) -> None:
         raise ChildProcessError("process 0 failed: MemoryError: no more")
 
     monkeypatch.setattr(Workers, "ask", fail)

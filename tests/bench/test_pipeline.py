@@ -191,10 +191,7 @@ class FakeWorkers:
         ({"boundaries": ("int9",)}, "codec is 'int9'"),
         ({"backward": "what"}, "codec is 'what'"),
         ({"boundaries": ("SubspaceQuant(rank='auto')",)}, "boundaries has .*: rank is 'auto'"),
-        (
-            {"backward": "SubspaceQuant(rank=65)"},
-            "has 'tah-quant': rank is 65, .* allowed: 1 to 64",
-        ),
+        ({"backward": "SubspaceQuant(rank=65)"}, "has 'tah-quant': rank is 65, .* allowed: 1 to 64"),
         ({"model": {"dim": 64, "layers": 3, "heads": 2}}, "4 stages"),
         ({"model": {"dim": 63}}, "model.dim is 63"),
         ({"device": "gpu"}, "device is 'gpu'; allowed: cpu, cuda"),

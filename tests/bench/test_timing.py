@@ -11,11 +11,7 @@ def test_operations_take_turns_on_changing_buffers():
     assert calls[:3] == [("copy", 0), ("encode", 0), ("slow", 0)]  # not timed
     assert [name for name, _ in calls[3:]] == ["copy", "encode", "slow"] + ["copy", "encode"] * 2
     assert [i for _, i in calls[3:]] == [1, 2, 3, 0, 1, 2, 3]
-    assert {name: len(values) for name, values in seconds.items()} == {
-        "copy": 3,
-        "encode": 3,
-        "slow": 1,
-    }
+    assert {name: len(values) for name, values in seconds.items()} == {"copy": 3, "encode": 3, "slow": 1}
     assert min(min(values) for values in seconds.values()) > 0
 
 

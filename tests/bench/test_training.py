@@ -258,7 +258,7 @@ def test_formats_by_name():
     assert gradient_codec("fp8") is None
     assert gradient_codec("gradients:fp8") == BlockFloat8()
     assert codec_pair("gradients:fp8", "int6") == (Cast(), Cast())
-    with pytest.raises(ValueError, match="keeps something between messages"):
+    with pytest.raises(ValueError, match="has state between messages"):
         gradient_codec("gradients:aq-sgd")
     with pytest.raises(ValueError, match="codec is 'fp9'"):
         ConvergenceBenchmark(boundaries=("gradients:fp9",))

@@ -64,7 +64,7 @@ def test_orders_are_shared_and_progress_is_told():
         assert sorted(told) == ["a?", "b?", "c?"]
         assert workers.ask("say", what="d") == ["d", "d"]
         with pytest.raises(ChildProcessError, match="process [01] failed: ValueError: no"):
-            list(workers.share("fail", [{"what": "no"}]))
+            list(workers.share("fail", [{"what": "no"}], print))
 
 
 def test_a_program_that_fails_is_reported_with_its_last_words():

@@ -32,7 +32,7 @@ TINY = RaceBenchmark(
 
 def racer_of(boundary: str, curve: list[tuple[float, float]]) -> Racer:
     racer = object.__new__(Racer)
-    racer.boundary, made.curve, made.state_bytes = boundary, curve, 0
+    racer.boundary, racer.curve, racer.state_bytes = boundary, curve, 0
     racer.formats = {"forward": None, "backward": None}
     racer.steps = [{"bits_forward": 4.0, "bits_backward": 6.0, "bytes_sent": 1e6}]
     return racer

@@ -90,10 +90,7 @@ def test_a_line_has_only_what_all_boundaries_have():
         ({"ranks": (0,)}, r"ranks is \(0,\); allowed: at least 1"),
         ({"bits": ()}, "bits is empty"),
         ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
-        (
-            {"codecs": ("SubspaceQuant(rank='auto')",)},
-            "codecs has .*, which a pipeline's warm-up settles",
-        ),
+        ({"codecs": ("SubspaceQuant(rank='auto')",)}, "codecs has .*, which a pipeline's warm-up settles"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict, message: str):

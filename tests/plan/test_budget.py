@@ -102,7 +102,7 @@ def test_what_the_pipeline_holds_counts():
 
 
 def peak(order: list[str], **fields: int) -> int:
-    """Predicted bytes of a rank that has all stages, of which autograd keeps nothing."""
+    """Predicted bytes of a rank that has all stages, of which autograd saves nothing."""
     flight = in_flight({0: order})
     costs = [cost(0, 0, 0, other=0, fixed=0, **fields) for _ in flight.stages]
     return plan_bits(flight, costs, ERRORS, device_bytes=1 << 40).device_bytes[0]

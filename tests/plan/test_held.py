@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 
 ERRORS = {kind: {bits: 2.0**-bits for bits in range(2, 9)} for kind in ("norm", "mlp", "linear")}
 NAMES = {"1f1b": "1F1B", "zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}
-if version() < (2, 13):  # which loses what is kept between the passes of a backward
+if version() < (2, 13):  # which loses what is saved between the passes of a backward
     NAMES = {"1f1b": "1F1B"}
 
 
@@ -35,7 +35,7 @@ class Watched(LowBitStage):
     """Notes what all stages of this rank and autograd hold, before and after everything that they do."""
 
     stages: ClassVar[list[PipelineStage]] = []
-    kept: ClassVar[SavedBytes | None] = None
+    saved: ClassVar[SavedBytes | None] = None
     most = 0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,18 +51,18 @@ class Watched(LowBitStage):
         return result
 
     def _look(self) -> None:
-        if self.kept is not None:
+        if self.saved is not None:
             found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_by(self.stages)}
-            beside = sum(size for key, size in found.items() if key not in self.kept._storages)
-            Watched.most = max(Watched.most, self.kept.now + beside)
+            beside = sum(size for key, size in found.items() if key not in self.saved._storages)
+            Watched.most = max(Watched.most, self.saved.now + beside)
 
 
 def held_by(stages: list[PipelineStage]) -> Iterator[torch.Tensor]:
     """Tensors that stages of PyTorch hold, and their gradients; token ids aside."""
     for stage in stages:
         forward = getattr(stage, "_forward_chunk_states", None) or stage.fwd_cache  # since 2.15, before
-        kept = [getattr(one, "__dict__", one) for one in forward.values()]
-        for leaf in tree_leaves([kept, *stage.backward_state.values(), *stage._handed_over.values()]):
+        saved = [getattr(one, "__dict__", one) for one in forward.values()]
+        for leaf in tree_leaves([saved, *stage.backward_state.values(), *stage._handed_over.values()]):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 yield leaf
                 if leaf.is_leaf and leaf.grad is not None:
@@ -114,18 +114,18 @@ def train_a_step(name: str) -> tuple[int, int, float, bool]:
     mine: Any = [ids] if 0 in modules else []
     last = {"target": ids, "losses": []} if layout.stages - 1 in modules else {}
     schedule.step(*mine, **last, return_outputs=False)  # finds the shapes, by passes of its own
-    with counted(nn.ModuleList(modules.values())) as kept:
-        Watched.stages, Watched.kept, Watched.most = stages, kept, 0
+    with counted(nn.ModuleList(modules.values())) as saved:
+        Watched.stages, Watched.saved, Watched.most = stages, saved, 0
         schedule.step(*mine, **last, return_outputs=False)
-        Watched.kept = None
+        Watched.saved = None
     fixed = sum(costs[stage].fixed for stage in modules)
     del compressed
     bits = {tuple(stage.bits.values()) for stage in plan.stages}
-    return plan.device_bytes[rank] - fixed, Watched.most, kept.now, len(bits) > 1
+    return plan.device_bytes[rank] - fixed, Watched.most, saved.now, len(bits) > 1
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_predicted_bytes_are_those_that_are_kept(ranks: Ranks, name: str):
+def test_predicted_bytes_are_those_that_are_saved(ranks: Ranks, name: str):
     for predicted, found, left, differ in ranks.run(train_a_step, name):
         assert 0.99 <= found / predicted <= 1.01
         assert left == 0

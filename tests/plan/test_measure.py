@@ -46,7 +46,7 @@ def test_errors_fall_with_bits_and_the_model_comes_back(model: Any):
         assert 0.02 < found[kind][3] < 0.5
         assert found[kind][6] == pytest.approx(found[kind][3] * 7 / 63, rel=0.5)  # steps are 9 times finer
         assert found[kind][16] == 0
-    assert set(found["linear"].values()) == {0.0}  # every linear layer's input follows from something that is kept
+    assert set(found["linear"].values()) == {0.0}  # every linear layer's input follows from something that is saved
     after = gradients(model, lambda: loss_of(model))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in model.parameters())
@@ -61,14 +61,14 @@ def test_measuring_logs_nothing(caplog: pytest.LogCaptureFixture):
 
 def test_bytes_fall_with_bits(model: Any):
     found = bytes_by_width(model, lambda: loss_of(model), widths=(2, 4, 16))
-    mlp = {bits: kept.peak["mlp"] for bits, kept in found.items()}
+    mlp = {bits: saved.peak["mlp"] for bits, saved in found.items()}
     elements = 2 * IDS.numel() * 192  # gate and up
     assert mlp == {
         2: elements * 5 // 16,
         4: elements * 9 // 16,
         16: elements * 4,
     }
-    assert len({kept.peak["attention"] for kept in found.values()}) == 1
+    assert len({saved.peak["attention"] for saved in found.values()}) == 1
 
 
 def test_a_loss_that_differs_from_call_to_call_is_refused(model: Any):

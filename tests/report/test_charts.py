@@ -66,7 +66,18 @@ def test_parts_are_stacked_and_their_sum_is_written():
 
 def test_points_have_ranges_and_a_legend_outside_the_axes():
     rows = [{"name": f"format {i}", "bits": 4.0 + i, "low": 0.1 * i, "y": 0.2 * i, "high": 0.3 * i} for i in range(12)]
-    chart = Points(series="name", x="bits", low="low", y="y", high="high", linear=0.01, x_label="bits", label="loss")
+    chart = Points(
+        series="name",
+        x="bits",
+        low="low",
+        y="y",
+        high="high",
+        linear=0.01,
+        x_label="bits",
+        label="loss",
+        x_ticks=(4, 8),
+        y_ticks=(0.01, 1),
+    )
     part = drawn(chart, rows)
     (axes,), (legend,) = part.axes, part.legends
     assert len(legend.get_texts()) == 12

@@ -75,14 +75,14 @@ def test_each_stage_gets_its_own_bits(ranks: Ranks, tmp_path: Path):
 
 
 def losses_and_bytes(config: TrainConfig) -> tuple[list[float], int]:
-    """Train as a rank; its losses, and what autograd kept on it at most."""
+    """Train as a rank; its losses, and what autograd saved on it at most."""
     counts: list[SavedBytes] = []
 
     @contextmanager
     def noting(model: nn.Module) -> Iterator[SavedBytes]:
-        with counted(model) as kept:
-            counts.append(kept)
-            yield kept
+        with counted(model) as saved:
+            counts.append(saved)
+            yield saved
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "counted", noting)

@@ -30,8 +30,8 @@ def planned(folder: Path, *stages: dict[str, int], **sections: dict[str, Any]) -
 def test_stages_get_the_bits_of_the_plan(tmp_path: Path):
     config = planned(tmp_path)
     first, second = prepare(config, ranks=2).activations
-    assert first == LayerAware(**LOW, group=32)
-    assert second == LayerAware(**HIGH, group=32)
+    assert first == LayerAware(bits=16, **LOW, group=32)
+    assert second == LayerAware(bits=16, **HIGH, group=32)
     stochastic = again(config, activations={"rounding": "stochastic"})
     assert prepare(stochastic, ranks=2).activations[0] == replace(first, rounding="stochastic")
     whole = planned(tmp_path, LOW, dict.fromkeys(LOW, 16))
@@ -69,9 +69,11 @@ def test_a_resume_knows_a_plan_by_its_bits(tmp_path: Path):
     config = planned(tmp_path / "one")
     moved = planned(tmp_path / "two")
     other = planned(tmp_path / "three", HIGH, HIGH)
-    one, two, three = (prepare(c, ranks=2).identity["activations.plan"] for c in (config, moved, other))
-    assert one == two != three
-    assert prepare(again(config, activations={"plan": ""}), ranks=2).identity["activations.plan"] == ""
+    by_hand = {kind: [LOW[kind], HIGH[kind]] for kind in LOW} | {"plan": "", "group": 32}
+    same = again(config, activations=by_hand)
+    one, two, three, four = (prepare(c, ranks=2).identity for c in (config, moved, same, other))
+    assert {key for key in one if one[key] != two[key] or one[key] != three[key]} <= {"data.text"}
+    assert one["activations.norm"] != four["activations.norm"]
 
 
 def train_with_own_file(config: TrainConfig, folders: list[str]) -> list[float]:
@@ -88,7 +90,7 @@ def test_ranks_with_other_bits_do_not_begin(ranks: Ranks, tmp_path: Path):
     folders = [str(tmp_path / name) for name in ("one", "two")]
     for outcome in ranks.outcomes(train_with_own_file, config, folders):
         assert outcome.kind == "AgreementError"
-        assert "bits in activations.plan" in outcome.text
+        assert "saved activations: {'bits': [16], 'norm': [4, 8]" in outcome.text
     planned(tmp_path / "two")
     first, second = ranks.run(train_with_own_file, config, folders)
     assert first == second

@@ -6,12 +6,4 @@ from lowbit.activations.hooks import low_bit_saved
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.saved import Compressed, compress_saved_, restore_
 
-__all__ = [
-    "BitPlan",
-    "Compressed",
-    "LayerAware",
-    "compress_saved_",
-    "counted",
-    "low_bit_saved",
-    "restore_",
-]
+__all__ = ["BitPlan", "Compressed", "LayerAware", "compress_saved_", "counted", "low_bit_saved", "restore_"]

@@ -56,7 +56,8 @@ class BitPlan:
             ValueError: no such stage.
         """
         check_int("stage", stage, 0, len(self.stages) - 1)
-        return LayerAware(**self.stages[stage], group=self.group, rounding=rounding)
+        bits: Mapping[str, Any] = self.stages[stage]
+        return LayerAware(**bits, group=self.group, rounding=rounding)
 
     def write(self, path: str | Path) -> None:
         """Write the plan as JSON; a reader finds the old file or the new one, never a part.

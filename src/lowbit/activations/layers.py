@@ -21,6 +21,7 @@ from lowbit.activations.recipes import (
     FEWEST,
     GatedOutput,
     Itself,
+    Norm,
     NormOutput,
     Rebuilt,
     Recipe,
@@ -32,7 +33,7 @@ from lowbit.activations.recipes import (
     room,
     takes,
 )
-from lowbit.activations.structure import FeedForward, NormLike, passive
+from lowbit.activations.structure import FeedForward, passive
 from lowbit.codecs import GroupInt
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ _VIEWS = ("View", "Transpose", "Permute", "Clone", "ToCopy", "Squeeze")
 class Layer:
     """How a module's forward is replaced: the layer type, the module's own forward, the format of what is saved.
 
-    `what`: parameters of the new forward: `NormLike`, whether a linear layer's weight is transposed, the name of an
+    `what`: parameters of the new forward: `Norm`, whether a linear layer's weight is transposed, the name of an
     activation, `FeedForward`, or a `LayerAware` for attention.
     """
 
@@ -84,11 +85,11 @@ def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    like: NormLike = layer.what
+    norm: Norm = layer.what
     known = itself(x, layer.codec)
     saved, codec = known or ((room(layer.codec, x),), layer.codec)
-    form = NormOutput(x.shape, codec, like.norm, like.norm.eps_of(x))
-    out = NormFunction.apply(x, weight, bias, form, saved, known is None, _norm_dtype(module, like, x))
+    form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
+    out = NormFunction.apply(x, weight, bias, form, saved, known is None, _norm_dtype(module, norm, x))
     if known is None and recipe_of(x) is None:
         attach(x, Recipe(Itself(x.numel(), codec), saved, weak=True))
     _attach_until_backward(out, Recipe(form, (*saved, weight, bias)))
@@ -207,12 +208,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _norm_dtype(module: nn.Module, like: NormLike, x: Tensor) -> torch.dtype:
+def _norm_dtype(module: nn.Module, norm: Norm, x: Tensor) -> torch.dtype:
     """The dtype of the module's own output."""
     if x.is_cuda and torch.is_autocast_enabled("cuda") and isinstance(module, _FLOAT32_ON_CUDA):
         return torch.float32
     weight = getattr(module, "weight", None)
-    if like.promotes and weight is not None:
+    if norm.promotes and weight is not None:
         return torch.promote_types(x.dtype, weight.dtype)
     return x.dtype
 

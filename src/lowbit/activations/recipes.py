@@ -30,11 +30,15 @@ FEWEST = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """out = normal(x) * (weight + offset) + bias over the last dimension, rows centred for LayerNorm."""
+    """out = normal(x) * (weight + offset) + bias over the last dimension, rows centred for LayerNorm.
+
+    `promotes`: the output has the dtype of the weight if that is wider.
+    """
 
     eps: float | None
     centred: bool = False
     offset: float = 0.0
+    promotes: bool = False
 
     def eps_of(self, x: Tensor) -> float:
         """`eps`, or the default of `nn.RMSNorm` for this input."""

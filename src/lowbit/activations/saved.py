@@ -6,11 +6,14 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowbit.activations import layers
+from lowbit.activations.counting import Watch
 from lowbit.activations.hooks import attention_forward
 from lowbit.activations.layers import Layer
 from lowbit.activations.policy import WHOLE, LayerAware
@@ -22,7 +25,6 @@ from lowbit.activations.structure import (
     linear_like,
     norm_like,
 )
-from lowbit.activations.survey import Survey
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ class Compressed:
             self._modules.append(module)
         left = {n: type(m).__name__ for n, m in model.named_modules() if _is_left(m) and n not in changes}
         self.left: Counter[str] = Counter(left.values())
-        self._survey = Survey(model, left) if left and report else None
+        self._survey = _Survey(model, left) if left and report else None
 
     def remove(self) -> None:
         """Restore the modules' own forward."""
@@ -160,3 +162,52 @@ def _is_left(module: nn.Module) -> bool:
     has_weights = next(module.parameters(recurse=False), None) is not None
     is_leaf = next(module.children(), None) is None
     return has_weights or (is_leaf and not isinstance(module, nn.ModuleList | nn.ModuleDict))
+
+
+class _Survey:
+    """Watches the first training pass of a model and logs one line.
+
+    Args:
+        model: whose forward is watched. left: types of its modules that are not compressed, by name.
+    """
+
+    def __init__(self, model: nn.Module, left: dict[str, str]) -> None:
+        self._left, self._watch, self._pass = left, None, ExitStack()
+        self._handles = [
+            model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._finish, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Stop watching."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        if self._watch is None and not _hooked():  # hooks of ours would hide those of others
+            self._watch = Watch(model, (args, kwargs))
+            self._pass.enter_context(self._watch.active())
+
+    def _finish(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._watch is None:
+            return
+        self._pass.close()
+        self.remove()
+        sizes: Counter[str] = Counter()
+        for (_, name), size in self._watch.saved.modules.items():
+            if name in self._left:
+                sizes[self._left[name]] += size
+        total, counts = sum(self._watch.saved.modules.values()), Counter(self._left.values())
+        shares = ", ".join(
+            f"{kind} ({counts[kind]} modules, {size / total:.1%} of the bytes saved for backward)"
+            for kind, size in sizes.items()
+        )
+        if shares:
+            log.warning("activations of these types are saved as they are: %s", shares)
+
+
+def _hooked() -> bool:
+    """Whether somebody's saved_tensors_hooks are active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore

@@ -11,7 +11,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,14 +28,6 @@ _USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # for modules without such an attribute
 _ATTENTION = re.compile("attention|attn", re.I)
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _NOT_ROWS = (nn.GroupNorm, nn.LocalResponseNorm, nn.modules.batchnorm._NormBase)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormLike:
-    """A norm over the last dimension. `promotes`: its output has the dtype of its weight if that is wider."""
-
-    norm: Norm
-    promotes: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +52,7 @@ def linear_like(module: nn.Module) -> bool | None:
     return None
 
 
-def norm_like(module: nn.Module) -> NormLike | None:
+def norm_like(module: nn.Module) -> Norm | None:
     """The formula of a norm over the last dimension; None: something else."""
     if "norm" not in type(module).__name__.lower() or isinstance(module, _NOT_ROWS):
         return None
@@ -80,7 +72,7 @@ def norm_like(module: nn.Module) -> NormLike | None:
             continue
         for norm in (Norm(eps=eps), Norm(eps=eps, offset=1.0), Norm(eps=eps, centred=True)):
             if all(_computes(module, norm, weights, x, scale) for scale in (1.0, 1e-3, 1e-6)):
-                return NormLike(norm=norm, promotes=promotes)
+                return replace(norm, promotes=promotes)
     return None
 
 

@@ -22,7 +22,7 @@ HEAD = 128  # width of a layer's attention heads, if the channels can be divided
 
 
 class Inputs:
-    """Equal tensors, more than the caches hold, with room for what is made of them."""
+    """Equal tensors, more than the caches hold, with room for what is decoded to."""
 
     def __init__(self, x: Tensor) -> None:
         self.count = timing.buffers_for(x.numel() * x.element_size(), x.device)
@@ -45,7 +45,7 @@ def speeds(codec: Codec, inputs: Inputs, rounds: int, *, reference: bool, layer:
         operations |= {"reference_encode": _eagerly(encode), "reference_decode": _eagerly(decode)}
     fewer = {name: REFERENCE_ROUNDS for name in operations if name.startswith("reference")}
     if layer is not None:
-        operations["layer"], fewer["layer"] = _there_and_back(layer, xs), LAYER_ROUNDS
+        operations["layer"], fewer["layer"] = _forward_and_backward(layer, xs), LAYER_ROUNDS
     seconds = timing.in_turn(operations, rounds=rounds, buffers=inputs.count, fewer=fewer, device=xs[0].device)
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     coding, checksum = medians["encode"] + medians["decode"], medians.pop("checksum")
@@ -124,7 +124,7 @@ def decoder_layer(x: Tensor) -> nn.Module:
     return StageModule(model, layers=range(1), first=False, last=False).decoder
 
 
-def _there_and_back(layer: nn.Module, xs: Sequence[Tensor]) -> timing.Operation:
+def _forward_and_backward(layer: nn.Module, xs: Sequence[Tensor]) -> timing.Operation:
     """Forward and backward, with gradients for the input and all weights."""
 
     def run(i: int) -> None:

@@ -88,7 +88,7 @@ def measure(settings: CodecsBenchmark, earlier: Sequence[Row]) -> Iterator[list[
     Yields:
         Rows with `codec`, `device`, `dtype`, `threads`, `data`, `shape`; `encode_gb_s`, `decode_gb_s`,
         `copy_gb_s` (medians), `encode_best_gb_s` (the fastest round), `encode_spread` (interquartile range over median)
-        and the same of the others; `encode_share_of_copy`, `decode_share_of_copy` (medians of what the rounds gave);
+        and the same of the others; `encode_share_of_copy`, `decode_share_of_copy` (medians over the rounds);
         `encode_share_of_rate`, `decode_share_of_rate` (the same, of bytes read and written); `reference_encode_gb_s`,
         `reference_decode_gb_s` (eager PyTorch); `checksum_gb_s` (of the payload, not of the input: what a transport's
         checksum of it takes) and `checksum_share` (of both ends' checksums over encoding and decoding; medians);
@@ -132,7 +132,7 @@ def _rows(settings: CodecsBenchmark, data: str) -> Iterator[Row]:
 
 
 def _accuracy(codec: Any, tensors: Sequence[Tensor]) -> dict[str, float]:
-    """Bits of an element and relative error, means over tensors that count alike."""
+    """Bits per element and relative error, means over tensors of equal weight."""
     errors = [relative_error(t, _crossed(codec, t)) for t in tensors]
     bits = [codec.bits_per_element(t.shape) for t in tensors]
     return {"bits_per_element": statistics.fmean(bits), "relative_error": statistics.fmean(errors)}
@@ -157,7 +157,7 @@ def codec_of(name: str) -> Any:
     """A codec by name.
 
     Raises:
-        ValueError: it is unknown, or it needs samples that come back or a warm-up, neither of which there is here.
+        ValueError: it is unknown, or it needs samples that come back or a warm-up, and this benchmark has neither.
     """
     codec = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(codec, Codec) and codec.needs_key:

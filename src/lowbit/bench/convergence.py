@@ -4,8 +4,9 @@ Three regimes, because low-bit boundaries cost most early in training from scrat
 noise: from scratch after some steps at full precision, from scratch without, and fine-tuning from a full-precision
 checkpoint on another text at a small learning rate.
 
-Design in pairs: a seed sets weights and data order, for every format alike, so what counts is the difference from the
-fp32 run of the same seed, and its spread over the seeds. Rows are written as runs finish; a repeated call skips them.
+Runs are compared in pairs: a seed sets weights and data order for every format, so what counts is the difference from
+the fp32 run of the same seed, and its spread over the seeds. Rows are written as runs finish; a repeated call skips
+them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import dataclasses
 import hashlib
 import statistics
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import Field
 
+from lowbit.bench.progress import step_bars
 from lowbit.bench.settings import Device, EachOnce, check_device, check_width
 from lowbit.bench.training import RANKS, Recipe, activation_policy, codec_pair, gradient_codec, train
 from lowbit.bench.worker import serve, tell_progress
@@ -64,7 +65,7 @@ class ConvergenceBenchmark:
     activations in 4 bits, 8 for norms; in 4 for norms, too; with attention's tensors in 8; and in 4 for everything."""
     backward: str = ""
     """Format of the gradients beside low-bit forward formats that do not name their own ("int4 / int6"); if omitted,
-    its default. fp32, bf16 and fp16 travel alike both ways. SubspaceQuant(rank='auto') needs a regime with a
+    its default. fp32, bf16 and fp16 are used both ways. SubspaceQuant(rank='auto') needs a regime with a
     warm-up."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and data order."""
@@ -103,7 +104,7 @@ class ConvergenceBenchmark:
     threads: Positive = 1
     """Of each run."""
     folder: str = "runs/convergence"
-    """Where the checkpoint is kept."""
+    """Folder of the checkpoint."""
 
     def __post_init__(self) -> None:
         if self.backward:
@@ -121,7 +122,7 @@ def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
     """Check a boundary's formats against every regime that it is to run in.
 
     Raises:
-        ConfigError: one needs a warm-up that is not there, or cannot code the model's activations.
+        ConfigError: one needs a warm-up that the regimes lack, or cannot code the model's activations.
     """
     codecs = codec_pair(boundary, settings.backward)
     for codec in codecs:
@@ -171,7 +172,7 @@ def recipe(settings: ConvergenceBenchmark, regime: str) -> Recipe:
 
 
 def _checkpoint(settings: ConvergenceBenchmark) -> Path:
-    """Where the weights lie that fine-tuning starts from; a name for each way of making them."""
+    """The file of the weights that fine-tuning starts from; its name tells how they were trained."""
     names = ("model", "data", "optimizer", "pretrain_steps", "precision")
     text = repr([getattr(settings, name) for name in names])
     return Path(settings.folder) / f"pretrained-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"
@@ -241,28 +242,14 @@ def train_all(
         {**one, "recipe": dataclasses.asdict(recipes[one["regime"]]), "threads": settings.threads, "keep": keep}
         for one in runs
     ]
-    steps = sum(recipes[one["regime"]].steps for one in runs)
-    with _progress(steps) as show, Workers(_PROGRAM, min(settings.jobs, max(1, len(runs)))) as workers:
-        yield from workers.share("train", orders, on_progress=show)
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[tuple[str, int, float]], None]]:
-    """Show the steps of all runs together, and what ran last."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn()
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=steps)
-
-        def show(told: tuple[str, int, float]) -> None:
-            name, step, loss = told
-            bar.update(task, advance=1, description=f"{name}: step {step}, loss {loss:.3f}")
-
-        yield show
+    steps = {"steps": sum(recipes[one["regime"]].steps for one in runs)}
+    with (
+        step_bars(steps, Console(stderr=True)) as step,
+        Workers(_PROGRAM, min(settings.jobs, max(1, len(runs)))) as workers,
+    ):
+        yield from workers.share("train", orders, on_progress=lambda line: step("steps", line))
 
 
 class Training:
@@ -275,7 +262,7 @@ class Training:
         torch.set_num_threads(threads)
 
         def tell(step: int, loss: float) -> None:
-            tell_progress((f"{regime} {boundary} seed {seed}", step, loss))
+            tell_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
 
         model, result = train(build(Recipe, recipe), boundary, backward, seed=seed, on_step=tell)
         if keep:
@@ -362,6 +349,8 @@ COMMAND = Command(
             ],
             panel=lambda row: TITLES[row["regime"]],
             series="boundary", x="bits_total", low="lowest", y="over_fp32", high="highest", linear=0.01,
+            x_ticks=(4, 6, 8, 10, 12, 16, 24, 32, 48, 64),
+            y_ticks=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
             x_label="bits per element, forward + backward", label="held-out loss over fp32, nats a token",
             width=5.5, height=4.8,
         )

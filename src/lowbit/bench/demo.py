@@ -1,19 +1,20 @@
 """`lowbit demo`: a small Llama learns Python over a 100 Mbit/s link, with FP32 boundaries and with TAH-Quant.
 
 Two ranks, each on a host of its own (network namespaces, see `lowbit.network`), run `lowbit train`'s own recipe: first
-with PyTorch's pipeline stage in FP32, then with `LowBitStage`. Both get about the same time; what is compared is how
-far each comes in it.
+with PyTorch's pipeline stage in FP32, then with `LowBitStage`. Both get about the same time; what is compared is the
+loss that each reaches in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.bench.pipeline import PipelineBenchmark
+from lowbit.bench.progress import step_bars
 from lowbit.bench.recipes import PROGRAM, as_mapping
 from lowbit.bench.recipes import recipe as recipe_of
 from lowbit.bench.settings import link_name
@@ -25,7 +26,7 @@ from lowbit.train import ConfigError, TrainConfig, prepare
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.folder import RunFolder
 from lowbit.train.generate import generate
-from lowbit.train.metrics import StepMetrics, read_metrics
+from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
 
 if TYPE_CHECKING:
@@ -96,11 +97,13 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     check_output(output)
     link = choose_link(console)
     rows = []
-    with started(PROGRAM, SETTINGS.pipeline.ranks, [link]) as (network, ranks), _progress(console) as show:
+    steps = {contestant.title: contestant.steps for contestant in CONTESTANTS}
+    with started(PROGRAM, SETTINGS.pipeline.ranks, [link]) as (network, ranks), step_bars(steps, console) as step:
         about = set_link(network, link)
         for contestant in CONTESTANTS:
             config = as_mapping(recipe(contestant, output / contestant.name))
-            ranks.ask("train", config=config, on_progress=lambda values, c=contestant: show(c, StepMetrics(**values)))
+            tell = partial(_tell, step, contestant.title)
+            ranks.ask("train", config=config, on_progress=tell)
             rows.append({**about, **outcome(contestant, output)})
     baseline = Baseline(field="speedup_fp32", value="tokens_per_second", to={"boundary": CONTESTANTS[0].name})
     rows = reached(compare(rows, [baseline]))
@@ -130,7 +133,7 @@ def check_output(output: Path) -> None:
     """Check, before anything starts, that nothing is in the way that lowbit did not make.
 
     Raises:
-        ConfigError: a file that is to be written is there, and is not lowbit's.
+        ConfigError: a file that is to be written exists, and is not lowbit's.
     """
     if foreign := RunFolder(output).foreign(FILES):
         raise ConfigError(
@@ -195,6 +198,11 @@ def seconds_until(curve: Sequence[tuple[float, float]], target: float) -> float 
     return None
 
 
+def _tell(step: Callable[[str, str], None], title: str, metrics: Mapping[str, Any]) -> None:
+    bits = f"{metrics['bits_forward'] or 0:.1f}/{metrics['bits_backward'] or 0:.1f} bits"
+    step(title, f"loss {metrics['loss']:.3f}  {metrics['tokens_per_second']:,.0f} tokens/s  {bits}")
+
+
 def _print_outputs(console: Console, output: Path) -> None:
     from transformers.utils import logging
 
@@ -204,28 +212,3 @@ def _print_outputs(console: Console, output: Path) -> None:
     console.print(f"\n{CONTESTANTS[-1].title} after {CONTESTANTS[-1].steps} steps writes:")
     console.print(text, markup=False, highlight=False, style="cyan")
     console.print(f"\nPicture: {output / 'demo.png'}\nModel: {model}", highlight=False)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[Contestant, StepMetrics], None]]:
-    """A bar for each run; gives a function that moves them."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.fields[title]}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as bars:
-        tasks = {c.name: bars.add_task("", total=c.steps, title=c.title, start=False) for c in CONTESTANTS}
-
-        def show(contestant: Contestant, metrics: StepMetrics) -> None:
-            task = tasks[contestant.name]
-            if metrics.step == 0:
-                bars.start_task(task)
-            bits = f"{metrics.bits_forward or 0:.1f}/{metrics.bits_backward or 0:.1f} bits"
-            line = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s  {bits}"
-            bars.update(task, completed=metrics.step + 1, description=line)
-            if metrics.step + 1 == contestant.steps:
-                bars.stop_task(task)
-
-        yield show

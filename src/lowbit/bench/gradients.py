@@ -21,10 +21,7 @@ from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.train.config import ModelConfig
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
-SHORT = {
-    "int8": "GroupInt(bits=8, group=128, symmetric=True)",
-    "int4": "GroupInt(bits=4, group=64, symmetric=True)",
-}
+SHORT = {"int8": "GroupInt(bits=8, group=128, symmetric=True)", "int4": "GroupInt(bits=4, group=64, symmetric=True)"}
 POWER_RANK = 4
 MATRIX = 1024
 
@@ -78,19 +75,19 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
     Yields:
         Rows, one for each number of ranks, link and format: `format`, what `set_link` says of the link, `ranks`,
         `numel`, `ms` (median over the rounds of the slowest rank's time), `ms_low`, `ms_high`, `spread` (interquartile
-        range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over the engine's), `bits_per_element` (of
+        range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over PyTorch's), `bits_per_element` (of
         the format), `wire_bits` (bytes that really left a rank, headers included, over those elements that an
         all-reduce has to send), `link_share` (of the link's goodput that was used: 1 is the physical limit; None:
         unlimited), `relative_error` (of the mean, against float64), `rounds`; and from training `tokens_per_second`
         (all ranks, median step), `training_speedup_fp32`, `gradient_bytes` (held by a rank when backward has ended:
-        gradients, buckets, and what the format keeps beside them), None where it was not trained.
+        gradients, buckets, and the format's own buffers), None where it was not trained.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
         ChildProcessError: a rank failed.
     """
     errors: dict[tuple[int, str], float] = {}
-    # The engine's bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
+    # PyTorch's all-reduce of bfloat16 is no hook, and DDP refuses its own bfloat16 hook without NCCL.
     trained = [{"name": name} for name in settings.formats if not name.endswith("-bf16")]
 
     def prepare(ranks: Workers, count: int) -> list[Phase]:
@@ -100,7 +97,7 @@ def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[li
         every = [{"name": name} for name in settings.formats]
         phases = [Phase(name="average", order="average", contenders=every, rounds=settings.rounds)]
         if settings.steps and count == max(settings.ranks):
-            sizes = {"batch": settings.batch, "sequence": settings.sequence}
+            sizes: dict[str, Any] = {"batch": settings.batch, "sequence": settings.sequence}
             for contender in trained:
                 ranks.ask("prepare", **contender, model=dataclasses.asdict(settings.model), **sizes)
             phases.append(Phase(name="train", order="step", contenders=trained, rounds=settings.steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class GradientsRank:
             dist.all_reduce(low)
             x.copy_(low).div_(dist.get_world_size())
         elif name in ENGINE:
-            bucket: Any = Bucket(x)
+            bucket = bucket_of(x)
             if name == "powersgd":
                 self._power = self._power or _power_state()
                 mean = powerSGD_hook.powerSGD_hook(self._power, bucket).wait()
@@ -113,27 +114,10 @@ class GradientsRank:
             all_reduce(x, codec_of(name), None, "avg", self._algorithm)
 
 
-class Bucket:
+def bucket_of(flat: Tensor) -> Any:
     """What PyTorch's hooks use of a `GradBucket`: square matrices, one behind the other."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self._flat = flat
-
-    def buffer(self) -> Tensor:
-        """All of it."""
-        return self._flat
-
-    def gradients(self) -> list[Tensor]:
-        """The matrices."""
-        return list(self._flat.view(-1, MATRIX, MATRIX))
-
-    def index(self) -> int:
-        """The number of the bucket."""
-        return 0
-
-    def is_last(self) -> bool:
-        """Whether it is the last one of a backward pass."""
-        return True
+    matrices = list(flat.view(-1, MATRIX, MATRIX))
+    return SimpleNamespace(buffer=lambda: flat, gradients=lambda: matrices, index=lambda: 0, is_last=lambda: True)
 
 
 def sample(numel: int, rank: int) -> Tensor:

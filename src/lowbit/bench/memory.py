@@ -26,7 +26,7 @@ from lowbit.train.model import vocabulary
 Method = Literal["bf16", "checkpoint", "fp8", "int4-uniform", "int4", "low-bit", "low-bit+8bit"]
 METHODS = get_args(Method)
 EIGHT_BIT = "low-bit+8bit"
-# Without these, glibc keeps what is freed for later, and the process looks as large as it ever was.
+# Without these, glibc holds on to freed memory, and the process looks as large as it ever was.
 _EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -80,7 +80,7 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
     """Measure every method at every sequence length that `earlier` rows do not have yet.
 
     Yields:
-        Rows, one for each: `method`, `sequence`, `saved_bytes` (kept by autograd for one micro-batch, each storage
+        Rows, one for each: `method`, `sequence`, `saved_bytes` (by autograd for one micro-batch, each storage
         once), `saved` (the same by layer type), `weight_copies_bytes` (what autocast's copies of weights add to them),
         `peak_bytes`, of which `weights_bytes`, `gradients_bytes` (before the optimizer's step), `optimizer_bytes` and
         `rest_bytes` (what is left: what is in use for a moment only, and waste), `step_seconds` (median), `loss` (of

@@ -67,7 +67,7 @@ class Updates:
         self.optimizer = make(model.parameters(), config)
 
     def step(self, microbatches: int) -> None:
-        """Take a step with the mean of the gradients, and forget them."""
+        """Take a step with the mean of the gradients, and drop them."""
         if self.storage is not None:
             self.storage.scale_(1 / microbatches)
             self.storage.step(self.optimizer)
@@ -80,7 +80,7 @@ class Updates:
         self.optimizer.zero_grad()
 
     def gradients(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """Gradients of a loss as they are stored, by name of the parameter, in float32; they are forgotten at once."""
+        """Gradients of a loss as they are stored, by name of the parameter, in float32; they are dropped at once."""
         loss().backward()
         gradients = {}
         for name, parameter in self.model.named_parameters():
@@ -95,7 +95,7 @@ class Updates:
         return gradients
 
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that there are now."""
+        """Bytes of the gradients that are stored now."""
         if self.storage is not None:
             return self.storage.nbytes
         return sum(p.grad.nbytes for p in self.model.parameters() if p.grad is not None)
@@ -107,7 +107,7 @@ class Updates:
 
 
 def eight_bit_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torchao's AdamW with states of 8 bits; on a CPU not compiled, for which there may be no compiler."""
+    """torchao's AdamW with states of 8 bits; not compiled on a CPU, where a compiler may be missing."""
     import torchao.optim  # pyright: ignore[reportMissingImports]
 
     every = list(parameters)

@@ -42,14 +42,14 @@ class Meter:
         self._first = self._settled()
 
     def reset(self) -> None:
-        """Start to look for the highest value anew."""
+        """Start a new maximum."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """Most bytes since `reset`."""
+        """The most bytes since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._first
         return _resident("VmHWM") - self._first
@@ -150,7 +150,7 @@ def measure(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, 
 
 
 def _rehearse(settings: MemoryBenchmark, method: str) -> None:
-    """Two steps of a tiny model: afterwards kernels are compiled, and whatever is loaded late is there."""
+    """Train a tiny model for two steps, so that kernels are compiled and late imports are done."""
     model = replace(settings.model, dim=64, layers=1, heads=1, kv_heads=0, ffn=0, pretrained="")
     training = Training(replace(settings, model=model, steps=2, max_bytes=20_000), method, 64)
     with saving(method, training.model, settings.bits) as around:
@@ -163,7 +163,7 @@ def _saved_and_errors(training: Training) -> dict[str, Any]:
     """Bytes that autograd saves of a micro-batch, and errors of its gradients, by layer type."""
     inputs, targets = training.microbatches(training.settings.steps)[0]
     model, updates = training.model, training.updates
-    with saving(training.method, model, training.settings.bits) as around, counted(model) as kept:
+    with saving(training.method, model, training.settings.bits) as around, counted(model) as saved:
         coded = updates.gradients(lambda: training.loss(inputs, targets, around))
     plain = training.loss(inputs, targets, contextlib.nullcontext)
     named = dict(model.named_parameters())
@@ -174,9 +174,9 @@ def _saved_and_errors(training: Training) -> dict[str, Any]:
         groups[_type_of(model, name)][name] = gradient
     errors = {kind: relative_error(coded, group) for kind, group in groups.items()}
     return {
-        "saved_bytes": kept.total,
-        "saved": {kind: size for kind, size in kept.peak.items() if kind != "weights"},
-        "weight_copies_bytes": kept.peak.get("weights", 0),
+        "saved_bytes": saved.total,
+        "saved": {kind: size for kind, size in saved.peak.items() if kind != "weights"},
+        "weight_copies_bytes": saved.peak.get("weights", 0),
         "gradient_error": {"all": relative_error(coded, exact), **errors},
     }
 

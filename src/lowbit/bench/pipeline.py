@@ -116,7 +116,7 @@ class PipelineBenchmark:
         return [replace(self.pipeline, **vars(split)) for split in self.splits] or [self.pipeline]
 
 
-def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
+def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Measure every boundary on every link.
 
     Yields:
@@ -200,7 +200,7 @@ class Turns:
         return statistics.median(step[name] for step in self.steps)
 
 
-def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[Row]:
+def rows_of(settings: PipelineBenchmark, taken: Sequence[Turns]) -> list[dict[str, Any]]:
     """A row for each link, split and boundary, with the comparisons that are not with one other row."""
     rows = [turns.row(settings.backward) for turns in taken]
     unlimited = max((row["tokens_per_second"] for row in rows if row["link_mbit"] is None), default=None)
@@ -228,20 +228,14 @@ def _open(settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig,
     ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
 
 
-def several_splits(rows: Sequence[Row]) -> bool:
-    """Whether rows have different splits."""
-    return len({row["split"] for row in rows}) > 1
-
-
-def _columns(*columns: Column) -> Any:
-    """Where, and what is given; the split only where there are several."""
-
-    def of(rows: Sequence[Row]) -> list[Column]:
-        split = [Column("split", "split")] if several_splits(rows) else []
-        every = [LINK, *split, Column("boundary", lambda row: pair_name(row["boundary"])), *columns]
-        return [c for c in every if split or c.value != "speedup_best_stock_fp32"]
-
-    return of
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """Rows with the name of a bar, with the split if there are several; otherwise columns about splits are empty."""
+    several = len({row["split"] for row in rows}) > 1
+    names = [pair_name(row["boundary"]) for row in rows]
+    if several:
+        return [{**row, "name": name, "bar": f"{row['split']} {name}"} for row, name in zip(rows, names, strict=True)]
+    hidden = {"split": None, "speedup_best_stock_fp32": None}
+    return [{**row, **hidden, "name": name, "bar": name} for row, name in zip(rows, names, strict=True)]
 
 
 def _spread(row: Row) -> float:
@@ -249,19 +243,11 @@ def _spread(row: Row) -> float:
     return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
 
 
-def _series(row: Row) -> str:
-    return row["shown_split"] + pair_name(row["boundary"])
-
-
-def _with_splits(rows: Sequence[Row]) -> list[Row]:
-    several = several_splits(rows)
-    return [{**row, "shown_split": f"{row['split']} " if several else ""} for row in rows]
-
-
 def _panel_width(rows: Sequence[Row]) -> float:
     return 1.2 + 1.9 * len({row["link"] for row in rows})
 
 
+WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
 COMMAND = Command(
     name="bench pipeline",
     summary="Training speed over really slow links, boundary format against boundary format.",
@@ -277,20 +263,24 @@ COMMAND = Command(
     tables=[
         Table(
             title="Training speed",
+            rows=_shown,
             gap="link",
-            columns=_columns(
+            columns=[
+                *WHERE,
                 Column("tokens/s", "tokens_per_second", "{:,.0f}"),
                 Column("±", _spread, "{:.0%}"),
                 Column("over\nstock fp32", "speedup_stock_fp32", "{:.2f}x"),
                 Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
                 Column("over best\nstock fp32", "speedup_best_stock_fp32", "{:.2f}x"),
                 Column("of un-\nlimited", "share_of_unlimited", "{:.0%}"),
-            ),
+            ],
         ),
         Table(
             title="What travels, and the seconds of a step on a rank",
+            rows=_shown,
             gap="link",
-            columns=_columns(
+            columns=[
+                *WHERE,
                 Column("bits\nfwd", "bits_forward", "{:.2f}"),
                 Column("bits\nbwd", "bits_backward", "{:.2f}"),
                 Column("MB a\nstep", lambda row: row["bytes_per_step"] / 1e6, "{:.2f}"),
@@ -300,17 +290,17 @@ COMMAND = Command(
                 Column("eval", "evaluation_seconds", "{:.2f}"),
                 Column("loss", "loss", "{:.3f}"),
                 Column("state\nMB", lambda row: row["state_bytes"] / 1e6, "{:.1f}"),
-            ),
+            ],
         ),
     ],
     charts=[
         Bars(
-            title="Training speed", label="tokens/s", rows=_with_splits, group=link_name, series=_series,
+            title="Training speed", label="tokens/s", rows=_shown, group=link_name, series="bar",
             y="tokens_per_second", width=_panel_width,
         ),
         Bars(
-            title="Ratio to PyTorch's own stage in FP32", label="speed, times that of stock-fp32", rows=_with_splits,
-            group=link_name, series=_series, y="speedup_stock_fp32", width=_panel_width,
+            title="Ratio to PyTorch's own stage in FP32", label="speed, times that of stock-fp32", rows=_shown,
+            group=link_name, series="bar", y="speedup_stock_fp32", width=_panel_width,
         ),
     ],
 )  # fmt: skip

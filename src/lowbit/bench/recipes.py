@@ -56,7 +56,7 @@ def recipe(
 
 
 def as_mapping(config: TrainConfig) -> dict[str, Any]:
-    """A run as ranks are told of it."""
+    """A run as orders carry it."""
     return json.loads(config.to_json())
 
 

@@ -24,7 +24,7 @@ def _each_once(values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]
 
 
 EachOnce = AfterValidator(_each_once)
-"""Of a list of what is compared: it is not empty, and has nothing twice."""
+"""Checks that a list of what is compared is not empty and has nothing twice."""
 Links = Annotated[tuple[Link, ...], EachOnce]
 Names = Annotated[tuple[str, ...], EachOnce]
 Device = Literal["cpu", "cuda"]

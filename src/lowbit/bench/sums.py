@@ -31,7 +31,7 @@ class Phase:
         order: the method of the ranks' program that each turn calls; it answers {"seconds", "sent", ...}.
         contenders: the arguments that are their own, which also tell their results apart.
         arguments: those that all have in common.
-        rounds: timed turns of each; untimed: turns before these, in which ranks agree and buffers are made.
+        rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
     """
 
     name: str
@@ -75,10 +75,7 @@ def all_reduce_elements(ranks: int, numel: int) -> float:
 
 
 def take_turns(
-    program: str,
-    counts: Sequence[int],
-    links: Sequence[Link],
-    prepare: Callable[[Workers, int], Sequence[Phase]],
+    program: str, counts: Sequence[int], links: Sequence[Link], prepare: Callable[[Workers, int], Sequence[Phase]]
 ) -> Iterator[Sequence[Taken]]:
     """Run the phases on every link among every number of ranks; all results so far, after every round.
 

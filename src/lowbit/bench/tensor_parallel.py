@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import Field
@@ -59,8 +59,8 @@ class TensorParallelBenchmark:
                 )
 
     @property
-    def contenders(self) -> list[dict[str, str]]:
-        """Format and algorithm of every sum that takes a turn; the engine's algorithm is its ring."""
+    def contenders(self) -> list[dict[str, Any]]:
+        """Format and algorithm of every sum that takes a turn; PyTorch's algorithm is a ring."""
         return [
             {"name": name, "algorithm": algorithm}
             for name in self.formats
@@ -69,13 +69,13 @@ class TensorParallelBenchmark:
 
 
 def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
-    """The codec of a format, made for the partial sums of all ranks, (tokens, width) each.
+    """The codec of a format, fitted to the partial sums of all ranks, (tokens, width) each.
 
     Raises:
-        ValueError: the engine's format, which has none.
+        ValueError: PyTorch's own format, which has none.
     """
     if name == "bf16":
-        raise ValueError("format is 'bf16', the engine's own; allowed: int4, int8, feature-int4")
+        raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4")
     if name == "int8":
         return GroupInt(bits=8, group=128, symmetric=True)
     return FeatureInt4.fit(parts, outliers=0 if name == "int4" else None)
@@ -99,9 +99,9 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
         Rows, one for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `ranks`, what
         `set_link` says of the link, `numel`, `tokens`, `ms` (median over the rounds of the slowest rank's time, with
         the tensor already there), `ms_low`, `ms_high`, `spread` (interquartile range over median), `speedup_bf16` (of
-        the medians, over the engine's), `bits_per_value` (of the format), `wire_bits` (bytes that really left a rank,
+        the medians, over PyTorch's), `bits_per_value` (of the format), `wire_bits` (bytes that really left a rank,
         headers included, over what an all-reduce has to send), `crossover` (fewest elements measured from which on this
-        is faster than the engine's; None: never), `relative_error` (of the largest message, which is not what the codec
+        is faster than PyTorch's; None: never), `relative_error` (of the largest message, which is not what the codec
         was fitted to, against float64), `rounds`. Then a row for each prefill: its `tokens_per_second` (absent before)
         by the same `format`, with algorithm "auto", `ms` and `speedup_bf16` of all of it, and `numel` of one of its
         sums.
@@ -116,7 +116,8 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
     def prepare(ranks: Workers, count: int) -> list[Phase]:
         bits.update(ranks.ask("open", tokens=max(settings.tokens), width=settings.width)[0])
         for contender in settings.contenders:
-            errors[count, *contender.values()] = ranks.ask("error", **contender)[0]
+            key = count, contender["name"], contender["algorithm"]
+            errors[key] = ranks.ask("error", **contender)[0]
         phases = []
         for tokens in settings.tokens:
             calls = min(_MOST_CALLS, max(1, _CALLS // (tokens * settings.width)))
@@ -163,7 +164,7 @@ def rows_of(
 
 
 def crossover(row: Row, rows: Sequence[Row]) -> int | None:
-    """Fewest elements from which on a format is faster than the engine's at every size measured."""
+    """Fewest elements from which on a format is faster than PyTorch's at every size measured."""
     here = [r for r in rows if (r["ranks"], r["link"]) == (row["ranks"], row["link"])]
     base = {r["numel"]: r["ms"] for r in here if r["format"] == "bf16"}
     own = {r["numel"]: r["ms"] for r in here if (r["format"], r["algorithm"]) == (row["format"], row["algorithm"])}

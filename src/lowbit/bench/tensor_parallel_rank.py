@@ -71,7 +71,7 @@ class TensorParallelRank:
         """Let the model read its tokens."""
         with torch.inference_mode():
             if name == "bf16":
-                installed = _engine_sums(self._model)
+                installed = _pytorch_sums(self._model)
             else:
                 installed = low_bit_(self._model, self._sources[name], settings=SumSettings(small=0))
             with installed:
@@ -84,8 +84,8 @@ class TensorParallelRank:
             all_reduce(x, self._codecs[name], algorithm=algorithm, small=0)
 
 
-def _engine_sums(model: nn.Module) -> Installed:
-    """Let the model add up its partial sums by the engine's own all-reduce, in its dtype."""
+def _pytorch_sums(model: nn.Module) -> Installed:
+    """Let the model add up its partial sums by PyTorch's own all-reduce, in its dtype."""
 
     def forward_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:

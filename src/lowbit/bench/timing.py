@@ -25,7 +25,7 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Seconds of each operation in each round; in a round every operation has its turn.
 
-    On a GPU they are its own, from event to event: it is kept busy until a round is queued, so that it waits for no
+    On a GPU they are measured between its own events; it is busy until a round is queued, so that it waits for no
     launch in between.
 
     Args:
@@ -48,7 +48,7 @@ def in_turn(
                 continue
             turn += 1
             timers[name].append(measured(operation, turn % buffers))
-    return {name: [seconds() for seconds in found] for name, found in timers.items()}
+    return {name: [seconds() for seconds in rounds_of] for name, rounds_of in timers.items()}
 
 
 def _here(operation: Operation, buffer: int) -> Callable[[], float]:
@@ -81,11 +81,11 @@ def last_level_cache(device: torch.device | str = "cpu") -> int:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    found = []
+    sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
-        found.append(int(text.rstrip("KMG")) * units.get(text[-1:], 1))
-    return max(found, default=64 * 2**20)
+        sizes.append(int(text.rstrip("KMG")) * units.get(text[-1:], 1))
+    return max(sizes, default=64 * 2**20)
 
 
 @contextmanager

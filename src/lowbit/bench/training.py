@@ -92,7 +92,7 @@ def gradient_codec(boundary: str) -> Codec | None:
         return None
     codec = parse(boundary.removeprefix(GRADIENTS))
     if codec.stateful:
-        raise ConfigError(f"{boundary!r} keeps something between messages; allowed: codecs without state")
+        raise ConfigError(f"{boundary!r} has state between messages; allowed: codecs without state")
     return codec
 
 

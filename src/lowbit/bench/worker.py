@@ -2,8 +2,8 @@
 
 Orders come on standard input, one JSON list `[method, arguments]` a line; each is answered with one line of JSON on
 standard output, before which lines may tell of progress. All formats that are compared live in the same processes, so
-that they can take turns: whatever else the machine does hits all of them alike. What libraries print goes to standard
-error.
+that they can take turns: other work on the machine slows all of them down equally. What libraries print goes to
+standard error.
 """
 
 from __future__ import annotations

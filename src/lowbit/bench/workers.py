@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 from lowbit.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
@@ -62,16 +61,14 @@ class Workers:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, method: str, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
+    def ask(self, method: str, /, *, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
         """Give all processes an order and collect their answers, by process.
 
         Args:
-            method: of what the program serves; arguments: its keyword arguments, as JSON has them.
+            method: of what the program serves; arguments: its keyword arguments, which JSON can hold.
             on_progress: called with what processes tell in between.
 
         Raises:
@@ -82,9 +79,7 @@ class Workers:
         results = dict(self._answers(set(range(self._count)), on_progress))
         return [results[index] for index in range(self._count)]
 
-    def share(
-        self, method: str, orders: Sequence[Mapping[str, Any]], *, on_progress: OnProgress | None = None
-    ) -> Iterator[Any]:
+    def share(self, method: str, orders: Sequence[Mapping[str, Any]], on_progress: OnProgress) -> Iterator[Any]:
         """Give each order to the next process that is free, and yield answers as they come.
 
         Raises:
@@ -158,9 +153,9 @@ class Workers:
                 self._processes[index].wait()
                 raise self._failure(index, self._last_words(index))
             match json.loads(line):
-                case {"progress": told}:
+                case {"progress": value}:
                     if on_progress:
-                        on_progress(told)
+                        on_progress(value)
                 case {"error": reason}:
                     raise self._failure(index, reason)
                 case {"result": result}:
@@ -171,10 +166,10 @@ class Workers:
         return ChildProcessError(f"{'rank' if self._grouped else 'process'} {index} failed: {reason}")
 
     def _last_words(self, index: int) -> str:
-        """The end of what a process that has ended said on standard error, and its exit status."""
+        """The exit status of a process that has ended, and the last line of its standard error."""
         self._errors[index].seek(0)
-        said = self._errors[index].read().strip().splitlines()
-        return f"exit status {self._processes[index].returncode}" + (f", {said[-1]}" if said else "")
+        lines = self._errors[index].read().strip().splitlines()
+        return f"exit status {self._processes[index].returncode}" + (f", {lines[-1]}" if lines else "")
 
 
 def _free_port() -> int:

@@ -267,7 +267,7 @@ def _front(cost: StageCost, errors: Sensitivities, layers: int) -> list[_Point]:
     share = cost.layers / layers if layers else 0.0
     points = []
     for chosen in itertools.product(*(sorted(cost.saved[kind]) for kind in PLANNED)):
-        bits = dict(zip(PLANNED, chosen, strict=True))
+        bits: dict[str, int] = dict(zip(PLANNED, chosen, strict=True))
         loss = share * sum(errors[kind][bits[kind]] ** 2 for kind in PLANNED)
         points.append(_Point(MappingProxyType(bits), cost.per_microbatch(bits), loss))
     # Where bits make no difference, such as for a layer type that a stage does not have, take the most.

@@ -23,14 +23,7 @@ from lowbit.plan.in_flight import InFlight, in_flight, order_of
 from lowbit.plan.stages import StageMeter, gradient_errors
 from lowbit.report import Bars, Column, Command, Row, Table, check_output
 from lowbit.train.activations import planned_settings
-from lowbit.train.config import (
-    FULL_PRECISION,
-    DataConfig,
-    GradientsConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainConfig,
-)
+from lowbit.train.config import FULL_PRECISION, DataConfig, GradientsConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.plan import Plan, make_plan
 from lowbit.train.tokenizer import load_tokenizer

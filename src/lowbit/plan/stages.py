@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,40 +62,17 @@ class StageMeter:
         """A stage of the pipeline."""
         kind = (stage == 0, stage == layout.stages - 1)
         if kind not in self._measured:
-            self._measured[kind] = self._measure(*kind)
+            self._measured[kind] = _TwoLayers(self, *kind)
         return self._measured[kind].with_layers(len(layout.layers_of(stage)))
 
-    def _measure(self, first: bool, last: bool) -> _TwoLayers:
-        module = self._module(2, first, last)
-        ids, inputs = self._batch(module)
-
-        def forward() -> Tensor:
-            output = module(inputs)
-            return next_token_loss(output, ids) if last else output
-
-        with counted(module) as plain:
-            graph = forward()
-        del graph
-        with torch.no_grad():
-            output = module(inputs).nbytes
-        return _TwoLayers(
-            by_width=bytes_by_width(module, forward, group=self.settings.group),
-            plain=plain,
-            output=output,
-            inputs=inputs.nbytes if self.splits and not first else 0,
-            received=0 if first else inputs.nbytes,
-            gradients=[self._gradients(layers, first, last) for layers in (1, 2)],
-            module=module,
-            settings=self.settings,
-        )
-
-    def _module(self, layers: int, first: bool, last: bool) -> StageModule:
+    def module(self, layers: int, first: bool, last: bool) -> StageModule:
+        """A stage with the first of the layers."""
         return StageModule(
             self.model, layers=range(layers), first=first, last=last,
             autocast=torch.bfloat16 if self.mixed else None, wire=self.dtype,
         ).train()  # fmt: skip
 
-    def _batch(self, module: StageModule) -> tuple[Tensor, Tensor]:
+    def batch(self, module: StageModule) -> tuple[Tensor, Tensor]:
         """Token ids of a micro-batch, and the stage's input for it."""
         shape = (self.settings.recipe.rows, self.settings.data.sequence)
         ids = torch.randint(module.vocab, shape, generator=torch.Generator().manual_seed(0))
@@ -103,12 +80,12 @@ class StageMeter:
             return ids, ids
         return ids, torch.randn(*shape, module.width, dtype=self.dtype, requires_grad=True)
 
-    def _gradients(self, layers: int, first: bool, last: bool) -> int:
+    def between_passes(self, layers: int, first: bool, last: bool) -> int:
         """Bytes that a stage of so many layers holds between two passes of backward; the first has only one."""
         if first or not self.splits:
             return 0
-        module = self._module(layers, first, last)
-        ids, inputs = self._batch(module)
+        module = self.module(layers, first, last)
+        ids, inputs = self.batch(module)
         compressed = compress_saved_(module, LayerAware(group=self.settings.group))
         try:
             output = module(inputs)
@@ -119,18 +96,26 @@ class StageMeter:
             compressed.remove()
 
 
-@dataclass(frozen=True, kw_only=True)
 class _TwoLayers:
-    """A stage with two decoder layers, measured; `gradients` with one and with two."""
+    """A stage with two decoder layers, measured."""
 
-    by_width: Mapping[int, SavedBytes]
-    plain: SavedBytes
-    output: int
-    inputs: int
-    received: int
-    gradients: Sequence[int]
-    module: StageModule
-    settings: MemorySettings
+    def __init__(self, meter: StageMeter, first: bool, last: bool) -> None:
+        self.settings, self.module = meter.settings, meter.module(2, first, last)
+        ids, inputs = meter.batch(self.module)
+
+        def forward() -> Tensor:
+            output = self.module(inputs)
+            return next_token_loss(output, ids) if last else output
+
+        with counted(self.module) as self.plain:
+            graph = forward()
+        del graph
+        with torch.no_grad():
+            self.output = self.module(inputs).nbytes
+        self.by_width = bytes_by_width(self.module, forward, group=self.settings.group)
+        self.received = 0 if first else inputs.nbytes
+        self.inputs = self.received if meter.splits else 0
+        self.gradients = [meter.between_passes(layers, first, last) for layers in (1, 2)]
 
     def with_layers(self, layers: int) -> MeasuredStage:
         """The same stage with so many layers."""
@@ -138,7 +123,6 @@ class _TwoLayers:
         not_planned = {kind for kind, _ in whole.modules} - {*PLANNED, "weights"}
         parameters = self.module.named_parameters()
         one, two = self.gradients
-        early = self._bytes(whole, layers, {"loss"}) + self.output if self.module.last else 0
         cost = StageCost(
             layers=layers,
             saved={
@@ -149,7 +133,7 @@ class _TwoLayers:
             output=self.output,
             inputs=self.inputs,
             received=self.received,
-            early=early,
+            early=self._bytes(whole, layers, {"loss"}) + self.output if self.module.last else 0,
             gradients=one + (layers - 1) * (two - one),
             fixed=round(sum(self._fixed(p) * self._copies(name, layers) for name, p in parameters)),
         )

@@ -46,11 +46,7 @@ class Command:
 
 
 def run(
-    command: Command,
-    settings: Any,
-    *,
-    file: Path | None = None,
-    on_rows: Callable[[Sequence[Row]], None] | None = None,
+    command: Command, settings: Any, *, file: Path | None = None, on_rows: Callable[[Sequence[Row]], None] | None = None
 ) -> Report:
     """Measure, and return the report.
 
@@ -62,13 +58,12 @@ def run(
     Raises:
         ValueError: `file` holds rows of other settings; or what the command refuses.
     """
-    keeps = file is not None and bool(command.key)
-    rows: Sequence[Row] = earlier_rows(command, settings, file) if file is not None and keeps else []
+    file = file if command.key else None
     about = machine()
-    rows = compare(rows, command.baselines)
+    rows = compare(earlier_rows(command, settings, file) if file else [], command.baselines)
     for current in command.measure(settings, rows):
         rows = compare(current, command.baselines)
-        if file is not None and keeps:
+        if file:
             Report(command=command.name, settings=settings, machine=about, rows=rows).write_json(file)
         if on_rows:
             on_rows(rows)

@@ -22,7 +22,7 @@ class Column:
 
     Args:
         title: the heading.
-        value: what of a row stands in it.
+        value: the value of a row that it shows.
         show: a format string or a function that makes text of the value; None is shown as a dash.
     """
 
@@ -71,7 +71,7 @@ class Table:
     def _render(self, rows: Sequence[Row]) -> RichTable:
         """One table; numbers to the right.
 
-        Where there is little room, columns move together, and text goes on in the next line; numbers stay whole.
+        On a narrow terminal, columns move together and text is wrapped; numbers are not.
         """
         from rich import box
         from rich.table import Table as RichTable

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowbit.activations import BitPlan, LayerAware, compress_saved_
+from lowbit.activations.bit_plan import PLANNED
 from lowbit.codecs import parse
 from lowbit.collectives.engine import version
 from lowbit.config import ConfigError
@@ -35,8 +37,9 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
             no plan or one for another run, bits beside a plan.
     """
     if config.plan:
-        return _policies_of_plan(config, stages, settings)
-    values = {name: _each(config, name, stages) for name in ("bits", "norm", "mlp", "linear")}
+        _check_made_for(config.plan, stages, settings)
+    config = written_out(config)
+    values = {name: _each(config, name, stages) for name in ("bits", *PLANNED)}
     return tuple(
         _policy(config, {name: each[stage] for name, each in values.items() if each}) for stage in range(stages)
     )
@@ -64,12 +67,23 @@ def planned_settings(config: TrainConfig, layout: Plan, vocab: int) -> dict[str,
     }
 
 
-def plan_identity(path: str) -> Any:
-    """The bits in the file of a plan, by which a run knows it wherever it lies; "" without one."""
-    if not path:
-        return ""
-    plan = BitPlan.read(path)
-    return {"group": plan.group, "stages": [dict(bits) for bits in plan.stages]}
+def written_out(config: ActivationsConfig) -> ActivationsConfig:
+    """The same with the bits of every stage in place of the plan's file.
+
+    Raises:
+        ConfigError: the file holds no plan, or there are bits beside it.
+    """
+    if not config.plan:
+        return config
+    defaults = ActivationsConfig()
+    for name in ("bits", *PLANNED, "group"):
+        if (value := getattr(config, name)) != getattr(defaults, name):
+            raise ConfigError(
+                f"activations.{name} is {value} and activations.plan is {config.plan!r}; allowed: one of the two"
+            )
+    plan = _read(config.plan)
+    bits = {kind: tuple(stage[kind] for stage in plan.stages) for kind in PLANNED}
+    return replace(config, plan="", group=plan.group, **bits)
 
 
 def check_schedule(policies: Policies, schedule: str) -> None:
@@ -97,26 +111,23 @@ def compress(module: nn.Module, policy: LayerAware | None, device: torch.device)
     small(torch.ones(1, 8, device=device)).sum().backward()
 
 
-def _policies_of_plan(config: ActivationsConfig, stages: int, settings: Mapping[str, Any]) -> Policies:
-    defaults = ActivationsConfig()
-    for name in ("bits", "norm", "mlp", "linear", "group"):
-        if (value := getattr(config, name)) != getattr(defaults, name):
+def _check_made_for(path: str, stages: int, settings: Mapping[str, Any]) -> None:
+    plan = _read(path)
+    if len(plan.stages) != stages:
+        raise ConfigError(f"activations.plan: {path} has bits for {len(plan.stages)} stages; this run has {stages}")
+    for name, value in settings.items():
+        if (planned := plan.made_for.get(name)) != value:
             raise ConfigError(
-                f"activations.{name} is {value} and activations.plan is {config.plan!r}; allowed: one of the two"
+                f"activations.plan: {path} was made for {name} {planned!r}; here it is {value!r}; "
+                "allowed: what `lowbit plan memory` wrote for this run"
             )
+
+
+def _read(path: str) -> BitPlan:
     try:
-        plan = BitPlan.read(config.plan)
-        if len(plan.stages) != stages:
-            raise ValueError(f"{config.plan} has bits for {len(plan.stages)} stages; this run has {stages}")
-        for name, value in settings.items():
-            if (planned := plan.made_for.get(name)) != value:
-                raise ValueError(f"{config.plan} was made for {name} {planned!r}; here it is {value!r}")
+        return BitPlan.read(path)
     except ValueError as error:
-        raise ConfigError(f"activations.plan: {error}; allowed: what `lowbit plan memory` wrote for this run") from None
-    policies = [plan.policy(stage, rounding=config.rounding) for stage in range(stages)]
-    return tuple(
-        None if set(bits.values()) == {16} else policy for policy, bits in zip(policies, plan.stages, strict=True)
-    )
+        raise ConfigError(f"activations.plan: {error}; allowed: a file that `lowbit plan memory` wrote") from None
 
 
 def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
-from lowbit.train.activations import plan_identity
+from lowbit.train.activations import written_out
 from lowbit.train.boundaries import in_full
 from lowbit.train.config import FULL_PRECISION, TrainConfig
 from lowbit.train.data import Data
@@ -86,10 +86,9 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "run.steps": config.run.steps,
         "run.precision": config.run.precision,
     }
-    for section in ("activations", "optimizer"):
-        values = dataclasses.asdict(getattr(config, section))
-        identity |= {f"{section}.{key}": value for key, value in values.items()}
-    identity["activations.plan"] = plan_identity(config.activations.plan)
+    for name, section in {"activations": written_out(config.activations), "optimizer": config.optimizer}.items():
+        identity |= {f"{name}.{key}": value for key, value in dataclasses.asdict(section).items()}
+    del identity["activations.plan"]  # known by the bits
     return json.loads(json.dumps(identity))
 
 

@@ -249,7 +249,8 @@ class Trainer:
         facts = {"text": self.prepared.data.fingerprint()}
         facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
         facts["backend"] = self.prepared.backend
-        facts["bits in activations.plan"] = str(self.prepared.identity["activations.plan"])
+        bits = ("bits", "norm", "mlp", "linear", "group")  # from the configuration or the file of a plan
+        facts["saved activations"] = str({key: self.prepared.identity[f"activations.{key}"] for key in bits})
         for section, values in dataclasses.asdict(self.config).items():
             names = (f"{section}.{key}" for key in values)
             facts |= {n: str(v) for n, v in zip(names, values.values(), strict=True) if n not in _LOCAL}
