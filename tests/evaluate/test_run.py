@@ -74,7 +74,7 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(("dtype", "own"), [("float32", 32), ("bfloat16", 16)])
-def test_what_was_not_coded_counts_as_it_travelled(folder: Path, calibrated: Path, dtype: str, own: int):
+def test_values_that_were_not_coded_count_with_their_dtype(folder: Path, calibrated: Path, dtype: str, own: int):
     settings = evaluation_config(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
     rows = run(EVALUATE, settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
     assert [row["coded"] for row in rows] == [0.75, 0.75]
@@ -85,7 +85,7 @@ def test_what_was_not_coded_counts_as_it_travelled(folder: Path, calibrated: Pat
 
 
 @pytest.mark.parametrize(("native", "auto"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_a_model_computes_in_what_the_processor_has(monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype):
+def test_the_default_dtype_suits_the_processor(monkeypatch: pytest.MonkeyPatch, native: bool, auto: torch.dtype):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
     expected = {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}
     for name, dtype in expected.items():
@@ -97,7 +97,7 @@ def test_scores_are_means_over_tasks():
     assert harness.mean_score(scores) == pytest.approx(0.4)
 
 
-def test_gemma_2_computes_by_the_attention_that_it_has(folder: Path, tmp_path: Path):
+def test_gemma_2_computes_with_its_own_attention(folder: Path, tmp_path: Path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
@@ -111,14 +111,14 @@ def test_gemma_2_computes_by_the_attention_that_it_has(folder: Path, tmp_path: P
     assert all(row["kept"] == pytest.approx(1, abs=0.01) for row in rows)
 
 
-def test_what_a_config_leaves_out_is_that_of_its_architecture(tmp_path: Path):
+def test_a_config_takes_missing_fields_from_its_architecture(tmp_path: Path):
     text = {"model_type": "gemma3_text"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     assert loading.model_config(str(tmp_path)).num_key_value_heads == 4
     assert loading.possible_ranks(str(tmp_path)) == [1, 2, 4]
 
 
-def test_real_ranks_say_the_same_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
+def test_real_and_emulated_ranks_agree_to_the_last_bit(folder: Path, calibrated: Path, ranks: Ranks):
     settings = evaluation_config(folder, tps=(2,), formats=("feature-int4", "int8"))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -149,19 +149,19 @@ def on_a_rank(folder: str) -> tuple[Any, str, str]:
     return rows, Calibration.load(settings.path).fingerprint(), str(missing.value)
 
 
-def test_a_calibration_goes_on_where_it_was_ended(
+def test_a_calibration_goes_on_where_it_was_interrupted(
     folder: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     settings = calibration_config(folder, output=str(tmp_path / "a" / "c.safetensors"))
     whole = Calibration.load(calibrated)
     real, seen = calibrate.calibrate, []
 
-    def ended(model: Any, sequences: Any, **options: Any) -> Any:
+    def interrupted(model: Any, sequences: Any, **options: Any) -> Any:
         drawn = list(sequences)
         drawn[5:] = [None]  # what the model cannot take
         return real(model, iter(drawn), **options | {"save_every": 2})
 
-    monkeypatch.setattr(calibrate, "calibrate", ended)
+    monkeypatch.setattr(calibrate, "calibrate", interrupted)
     with pytest.raises(Exception, match="NoneType"):
         run(CALIBRATE, settings)
     assert not settings.path.exists()
@@ -177,8 +177,8 @@ def test_a_calibration_goes_on_where_it_was_ended(
     assert Calibration.load(settings.path).fingerprint() == whole.fingerprint()
     assert list(settings.path.parent.iterdir()) == [settings.path]
     run(CALIBRATE, dataclasses.replace(settings, features="", continue_=True, seed=1))
-    found = Calibration.load(settings.path)
-    assert (found.count, found.settings["k"]) == (16, 1)
+    continued = Calibration.load(settings.path)
+    assert (continued.count, continued.settings["k"]) == (16, 1)
     assert not caplog.records
     seen.clear()
     other = dataclasses.replace(settings, output=str(tmp_path / "b" / "c.safetensors"), seed=1)
@@ -258,7 +258,9 @@ def test_settings_are_checked_and_explained():
     assert CalibrationConfig(model="m", features="E/32").selection(256) == (8, "fixed")
     assert CalibrationConfig(model="m", features="5").selection(256) == (5, "fixed")
     assert EvaluationConfig(model="m", low_bit=True).compared == ("bf16", "feature-int4")
-    assert all(setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values())
+    assert all(
+        setting.meaning for config in (CalibrationConfig, EvaluationConfig) for setting in settings_of(config).values()
+    )
 
 
 def test_a_calibration_for_other_weights_is_refused(calibrated: Path, tmp_path: Path):

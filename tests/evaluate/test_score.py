@@ -35,10 +35,10 @@ def test_it_is_that_of_every_token_by_hand(batch: int):
     text, model = some_text(8), Bigram()
     logs = torch.log_softmax(model.table.double(), -1)
     losses = [-logs[a, b].item() for a, b in zip(text.tokens[:-1], text.tokens[1:], strict=True)]
-    found = perplexity(model, text, batch=batch)
-    assert found.tokens == len(losses) == 100
-    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
-    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    result = perplexity(model, text, batch=batch)
+    assert result.tokens == len(losses) == 100
+    assert result.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
 
 
 def test_logits_are_compared_with_those_of_the_reference():
@@ -68,9 +68,9 @@ def test_nan_is_seen():
     model, reference = Bigram(), Reference()
     perplexity(model, some_text(8), reference=reference)
     model.table[3] = math.nan
-    found = perplexity(model, some_text(8), reference=reference)
-    assert found.logits_error is not None
-    assert math.isnan(found.perplexity + found.loss + found.logits_error)
+    result = perplexity(model, some_text(8), reference=reference)
+    assert result.logits_error is not None
+    assert math.isnan(result.perplexity + result.loss + result.logits_error)
 
 
 def test_errors_of_sums_are_those_of_all_calls():

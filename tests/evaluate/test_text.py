@@ -18,11 +18,11 @@ def sequences(count: int, length: int, begin: int | None = None) -> Sequences:
 @pytest.mark.parametrize("begin", [None, 200])
 @pytest.mark.parametrize("count", [2, 9, 16, 17, 18, 40])
 def test_every_token_is_predicted_once_from_the_one_before_it(count: int, begin: int | None):
-    found = sequences(count, 8, begin)
-    batches = list(found.batches(found.spread(0), 2))
+    windows = sequences(count, 8, begin)
+    batches = list(windows.batches(windows.spread(0), 2))
     predicted = torch.cat([targets.flatten() for _, targets in batches])
     assert sorted(predicted.tolist()) == list(range(0 if begin else 1, count))
-    assert found.predicted == len(predicted)
+    assert windows.predicted == len(predicted)
     for inputs, targets in batches:
         assert inputs.shape == targets.shape
         assert inputs.shape[1] == 8 or len(inputs) == 1
@@ -34,9 +34,9 @@ def test_every_token_is_predicted_once_from_the_one_before_it(count: int, begin:
 
 
 def test_windows_are_spread_over_the_text():
-    found = sequences(161, 8)
-    assert found.spread(4) == [0, 5, 10, 15]
-    assert found.spread(100) == list(range(20))
+    windows = sequences(161, 8)
+    assert windows.spread(4) == [0, 5, 10, 15]
+    assert windows.spread(100) == list(range(20))
 
 
 def test_fewer_windows_than_asked_for_are_logged(caplog: pytest.LogCaptureFixture):
@@ -48,11 +48,11 @@ def test_fewer_windows_than_asked_for_are_logged(caplog: pytest.LogCaptureFixtur
 
 
 def test_draws_are_different_windows_that_the_seed_decides():
-    found = sequences(81, 8)
-    first, again, other = found.draw(5, 0), found.draw(5, 0), found.draw(5, 1)
+    windows = sequences(81, 8)
+    first, again, other = windows.draw(5, 0), windows.draw(5, 0), windows.draw(5, 1)
     assert [w.tolist() for w in first] == [w.tolist() for w in again]
     assert [w.tolist() for w in first] != [w.tolist() for w in other]
-    assert len({w[0].item() for w in found.draw(50, 0)}) == 10
+    assert len({w[0].item() for w in windows.draw(50, 0)}) == 10
     assert all(len(w) == 8 and w[0] % 8 == 0 for w in first)
 
 

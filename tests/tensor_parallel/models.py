@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -106,10 +105,5 @@ def calibrated() -> Calibration:
 
 def logits(model: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        found = model(tokens)
-    return found if isinstance(found, Tensor) else found.logits
-
-
-def save(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path
+        output = model(tokens)
+    return output if isinstance(output, Tensor) else output.logits

@@ -34,15 +34,15 @@ def calibration() -> Calibration:
 
 def partial_sums(sequence: Tensor, ranks: int) -> dict[str, list[Tensor]]:
     """Of each layer: the ranks' partial sums (S, E) and, last, their sum."""
-    found: dict[str, list[Tensor]] = {}
+    seen: dict[str, list[Tensor]] = {}
 
     def watch(name: str, partials: Any, total: Tensor) -> None:
-        found[name] = [x[0].double() for x in (*partials, total)]
+        seen[name] = [x[0].double() for x in (*partials, total)]
 
     model = Toy()
     with emulate_tensor_parallel_(model, ranks, watch=watch):
         logits(model, sequence[None])
-    return found
+    return seen
 
 
 def test_ranges_are_corrected_moving_averages(calibration: Calibration):
@@ -55,8 +55,8 @@ def test_ranges_are_corrected_moving_averages(calibration: Calibration):
             low = sum(w * v.amin(0) for w, v in zip(weights, values, strict=True)) / sum(weights)
             high = sum(w * v.amax(0) for w, v in zip(weights, values, strict=True)) / sum(weights)
             expected = torch.maximum(low.abs(), high.abs()).float()
-            found = calibration.total[name] if rank == 2 else calibration.ranges[name][rank]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+            ranges = calibration.total[name] if rank == 2 else calibration.ranges[name][rank]
+            torch.testing.assert_close(ranges, expected, rtol=1e-4, atol=1e-6)
     assert (calibration.count, calibration.world, calibration.text) == (4, 2, "toy text")
 
 
@@ -169,7 +169,7 @@ def test_files_that_cannot_be_used_say_why(
         Calibration.load(path)
 
 
-def test_other_models_and_worlds_are_told_apart(calibration: Calibration, tmp_path: Path):
+def test_other_models_and_worlds_are_refused(calibration: Calibration, tmp_path: Path):
     with pytest.raises(CalibrationError, match="not-there: No such file"):
         Calibration.load(tmp_path / "not-there")
     with pytest.raises(CalibrationError, match="for 2 ranks, this is a group of 4"):
@@ -200,11 +200,11 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
     with torch.no_grad():
         model.layers[1].mlp.down.weight[7] = 0
         model.layers[1].mlp.down.weight[9, :51] = 0  # the columns of the first of two ranks
-    found = calibrate(model, sequences(2), ranks=2).ranges["layers.1.mlp.down"]
-    others = found[:, [e for e in range(WIDTH) if e not in (7, 9)]]
-    assert float(found[0, 7]) == float(found[1, 7]) == float(found[0, 9])
-    assert float(found[0, 7]) <= float(others.min())
-    assert found[1, 9] > found[0, 9]
+    ranges = calibrate(model, sequences(2), ranks=2).ranges["layers.1.mlp.down"]
+    others = ranges[:, [e for e in range(WIDTH) if e not in (7, 9)]]
+    assert float(ranges[0, 7]) == float(ranges[1, 7]) == float(ranges[0, 9])
+    assert float(ranges[0, 7]) <= float(others.min())
+    assert ranges[1, 9] > ranges[0, 9]
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         "never seen other than zero: feature 7 on rank 0 of layers.1.mlp.down; such features get the smallest range "
         "of their layer"
@@ -216,7 +216,7 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         ({"k": WIDTH}, "k is 64; allowed: 0 to 63"),
         ({"momentum": 1.0}, "momentum is 1.0"),
@@ -227,16 +227,16 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
         ({"sequences": [torch.ones(1, 2, 3, dtype=torch.long)]}, "sequences has torch.int64"),
     ],
 )
-def test_arguments(arguments: dict[str, Any], told: str | None):
+def test_arguments(arguments: dict[str, Any], error: str | None):
     chosen = {"sequences": sequences(1), "ranks": 2} | arguments
-    if told is None:
+    if error is None:
         assert calibrate(Toy(), **chosen).world == 3
         return
-    with pytest.raises((ValueError, TypeError), match=told):
+    with pytest.raises((ValueError, TypeError), match=error):
         calibrate(Toy(), **chosen)
 
 
-def test_a_model_that_is_not_finite_is_told_so():
+def test_a_model_that_is_not_finite_is_refused():
     model = Toy()
     with torch.no_grad():
         model.layers[0].mlp.down.weight[3] = torch.inf
@@ -263,7 +263,7 @@ def test_ranks_put_together_what_each_has_seen(ranks: Ranks):
             assert tensors[name][:2].tolist() == [[width] * width, [width + 100] * width]
 
 
-def test_ranks_with_other_layers_are_told(ranks: Ranks):
+def test_ranks_with_other_layers_are_refused(ranks: Ranks):
     for outcome in ranks.outcomes(gathers, {"a": 2, "wider": 3}):
         assert outcome.kind == "CalibrationError"
         assert "'wider': 4" in outcome.text

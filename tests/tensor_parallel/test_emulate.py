@@ -49,9 +49,9 @@ def test_sums_are_coded_as_defined(algorithm: Any):
     settings = SumSettings(small=0, algorithm=algorithm)
     with emulate_tensor_parallel_(model, 2, calibration, settings=settings, watch=watch):
         logits(model, ids())
-    partials, found = seen[name]
+    partials, summed = seen[name]
     scale, whole = codec.ranges / 7, codec.total / 7
-    total = torch.zeros_like(found)
+    total = torch.zeros_like(summed)
     for partial, step in zip(partials, scale, strict=True):
         coded = (partial * (1 / step)).round().clamp(-7, 7) * step
         coded[..., 5] = partial[..., 5].bfloat16().float()
@@ -60,7 +60,7 @@ def test_sums_are_coded_as_defined(algorithm: Any):
         outlier = total[..., 5].bfloat16().float()
         total = (total * (1 / whole)).round().clamp(-7, 7) * whole
         total[..., 5] = outlier
-    torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(summed, total, rtol=1e-6, atol=1e-7)
 
 
 def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
@@ -91,8 +91,8 @@ def test_weights_may_change_meanwhile():
         logits(model, ids())
         with torch.no_grad():
             model.layers[0].mlp.down.weight.mul_(2)
-        found = logits(model, ids())
-    torch.testing.assert_close(found, logits(model, ids()), rtol=1e-5, atol=1e-5)
+        results = logits(model, ids())
+    torch.testing.assert_close(results, logits(model, ids()), rtol=1e-5, atol=1e-5)
 
 
 def test_nan_shows_in_the_logits():
@@ -103,9 +103,9 @@ def test_nan_shows_in_the_logits():
     with emulate_tensor_parallel_(model, 2, calibration, settings=SumSettings(small=0)):
         with torch.no_grad():
             model.embed.weight[VOCAB - 1] = torch.nan
-        found = logits(model, tokens)
-    assert found[0, 3:].isnan().all()
-    assert not found[1].isnan().any()
+        results = logits(model, tokens)
+    assert results[0, 3:].isnan().all()
+    assert not results[1].isnan().any()
 
 
 class Split(nn.Module):

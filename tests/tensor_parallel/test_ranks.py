@@ -28,62 +28,49 @@ from lowbit.tensor_parallel import (
 from tests.ranks import Ranks
 from tests.tensor_parallel.models import VOCAB, WIDTH, Toy, ids, llama, logits, sequences
 
-ONE, TWO, GATE = (
-    SumSettings(small=0, algorithm="one_shot"),
-    SumSettings(small=0, algorithm="two_shot"),
-    SumSettings(small=1 << 20),
-)
+ONE = SumSettings(small=0, algorithm="one_shot")
+TWO = SumSettings(small=0, algorithm="two_shot")
+SMALL = SumSettings(small=1 << 20)
 INT8 = GroupInt(bits=8, group=64, symmetric=True)
 
 
-def on_real_ranks(folder: str, dtype_name: str) -> dict[str, Any]:
-    """What one of them sees. The calibration's state is written by one and read by all."""
-    found: dict[str, Any] = {}
-    for dtype in (getattr(torch, dtype_name),):
-        model = tensor_parallel_(Toy().to(dtype))
-        state = Path(folder) / f"{dtype}.state"
-        interrupted = sequences()
-        interrupted[2] = interrupted[2] * 10.5  # not token ids: the run ends here
-        with pytest.raises(ValueError, match=r"sequences has torch.float32"):
-            calibrate(model, interrupted, state=state, save_every=1)
-        calibration = calibrate(model, sequences(), state=state)
-        drift = Drift(every=1)
-        seen = {"fingerprint": calibration.fingerprint(), "whole": logits(model, ids())}
-        for name, source, settings, watching in (
-            ("one", calibration, ONE, None),
-            ("two", calibration, TWO, drift),
-            ("gate", calibration, GATE, None),
-            ("int8", INT8, TWO, None),
-        ):
-            with low_bit_(model, source, settings=settings, drift=watching) as installed:
-                seen[name] = logits(model, ids())
-            seen[f"{name} traffic"] = installed.traffic
-        assert torch.equal(logits(model, ids()), seen["whole"])  # removed without a trace
-        found |= {f"{dtype} {key}": value for key, value in seen.items()}
-        found[f"{dtype} drift"] = drift.report(dist.group.WORLD).rows
-    return found
+def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What one of them computes. The calibration's state is written by one and read by all."""
+    model = tensor_parallel_(Toy().to(dtype))
+    state = Path(folder) / "state"
+    interrupted = sequences()
+    interrupted[2] = interrupted[2] * 10.5  # not token ids: the run ends here
+    with pytest.raises(ValueError, match=r"sequences has torch.float32"):
+        calibrate(model, interrupted, state=state, save_every=1)
+    calibration, drift = calibrate(model, sequences(), state=state), Drift(every=1)
+    results = {"fingerprint": calibration.fingerprint(), "whole": logits(model, ids())}
+    for name, source, settings, watching in cases(calibration, drift):
+        with low_bit_(model, source, settings=settings, drift=watching) as installed:
+            results[name] = logits(model, ids())
+        results[f"{name} traffic"] = installed.traffic
+    assert torch.equal(logits(model, ids()), results["whole"])  # removed without a trace
+    return results | {"drift": drift.report(dist.group.WORLD).rows}
 
 
-def in_one_process(ranks: int, dtype_name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for dtype in (getattr(torch, dtype_name),):
-        model = Toy().to(dtype)
-        calibration = calibrate(model, sequences(), ranks=ranks)
-        drift = Drift(every=1)
-        found[f"{dtype} fingerprint"] = calibration.fingerprint()
-        for name, source, settings, watching in (
-            ("whole", None, GATE, None),
-            ("one", calibration, ONE, None),
-            ("two", calibration, TWO, drift),
-            ("gate", calibration, GATE, None),
-            ("int8", INT8, TWO, None),
-        ):
-            with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching) as emulation:
-                found[f"{dtype} {name}"] = logits(model, ids())
-            if source is not None:
-                found[f"{dtype} {name} traffic"] = emulation.traffic
-        found[f"{dtype} drift"] = drift.report().rows
-    return found
+def in_one_process(ranks: int, dtype: torch.dtype) -> dict[str, Any]:
+    model = Toy().to(dtype)
+    calibration, drift = calibrate(model, sequences(), ranks=ranks), Drift(every=1)
+    results: dict[str, Any] = {"fingerprint": calibration.fingerprint()}
+    with emulate_tensor_parallel_(model, ranks):
+        results["whole"] = logits(model, ids())
+    for name, source, settings, watching in cases(calibration, drift):
+        with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching) as emulation:
+            results[name] = logits(model, ids())
+        results[f"{name} traffic"] = emulation.traffic
+    return results | {"drift": drift.report().rows}
+
+
+def cases(calibration: Calibration, drift: Drift) -> list[tuple[str, Any, SumSettings, Drift | None]]:
+    """Name, format, settings, and who watches."""
+    return [
+        ("one", calibration, ONE, None), ("two", calibration, TWO, drift), ("small", calibration, SMALL, None),
+        ("int8", INT8, TWO, None),
+    ]  # fmt: skip
 
 
 def same(a: Any, b: Any) -> bool:
@@ -92,20 +79,17 @@ def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)  # a NaN among the numbers is one on both sides
 
 
-@pytest.mark.parametrize(("count", "dtype_name"), [(2, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize(("count", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
 def test_real_ranks_compute_what_one_process_emulates(
-    ranks: Ranks, count: int, dtype_name: str, tmp_path: Path, one_thread: None
+    ranks: Ranks, count: int, dtype: torch.dtype, tmp_path: Path, one_thread: None
 ):
-    emulated = in_one_process(count, dtype_name)
-    real = ranks.run(on_real_ranks, str(tmp_path), dtype_name, ranks=count)
-    for rank, found in enumerate(real):
-        wrong = [key for key, value in emulated.items() if not same(value, found[key])]
-        assert not wrong, f"rank {rank} of {count}"
-    for dtype in (getattr(torch, dtype_name),):
-        full, gate = emulated[f"{dtype} whole"], emulated[f"{dtype} gate"]
-        assert torch.equal(full, gate)
-        assert not torch.equal(full, emulated[f"{dtype} one"])
-        assert not torch.equal(emulated[f"{dtype} one"], emulated[f"{dtype} two"])
+    emulated = in_one_process(count, dtype)
+    for rank, real in enumerate(ranks.run(on_real_ranks, str(tmp_path), dtype, ranks=count)):
+        different = [key for key, value in emulated.items() if not same(value, real[key])]
+        assert not different, f"rank {rank} of {count}"
+    assert torch.equal(emulated["whole"], emulated["small"])
+    assert not torch.equal(emulated["whole"], emulated["one"])
+    assert not torch.equal(emulated["one"], emulated["two"])
 
 
 @pytest.fixture
@@ -142,11 +126,11 @@ def test_hugging_face_models_run_by_their_plan_and_generate(ranks: Ranks, tmp_pa
     with emulate_tensor_parallel_(model, 2, calibration, settings=ONE):
         expected = logits(model, ids())
         tokens = model.generate(ids(1, 4), max_new_tokens=5, do_sample=False)
-    for found in real:
-        assert found["fingerprint"] == calibration.fingerprint()
-        assert torch.equal(found["logits"], expected)
-        assert torch.equal(found["tokens"], tokens)
-        assert found["watched"] >= ids().numel() * WIDTH
+    for results in real:
+        assert results["fingerprint"] == calibration.fingerprint()
+        assert torch.equal(results["logits"], expected)
+        assert torch.equal(results["tokens"], tokens)
+        assert results["watched"] >= ids().numel() * WIDTH
 
 
 def without_a_file(path: str) -> None:
@@ -186,7 +170,7 @@ def twice(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "told"),
+    ("function", "kind", "words"),
     [
         (without_a_file, "AgreementError", ["Calibration [", "none (", "not-there", "rank 1"]),
         (with_nothing, "AgreementError", ["Calibration [", "none (", "codec is None"]),
@@ -199,14 +183,14 @@ def twice(path: str) -> None:
     ],
 )
 def test_all_ranks_raise_the_same_before_the_first_token(
-    ranks: Ranks, tmp_path: Path, function: Any, kind: str, told: list[str]
+    ranks: Ranks, tmp_path: Path, function: Any, kind: str, words: list[str]
 ):
     path = tmp_path / "calibration.safetensors"
     calibrate(Toy(), sequences(2), ranks=2).save(path)
     outcomes = ranks.outcomes(function, str(path))
     assert [outcome.kind for outcome in outcomes] == [kind] * 2
     assert outcomes[0].text == outcomes[1].text
-    assert all(word in outcomes[0].text for word in told), outcomes[0].text
+    assert all(word in outcomes[0].text for word in words), outcomes[0].text
 
 
 class Pair(nn.Module):
@@ -224,21 +208,21 @@ class Pair(nn.Module):
 def pytorch_styles() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     plan = {"up": "colwise", "down": "rowwise"}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     reference = Pair()
     calibration = calibrate(Pair(), sequences(), ranks=2, plan=plan)
     codec = calibration.codec("down")
     assert isinstance(codec, FeatureInt4)
     with torch.no_grad():
         drift = Drift(every=1)
-        found["full"] = reference(ids())
+        results["full"] = reference(ids())
         with emulate_tensor_parallel_(reference, 2, calibration, plan=plan, settings=ONE):
-            found["emulated"] = reference(ids())
+            results["emulated"] = reference(ids())
         by_name = {
             "up": ColwiseParallel(),
             **low_bit_styles(calibration, mesh, settings=ONE, drift=drift),
         }
-        found["styles"] = parallelize_module(Pair(), mesh, by_name)(ids())
+        results["styles"] = parallelize_module(Pair(), mesh, by_name)(ids())
         assert [row.layer for row in drift.report().rows] == ["down"]
         assert drift.report().rows[0].values == ids().numel() * WIDTH
         whole_input = {
@@ -248,7 +232,7 @@ def pytorch_styles() -> dict[str, Any]:
         module = parallelize_module(Pair(), mesh, whole_input)
         output = module.down(module.up(module.embed(ids())).relu())
         assert isinstance(output, DTensor)
-        found["whole input"] = module.norm(output.to_local())
+        results["whole input"] = module.norm(output.to_local())
     for style, module, error in (
         (LowBitRowwiseParallel(codec), nn.LayerNorm(4), "is LayerNorm"),
         (LowBitRowwiseParallel(codec), nn.Linear(8, 4), "has 2 ranks and 4 features"),
@@ -262,7 +246,7 @@ def pytorch_styles() -> dict[str, Any]:
             parallelize_module(module, mesh, style)
     with pytest.raises(ValueError, match="output_layouts"):
         LowBitRowwiseParallel(codec, output_layouts=Shard(1))
-    return found
+    return results
 
 
 def test_pytorch_styles(ranks: Ranks, one_thread: None):

@@ -1,4 +1,4 @@
-"""How accurate a model stays when its tensor-parallel sums travel in few bits.
+"""How accurate a model is with low-bit tensor-parallel sums.
 
 `commands.CALIBRATE` and `commands.EVALUATE` are the commands `lowbit calibrate` and `lowbit evaluate`.
 """

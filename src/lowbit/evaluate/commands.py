@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowbit.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
-from lowbit.report import Bars, Baseline, Column, Command, Heights, Lines, Row, Table, compare
+from lowbit.report import Bars, Baseline, Column, Command, Heights, Row, Table, compare
 
 _SHOWN = 4  # features in the table of a calibration
 
@@ -82,9 +82,12 @@ def _parallel(rows: Sequence[Row]) -> Sequence[Row]:
     return [row for row in rows if row["tp"] > 1]
 
 
+def _ranks(row: Row) -> str:
+    return f"tp {row['tp']}"
+
+
 def _perplexity_title(rows: Sequence[Row]) -> str:
-    ranks = "real ranks" if rows[0]["real"] else "ranks emulated in one process"
-    return f"Perplexity of {rows[0]['tokens']:,} tokens, {ranks}"
+    return f"Perplexity, {rows[0]['tokens']:,} tokens, {'real' if rows[0]['real'] else 'emulated'} ranks"
 
 
 def _share_coded(rows: Sequence[Row]) -> Sequence[Row]:
@@ -105,7 +108,7 @@ _CASE = (Column("format", "format"), Column("tp", "tp"))
 
 EVALUATE = Command(
     name="evaluate",
-    summary="Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
+    summary="Perplexity and zero-shot scores of a model with low-bit tensor-parallel sums.",
     settings=EvaluationConfig,
     measure=_evaluate,
     tables=(
@@ -122,7 +125,7 @@ EVALUATE = Command(
             ),
         ),
         Table(
-            title="Errors of sums and logits; equal digits: equal logits",
+            title="Errors; equal digits mean equal logits",
             columns=(
                 *_CASE,
                 Column("clipped", "clipped", "{:.2%}"),
@@ -141,18 +144,17 @@ EVALUATE = Command(
         Bars(
             title="Perplexity",
             rows=_parallel,
-            group=lambda row: f"tp {row['tp']}",
+            group=_ranks,
             series="format",
             y=lambda row: 100 * (row["kept"] - 1),
             label="perplexity kept, difference to bf16 in %",
         ),
-        Lines(
-            title="Error against the number of ranks",
+        Bars(
+            title="Error of the sums",
             rows=lambda rows: [row for row in _parallel(rows) if row["sum_error"] is not None],
-            series=lambda row: ", ".join(filter(None, (row["format"], row["algorithm"]))),
-            x="tp",
+            group=_ranks,
+            series=lambda row: " ".join(filter(None, (row["format"], row["algorithm"]))),
             y=lambda row: 100 * row["sum_error"],
-            x_label="tensor-parallel ranks",
             label="relative error of the sums, %",
         ),
     ),

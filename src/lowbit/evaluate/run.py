@@ -1,4 +1,4 @@
-"""`lowbit evaluate`: perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits."""
+"""`lowbit evaluate`: perplexity and zero-shot scores of a model with low-bit tensor-parallel sums."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from lowbit.tensor_parallel import (
     emulate_tensor_parallel_,
     low_bit_,
 )
+from lowbit.tensor_parallel.reduce import SMALL
 from lowbit.train.process_group import world
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ class Evaluation:
         self.device = loading.prepare(settings)
         self.tps = self._tps()
         self.sequences, self.tokenizer = text.read(settings, held_out=True)
-        small = {} if settings.small is None else {"small": settings.small}
-        self.sums = SumSettings(algorithm=settings.algorithm, **small)
+        self.sums = SumSettings(algorithm=settings.algorithm, small=SMALL if settings.small is None else settings.small)
         self.reference = Reference()
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:

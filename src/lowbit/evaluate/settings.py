@@ -47,7 +47,7 @@ class InferenceConfig:
 
 @section()
 class CalibrationConfig(InferenceConfig):
-    """How a calibration is made."""
+    """How to calibrate a model."""
 
     ranks: Positive = 2
     """Tensor-parallel ranks to calibrate for; under torchrun the ranks of the job."""
@@ -88,7 +88,7 @@ class CalibrationConfig(InferenceConfig):
 
 @section()
 class EvaluationConfig(InferenceConfig):
-    """What is compared, and on which text."""
+    """What to compare, and on which text."""
 
     low_bit: bool = False
     """Compare feature-int4 only, with bf16: short for --format bf16,feature-int4."""
@@ -101,7 +101,7 @@ class EvaluationConfig(InferenceConfig):
     cut for. Under torchrun: the ranks of the job."""
     calibrations: tuple[str, ...] = ()
     """Files that `lowbit calibrate` wrote, at most one for each number of ranks; absent: the one in the model's folder,
-    or if that is missing one that is made first."""
+    or if that is missing one that is computed first."""
     calibration_text: tuple[str, ...] = ()
     """Text to make a calibration from, like `text`; absent: the standard library but for its last 5 %."""
     calibration_sequences: Positive = 256
