@@ -73,7 +73,7 @@ def test_dropout_saves_masks_but_does_not_blur_errors():
 
 
 def test_settings_are_explained():
-    assert [s.name for s in settings_of(MemorySettings) if not s.meaning] == []
+    assert [s.name for s in settings_of(MemorySettings).values() if not s.meaning] == []
 
 
 @pytest.mark.parametrize(

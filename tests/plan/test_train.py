@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowbit.activations import BitPlan
-from lowbit.plan.memory import COMMAND, MemorySettings
-from lowbit.report import run
 from lowbit.train import TrainConfig
 from lowbit.train.prepare import prepare
-from lowbit.train.trainer import Trainer
+from tests.command_line import invoke
 from tests.ranks import Ranks
 from tests.train.runs import again, losses, tiny
+
+RUN = (  # that of `tiny`, for the plan
+    "--pipeline.ranks 2 --pipeline.microbatches 4 --model.dim 32 --model.layers 4 --model.heads 2 --model.ffn 64 "
+    "--data.sequence 16 --data.batch 8 --error-tokens 32 --error-steps 1"
+)
 
 
 def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]]:
@@ -25,8 +28,8 @@ def trained_with(config: TrainConfig) -> tuple[list[float], set[tuple[str, int]]
 def test_a_run_has_the_bits_that_were_planned(ranks: Ranks, tmp_path: Path):
     file = tmp_path / "plan.json"
     config = tiny(tmp_path)
-    parts = {name: getattr(config, name) for name in ("model", "data", "pipeline", "gradients")}
-    run(COMMAND, MemorySettings(**parts, out=str(file), error_tokens=32, error_steps=1))
+    result = invoke("plan", "memory", *RUN.split(), "--data.text", config.data.text[0], "--out", str(file))
+    assert result.exit_code == 0, result.output
     plan = BitPlan.read(file)
     assert plan.stages[0] != plan.stages[1]
     config = again(config, activations={"plan": str(file)})

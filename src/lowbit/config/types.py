@@ -61,8 +61,8 @@ def as_type(value: Any, hint: Any) -> Any:
     """A value as a field wants it: a tuple made of a list or a single element, `parse` called."""
     if (element := element_of(hint)) is None:
         return _parsed(value, hint)
-    items = value if isinstance(value, list | tuple) else () if value == "" else (value,)
-    return tuple(_parsed(item, element) for item in items)
+    items = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return () if items == ("",) else tuple(_parsed(item, element) for item in items)
 
 
 def read(text: str, hint: Any) -> Any:
