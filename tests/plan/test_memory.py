@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowbit.activations import BitPlan
-from lowbit.config import build, settings_of
+from lowbit.config import build
 from lowbit.plan.memory import COMMAND, MemorySettings, parse_bytes
 from lowbit.plan.stages import StageMeter
 from lowbit.report import execute, run
@@ -70,10 +70,6 @@ def test_dropout_saves_masks_but_does_not_blur_errors():
     plain, dropping = (run(COMMAND, tiny(model={"family": "gpt2", "dropout": p})).rows[0] for p in (0.0, 0.1))
     assert dropping["int4_bytes"] > plain["int4_bytes"]
     assert dropping["error_int4"] == plain["error_int4"]
-
-
-def test_settings_are_explained():
-    assert [s.name for s in settings_of(MemorySettings).values() if not s.meaning] == []
 
 
 @pytest.mark.parametrize(
