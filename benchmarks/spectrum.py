@@ -152,7 +152,8 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
     Yields:
         Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
         byte counted) and `decibels` (signal over noise, second half of the messages); those of SubspaceQuant also
-        `directions`, `bits` and `outside`: the share of the first message's energy that its best directions leave out; `fitted`: whether this number is `SubspaceQuant.fitted`'s.
+        `directions`, `bits` and `outside`: the share of the first message's energy that its best directions leave
+        out; `fitted`: whether this number is `SubspaceQuant.fitted`'s.
 
     Raises:
         ConfigError: a model or text that cannot be used, or more stages than layers.

@@ -12,6 +12,7 @@ from lowbit.bench.worker import serve, tell_progress
 from lowbit.pipeline import LowBitStage
 from lowbit.train.config import from_mapping
 from lowbit.train.data import Order
+from lowbit.train.loop import Run
 from lowbit.train.metrics import StepMetrics
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
@@ -70,7 +71,7 @@ class Runs:
             if dist.get_rank() == 0:
                 tell_progress(dataclasses.asdict(metrics))
 
-        _trainer(config).run(tell)
+        Run(_trainer(config)).finish(tell)
 
     def _evaluate(self, name: str, codecs: Any) -> float:
         trainer = self._trainers[name]

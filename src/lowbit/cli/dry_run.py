@@ -42,7 +42,7 @@ def dry_run(config: TrainConfig) -> None:
 
 
 def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
-    config, layout = prepared.config, prepared.plan
+    config, layout = prepared.config, prepared.layout
     pipelines = config.pipeline.data_parallel
     each = f" ({pipelines} pipelines of {layout.ranks})" if pipelines > 1 else ""
     yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages by {prepared.backend}"

@@ -69,7 +69,7 @@ class StageMeter:
         """A stage with the first of the layers."""
         return StageModule(
             self.model, layers=range(layers), first=first, last=last,
-            autocast=torch.bfloat16 if self.mixed else None, wire=self.dtype,
+            autocast=torch.bfloat16 if self.mixed else None, boundary_dtype=self.dtype,
         ).train()  # fmt: skip
 
     def batch(self, module: StageModule) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,9 @@ class Gradients(Protocol):
 class PlainGradients:
     """Gradients in `.grad`, of the whole batch at once."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
     def backward(self, loss: Loss, inputs: Tensor, targets: Tensor) -> Tensor:
         """As `Gradients`."""
         mean = loss(inputs, targets)
@@ -42,7 +45,7 @@ class PlainGradients:
     def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
         """As `Gradients`."""
         if clip:
-            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -92,7 +95,7 @@ def train_single_process(
     """
     order = Order(samples=min(samples or len(windows), len(windows)), batch=batch, seed=seed)
     adamw = make_optimizer(model.parameters(), optimizer)
-    gradients = gradients or PlainGradients()
+    gradients = gradients or PlainGradients(model)
     loss = partial(model_loss, model, autocast=autocast)
     losses: list[float] = []
     for step in range(steps):

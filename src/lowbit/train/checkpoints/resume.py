@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import parse
+from lowbit.codecs import StatefulCodec, parse
 from lowbit.collectives.objects import gather_json
 from lowbit.train.checkpoints.manifest import Manifest, step_name
 from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, TransientError, raise_everywhere, together
@@ -215,7 +215,8 @@ class _Sources:
         config, first = self._pipeline.config, self._found.first
         shape = (config.rows, config.data.sequence, 1)
         same_shape = (first.layout["rows"], first.identity.get("data.sequence")) == shape[:2]
-        return same_shape or parse(codec).shared_by(shape) is not None
+        parsed = parse(codec)
+        return same_shape or (isinstance(parsed, StatefulCodec) and parsed.shared_by(shape) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
