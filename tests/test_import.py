@@ -43,6 +43,7 @@ PUBLIC = {
         "tah_quant_decode tah_quant_encode"
     ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
+    "lowbit.ranks": "",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel Settings Traffic "
         "boundaries calibrate emulate_tensor_parallel_ low_bit_ low_bit_plan low_bit_styles tensor_parallel_"
@@ -75,7 +76,7 @@ def test_the_package_itself_loads_nothing():
 
 
 def test_the_library_loads_no_kernel_compiler_and_no_extra():
-    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.collectives.agreement")
+    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.ranks.agreement")
     assert "torch" in loaded
     assert not loaded & set(HEAVY)
 

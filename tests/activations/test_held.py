@@ -17,12 +17,12 @@ from lowbit.activations.in_flight import actions_of, in_flight
 from lowbit.bench.plan_memory import Settings
 from lowbit.bench.plan_stages import StageMeter
 from lowbit.codecs import Cast
-from lowbit.collectives.engine import version
 from lowbit.pipeline import LowBitStage
+from lowbit.ranks.pytorch import version
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.stages import next_token_loss
 from tests.pipeline.toy import SCHEDULES
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 ERRORS = {kind: {bits: 2.0**-bits for bits in range(2, 9)} for kind in ("norm", "mlp", "linear")}
 NAMES = {"1f1b": "1F1B", "zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}

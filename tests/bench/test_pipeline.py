@@ -11,9 +11,9 @@ from lowbit.bench.launch import started
 from lowbit.bench.pipeline import Measurements, Settings, recipe, run
 from lowbit.bench.report import Report
 from lowbit.codecs import SubspaceQuant, parse, parse_pair
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config_file import from_mapping
 

@@ -20,9 +20,9 @@ from lowbit.collectives import (
     all_reduce_bytes,
     reduce_scatter,
 )
-from lowbit.collectives.checksum import CHECKSUM_BYTES, Checksums, secret_facts
+from lowbit.ranks.checksum import CHECKSUM_BYTES, Checksums, secret_facts
 from tests.damage import Flip, Replay, on_the_way, secret
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 INT8 = GroupInt(bits=8, group=64)
 HOST = Checksums.seal, lambda checksums, m, *place: not checksums.intact(m, *place)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4, GroupInt
-from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, line, reduce_scatter
+from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, calls, reduce_scatter
 from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
 from lowbit.collectives.shards import Shards
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 SIZE = 72
 
@@ -124,7 +124,7 @@ def one_question_for_all_layers(rank: int, ranks: int) -> None:
     """Layers of one artifact and of one shape are one kind of call; others are not."""
     group = dist.group.WORLD
     assert group is not None
-    kinds = line.line_of(group)._kinds
+    kinds = calls.line_of(group)._kinds
     layers = [codec_of(ranks, artifact="one") for _ in range(3)]
     changed = layers[1].ranges * 2
     layers[1] = FeatureInt4(ranges=changed, total=layers[1].total, features=(1, 2), artifact="one")
@@ -160,7 +160,7 @@ def test_other_ranges_are_the_same_error_on_all(ranks: Ranks):
 
 def swapped(features: tuple[int, ...], first: bool) -> None:
     """Rank 0 in layer 0, rank 1 in layer 1, of a kind that is agreed on already, or of a new one."""
-    line._SLOW = line._LOOK = 0.1  # rather than wait for seconds
+    calls._SLOW = calls._LOOK = 0.1  # rather than wait for seconds
     layers = [codec_of(2, "one")]
     layers.append(FeatureInt4(ranges=layers[0].ranges * 2, total=layers[0].total, features=features, artifact="one"))
     if not first:

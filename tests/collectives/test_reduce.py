@@ -19,7 +19,7 @@ from lowbit.collectives import (
     all_reduce_bytes,
     reduce_scatter,
 )
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
 INT4 = GroupInt(bits=4, group=64, symmetric=True)

@@ -17,7 +17,7 @@ from lowbit.evaluate import CalibrateSettings, EvaluateSettings, calibrate, load
 from lowbit.tensor_parallel import Calibration, CalibrationError
 from lowbit.train import ConfigError
 from tests.evaluate.models import write_checkpoint
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 WIDE = {"COLUMNS": "160", "TERM": "dumb"}
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import GroupInt
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import AgreementError, DamagedError, LowBitStage, PeerError
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.transport import Early, InOrder, Route
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from tests.damage import Flip, Replay, on_the_way, secret
 from tests.pipeline import toy
 from tests.pipeline.test_staged import staged_on
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 INT4 = GroupInt(bits=4, group=64)
 INT6 = GroupInt(bits=6, group=32, symmetric=True)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import LowBitStage, emulate_
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 INT4 = GroupInt(bits=4, group=64)
 INT6 = GroupInt(bits=6, group=32, symmetric=True)

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import Cast, GroupInt, SubspaceQuant
-from lowbit.collectives.agreement import Agreement, Facts
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.numbering import MOST_PIPELINES, pipeline_number
+from lowbit.ranks.agreement import Agreement, Facts
 from tests.pipeline import toy
-from tests.ranks import Failure, Ranks
+from tests.processes import Failure, Ranks
 
 INT4 = GroupInt(bits=4, group=64)
 INT6 = GroupInt(bits=6, group=32, symmetric=True)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
-from lowbit.collectives.agreement import Agreement
-from lowbit.collectives.failure import PeerError, described
 from lowbit.pipeline import LowBitStage
+from lowbit.ranks.agreement import Agreement
+from lowbit.ranks.failure import PeerError, described
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 FP32 = Cast(dtype=torch.float32)
 INT6 = GroupInt(bits=6, group=32, symmetric=True)

@@ -12,7 +12,7 @@ from lowbit.codecs import Cast
 from lowbit.collectives import PeerError
 from lowbit.pipeline import LowBitStage, shapes
 from tests.pipeline import toy
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 FP32 = Cast(dtype=torch.float32)
 LAYOUTS = [

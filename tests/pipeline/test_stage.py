@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import LowBitStage
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 FP32 = Cast(dtype=torch.float32)
 INT4 = GroupInt(bits=4, group=64)

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore
 
 from lowbit.codecs import GroupInt
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.checksum import Checksums
-from lowbit.collectives.failure import FailureBoard, PeerError
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline import transport as transport_module
 from lowbit.pipeline.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from lowbit.pipeline.transport import Early, InOrder, Route, choose
+from lowbit.ranks.checksum import Checksums
+from lowbit.ranks.failure import FailureBoard, PeerError
+from lowbit.ranks.groups import default_group
 from tests.pipeline import toy
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 INT4 = GroupInt(bits=4, group=64)
 SIZE, MIB = 1 << 18, 1 << 20

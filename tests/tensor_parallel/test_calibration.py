@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
-from lowbit.collectives.agreement import default_group
+from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
@@ -23,7 +23,7 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.select import select
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.tensor_parallel.models import BOUNDARIES, WIDTH, Toy, calibrated, logits, sequences
 
 

@@ -21,7 +21,7 @@ from lowbit.train.manifest import MANIFEST, TENSORS, newest_step, step_name
 from lowbit.train.search import Found, Search
 from lowbit.train.share import Reader
 from lowbit.train.state import Snapshot
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.test_manifest import manifest
 from tests.train.test_share import tensors
 
@@ -55,7 +55,7 @@ def shares(folder: Path) -> list[str]:
 @pytest.fixture
 def alone():
     """A process group of this process only."""
-    from lowbit.train.process_group import joined
+    from lowbit.ranks.process_group import joined
 
     with joined(10):
         yield

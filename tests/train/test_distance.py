@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit.collectives.messages import Messages
+from lowbit.ranks.messages import Messages
 from lowbit.train import TrainConfig, loop, train
 from lowbit.train.config import PipelineConfig
 from lowbit.train.distance import needless, round_trips
 from lowbit.train.plan import make_plan
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import tiny
 
 DELAY = 0.04  # seconds that a message takes longer

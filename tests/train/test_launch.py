@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.network import SlowLink
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train import LaunchError, TrainConfig, run
 from lowbit.train.manifest import newest_step
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
 AUTO = "SubspaceQuant(rank='auto', bits=4, group=8)"
@@ -128,7 +128,7 @@ def _toml(config: TrainConfig) -> str:
 
 PASS_ON = """
 import os, signal, subprocess, sys
-from lowbit.train import LaunchError, launch, from_mapping, meeting  # PyTorch starts programs when it is imported
+from lowbit.train import LaunchError, launch, from_mapping  # PyTorch starts programs when it is imported
 
 start = subprocess.Popen
 subprocess.Popen = lambda argv, **pipes: start(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.collectives.checksum import CHECKSUM_BYTES
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train import StepMetrics, TrainConfig, loop, state, train
 from lowbit.train.generate import generate
 from lowbit.train.loop import Trainer
@@ -21,7 +21,7 @@ from lowbit.train.metrics import Recorder, read_metrics
 from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
 from tests.damage import Flip, on_the_way, secret
-from tests.ranks import Failure, Ranks
+from tests.processes import Failure, Ranks
 from tests.train.runs import again, curve, losses, tiny
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}

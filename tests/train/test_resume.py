@@ -17,7 +17,7 @@ from lowbit.train import prepare as preparation
 from lowbit.train.manifest import newest_step
 from lowbit.train.search import Search
 from lowbit.train.summary import read_summary
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 from tests.train.test_checkpoint import save
 

@@ -8,7 +8,7 @@ from lowbit.codecs import GroupInt
 from lowbit.train import TrainConfig
 from lowbit.train.loop import Trainer
 from lowbit.train.prepare import prepare
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import tiny
 
 

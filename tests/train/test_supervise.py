@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lowbit.ranks.process import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.train import ConfigError, LaunchError, from_mapping, launch, run
-from lowbit.train.process import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.train.supervise import Attempts, supervise
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 from tests.train.test_launch import LIMIT, _process_of_rank, _wait_for_lines
 

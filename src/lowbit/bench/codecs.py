@@ -24,7 +24,7 @@ from lowbit.bench import samples, timing
 from lowbit.bench.published import PublishedProcedure
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec, FeatureInt4, Session, TAHQuant, parse
-from lowbit.collectives.checksum import CHECKSUM_BYTES, Checksums
+from lowbit.ranks.checksum import CHECKSUM_BYTES, Checksums
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, build_model
 

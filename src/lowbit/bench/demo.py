@@ -22,8 +22,8 @@ from lowbit.bench.pipeline import recipe as pipeline_recipe
 from lowbit.bench.race import seconds_until
 from lowbit.bench.report import Column, Report, machine, table
 from lowbit.bench.speeds import link_name
-from lowbit.collectives.engine import check_torch
 from lowbit.network import Link, LinkUnavailable, SlowLink
+from lowbit.ranks.pytorch import check_torch
 from lowbit.train import prepare
 from lowbit.train.config import TrainConfig
 from lowbit.train.config_file import from_mapping
@@ -73,7 +73,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
         that both reached) and `curve`.
 
     Raises:
-        EngineError: this PyTorch is not known to work.
+        TorchVersionError: this PyTorch is not known to work.
         ConfigError, OSError: the folder cannot be written to.
         ChildProcessError: a rank failed.
     """

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import IO, Any
 
-from lowbit.collectives.engine import check_torch
 from lowbit.network import Link, LinkUnavailable, SlowLink, goodput, round_trip
+from lowbit.ranks.pytorch import check_torch
 
 UNLIMITED = Link(None)
 _CONNECTING = Link(1000.0)
@@ -159,7 +159,7 @@ def started(
     some of what it has to take apart: FP32 at 1 Gbit/s was five times too slow.
 
     Raises:
-        EngineError: this PyTorch is not known to work.
+        TorchVersionError: this PyTorch is not known to work.
         LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
     check_torch()

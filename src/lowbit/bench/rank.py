@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from lowbit.pipeline import LowBitStage
+from lowbit.ranks.peers import first_line
+from lowbit.ranks.process_group import joined
 from lowbit.train.config_file import from_mapping
 from lowbit.train.data import Order
 from lowbit.train.loop import Trainer, threads_per_rank
-from lowbit.train.peers import first_line
 from lowbit.train.prepare import prepare
-from lowbit.train.process_group import joined
 
 TIMEOUT_SECONDS = 600.0
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
+from lowbit.collectives.exchange import Wire
 from lowbit.collectives.shards import Shards
-from lowbit.collectives.wire import Wire
 
 AHEAD = 2
 """Chunks that are under way before the first one is added up, and again before the first sum is decoded."""

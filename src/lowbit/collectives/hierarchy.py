@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives import engine
+from lowbit.ranks import pytorch
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], tim
     whole = torch.zeros(size * length, device=x.device)
     whole[: x.numel()].copy_(x)
     part = torch.empty(length, device=x.device)
-    engine.finish(engine.sum_scatter(part, whole, nodes.inside), nodes.inside, timeout)
+    pytorch.finish(pytorch.sum_scatter(part, whole, nodes.inside), nodes.inside, timeout)
     between(part)
-    engine.finish(engine.gather(whole, part, nodes.inside, async_op=True), nodes.inside, timeout)
+    pytorch.finish(pytorch.gather(whole, part, nodes.inside, async_op=True), nodes.inside, timeout)
     x.copy_(whole[: x.numel()])
 
 

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from lowbit.codecs import TAHQuant
 from lowbit.codecs.base import FLOATS, Codec, check_choice, check_int
-from lowbit.collectives import algorithms, engine
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.checksum import check_checksums, sealed_bytes
+from lowbit.collectives import algorithms
+from lowbit.collectives.calls import Call, Pending, Transport, line_of, tagged
+from lowbit.collectives.checks import check_errors, check_fit, check_pair, check_written, described
+from lowbit.collectives.exchange import Wire
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
-from lowbit.collectives.line import Call, Pending, Transport, line_of, tagged
 from lowbit.collectives.shards import Shards
-from lowbit.collectives.tensors import check_errors, check_fit, check_pair, check_written, described
-from lowbit.collectives.wire import Wire
+from lowbit.ranks import pytorch
+from lowbit.ranks.checksum import check_checksums, sealed_bytes
+from lowbit.ranks.groups import default_group
 
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
@@ -303,7 +304,7 @@ def _plain(
     """The engine's own sum, in float32."""
     if ranks > 1 and flat.numel():
         total = flat.float()
-        engine.finish(dist.all_reduce(total, group=group, async_op=True), group, timeout)
+        pytorch.finish(dist.all_reduce(total, group=group, async_op=True), group, timeout)
         flat.copy_(total.div_(divisor) if divisor > 1 else total)
     if errors is not None:
         errors.zero_()

@@ -16,13 +16,13 @@ import torch
 
 from lowbit.bench.report import Report, Row, machine
 from lowbit.collectives import agree
-from lowbit.collectives.agreement import default_group
 from lowbit.evaluate import loading, text
 from lowbit.evaluate.settings import CalibrateSettings
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, Settings, calibrate, tensor_parallel_
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.train import ConfigError
-from lowbit.train.process_group import joined, world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

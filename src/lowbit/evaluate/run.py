@@ -17,8 +17,6 @@ import torch
 from lowbit.bench.report import Report, Row, machine
 from lowbit.codecs import Codec
 from lowbit.collectives import agree
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.objects import gather_json
 from lowbit.evaluate import calibrate, formats, loading, text
 from lowbit.evaluate.score import BoundaryErrors, Reference, Score, perplexity
 from lowbit.evaluate.settings import (
@@ -27,6 +25,9 @@ from lowbit.evaluate.settings import (
     EvaluateSettings,
     default_calibration,
 )
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.process_group import world
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
@@ -37,7 +38,6 @@ from lowbit.tensor_parallel import (
     low_bit_,
 )
 from lowbit.train import ConfigError
-from lowbit.train.process_group import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

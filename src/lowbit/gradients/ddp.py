@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from lowbit.codecs.base import Codec
-from lowbit.collectives.agreement import default_group
 from lowbit.collectives.reduce import (
     CHUNK,
     SMALL,
@@ -21,6 +20,7 @@ from lowbit.collectives.reduce import (
     check_call,
     check_flat,
 )
+from lowbit.ranks.groups import default_group
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lowbit.collectives.agreement import AgreementError
-from lowbit.collectives.checksum import DamagedError
-from lowbit.collectives.failure import PeerError
 from lowbit.pipeline.emulate import Emulation, emulate_
 from lowbit.pipeline.stage import LowBitStage
 from lowbit.pipeline.traffic import Traffic
+from lowbit.ranks.agreement import AgreementError
+from lowbit.ranks.checksum import DamagedError
+from lowbit.ranks.failure import PeerError
 
 __all__ = [
     "AgreementError",

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec, check_int
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.arguments import check_warm_up, checked_samples, codec_at, keys_of
 from lowbit.pipeline.boundary import CHOICE, Direction, Lane, Step
 from lowbit.pipeline.traffic import Traffic
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 
 _ENDS = ("sender", "receiver")
 

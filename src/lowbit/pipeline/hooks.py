@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from lowbit.collectives.engine import check_torch
 from lowbit.pipeline.boundary import Direction
+from lowbit.ranks.pytorch import check_torch
 
 
 @dataclass(frozen=True)

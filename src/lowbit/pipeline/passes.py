@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowbit.collectives.agreement import Agreement, contradictions
-from lowbit.collectives.checksum import Checksums
-from lowbit.collectives.failure import AgreementError, FailureBoard, described
 from lowbit.pipeline import announce
 from lowbit.pipeline.hooks import Batch, Layouts, layout_of
 from lowbit.pipeline.numbering import MOST_PIPELINES, rank_names, stage_names
+from lowbit.ranks.agreement import Agreement, contradictions
+from lowbit.ranks.checksum import Checksums
+from lowbit.ranks.failure import AgreementError, FailureBoard, described
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from lowbit import __version__
 from lowbit.codecs.base import Codec, Key, Session
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
-from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline import shapes
 from lowbit.pipeline.arguments import (
     check_numbers,
@@ -29,6 +26,9 @@ from lowbit.pipeline.numbering import pipeline_number
 from lowbit.pipeline.passes import Configuration, Passes
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import Route, choose
+from lowbit.ranks.checksum import Checksums, agreed_facts, check_checksums
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group
 
 
 class LowBitStage(HookedStage):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lowbit.collectives import engine
-from lowbit.collectives.agreement import default_group
+from lowbit.ranks import pytorch
+from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, parallel_boundaries, plan_of
 from lowbit.tensor_parallel.reduce import Settings, check_inference
 from lowbit.tensor_parallel.rowwise import local, row_forward
@@ -91,6 +91,6 @@ def _gather(y: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     length = -(-width // ranks)
     padded = F.pad(y, (0, length - y.shape[-1]))
     parts = y.new_empty((ranks, *padded.shape))
-    work = engine.gather(parts.view(-1), padded.contiguous().view(-1), group, async_op=True)
-    engine.finish(work, group, Settings().timeout)
+    work = pytorch.gather(parts.view(-1), padded.contiguous().view(-1), group, async_op=True)
+    pytorch.finish(work, group, Settings().timeout)
     return torch.cat(list(parts), -1)[..., :width]

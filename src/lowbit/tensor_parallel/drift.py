@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec, check_fraction, check_int
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 
 THRESHOLD = 0.01
 _ROWS = 4  # of a sampled call

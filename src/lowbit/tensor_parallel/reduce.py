@@ -12,11 +12,12 @@ from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec, check_choice, check_int
-from lowbit.collectives import all_reduce, engine
+from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import choose
-from lowbit.collectives.checksum import check_checksums
 from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm, check_summable
 from lowbit.collectives.shards import Shards
+from lowbit.ranks import pytorch
+from lowbit.ranks.checksum import check_checksums
 
 SMALL = 1 << 15
 """Elements below which a sum travels in the model's own dtype."""
@@ -79,8 +80,8 @@ def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGrou
         return partial
     if codec is None or not settings.codes(partial.numel()):
         parts = partial.new_empty((ranks, *partial.shape))
-        work = engine.gather(parts.view(-1), partial.view(-1), group, async_op=True)
-        engine.finish(work, group, settings.timeout)
+        work = pytorch.gather(parts.view(-1), partial.view(-1), group, async_op=True)
+        pytorch.finish(work, group, settings.timeout)
         return plain_sum(list(parts))
     all_reduce(
         partial, codec, group,

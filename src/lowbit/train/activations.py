@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowbit.activations import LayerAware, compress_saved_
-from lowbit.collectives.engine import version
+from lowbit.ranks.pytorch import version
 from lowbit.train.config import ActivationsConfig
 from lowbit.train.section import ConfigError
 

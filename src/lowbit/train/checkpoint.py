@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 from lowbit.train.folder import RunFolder
 from lowbit.train.manifest import FILES, Manifest, printable, shares_in, step_name, steps_in
 from lowbit.train.section import ConfigError

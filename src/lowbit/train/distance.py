@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from lowbit.collectives.messages import Expected, Messages
+from lowbit.ranks.messages import Expected, Messages
 from lowbit.train.plan import Plan
 
 _PINGS = 5

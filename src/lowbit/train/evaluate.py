@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session
 from lowbit.codecs.base import Key
-from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
+from lowbit.ranks.messages import Expected, Messages, Sent
 from lowbit.train.data import Windows
 from lowbit.train.model import StageModule
 from lowbit.train.plan import Plan

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from lowbit.ranks.process import FAILED, USAGE, Process
 from lowbit.train.config import TrainConfig
 from lowbit.train.manifest import newest_step
-from lowbit.train.process import FAILED, USAGE, Process
 from lowbit.train.summary import Summary, read_summary
 
 _LAST_WORDS_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
@@ -27,7 +27,7 @@ class LaunchError(RuntimeError):
     """A local rank failed; the message says which one first, and how.
 
     Attributes:
-        code: its exit code (`lowbit.train.process`); negative: the signal that ended it.
+        code: its exit code (`lowbit.ranks.process`); negative: the signal that ended it.
         interrupted: this process was told to end.
     """
 
@@ -48,11 +48,11 @@ def run(config: TrainConfig) -> Summary | None:
 
     Raises:
         ConfigError: what cannot work, before any process starts.
-        EngineError: this PyTorch is not known to work.
+        TorchVersionError: this PyTorch is not known to work.
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
     """
-    from lowbit.collectives.engine import check_torch
+    from lowbit.ranks.pytorch import check_torch
 
     check_torch()
     if config.run.supervise:
@@ -82,9 +82,9 @@ def start_ranks(config: TrainConfig) -> None:
     Raises:
         LaunchError: one of them failed; none is left.
     """
-    from lowbit.collectives.checksum import SECRET
-    from lowbit.train.meeting import listen, new_secret
-    from lowbit.train.peers import ALARM, Cause, board
+    from lowbit.ranks.checksum import SECRET
+    from lowbit.ranks.meeting import listen, new_secret
+    from lowbit.ranks.peers import ALARM, Cause, board
 
     secret = new_secret()
     store = listen("127.0.0.1", 0, timeout=60)

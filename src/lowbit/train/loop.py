@@ -20,9 +20,12 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.activations import counted
 from lowbit.collectives import agree
-from lowbit.collectives.checksum import secret_facts
-from lowbit.collectives.messages import Messages
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.checksum import secret_facts
+from lowbit.ranks.groups import new_group
+from lowbit.ranks.messages import Messages
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.process_group import joined, world
+from lowbit.ranks.sums import Sums
 from lowbit.train import export, optim, state
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import costly, in_full
@@ -37,12 +40,10 @@ from lowbit.train.gradients import Gradients
 from lowbit.train.metrics import Recorder, StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import FILES, IN_USE, Prepared, left_behind, prepare
-from lowbit.train.process_group import joined, new_group, world
 from lowbit.train.replicas import Replicas
 from lowbit.train.resume import take_up
 from lowbit.train.stages import Pipeline
 from lowbit.train.summary import Summary, summarize
-from lowbit.train.sums import Sums
 from lowbit.train.tied import TiedWeights
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     """Train, evaluate and save; to be called on every rank that the environment tells of (RANK, WORLD_SIZE, MASTER_*).
 
     Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
-    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.train.peers`).
+    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.ranks.peers`).
 
     Args:
         config: the same on every rank.

@@ -12,9 +12,9 @@ from torch import Tensor
 from lowbit.codecs import Codec, parse
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
 from lowbit.collectives.reduce import check_summable
+from lowbit.ranks.groups import new_group
 from lowbit.train.config import GradientsConfig
 from lowbit.train.metrics import Work
-from lowbit.train.process_group import new_group
 from lowbit.train.section import ConfigError
 
 _WARM = 1 << 10  # elements that are coded once so that kernels are compiled before a peer waits

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import parse
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 from lowbit.train import state
 from lowbit.train.checkpoint import (
     NO_CHECKPOINT,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 from lowbit.train.checkpoint import as_values, fail_together, together
 from lowbit.train.manifest import (
     MANIFEST,

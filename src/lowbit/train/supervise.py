@@ -13,10 +13,10 @@ import os
 import time
 from pathlib import Path
 
+from lowbit.ranks.process import ALONE, DIVERGED, USAGE
 from lowbit.train.config import TrainConfig
 from lowbit.train.launch import LaunchError, start_rank, start_ranks
 from lowbit.train.manifest import newest_step
-from lowbit.train.process import ALONE, DIVERGED, USAGE
 from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ def supervise(config: TrainConfig) -> None:
         ConfigError: what cannot work, before any process starts.
         LaunchError: the last attempt's, and how to go on.
     """
+    from lowbit.ranks.process_group import world
     from lowbit.train.prepare import prepare
-    from lowbit.train.process_group import world
 
     _check()
     if not config.run.resume:

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 
+from lowbit.ranks.process import ALONE, DIVERGED, FAILED, PULSE, USAGE
 from lowbit.train.config_file import from_mapping
-from lowbit.train.process import ALONE, DIVERGED, FAILED, PULSE, USAGE
 
 _PULSE_SECONDS = 0.5
 
@@ -37,10 +37,10 @@ def main() -> None:
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
+    from lowbit.ranks.meeting import AloneError
+    from lowbit.ranks.peers import AbsentError
     from lowbit.train.checkpoint import TransientError
     from lowbit.train.loop import DivergedError
-    from lowbit.train.meeting import AloneError
-    from lowbit.train.peers import AbsentError
     from lowbit.train.section import ConfigError
 
     kinds = {
@@ -71,8 +71,8 @@ def _raise_alarm(rank: int, text: str) -> None:
     """Tell the launcher and the other ranks, where this rank failed before it watched them; the first cause counts."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return  # whoever started this keeps no store
-    from lowbit.train.meeting import reach, run_secret
-    from lowbit.train.peers import ALARM, Cause
+    from lowbit.ranks.meeting import reach, run_secret
+    from lowbit.ranks.peers import ALARM, Cause
 
     with contextlib.suppress(RuntimeError, OSError):  # it is gone, too
         store = reach(rank, timeout=5, patience=5)

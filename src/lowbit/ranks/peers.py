@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lowbit.collectives import AgreementError, PeerError
-from lowbit.train.process import ALONE, FAILED
+from lowbit.ranks.process import ALONE, FAILED
 
 ALARM = "alarm"
 """Key of the cause, in the store that `meeting.board` gives."""

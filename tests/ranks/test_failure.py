@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.collectives import PeerError
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.failure import FailureBoard
-from tests.ranks import Ranks
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group
+from tests.processes import Ranks
 
 CLOSED = RuntimeError("Connection closed by peer")
 SILENT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")

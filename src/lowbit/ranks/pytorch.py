@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.failure import PeerError
+from lowbit.ranks.failure import PeerError
 
 WORKS = (2, 11), (2, 15)
 """First and last version of PyTorch that the tests pass with. Schedules call what is only half public."""
@@ -26,7 +26,7 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-class EngineError(RuntimeError):
+class TorchVersionError(RuntimeError):
     """This version of PyTorch is not known to work."""
 
 
@@ -34,12 +34,12 @@ def check_torch() -> None:
     """Check the version of PyTorch, before ranks start that would fail one by one.
 
     Raises:
-        EngineError: it is not among `WORKS`; the text names what is installed, what works and how to install it.
+        TorchVersionError: it is not among `WORKS`; the text names what is installed, what works and how to install it.
     """
     oldest, newest = WORKS
     if not oldest <= version() <= newest:
         allowed = "torch>={}.{},<{}.{}".format(*oldest, newest[0], newest[1] + 1)
-        raise EngineError(
+        raise TorchVersionError(
             f"PyTorch {torch.__version__} is installed; lowbit works with {oldest[0]}.{oldest[1]} to "
             f"{newest[0]}.{newest[1]}: pip install '{allowed}'"
         )

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives import engine
-from lowbit.collectives.agreement import default_group
+from lowbit.ranks import pytorch
+from lowbit.ranks.groups import default_group
 
 MOST_BYTES = 64 << 20
 """Largest text of one rank: what a peer announces decides how much memory is taken."""
@@ -35,14 +35,14 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     ranks, device = dist.get_world_size(group), _device(group)
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    engine.gather(sizes, torch.tensor([text.numel()], device=device), group)
+    pytorch.gather(sizes, torch.tensor([text.numel()], device=device), group)
     lengths: list[int] = sizes.tolist()
     if not all(0 < length <= MOST_BYTES for length in lengths):
         raise ValueError(f"ranks state {lengths} bytes; allowed: 1 to {MOST_BYTES} each")
     room = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     room[: text.numel()] = text
     rows = torch.empty(ranks * max(lengths), dtype=torch.uint8, device=device)
-    engine.gather(rows, room, group)
+    pytorch.gather(rows, room, group)
     texts = rows.view(ranks, -1).cpu()
     return [_parsed(rank, texts[rank, :length]) for rank, length in enumerate(lengths)]
 
@@ -60,7 +60,7 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     group = group or default_group()
     ranks, x = dist.get_world_size(group), x.to(_device(group))
     out = x.new_empty(ranks * x.numel())
-    engine.gather(out, x.flatten(), group)
+    pytorch.gather(out, x.flatten(), group)
     return out.view(ranks, *x.shape).cpu()
 
 

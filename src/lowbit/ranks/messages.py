@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.agreement import default_group, next_round
-from lowbit.collectives.checksum import Checksums, damaged
-from lowbit.collectives.failure import FailureBoard
-from lowbit.collectives.objects import MOST_BYTES
+from lowbit.ranks.checksum import Checksums, damaged
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group, next_round
+from lowbit.ranks.objects import MOST_BYTES
 
 _SIZE_BYTES = 8
 _FIRST_TAG = 1 << 27  # away from the small ones that a program may use itself

@@ -4,7 +4,7 @@ A collective is a number of lanes. On a lane every rank sends something to every
 every rank sent to it. `Mail` makes each of these a message of its own: Gloo then uses both directions of the link
 at once, starts as soon as the first piece is coded, and says which peer failed. Other backends match messages by their
 order alone, so `Rounds` makes each lane one all-to-all or all-gather of the engine, in the same order on every rank.
-Behind each payload travel the bytes of its checksum, if there are any (`lowbit.collectives.checksum`).
+Behind each payload travel the bytes of its checksum, if there are any (`lowbit.ranks.checksum`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives import engine
-from lowbit.collectives.checksum import Checksums, Verdicts, damaged
-from lowbit.collectives.failure import FailureBoard
+from lowbit.ranks import pytorch
+from lowbit.ranks.checksum import Checksums, Verdicts, damaged
+from lowbit.ranks.failure import FailureBoard
 
 LANES = 1 << 14
 _ALIGN = 64
@@ -280,7 +280,7 @@ class Rounds(_Buffered):
         if made.filled == len(made.sizes_out) and made.incoming.numel():
             if len(made.sizes_out) == 1:
                 flat = made.incoming.view(-1), made.outgoing.view(-1)
-                work = engine.gather(*flat, self._group, async_op=True)
+                work = pytorch.gather(*flat, self._group, async_op=True)
             else:
                 work = dist.all_to_all_single(made.incoming, made.outgoing, group=self._group, async_op=True)
             assert work is not None

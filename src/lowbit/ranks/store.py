@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lowbit.collectives.failure import PeerError, peek
+from lowbit.ranks.failure import PeerError, peek
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from functools import partial
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from lowbit.collectives.checksum import SECRET
-from lowbit.collectives.store import bounded
-from lowbit.train.peers import board
+from lowbit.ranks.checksum import SECRET
+from lowbit.ranks.peers import board
+from lowbit.ranks.store import bounded
 from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)

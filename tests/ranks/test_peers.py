@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives import PeerError
-from lowbit.collectives.agreement import default_group
-from lowbit.train.meeting import AloneError
-from lowbit.train.peers import ALARM, AbsentError, Cause, Peers, first_line
-from lowbit.train.process import ALONE
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.meeting import AloneError
+from lowbit.ranks.peers import ALARM, AbsentError, Cause, Peers, first_line
+from lowbit.ranks.process import ALONE
 from lowbit.train.worker import exit_code
-from tests.ranks import Failure, Ranks
+from tests.processes import Failure, Ranks
 
 SECRET = b"known to the ranks"
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore  # pyright: ignore
 
 from lowbit.collectives import AgreementError, PeerError, agree
-from lowbit.collectives.agreement import Agreement, contradictions, default_group
-from tests.ranks import Failure, Ranks
+from lowbit.ranks.agreement import Agreement, contradictions
+from lowbit.ranks.groups import default_group
+from tests.processes import Failure, Ranks
 
 SAME = {"version": "1", "codec": "int4"}
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit import __version__
-from lowbit.collectives.agreement import Agreement, AgreementError
-from lowbit.collectives.checksum import Checksums, secret_facts
-from lowbit.collectives.failure import FailureBoard
-from lowbit.collectives.wire import Mail, Marks, Rounds, Scratch, Wire
+from lowbit.collectives.exchange import Mail, Marks, Rounds, Scratch, Wire
+from lowbit.ranks.agreement import Agreement, AgreementError
+from lowbit.ranks.checksum import Checksums, secret_facts
+from lowbit.ranks.failure import FailureBoard
 
 _IDLE = 5.0  # seconds after which the threads of a line that is not used end
 _SLOW = 2.0  # seconds after which a call looks whether the others are in the same one

@@ -19,15 +19,15 @@ import json
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Never
 
 import torch.distributed as dist
 
-from lowbit.collectives.failure import AgreementError
-from lowbit.collectives.store import BoundedStore
+from lowbit.ranks.failure import AgreementError
+from lowbit.ranks.groups import default_group, next_round
+from lowbit.ranks.store import BoundedStore
 
 Facts = Mapping[str, str]
 """What a member holds to be true, by name. Members need not state the same names, but the same values under them."""
@@ -37,7 +37,6 @@ _GRACE = 1.0  # seconds that members in conflict wait for others, to show the wh
 # Seconds between two looks at the log: a share of those waited.
 _SHORTEST, _LONGEST, _SHARE = 0.01, 0.5, 0.1
 
-_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Ledger] = weakref.WeakKeyDictionary()
 
 
@@ -333,25 +332,6 @@ def contradictions(stated: Mapping[str, Facts]) -> str:
             told = "; ".join(f"{value} on {_listed(members)}" for value, members in who.items())
             lines.append(f"  {name}: {told}")
     return "\n".join(["the ranks do not agree:", *lines]) if lines else ""
-
-
-def default_group() -> dist.ProcessGroup:
-    """The default process group.
-
-    Raises:
-        RuntimeError: `torch.distributed.init_process_group` has not been called.
-    """
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
-    return group
-
-
-def next_round(group: dist.ProcessGroup, name: str) -> int:
-    """0, 1, 2, ... for successive calls with a name: ranks that do the same things count alike."""
-    counter = _rounds.setdefault(group, Counter())
-    counter[name] += 1
-    return counter[name] - 1
 
 
 def _listed(members: Sequence[str]) -> str:

@@ -15,9 +15,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from lowbit.collectives.agreement import default_group, next_round
-from lowbit.train.meeting import MeetingError, meet, prove, run_secret
-from lowbit.train.peers import Peers
+from lowbit.ranks.groups import default_group, next_round
+from lowbit.ranks.meeting import MeetingError, meet, prove, run_secret
+from lowbit.ranks.peers import Peers
 from lowbit.train.section import ConfigError
 
 _meetings = itertools.count()  # of this process: each has a part of the store to itself
@@ -61,7 +61,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
 
     From the first contact on, every wait has a limit: calls of the group and of its store their own, and all else a
     watchdog, which ends this process once another rank has been silent for `timeout` seconds or has failed
-    (`lowbit.train.peers`).
+    (`lowbit.ranks.peers`).
 
     Args:
         timeout: seconds in which the failure of a peer is to end every rank: most of it for an operation that waits for
@@ -133,15 +133,6 @@ def _own_part(group: dist.ProcessGroup) -> Store:
     """A part of a group's store that no earlier call has used."""
     number = next_round(group, "peers")
     return PrefixStore(f"lowbit/peers/{number}", group.get_group_store())
-
-
-def new_group(ranks: list[int] | None = None, *, timeout: float) -> dist.ProcessGroup | None:
-    """A process group of these ranks (None: all), to be called on every rank; None where this rank is not in it.
-
-    `timeout`: of the run, in seconds. PyTorch would give the group 30 minutes.
-    """
-    group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=0.8 * timeout))
-    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _choose_interface() -> None:

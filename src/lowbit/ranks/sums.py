@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.messages import Expected, Messages, Sent
+from lowbit.ranks.messages import Expected, Messages, Sent
 
 _FIRST = 0
 
