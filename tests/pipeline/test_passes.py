@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.agreement import Agreement
-from lowbit.ranks.failure import PeerError, described
+from lowbit.ranks.errors import PeerError, described
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
 from tests.processes import Ranks

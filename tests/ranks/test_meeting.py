@@ -22,8 +22,8 @@ from lowbit.ranks.meeting import (
     new_secret,
     prove,
 )
-from lowbit.ranks.peers import board
 from lowbit.ranks.process import ALONE, FAILED
+from lowbit.ranks.store import of_attempt
 from lowbit.train.section import ConfigError
 from lowbit.train.worker import exit_code
 from tests.forked import CONTEXT
@@ -74,7 +74,7 @@ def test_a_store_that_does_not_answer_is_tried_again(monkeypatch: pytest.MonkeyP
             time.sleep(1.5)
         kept = listen("127.0.0.1", port, timeout=5)
         met.result(timeout=20).set("key", "value")
-        assert board(kept).get("key") == b"value"
+        assert of_attempt(kept).get("key") == b"value"
 
 
 def _keep(port: Connection) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.collectives import DamagedError, PeerError
-from lowbit.collectives import messages as module
+from lowbit.ranks import messages as module
 from lowbit.ranks.messages import Messages
 from tests.damage import Flip, Replay, on_the_way
 from tests.processes import Ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.collectives import objects
+from lowbit.ranks import objects
 from lowbit.ranks.objects import MOST_BYTES, gather_json, gather_tensor
 from tests.processes import Ranks
 

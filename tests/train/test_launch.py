@@ -128,7 +128,10 @@ def _toml(config: TrainConfig) -> str:
 
 PASS_ON = """
 import os, signal, subprocess, sys
-from lowbit.train import LaunchError, launch, from_mapping  # PyTorch starts programs when it is imported
+import lowbit.ranks.meeting  # PyTorch starts programs when it is imported
+from lowbit.ranks import launch
+from lowbit.train import LaunchError, from_mapping
+from lowbit.train.launch import start_ranks
 
 start = subprocess.Popen
 subprocess.Popen = lambda argv, **pipes: start(
@@ -137,7 +140,7 @@ subprocess.Popen = lambda argv, **pipes: start(
 wait = launch._wait
 launch._wait = lambda *ranks: (os.kill(os.getpid(), signal.SIGTERM), wait(*ranks))[1]
 try:
-    launch.start_ranks(from_mapping({"run": {"output": sys.argv[1]}}))
+    start_ranks(from_mapping({"run": {"output": sys.argv[1]}}))
 except LaunchError as error:
     print(error)
 """

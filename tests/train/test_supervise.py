@@ -74,7 +74,7 @@ def test_it_gives_up_with_the_way_to_go_on(
         started.append(True)
         raise LaunchError("rank 1 was ended by SIGKILL", -9)
 
-    monkeypatch.setattr("lowbit.train.supervise.start_ranks", fails)
+    monkeypatch.setattr(launch, "start_ranks", fails)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     config = tiny(tmp_path, run={"supervise": True, "restarts": 2, "overwrite": False})
     with pytest.raises(LaunchError) as caught:
@@ -86,13 +86,12 @@ def test_it_gives_up_with_the_way_to_go_on(
     assert caplog.text.count("Starting again from the start") == 2
 
 
-def test_an_interruption_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interruption_is_no_failure(tmp_path: Path):
     def interrupted(config: object) -> None:
         raise LaunchError("interrupted by SIGTERM", interrupted=True)
 
-    monkeypatch.setattr("lowbit.train.supervise.start_ranks", interrupted)
     with pytest.raises(LaunchError, match="interrupted by SIGTERM"):
-        supervise(tiny(tmp_path, run={"overwrite": False}))
+        supervise(tiny(tmp_path, run={"overwrite": False}), interrupted)
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.pipeline import LowBitStage
-from lowbit.ranks.peers import first_line
+from lowbit.ranks.errors import first_line
 from lowbit.ranks.process_group import joined
 from lowbit.train.config_file import from_mapping
 from lowbit.train.data import Order

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from lowbit import __version__
 from lowbit.collectives.exchange import Mail, Marks, Rounds, Scratch, Wire
-from lowbit.ranks.agreement import Agreement, AgreementError
+from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.checksum import Checksums, secret_facts
+from lowbit.ranks.errors import AgreementError
 from lowbit.ranks.failure import FailureBoard
 
 _IDLE = 5.0  # seconds after which the threads of a line that is not used end

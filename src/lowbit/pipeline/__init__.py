@@ -5,9 +5,8 @@ from __future__ import annotations
 from lowbit.pipeline.emulate import Emulation, emulate_
 from lowbit.pipeline.stage import LowBitStage
 from lowbit.pipeline.traffic import Traffic
-from lowbit.ranks.agreement import AgreementError
 from lowbit.ranks.checksum import DamagedError
-from lowbit.ranks.failure import PeerError
+from lowbit.ranks.errors import AgreementError, PeerError
 
 __all__ = [
     "AgreementError",

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.ranks.checksum import Checksums, damaged
-from lowbit.ranks.failure import FailureBoard, PeerError
+from lowbit.ranks.errors import PeerError
+from lowbit.ranks.failure import FailureBoard
 from lowbit.ranks.store import BoundedStore
 
 MESSAGE_BYTES = 512

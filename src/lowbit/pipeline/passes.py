@@ -31,7 +31,8 @@ from lowbit.pipeline.hooks import Batch, Layouts, layout_of
 from lowbit.pipeline.numbering import MOST_PIPELINES, rank_names, stage_names
 from lowbit.ranks.agreement import Agreement, contradictions
 from lowbit.ranks.checksum import Checksums
-from lowbit.ranks.failure import AgreementError, FailureBoard, described
+from lowbit.ranks.errors import AgreementError, described
+from lowbit.ranks.failure import FailureBoard
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage

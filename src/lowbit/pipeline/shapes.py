@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.failure import PeerError
+from lowbit.ranks.errors import PeerError
 
 MESSAGE_BYTES = 1 << 14
 """Bytes of the message; shorter texts are padded with blanks. Room for some 150 tensors."""

@@ -25,7 +25,7 @@ from typing import Any, Never
 
 import torch.distributed as dist
 
-from lowbit.ranks.failure import AgreementError
+from lowbit.ranks.errors import AgreementError
 from lowbit.ranks.groups import default_group, next_round
 from lowbit.ranks.store import BoundedStore
 

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lowbit.ranks.failure import PeerError
+from lowbit.ranks.errors import PeerError
 
 CHECKSUM_BYTES = 8
 """Bytes that follow the payload of a message on the wire."""

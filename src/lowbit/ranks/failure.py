@@ -1,54 +1,30 @@
-"""Who died: from the neighbour that a rank sees fail to the rank that failed first.
+"""Who failed: from the neighbour that a rank sees fail to the rank that failed first.
 
 When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
-therefore leaves a note in the store of the process group, "I gave up on rank s", and follows the notes of others from
-its own suspect on. The rank at the end of that chain left none: it is the one that died or hangs. Or it left word of
-why it could not go on itself, and the others say the same.
+therefore writes on a board in the store of the process group, "I gave up on rank s", and follows the notes of others
+from its own suspect on. The rank at the end of that chain wrote none: it is the one that died or hangs. Or it wrote why
+it could not go on itself, and the others say the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+
+from lowbit.ranks.errors import AgreementError, PeerError, described
+from lowbit.ranks.store import Board, bounded
 
 _CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
 _POLL = 0.05
 _MOST_CHARACTERS = 2000  # of a reason
 _LINGER = 5.0  # seconds at most that the rank with the store stays for the others to read it
-_NOTHING = "lowbit: nothing"
-
-
-class PeerError(RuntimeError):
-    """A peer ended, or did not answer in time.
-
-    Attributes:
-        rank: the rank, within the group, that failed first as far as can be told; -1 where it cannot be.
-    """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class AgreementError(RuntimeError):
-    """The members contradict each other, or some of them never came. The same text on every rank."""
-
-    on_all_ranks = True
-
-
-def described(error: BaseException) -> str:
-    """An error on one line, behind what it came of: PyTorch's schedules wrap the errors of a model."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text if error.__cause__ is None else f"{described(error.__cause__)}; {text}"
 
 
 class FailureBoard:
@@ -62,9 +38,8 @@ class FailureBoard:
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str, names: Sequence[str], timeout: float) -> None:
-        self._store = group.get_group_store()
+        self._board = Board(group.get_group_store(), f"lowbit/failure/{topic}")
         self.topic = topic
-        self._prefix = f"lowbit/failure/{topic}"
         self._names = list(names)
         self._rank = dist.get_rank(group)
         self._timeout = timeout
@@ -87,28 +62,26 @@ class FailureBoard:
         """
         try:
             yield
-        except (PeerError, AgreementError):  # made of one already
+        except (PeerError, AgreementError):
             raise
         except RuntimeError as error:
             raise self.blame(peer, error) from error
 
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
-        """Leave word of why this rank cannot go on, then end its connections, at which the others look for the reason.
+        """Write why this rank cannot go on, then end its connections, at which the others look for the reason.
 
         Args:
-            error: the reason, which stays untold where this rank has blamed another; sever: ends the connections.
+            error: the reason, which is not written where this rank has blamed another. sever: ends the connections.
         """
         if self._blames:
             return sever()
         agreement = isinstance(error, AgreementError)
-        text = str(error) if agreement else described(error)
-        note = {"reason": text[:_MOST_CHARACTERS], "agreement": agreement}
-        told = threading.Event()
-        telling = threading.Thread(target=self._tell, args=(note, told), daemon=True)
-        telling.start()
-        told.wait(0.2 * self._timeout)
+        text = (str(error) if agreement else described(error))[:_MOST_CHARACTERS]
+        note = {"rank": self._rank, "reason": text, "agreement": agreement}
+        written = _within(0.2 * self._timeout, lambda: self._board.append(**note))
         sever()
-        telling.join(0.2 * self._timeout)
+        if written and self._rank == self._host:
+            _within(0.2 * self._timeout, lambda: self._linger(self._rank, min(_LINGER, 0.1 * self._timeout)))
 
     def blame(self, suspect: int, cause: Exception) -> RuntimeError:
         """Find out who failed, after communication with rank `suspect` failed with `cause`.
@@ -117,88 +90,89 @@ class FailureBoard:
             `PeerError`; `AgreementError` where that is why the first rank gave up.
         """
         self._blames, silent = True, "timed out" in str(cause).lower()
-        chain, finished, reason = [suspect], threading.Event(), dict[str, Any]()
-        # In a thread, because the store may be on a machine that no longer answers.
-        args = (chain, silent, finished, reason)
-        tracing = threading.Thread(target=self._trace, args=args, daemon=True)
-        tracing.start()
-        tracing.join(0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout)
-        culprit = chain[-1]
-        if reason.get("agreement"):
-            error = AgreementError(str(reason["reason"]))
+        trace = _Trace([suspect])
+        limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout
+        _within(limit, lambda: self._follow(trace, silent))
+        culprit = trace.chain[-1]
+        if trace.note.get("agreement"):
+            error = AgreementError(trace.note["reason"])
             error.on_all_ranks = False  # those that wait for this one do not know it yet
             return error
-        if reason:
-            return PeerError(f"{self._names[culprit]} gave up: {reason['reason']}", culprit)
+        if trace.note:
+            return PeerError(f"{self._names[culprit]} gave up: {trace.note['reason']}", culprit)
         how = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
         text = f"{self._names[suspect]} {how}"
         if culprit != suspect:
             text += f", because {self._names[culprit]} had failed before"
-        if not finished.is_set() and suspect != self._host:
+        if not trace.finished and suspect != self._host:
             host = "the job's rank 0" if self._host is None else self._names[self._host]
             text += f"; so did the store, which {host} hosts unless a launcher does"
         # Gloo wraps the reason in a source position and advice.
         reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause))
         return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
 
-    def _tell(self, note: dict[str, Any], told: threading.Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the store ended with its rank
-            self._note(f"{self._rank}", note)
-            told.set()
-            if self._rank == self._host:
-                self._linger(self._rank, min(_LINGER, 0.1 * self._timeout))
-
-    def _trace(self, chain: list[int], silent: bool, finished: threading.Event, reason: dict[str, Any]) -> None:
-        """Extend `chain` by following notes, for as long as new ones may come, and take the last one's reason."""
-        with contextlib.suppress(RuntimeError):  # the store ended with its rank
-            self._note(f"{self._rank}", {"suspect": chain[0], "silent": silent})
-            start = time.monotonic()
-            while True:
-                while note := self._read(f"{chain[-1]}"):
-                    if "reason" in note:
-                        reason |= note
-                        break
-                    silent = silent or bool(note["silent"])
-                    if note["suspect"] in (self._rank, *chain):
-                        break  # they wait for each other
-                    chain.append(note["suspect"])
-                grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
-                if reason or time.monotonic() > start + grace:
+    def _follow(self, trace: _Trace, silent: bool) -> None:
+        """Extend the chain for as long as new notes may come, and keep the reason that its last rank left."""
+        chain = trace.chain
+        self._board.append(rank=self._rank, suspect=chain[0], silent=silent)
+        start = time.monotonic()
+        while True:
+            notes, _ = self._read()
+            while note := notes.get(chain[-1]):
+                if "reason" in note:
+                    trace.note = note
                     break
-                time.sleep(_POLL)
-            self._note(f"seen/{self._rank}", {})
-            finished.set()
-            if self._rank == self._host:
-                self._linger(chain[-1], min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
+                silent = silent or bool(note["silent"])
+                if note["suspect"] in (self._rank, *chain):
+                    break  # they wait for each other
+                chain.append(note["suspect"])
+            grace = 0.1 * self._timeout if silent else _CLOSED_GRACE
+            if trace.note or time.monotonic() > start + grace:
+                break
+            time.sleep(_POLL)
+        self._board.append(seen=self._rank)
+        trace.finished = True
+        if self._rank == self._host:
+            self._linger(chain[-1], min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
 
     def _linger(self, culprit: int, seconds: float) -> None:
-        others = [rank for rank in range(len(self._names)) if rank != culprit]
+        """Stay until all others have read the notes: the store may live in this process."""
+        others = set(range(len(self._names))) - {culprit}
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(self._read(f"seen/{r}") is None for r in others):
+        while time.monotonic() < deadline and not others <= self._read()[1]:
             time.sleep(_POLL)
 
-    def _note(self, key: str, note: dict[str, Any]) -> None:
-        self._store.set(f"{self._prefix}/{key}", json.dumps(note))
+    def _read(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
+        """The last note of each rank, and the ranks that have seen enough. Lines that no rank writes are ignored."""
+        notes: dict[int, dict[str, Any]] = {}
+        seen: set[int] = set()
+        for line in self._board.entries():
+            rank: Any = line.get("rank", line.get("seen"))
+            if not self._is_rank(rank):
+                continue
+            if "seen" in line:
+                seen.add(rank)
+            elif isinstance(line.get("reason"), str) or ("silent" in line and self._is_rank(line.get("suspect"))):
+                notes[rank] = line
+        return notes, seen
 
-    def _read(self, key: str) -> dict[str, Any] | None:
-        """A note, unless it is none that a rank writes."""
-        written = peek(self._store, f"{self._prefix}/{key}")
-        try:
-            note = json.loads(written) if written else None
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(note, dict):
-            return None
-        suspects = "silent" in note and note.get("suspect") in range(len(self._names))
-        known = suspects or isinstance(note.get("reason"), str)
-        return note if known or not note else None
+    def _is_rank(self, value: object) -> bool:
+        return type(value) is int and 0 <= value < len(self._names)
 
 
-def peek(store: Store, key: str) -> bytes:
-    """What a store holds under a key, or nothing; never waits for the key.
+@dataclass
+class _Trace:
+    """Ranks that gave up on each other, the note in which the last one gives its reason, and whether that is all."""
 
-    One round trip, where `check` takes one and `get` two: a `compare_set` that changes nothing says what is there, and
-    what it was told to expect if nothing is.
-    """
-    value = store.compare_set(key, _NOTHING, _NOTHING)
-    return b"" if value == _NOTHING.encode() else value
+    chain: list[int]
+    note: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+
+
+def _within(seconds: float, call: Callable[[], None]) -> bool:
+    """Whether calls of the store end well in time: it may be gone, or on a machine that no longer answers."""
+    try:
+        bounded(call, seconds)
+    except (TimeoutError, RuntimeError):
+        return False
+    return True

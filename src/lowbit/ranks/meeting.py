@@ -22,8 +22,7 @@ from functools import partial
 from torch._C._distributed_c10d import Store, TCPStore
 
 from lowbit.ranks.checksum import SECRET
-from lowbit.ranks.peers import board
-from lowbit.ranks.store import bounded
+from lowbit.ranks.store import bounded, of_attempt
 from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
             raise MeetingError(f"rank 0 cannot keep the store at {_where()}: {reason}") from error
         if port:
             _kept[host, port] = store
-    return board(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
+    return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
 
 
 def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float) -> None:

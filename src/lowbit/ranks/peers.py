@@ -1,4 +1,4 @@
-"""Who is alive, and why a run ends: signs of life of all ranks, one alarm, and a watchdog that no wait outlives.
+"""Who is alive: heartbeats of all ranks, and a watchdog that no wait outlives.
 
 Everything goes through the store that the ranks meet in. Two threads of each rank do all of it:
 
@@ -8,31 +8,26 @@ Everything goes through the store that the ranks meet in. Two threads of each ra
   is longer than the run's time limit allows, or an alarm is known and this process has not ended by itself, it prints
   the reason and ends the process, whatever the other threads wait for, inside C++ too.
 
-The alarm is one key that the first rank to find a cause writes, so that all ranks that still hear it end with the
-same reason. A process that was stopped for a while does not blame the others: silence is counted in the guard's own
-turns.
+A process that was stopped for a while does not blame the others: silence is counted in the guard's own turns.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
+import itertools
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from lowbit.collectives import AgreementError, PeerError
+from lowbit.ranks.alarm import Alarm, Cause
+from lowbit.ranks.errors import AgreementError, PeerError, first_line
 from lowbit.ranks.process import ALONE, FAILED
-
-ALARM = "alarm"
-"""Key of the cause, in the store that `meeting.board` gives."""
 
 _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2
@@ -44,34 +39,6 @@ _LAST_WORDS_SECONDS = 5.0  # at most, from an alarm to the end of a process that
 
 class AbsentError(PeerError):
     """Another rank has waited for ranks that did not come, for as long as it may."""
-
-
-class Cause(NamedTuple):
-    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence.
-
-    `alone`: it waited for others in vain, so that another attempt would, too.
-    """
-
-    rank: int
-    text: str
-    alone: bool = False
-
-    def signed(self, secret: bytes) -> str:
-        """As it stands in the store."""
-        return json.dumps([*self, self._signature(secret)])
-
-    @classmethod
-    def read(cls, written: bytes, secret: bytes) -> Cause | None:
-        """The cause in a value of the store; None if nobody who knows the secret wrote it."""
-        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-            rank, text, alone, signature = json.loads(written)
-            cause = cls(int(rank), str(text), bool(alone))
-            if hmac.compare_digest(cause._signature(secret), str(signature)):
-                return cause
-        return None
-
-    def _signature(self, secret: bytes) -> str:
-        return hmac.new(secret, json.dumps(self).encode(), hashlib.sha256).hexdigest()
 
 
 class Peers:
@@ -90,14 +57,14 @@ class Peers:
         self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
         self._grace = min(_LAST_WORDS_SECONDS, 1.0 + 0.1 * timeout)
         self._secret = secret
-        self._store: Any = store
+        self._store: Any = store  # PyTorch's stubs lack `clone`
         self._beats: dict[int, bytes] = {}
         self._silence: dict[int, float] = {}  # seconds, of each peer that has been heard
         self._store_silence = 0.0
         self._store_lost = False
         self._proposed: Cause | None = None
-        self._alarm: Cause | None = None
-        self._known = threading.Event()  # the alarm
+        self._cause: Cause | None = None
+        self._known = threading.Event()  # the cause
         self._read_by_all = threading.Event()
         self._closed = threading.Event()
         self._threads = [
@@ -153,8 +120,8 @@ class Peers:
         else:
             cause = (None if mine.alone else self._silent_peer()) or mine
         self._proposed = cause
-        if self._known.wait(self._patience) and self._alarm is not None:
-            cause = self._alarm
+        if self._known.wait(self._patience) and self._cause is not None:
+            cause = self._cause
         elif cause is mine and isinstance(error, RuntimeError):
             cause = self._store_gone()
         if cause.text in (said, str(error)):
@@ -173,7 +140,7 @@ class Peers:
         deadline = time.monotonic() + self._patience + _BEAT_SECONDS
         while time.monotonic() < deadline and not self._store_lost:
             if self._known.wait(_TURN_SECONDS):
-                return self._alarm
+                return self._cause
             if cause := self._silent_for(self._patience):
                 return cause
         return None
@@ -195,48 +162,35 @@ class Peers:
     # The beat.
 
     def _beat(self) -> None:
-        count = 0
-        while True:
-            count += 1
-            try:
-                if count == 1:
-                    self._store = self._store.clone()
-                self._exchange(count)
-            except RuntimeError:  # the connection has ended
-                self._store_lost = True
-                return
-            self._store_silence = 0.0
-            if self._closed.wait(_BEAT_SECONDS):
-                return
+        try:
+            store = self._store.clone()
+            alarm = Alarm(store, self._secret)
+            for count in itertools.count():
+                self._exchange(store, alarm, count)
+                self._store_silence = 0.0
+                if self._closed.wait(_BEAT_SECONDS):
+                    return
+        except RuntimeError:  # the connection has ended
+            self._store_lost = True
 
-    def _exchange(self, count: int) -> None:
-        self._store.set(f"beat/{self.rank}", str(count))
-        self._read_alarm()
+    def _exchange(self, store: Any, alarm: Alarm, count: int) -> None:
+        store.set(f"beat/{self.rank}", str(count))
+        if self._cause is None and self._proposed is not None:
+            alarm.sound(self._proposed)
+        cause, readers = alarm.read()
+        if self._cause is None and cause is not None:
+            self._cause = cause
+            alarm.acknowledge(self.rank)
+            self._known.set()
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        heard = [r for r in others if r in self._beats or self._store.check([f"beat/{r}"])]
+        heard = [r for r in others if r in self._beats or store.check([f"beat/{r}"])]
         if heard:
-            for rank, beat in zip(heard, self._store.multi_get([f"beat/{r}" for r in heard]), strict=True):
+            for rank, beat in zip(heard, store.multi_get([f"beat/{r}" for r in heard]), strict=True):
                 if self._beats.get(rank) != beat:
                     self._beats[rank], self._silence[rank] = beat, 0.0
-        if self._alarm is not None:
-            self._store.set(f"read/{self.rank}", "")
-            waiting = [f"read/{r}" for r in others if self._silence.get(r, 9e9) < self._patience]
-            if not waiting or self._store.check(waiting):
-                self._read_by_all.set()
-
-    def _read_alarm(self) -> None:
-        if self._alarm is not None:
-            return
-        if self._proposed is not None:
-            written = self._store.compare_set(ALARM, "", self._proposed.signed(self._secret))
-        elif self._store.check([ALARM]):
-            written = self._store.get(ALARM)
-        else:
-            return
-        # Where a stranger was first, this rank's own cause is all that it has.
-        self._alarm = Cause.read(written, self._secret) or self._proposed
-        if self._alarm is not None:
-            self._known.set()
+        waiting = {rank for rank in others if self._silence.get(rank, math.inf) < self._patience}
+        if self._cause is not None and waiting <= readers:
+            self._read_by_all.set()
 
     # The guard.
 
@@ -250,7 +204,7 @@ class Peers:
                 self._silence[rank] += turn
             known += turn if self._known.is_set() or self._store_lost else 0.0
             if known > self._grace or self._store_silence > self._limit:
-                return self._end(self._alarm or self._store_gone())
+                return self._end(self._cause or self._store_gone())
             self._proposed = self._proposed or self._silent_for(self._limit)
 
     def _end(self, cause: Cause) -> None:
@@ -259,14 +213,3 @@ class Peers:
         sys.stderr.write(f"rank {self.rank}: error: {' '.join(cause.text.split())}\n")
         sys.stderr.flush()
         os._exit(ALONE if cause.alone else FAILED)
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line: its type and the first line of its message."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def board(store: Store, attempt: str = "0/0") -> PrefixStore:
-    """The part of a store for one attempt at a run: torchrun's count of restarts, and of meetings of this process."""
-    return PrefixStore(f"lowbit/run/{attempt}", store)

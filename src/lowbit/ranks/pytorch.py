@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.ranks.failure import PeerError
+from lowbit.ranks.errors import PeerError
 
 WORKS = (2, 11), (2, 15)
 """First and last version of PyTorch that the tests pass with. Schedules call what is only half public."""

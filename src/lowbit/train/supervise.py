@@ -11,11 +11,12 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from lowbit.ranks.launch import LaunchError
 from lowbit.ranks.process import ALONE, DIVERGED, USAGE
 from lowbit.train.config import TrainConfig
-from lowbit.train.launch import LaunchError, start_rank, start_ranks
 from lowbit.train.manifest import newest_step
 from lowbit.train.section import ConfigError
 
@@ -24,12 +25,15 @@ log = logging.getLogger(__name__)
 _LONGEST_PAUSE = 30.0
 
 
-def supervise(config: TrainConfig) -> None:
+def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None:
     """Train until the last step, whatever happens in between.
 
     Gives up where another attempt cannot help: a configuration that cannot work, a loss that is no number twice after
     the same checkpoint, ranks that do not come within `run.rejoin_seconds`, or `run.restarts` attempts in a row
     without a new checkpoint.
+
+    Args:
+        config: of the run. start: runs the ranks of one attempt until they are done, or raises `LaunchError`.
 
     Raises:
         ConfigError: what cannot work, before any process starts.
@@ -41,14 +45,14 @@ def supervise(config: TrainConfig) -> None:
     _check()
     if not config.run.resume:
         config = _resuming(config)
-    given = "RANK" in os.environ or config.ranks == 1
-    rank, ranks = world() if given else (0, config.ranks)
+    one_rank = "RANK" in os.environ or config.ranks == 1
+    rank, ranks = world() if one_rank else (0, config.ranks)
     prepare(config, ranks=ranks, rank=rank)
     checkpoints = Path(config.run.output) / "checkpoints"
     attempts = Attempts(config.run.restarts, newest_step(checkpoints))
     while True:
         try:
-            (start_rank if given else start_ranks)(config)
+            start(config)
             return
         except LaunchError as error:
             if error.interrupted:
