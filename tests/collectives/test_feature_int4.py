@@ -124,7 +124,7 @@ def one_question_for_all_layers(rank: int, ranks: int) -> None:
     """Layers of one artifact and of one shape are one kind of call; others are not."""
     group = dist.group.WORLD
     assert group is not None
-    kinds = calls.line_of(group)._kinds
+    kinds = calls.queue_of(group)._kinds
     layers = [codec_of(ranks, artifact="one") for _ in range(3)]
     changed = layers[1].ranges * 2
     layers[1] = FeatureInt4(ranges=changed, total=layers[1].total, features=(1, 2), artifact="one")

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore  # pyright: ignore
 
 from lowbit.collectives import AgreementError, PeerError, agree
-from lowbit.ranks.agreement import Agreement, contradictions
+from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.groups import default_group
+from lowbit.ranks.statements import contradictions
 from tests.processes import Failure, Ranks
 
 SAME = {"version": "1", "codec": "int4"}

@@ -17,7 +17,7 @@ from lowbit.bench.pipeline import check_at_least
 from lowbit.bench.report import Report, Row, machine
 from lowbit.bench.timing import spread
 from lowbit.codecs import Codec, parse
-from lowbit.collectives.reduce import check_summable
+from lowbit.collectives.checks import check_summable
 from lowbit.network import Link, SlowLink
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")

@@ -29,10 +29,11 @@ from torch.utils._pytree import tree_leaves
 from lowbit.pipeline import announce
 from lowbit.pipeline.hooks import Batch, Layouts, layout_of
 from lowbit.pipeline.numbering import MOST_PIPELINES, rank_names, stage_names
-from lowbit.ranks.agreement import Agreement, contradictions
+from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.checksum import Checksums
 from lowbit.ranks.errors import AgreementError, described
 from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.statements import contradictions
 
 if TYPE_CHECKING:
     from lowbit.pipeline.stage import LowBitStage

@@ -14,7 +14,8 @@ from lowbit.codecs import FeatureInt4
 from lowbit.codecs.base import Codec, check_choice, check_int
 from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import choose
-from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm, check_summable
+from lowbit.collectives.checks import check_summable
+from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm
 from lowbit.collectives.shards import Shards
 from lowbit.ranks import pytorch
 from lowbit.ranks.checksum import check_checksums

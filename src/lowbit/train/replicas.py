@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.codecs import Codec, parse
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
-from lowbit.collectives.reduce import check_summable
+from lowbit.collectives.checks import check_summable
 from lowbit.ranks.groups import new_group
 from lowbit.train.config import GradientsConfig
 from lowbit.train.metrics import Work
