@@ -1,4 +1,4 @@
-"""Who is alive: heartbeats of all ranks, and a watchdog that no wait outlives.
+"""Failure detection: heartbeats of all ranks, and a watchdog that ends what waits for too long.
 
 Everything goes through the store that the ranks meet in. Two threads of each rank do all of it:
 
@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Store
 
 from lowbit.ranks.alarm import Alarm, Cause
 from lowbit.ranks.errors import AgreementError, PeerError, first_line
+from lowbit.ranks.meeting import launcher_keeps_store
 from lowbit.ranks.process import ALONE, FAILED
 
 _BEAT_SECONDS = 0.5
@@ -45,10 +46,10 @@ class Peers:
     """This rank's beat and guard. All ranks make one each, on the same store.
 
     Args:
-        store: what the ranks of this attempt meet in; cloned for a connection of its own.
+        store: of this attempt; cloned for a connection of its own.
         rank, ranks: of the run.
         timeout: seconds after which a peer or a store that is silent has ended the run.
-        secret: what alarms are signed with; others' are ignored.
+        secret: that causes are signed with; others are ignored.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
@@ -86,7 +87,7 @@ class Peers:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turn whatever ends the block into the reason that all ranks end with; the watch ends with the block.
+        """Turn an error in the block into the one that all ranks end with; the watch ends with the block.
 
         Raises:
             PeerError: another rank was the cause.
@@ -107,15 +108,15 @@ class Peers:
             self.close()
 
     def explain(self, error: BaseException) -> PeerError | None:
-        """Why a call failed, where the error itself does not say what all ranks end with; else None.
+        """Why a call failed; None where the error itself says it.
 
-        Takes a few seconds at most, in which the beat of a peer that lives is heard. Afterwards all ranks that hear
-        the store know the cause.
+        Takes a few seconds at most, enough to hear the beat of a peer that lives. Afterwards all ranks that hear the
+        store know the cause.
         """
-        met = not isinstance(error, ConnectionError)  # whose text names the ranks
-        said = f"rank {self.rank} failed: {first_line(error)}" if met else str(error)
-        mine = Cause(self.rank, said, getattr(error, "alone", False))
-        if isinstance(error, PeerError):  # found out already, by whoever talked to that peer
+        names_ranks = isinstance(error, ConnectionError)
+        text = str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}"
+        mine = Cause(self.rank, text, getattr(error, "alone", False))
+        if isinstance(error, PeerError):  # the cause is known already
             cause = Cause(error.rank, str(error))
         else:
             cause = (None if mine.alone else self._silent_peer()) or mine
@@ -124,19 +125,19 @@ class Peers:
             cause = self._cause
         elif cause is mine and isinstance(error, RuntimeError):
             cause = self._store_gone()
-        if cause.text in (said, str(error)):
+        if cause.text in (text, str(error)):
             return None
         # Not by rank: a `PeerError` counts within its group, and the others may be wrong about this rank.
         kind = AbsentError if cause.alone else PeerError
         return kind(cause.text, cause.rank)
 
     def _linger(self) -> None:
-        """Give the others time to read the alarm, where this process may be the one that keeps the store."""
-        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        """Give the others time to read the alarm, where this process keeps the store."""
+        if self.rank == 0 and not launcher_keeps_store():
             self._read_by_all.wait(self._grace)
 
     def _silent_peer(self) -> Cause | None:
-        """The alarm, or the ranks whose beat has stopped; None if all others are alive."""
+        """The known cause, or the ranks whose beat has stopped; None if all others are alive."""
         deadline = time.monotonic() + self._patience + _BEAT_SECONDS
         while time.monotonic() < deadline and not self._store_lost:
             if self._known.wait(_TURN_SECONDS):

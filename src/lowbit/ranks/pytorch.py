@@ -1,9 +1,8 @@
-"""Which PyTorch will do, and its collectives on flat tensors under the names that this version does not warn about."""
+"""Which versions of PyTorch work, and collectives whose names differ between these versions."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +11,12 @@ from torch import Tensor
 from lowbit.ranks.errors import PeerError
 
 WORKS = (2, 11), (2, 15)
-"""First and last version of PyTorch that the tests pass with. Schedules call what is only half public."""
+"""First and last version of PyTorch that the tests pass with. Pipelines use parts of it that are not public."""
 
-# New in 2.13; what 2.11 has instead does the same.
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_SCATTER = "reduce_scatter_single"
-_SCATTER = _SCATTER if hasattr(dist, _SCATTER) else "reduce_scatter_tensor"
+# Since 2.13 the names of 2.11 warn.
+_RENAMED = hasattr(dist, "all_gather_single")
+_GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 
 
 def version() -> tuple[int, int]:
@@ -27,14 +26,14 @@ def version() -> tuple[int, int]:
 
 
 class TorchVersionError(RuntimeError):
-    """This version of PyTorch is not known to work."""
+    """The tests have not passed with this version of PyTorch."""
 
 
 def check_torch() -> None:
     """Check the version of PyTorch, before ranks start that would fail one by one.
 
     Raises:
-        TorchVersionError: it is not among `WORKS`; the text names what is installed, what works and how to install it.
+        TorchVersionError: it is not one of `WORKS`; the text says what is installed, what works and how to install it.
     """
     oldest, newest = WORKS
     if not oldest <= version() <= newest:
@@ -45,21 +44,21 @@ def check_torch() -> None:
         )
 
 
-def gather(out: Tensor, x: Tensor, group: Any, *, async_op: bool = False) -> dist.Work | None:
-    """Everybody's `x`, one after the other, in `out`."""
+def gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
+    """Write everybody's `x`, one after the other, to `out`."""
     return getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
 
 
-def sum_scatter(out: Tensor, x: Tensor, group: Any) -> dist.Work | None:
-    """Start: this rank's share of the sum of everybody's `x` in `out`."""
+def sum_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to write this rank's share of the sum of everybody's `x` to `out`."""
     return getattr(dist, _SCATTER)(out, x, group=group, async_op=True)
 
 
-def finish(work: dist.Work | None, group: Any, timeout: float) -> None:
-    """Wait for a collective; on Gloo at most `timeout` seconds, elsewhere as long as the engine does.
+def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
+    """Wait for a collective; on Gloo at most `timeout` seconds, elsewhere as long as the backend does.
 
     Raises:
-        PeerError: a rank ended, or did not take part in time; the engine does not say who.
+        PeerError: a rank ended, or did not take part in time; Gloo does not say which one.
     """
     assert work is not None  # only for ranks outside the group
     if "gloo" not in dist.get_backend(group):

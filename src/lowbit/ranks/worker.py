@@ -55,11 +55,11 @@ def _complain(error: Exception) -> None:
 
 def _sound_alarm(rank: int, text: str) -> None:
     """Tell the launcher and the other ranks, where this rank failed before it watched them; the first cause counts."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return  # whoever started this keeps no store
     from lowbit.ranks.alarm import Alarm, Cause
-    from lowbit.ranks.meeting import reach, run_secret
+    from lowbit.ranks.meeting import launcher_keeps_store, reach, run_secret
 
+    if not launcher_keeps_store():
+        return
     with contextlib.suppress(RuntimeError, OSError):  # it is gone, too
         Alarm(reach(rank, timeout=5, patience=5), run_secret()).sound(Cause(rank, text))
 
