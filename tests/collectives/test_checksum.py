@@ -12,24 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import GroupInt
-from lowbit.collectives import (
-    AgreementError,
-    DamagedError,
-    all_gather,
-    all_reduce,
-    all_reduce_bytes,
-    reduce_scatter,
-)
+from lowbit.collectives import AgreementError, DamagedError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from lowbit.ranks.checksum import CHECKSUM_BYTES, Checksums, secret_facts
 from tests.damage import Flip, Replay, on_the_way, secret
 from tests.processes import Ranks
 
 INT8 = GroupInt(bits=8, group=64)
 HOST = Checksums.seal, lambda checksums, m, *place: not checksums.intact(m, *place)
-DEVICE = (
-    Checksums.seal_there,
-    lambda checksums, m, *place: bool(checksums.damage_there(m, *place)),
-)
+DEVICE = (Checksums.seal_there, lambda checksums, m, *place: bool(checksums.damage_there(m, *place)))
 Kind = tuple[Callable[..., None], Callable[..., bool]]
 
 

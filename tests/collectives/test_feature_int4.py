@@ -196,10 +196,7 @@ def refusals() -> list[str]:
         (lambda: all_gather(made, share, codec_of(1)), "output was made in inference mode"),
         (lambda: all_reduce(share, counting), "tensor is on cpu; allowed .*: meta"),
         (lambda: all_gather(share.view(8, -1), share, codec_of(1)), r"output is float32 \(8, 36\)"),
-        (
-            lambda: reduce_scatter(share, share.view(8, -1), codec_of(1)),
-            r"input is float32 \(8, 36\)",
-        ),
+        (lambda: reduce_scatter(share, share.view(8, -1), codec_of(1)), r"input is float32 \(8, 36\)"),
     ):
         with pytest.raises(ValueError, match=text):
             call()

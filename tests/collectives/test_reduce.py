@@ -12,13 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
-from lowbit.collectives import (
-    PeerError,
-    all_gather,
-    all_reduce,
-    all_reduce_bytes,
-    reduce_scatter,
-)
+from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from tests.processes import Ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
@@ -98,12 +92,7 @@ def bytes_are_known() -> None:
             sent.clear()
             all_reduce(data(dist.get_rank(), numel), INT8, algorithm=algorithm, **PIECES)
             expected = all_reduce_bytes(
-                numel,
-                INT8,
-                rank=dist.get_rank(),
-                ranks=dist.get_world_size(),
-                algorithm=algorithm,
-                **PIECES,
+                numel, INT8, rank=dist.get_rank(), ranks=dist.get_world_size(), algorithm=algorithm, **PIECES
             )
             assert sum(sent) == expected, (numel, algorithm)
     finally:
@@ -256,10 +245,7 @@ def differs(calls: list[list[tuple[int, Codec]]]) -> None:
         ([[(5000, INT8)], [(5000, INT4)]], "codec: GroupInt(bits=8"),
         # What both have agreed on before does not protect a later call by itself.
         (
-            [
-                [(5000, INT8), (6000, INT8), (5000, INT8)],
-                [(5000, INT8), (6000, INT8), (6000, INT8)],
-            ],
+            [[(5000, INT8), (6000, INT8), (5000, INT8)], [(5000, INT8), (6000, INT8), (6000, INT8)]],
             "tensor: float32 (5000,) on rank 0",
         ),
         (

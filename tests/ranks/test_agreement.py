@@ -30,10 +30,7 @@ def test_contradictions_name_who_says_what():
             "rank 2": {"codec": "int4", "shape": "(2, 3)"},
         }
     )
-    assert text.splitlines() == [
-        "the ranks do not agree:",
-        "  codec: int4 on rank 0 and rank 2; int8 on rank 1",
-    ]
+    assert text.splitlines() == ["the ranks do not agree:", "  codec: int4 on rank 0 and rank 2; int8 on rank 1"]
 
 
 def test_members_need_not_state_the_same_names():

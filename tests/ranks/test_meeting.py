@@ -13,15 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.ranks.groups import default_group
-from lowbit.ranks.meeting import (
-    AloneError,
-    MeetingError,
-    listen,
-    master_port,
-    meet,
-    new_secret,
-    prove,
-)
+from lowbit.ranks.meeting import AloneError, MeetingError, listen, master_port, meet, new_secret, prove
 from lowbit.ranks.process import ALONE, FAILED
 from lowbit.ranks.store import of_attempt
 from lowbit.train.section import ConfigError

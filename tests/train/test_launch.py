@@ -148,10 +148,6 @@ except LaunchError as error:
 
 def test_an_interrupted_run_says_so_and_leaves_no_rank(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, "-c", PASS_ON, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        [sys.executable, "-c", PASS_ON, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "interrupted by SIGTERM; all ranks were ended\n"

@@ -54,11 +54,7 @@ def test_what_cannot_be_mended_by_another_attempt_ends_the_run():
 
 def test_attempts_count_where_they_bring_no_checkpoint():
     attempts = Attempts(2, None)
-    assert [attempts.give_up(FAILED, None) for _ in range(3)] == [
-        "",
-        "",
-        "gave up after 3 attempts",
-    ]
+    assert [attempts.give_up(FAILED, None) for _ in range(3)] == ["", "", "gave up after 3 attempts"]
     attempts = Attempts(2, None)
     assert not any(attempts.give_up(FAILED, step) for step in (None, None, 5, 5, 9, 9))
     assert attempts.in_vain == 2

@@ -36,8 +36,7 @@ def nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> Nodes:
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         first, place = me - me % node_size, me % node_size
         known[key] = Nodes(
-            _new_group(ranks[first : first + node_size], timeout),
-            _new_group(ranks[place::node_size], timeout),
+            _new_group(ranks[first : first + node_size], timeout), _new_group(ranks[place::node_size], timeout)
         )
     return known[key]
 

@@ -69,6 +69,5 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> 
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise PeerError(
-            f"a rank ended or did not take part within {timeout:g} s (seen by rank {dist.get_rank()}: {reason})",
-            -1,
+            f"a rank ended or did not take part within {timeout:g} s (seen by rank {dist.get_rank()}: {reason})", -1
         ) from error
