@@ -169,17 +169,17 @@ def test_ranks_must_agree_on_checksums_and_secret(ranks: Ranks, transport: str):
 def bytes_and_sums(checksums: bool) -> tuple[list[int], list[Tensor]]:
     """What a rank sends and gets."""
     sent: list[int] = []
-    engine = dist.isend
+    isend = dist.isend
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.numel())
-        return engine(tensor, *args, **kwargs)
+        return isend(tensor, *args, **kwargs)
 
     dist.isend = counted
     try:
         sums = [called(kind, checksums=checksums) for kind in MESSAGES]
     finally:
-        dist.isend = engine
+        dist.isend = isend
     for kind in ("two_shot", "one_shot"):
         how: Any = {"algorithm": kind, "chunk": 2000, "small": 0, "checksums": checksums}
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -102,11 +102,11 @@ def auto_is_one_of_the_two(codec: FeatureInt4, rank: int, ranks: int) -> None:
 
 def bytes_are_known(codec: FeatureInt4, rank: int, ranks: int) -> None:
     sent: list[int] = []
-    engine = dist.isend
+    isend = dist.isend
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.numel())
-        return engine(tensor, *args, **kwargs)
+        return isend(tensor, *args, **kwargs)
 
     dist.isend = counted
     try:
@@ -117,7 +117,7 @@ def bytes_are_known(codec: FeatureInt4, rank: int, ranks: int) -> None:
             expected = all_reduce_bytes(37 * SIZE, codec, rank=rank, ranks=ranks, **how)
             assert sum(sent) == expected
     finally:
-        dist.isend = engine
+        dist.isend = isend
 
 
 def one_question_for_all_layers(rank: int, ranks: int) -> None:

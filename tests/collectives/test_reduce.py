@@ -80,11 +80,11 @@ def test_bytes_that_travel_are_known_before(ranks: Ranks, count: int):
 
 def bytes_are_known() -> None:
     sent: list[int] = []
-    engine = dist.isend
+    isend = dist.isend
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.numel())
-        return engine(tensor, *args, **kwargs)
+        return isend(tensor, *args, **kwargs)
 
     dist.isend = counted
     try:
@@ -96,10 +96,10 @@ def bytes_are_known() -> None:
             )
             assert sum(sent) == expected, (numel, algorithm)
     finally:
-        dist.isend = engine
+        dist.isend = isend
 
 
-def test_small_tensors_are_summed_exactly_by_the_engine(ranks: Ranks):
+def test_small_tensors_are_summed_exactly_by_pytorch(ranks: Ranks):
     ranks.run(small_is_exact, ranks=3)
 
 
@@ -303,7 +303,7 @@ def hangs(numel: int, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("numel", "options"), [(1000, {}), (40_000, {"node_size": 2})], ids=["small", "nodes"])
-def test_a_rank_that_hangs_ends_what_the_engine_does(ranks: Ranks, numel: int, options: dict[str, Any]):
+def test_a_rank_that_hangs_ends_what_pytorch_does(ranks: Ranks, numel: int, options: dict[str, Any]):
     assert 1 < ranks.run(hangs, numel, options)[0] < 5
 
 

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from lowbit.ranks.process import FAILED, Process, Program
+
+if TYPE_CHECKING:
+    from lowbit.ranks.alarm import Alarm  # imports PyTorch, which whoever only reads a configuration need not wait for
 
 _LAST_WORDS_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
 _TERMINATE_SECONDS = 5.0
@@ -42,7 +46,7 @@ def start_all(program: Program, ranks: int) -> None:
     Raises:
         LaunchError: one of them failed; none is left.
     """
-    from lowbit.ranks.alarm import Alarm, Cause
+    from lowbit.ranks.alarm import Alarm
     from lowbit.ranks.checksum import SECRET
     from lowbit.ranks.meeting import listen, new_secret
     from lowbit.ranks.store import of_attempt
@@ -55,16 +59,7 @@ def start_all(program: Program, ranks: int) -> None:
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", SECRET: secret,
     }  # fmt: skip
     processes = [Process(program, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
-
-    def first_failed(failed: Process) -> None:
-        if failed.killed_or_stopped:  # else it has told the others itself
-            alarm.sound(Cause(failed.rank, failed.outcome()))
-
-    def reason() -> str:
-        cause, _ = alarm.read()
-        return cause.text if cause else ""
-
-    watch(processes, first_failed, reason)
+    _watch(processes, alarm)
 
 
 def start_one(program: Program) -> None:
@@ -74,21 +69,18 @@ def start_one(program: Program) -> None:
         LaunchError: it failed.
     """
     rank = int(os.environ.get("RANK", "0"))
-    watch([Process(program, rank, {})], lambda failed: None, lambda: "")
+    _watch([Process(program, rank, {})])
 
 
-def watch(processes: list[Process], first_failed: Callable[[Process], None], reason: Callable[[], str]) -> None:
+def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
     """Wait for all; the first that fails starts the clock for the others.
-
-    Args:
-        first_failed: called with that process. reason: what the ranks found out themselves, if anything.
 
     Raises:
         LaunchError: one failed; none is left.
     """
     try:
         with _signals_noted(processes) as signals:
-            failed = _wait(processes, first_failed, signals)
+            failed = _wait(processes, alarm, signals)
     finally:
         _stop(processes)
     if signals:
@@ -96,15 +88,14 @@ def watch(processes: list[Process], first_failed: Callable[[Process], None], rea
     elif failed is None:
         return
     else:
-        what = failed.outcome() if failed.killed_or_stopped else reason() or failed.outcome()
+        cause = None if failed.killed_or_stopped or alarm is None else alarm.read()[0]
+        what = cause.text if cause else failed.outcome()
     code = failed.code or FAILED if failed else FAILED
     others = "; all ranks were ended" if len(processes) > 1 else ""
     raise LaunchError(what + others, code, interrupted=bool(signals))
 
 
-def _wait(
-    processes: list[Process], first_failed: Callable[[Process], None], signals: list[signal.Signals]
-) -> Process | None:
+def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Signals]) -> Process | None:
     failed, deadline, last = None, float("inf"), time.monotonic()
     while any(p.code is None for p in processes) and time.monotonic() < deadline and not signals:
         now = time.monotonic()
@@ -112,7 +103,10 @@ def _wait(
         for process in processes:
             process.listen(turn)
         if failed is None and (failed := _first_failed(processes)) is not None:
-            first_failed(failed)
+            if alarm is not None and failed.killed_or_stopped:  # else it has told the others itself
+                from lowbit.ranks.alarm import Cause
+
+                alarm.sound(Cause(failed.rank, failed.outcome()))
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
         time.sleep(_TURN_SECONDS)
     return _first_failed(processes) if failed is None else failed

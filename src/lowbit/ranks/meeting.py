@@ -192,36 +192,25 @@ def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStor
     """Connect to a store that answers; one that does not may be about to be replaced, and is tried again."""
     deadline = time.monotonic() + patience
     while True:
-        _await_listener(host, port, deadline - time.monotonic())
-        left = max(0.1, min(timeout, deadline - time.monotonic()))
+        left = deadline - time.monotonic()
         try:
+            # PyTorch's own waiting for a listener fills the terminal.
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
             # The kernel accepts for a process that was stopped: PyTorch then waits for ever for the first answer.
-            store = bounded(partial(_connect, host, port, left), left)
-        except (RuntimeError, TimeoutError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_POLL)
-            continue
-        store.set_timeout(timedelta(seconds=timeout))
-        return store
+            limit = max(0.1, min(timeout, deadline - time.monotonic()))
+            store = bounded(partial(_connect, host, port, limit), limit)
+        except (OSError, RuntimeError) as error:
+            if left <= 0:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+                raise TimeoutError(f"nobody answers there ({reason})") from None
+            time.sleep(max(0.0, min(0.5, deadline - time.monotonic())))
+        else:
+            store.set_timeout(timedelta(seconds=timeout))
+            return store
 
 
 def _connect(host: str, port: int, timeout: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-
-
-def _await_listener(host: str, port: int, patience: float) -> None:
-    """Return once somebody listens there: PyTorch's own waiting fills the terminal."""
-    deadline = time.monotonic() + patience
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
-            return
-        except OSError as error:
-            if left <= 0:
-                raise TimeoutError(f"nobody answers there ({error.strerror or error})") from None
-        time.sleep(min(0.5, max(0.0, left)))
 
 
 def _warn_without_secret() -> None:

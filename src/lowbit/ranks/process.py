@@ -14,7 +14,7 @@ PULSE = "LOWBIT_PULSE"
 """Environment variable with the number of the file that a rank writes signs of life to."""
 
 FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
-"""Exit codes: what may be tried again at once, what may not, a loss that is no number, ranks that did not come."""
+"""Exit codes: try again at once; do not try again; the loss was NaN or infinite; other ranks did not come."""
 
 _STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
@@ -24,7 +24,7 @@ class Program:
     """What each rank of a run executes.
 
     Args:
-        module: of Python, whose `main` calls `lowbit.ranks.worker.work`.
+        module: for `python -m`; it calls `lowbit.ranks.worker.work`.
         order: line of JSON that it reads from standard input.
         timeout: seconds without a sign of life after which a rank is killed.
         threads: of PyTorch in each rank, unless OMP_NUM_THREADS is set.
@@ -37,10 +37,10 @@ class Program:
 
 
 class Process:
-    """A local rank: its process, and for how long it has given no sign of life.
+    """The process of a local rank, and for how long it has given no sign of life.
 
     Args:
-        program: what it executes. rank: of the process. environment: what it gets beside this process's own.
+        program: what it executes. environment: variables beside this process's own.
     """
 
     def __init__(self, program: Program, rank: int, environment: Mapping[str, str]) -> None:
