@@ -63,9 +63,13 @@ def check_call(
     chunk: object = CHUNK,
     timeout: object = TIMEOUT,
     checksums: object = True,
-) -> None:
-    """Raise what a collective with these arguments would, whatever its tensors; None: a group that is not known yet."""
-    check_summable(codec)
+) -> Codec:
+    """The codec of a collective with these arguments, whatever its tensors; None: a group that is not known yet.
+
+    Raises:
+        TypeError, ValueError: an argument that the collective would refuse.
+    """
+    summable = check_summable(codec)
     check_checksums(checksums)
     check_choice("op", op, ("sum", "avg"))
     check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
@@ -82,6 +86,7 @@ def check_call(
         raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
+    return summable
 
 
 def check_tensor(name: str, x: object, codec: Codec, ranks: int, node_size: int = 1) -> None:

@@ -90,7 +90,7 @@ def all_reduce(
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    check_call(
+    codec = check_call(
         codec, group, op=op, algorithm=algorithm, transport=transport, node_size=node_size, small=small, chunk=chunk,
         timeout=timeout, checksums=checksums,
     )  # fmt: skip
@@ -246,7 +246,7 @@ def _copying_call(
 ) -> Call:
     """A call that leaves its input as it is. part_and_whole: which of "output" and "input" is a rank's share."""
     ranks, (part, whole) = dist.get_world_size(group), part_and_whole
-    check_call(codec, group, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
+    codec = check_call(codec, group, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
     tensors = {"output": output, "input": input}
     for name, x in tensors.items():
         check_tensor(name, x, codec, ranks)
