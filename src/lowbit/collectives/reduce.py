@@ -54,9 +54,8 @@ def all_reduce(
     it is. NaN or infinity in a group of any rank's elements is NaN there on all.
 
     Calls on one group go through a thread of its own one after the other. Gloo sends them as messages beside whatever
-    else the group does; on other backends a call with `async_op` must not overlap other uses of the group: give it
-    one of its own. Memory for payloads is kept between calls: two_shot takes (3 + 1 / W) n b / 8 bytes for the
-    largest tensor.
+    else the group does; on other backends a call with `async_op` must not overlap other uses of the group: give it one
+    of its own. Payload memory is kept between calls: two_shot takes (3 + 1 / W) n b / 8 bytes for the largest tensor.
 
     Args:
         tensor: float32, bfloat16 or float16, any shape and strides; the same shape and dtype on all ranks.
