@@ -13,7 +13,7 @@ CPU_TESTS := $(addprefix tests/,ops codecs tensor_parallel evaluate collectives/
   $(addprefix tests/activations/test_,modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
 TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
-TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py collectives/test_engine.py) \
+TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py ranks/test_pytorch.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 

@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported, by whomever
 
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 SLOW = ("test_docs", "test_launch", "test_examples", "test_demo", "test_convergence", "test_held")
 

@@ -81,7 +81,7 @@ def test_the_package_itself_loads_nothing():
 
 
 def test_the_library_loads_no_kernel_compiler_and_no_extra():
-    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.collectives.agreement")
+    loaded = loaded_by("lowbit.codecs", "lowbit.pipeline", "lowbit.ranks.agreement")
     assert "torch" in loaded
     assert not loaded & set(HEAVY)
 

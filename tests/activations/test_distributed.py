@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.activations import LayerAware, compress_saved_
 from lowbit.codecs import Cast
-from lowbit.collectives.engine import version
+from lowbit.ranks.pytorch import version
 from tests.activations.models import Calls, GatedBlock
 from tests.pipeline import toy
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 FP32 = Cast(dtype=torch.float32)
 

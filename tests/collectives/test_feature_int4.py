@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4, GroupInt
-from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, line, reduce_scatter
+from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, calls, reduce_scatter
 from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
 from lowbit.collectives.shards import Shards
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 SIZE = 72
 
@@ -102,11 +102,11 @@ def auto_is_one_of_the_two(codec: FeatureInt4, rank: int, ranks: int) -> None:
 
 def bytes_are_known(codec: FeatureInt4, rank: int, ranks: int) -> None:
     sent: list[int] = []
-    engine = dist.isend
+    isend = dist.isend
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.numel())
-        return engine(tensor, *args, **kwargs)
+        return isend(tensor, *args, **kwargs)
 
     dist.isend = counted
     try:
@@ -117,14 +117,14 @@ def bytes_are_known(codec: FeatureInt4, rank: int, ranks: int) -> None:
             expected = all_reduce_bytes(37 * SIZE, codec, rank=rank, ranks=ranks, **how)
             assert sum(sent) == expected
     finally:
-        dist.isend = engine
+        dist.isend = isend
 
 
 def one_question_for_all_layers(rank: int, ranks: int) -> None:
     """Layers of one artifact and of one shape are one kind of call; others are not."""
     group = dist.group.WORLD
     assert group is not None
-    kinds = line.line_of(group)._kinds
+    kinds = calls.queue_of(group)._kinds
     layers = [codec_of(ranks, artifact="one") for _ in range(3)]
     changed = layers[1].ranges * 2
     layers[1] = FeatureInt4(ranges=changed, total=layers[1].total, features=(1, 2), artifact="one")
@@ -160,7 +160,7 @@ def test_other_ranges_are_the_same_error_on_all(ranks: Ranks):
 
 def swapped(features: tuple[int, ...], first: bool) -> None:
     """Rank 0 in layer 0, rank 1 in layer 1, of a kind that is agreed on already, or of a new one."""
-    line._SLOW = line._LOOK = 0.1  # rather than wait for seconds
+    calls._SLOW = calls._LOOK = 0.1  # rather than wait for seconds
     layers = [codec_of(2, "one")]
     layers.append(FeatureInt4(ranges=layers[0].ranges * 2, total=layers[0].total, features=features, artifact="one"))
     if not first:
@@ -196,10 +196,7 @@ def refusals() -> list[str]:
         (lambda: all_gather(made, share, codec_of(1)), "output was made in inference mode"),
         (lambda: all_reduce(share, counting), "tensor is on cpu; allowed .*: meta"),
         (lambda: all_gather(share.view(8, -1), share, codec_of(1)), r"output is float32 \(8, 36\)"),
-        (
-            lambda: reduce_scatter(share, share.view(8, -1), codec_of(1)),
-            r"input is float32 \(8, 36\)",
-        ),
+        (lambda: reduce_scatter(share, share.view(8, -1), codec_of(1)), r"input is float32 \(8, 36\)"),
     ):
         with pytest.raises(ValueError, match=text):
             call()

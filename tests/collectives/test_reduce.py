@@ -12,14 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
-from lowbit.collectives import (
-    PeerError,
-    all_gather,
-    all_reduce,
-    all_reduce_bytes,
-    reduce_scatter,
-)
-from tests.ranks import Ranks
+from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from tests.processes import Ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
 INT4 = GroupInt(bits=4, group=64, symmetric=True)
@@ -86,11 +80,11 @@ def test_bytes_that_travel_are_known_before(ranks: Ranks, count: int):
 
 def bytes_are_known() -> None:
     sent: list[int] = []
-    engine = dist.isend
+    isend = dist.isend
 
     def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.numel())
-        return engine(tensor, *args, **kwargs)
+        return isend(tensor, *args, **kwargs)
 
     dist.isend = counted
     try:
@@ -98,19 +92,14 @@ def bytes_are_known() -> None:
             sent.clear()
             all_reduce(data(dist.get_rank(), numel), INT8, algorithm=algorithm, **PIECES)
             expected = all_reduce_bytes(
-                numel,
-                INT8,
-                rank=dist.get_rank(),
-                ranks=dist.get_world_size(),
-                algorithm=algorithm,
-                **PIECES,
+                numel, INT8, rank=dist.get_rank(), ranks=dist.get_world_size(), algorithm=algorithm, **PIECES
             )
             assert sum(sent) == expected, (numel, algorithm)
     finally:
-        dist.isend = engine
+        dist.isend = isend
 
 
-def test_small_tensors_are_summed_exactly_by_the_engine(ranks: Ranks):
+def test_small_tensors_are_summed_exactly_by_pytorch(ranks: Ranks):
     ranks.run(small_is_exact, ranks=3)
 
 
@@ -256,10 +245,7 @@ def differs(calls: list[list[tuple[int, Codec]]]) -> None:
         ([[(5000, INT8)], [(5000, INT4)]], "codec: GroupInt(bits=8"),
         # What both have agreed on before does not protect a later call by itself.
         (
-            [
-                [(5000, INT8), (6000, INT8), (5000, INT8)],
-                [(5000, INT8), (6000, INT8), (6000, INT8)],
-            ],
+            [[(5000, INT8), (6000, INT8), (5000, INT8)], [(5000, INT8), (6000, INT8), (6000, INT8)]],
             "tensor: float32 (5000,) on rank 0",
         ),
         (
@@ -317,7 +303,7 @@ def hangs(numel: int, options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("numel", "options"), [(1000, {}), (40_000, {"node_size": 2})], ids=["small", "nodes"])
-def test_a_rank_that_hangs_ends_what_the_engine_does(ranks: Ranks, numel: int, options: dict[str, Any]):
+def test_a_rank_that_hangs_ends_what_pytorch_does(ranks: Ranks, numel: int, options: dict[str, Any]):
     assert 1 < ranks.run(hangs, numel, options)[0] < 5
 
 

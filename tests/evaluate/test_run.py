@@ -18,7 +18,7 @@ from lowbit.report import run
 from lowbit.tensor_parallel import Calibration, CalibrationError
 from tests.command_line import invoke
 from tests.evaluate.models import write_checkpoint
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 SHORT: dict[str, Any] = {"length": 32, "threads": 1}
 

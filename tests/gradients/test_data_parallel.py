@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt
 from lowbit.gradients import LowBitReduceScatter, all_reduce_hook
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
 INT4 = GroupInt(bits=4, group=64, symmetric=True)

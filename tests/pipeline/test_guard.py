@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lowbit.codecs import Cast, GroupInt, SubspaceQuant
-from lowbit.collectives.agreement import Agreement, Facts
 from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.numbering import MOST_PIPELINES, pipeline_number
+from lowbit.ranks.agreement import Agreement
+from lowbit.ranks.statements import Facts
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.ranks import Failure, Ranks

@@ -19,6 +19,8 @@ from lowbit.codecs import AQSGD, Codec, GroupInt, SubspaceQuant, TAHQuant
 from lowbit.collectives.agreement import Agreement
 from lowbit.collectives.failure import PeerError, described
 from lowbit.pipeline import LowBitStage
+from lowbit.ranks.agreement import Agreement
+from lowbit.ranks.errors import PeerError, described
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
 from tests.pipeline.toy import FP32, INT6

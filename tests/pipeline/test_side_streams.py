@@ -16,7 +16,7 @@ from lowbit.pipeline import LowBitStage, side_streams
 from lowbit.pipeline.side_streams import CudaStreams
 from lowbit.pipeline.transport import Staged
 from tests.pipeline import toy
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 CUDA = torch.device("cuda", 0)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lowbit.codecs import AQSGD, GroupInt
 from lowbit.collectives import PeerError
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.checksum import Checksums
-from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.transport import Early, Route, Staged
+from lowbit.ranks.checksum import Checksums
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group
 from tests.pipeline import toy
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 FIT = {"forward": GroupInt(bits=4, group=64), "backward": GroupInt(bits=6, group=32, symmetric=True)}
 

@@ -27,6 +27,10 @@ from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline import transport as transport_module
 from lowbit.pipeline.inbox import WINDOW_BYTES, WINDOW_MESSAGES
 from lowbit.pipeline.transport import Early, InOrder, Route, choose
+from lowbit.ranks.checksum import Checksums
+from lowbit.ranks.errors import PeerError
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
 from tests.ranks import Ranks

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from lowbit.activations import compress_saved_, counted
 from lowbit.activations.counting import SavedBytes
 from lowbit.codecs import Cast
-from lowbit.collectives.engine import version
 from lowbit.pipeline import LowBitStage
 from lowbit.plan.budget import plan_bits
 from lowbit.plan.in_flight import actions_of, in_flight
@@ -22,7 +21,7 @@ from lowbit.plan.stages import StageMeter
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import StageModule, build_model, next_token_loss
 from tests.pipeline.toy import SCHEDULES
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 ERRORS = {kind: {bits: 2.0**-bits for bits in range(2, 9)} for kind in ("norm", "mlp", "linear")}
 NAMES = {"1f1b": "1F1B", "zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble"}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import FeatureInt4
-from lowbit.collectives.agreement import default_group
+from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,

@@ -25,7 +25,7 @@ from lowbit.tensor_parallel import (
     low_bit_styles,
     tensor_parallel_,
 )
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.tensor_parallel.models import VOCAB, WIDTH, Toy, ids, llama, logits, sequences
 
 ONE = SumSettings(small=0, algorithm="one_shot")

@@ -52,11 +52,7 @@ def main() -> int:
     if reason := SlowLink.available():
         sys.exit(f"error: {reason}")
     trials = plan(
-        seed=asked.seed,
-        trials=asked.trials,
-        faults=asked.faults,
-        ranks=asked.ranks,
-        supervised=asked.supervise,
+        seed=asked.seed, trials=asked.trials, faults=asked.faults, ranks=asked.ranks, supervised=asked.supervise
     )
     trials = [trial for trial in trials if not asked.only or trial.number in asked.only]
     _own_view_of_disks()
@@ -96,12 +92,7 @@ def _parse() -> argparse.Namespace:
     add("--jobs", type=int, default=2, help="trials at a time")
     add("--only", type=_numbers, default=(), help="numbers of trials, such as 3,17")
     add("--json", type=Path, help="file for all that was seen")
-    add(
-        "--folder",
-        type=Path,
-        default=Path("runs/torture").absolute(),
-        help="for what failed trials leave",
-    )
+    add("--folder", type=Path, default=Path("runs/torture").absolute(), help="for what failed trials leave")
     return parser.parse_args()
 
 

@@ -108,10 +108,7 @@ def _spread(values: Iterable[float | None]) -> tuple[str, str]:
 def _words(group: Sequence[Row]) -> str:
     """How the runs ended, and what went wrong, by kind."""
     went_on = sum(row["finished"] for row in group)
-    kinds: dict[str, int] = {
-        f"{went_on} went on": went_on,
-        f"{len(group) - went_on} ended": len(group) - went_on,
-    }
+    kinds: dict[str, int] = {f"{went_on} went on": went_on, f"{len(group) - went_on} ended": len(group) - went_on}
     for row in group:
         for kind in {wrong.partition(":")[0] for wrong in row["wrong"]}:
             kinds[f"FAILED {kind}"] = kinds.get(f"FAILED {kind}", 0) + 1

@@ -17,16 +17,7 @@ from tests.torture import faults
 from tests.torture.attempt import Attempt
 from tests.torture.checks import LIMIT, Ending, Reference, complaints, endings, gave_up, lost
 from tests.torture.faults import Fault
-from tests.torture.plan import (
-    MICROBATCHES,
-    REJOIN,
-    REJOIN_GONE,
-    SHAPES,
-    STEPS,
-    Shape,
-    Trial,
-    write_config,
-)
+from tests.torture.plan import MICROBATCHES, REJOIN, REJOIN_GONE, SHAPES, STEPS, Shape, Trial, write_config
 
 RATE = 100  # Mbit/s
 RESUME = ("--resume=auto",)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lowbit.collectives.messages import Messages
+from lowbit.ranks.messages import Messages
 from lowbit.train import TrainConfig, loop, train
 from lowbit.train.config import PipelineConfig
 from lowbit.train.distance import needless, round_trips
@@ -68,10 +68,7 @@ def test_each_rank_measures_the_way_to_the_next(ranks: Ranks, count: int):
 
 
 def _warned(config: TrainConfig, least: float) -> tuple[list[str], float | None]:
-    with (
-        mock.patch.object(loop.log, "warning") as warning,
-        mock.patch.object(needless, "__defaults__", (least,)),
-    ):
+    with mock.patch.object(loop.log, "warning") as warning, mock.patch.object(needless, "__defaults__", (least,)):
         summary = train(config)
     lines = [str(call.args[-1]) for call in warning.call_args_list]
     assert not lines or dist.get_rank() == 0

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.collectives import DamagedError
-from lowbit.collectives.messages import Messages
+from lowbit.ranks.messages import Messages
 from lowbit.train import TrainConfig, export, train
 from tests.damage import Flip, on_the_way
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import tiny
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.network import SlowLink
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train import LaunchError, TrainConfig, run
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
 AUTO = "SubspaceQuant(directions='auto', bits=4, group=8)"
@@ -128,7 +128,10 @@ def _toml(config: TrainConfig) -> str:
 
 PASS_ON = """
 import os, signal, subprocess, sys
-from lowbit.train import LaunchError, launch, from_mapping, meeting  # PyTorch starts programs when it is imported
+import lowbit.ranks.meeting  # PyTorch starts programs when it is imported
+from lowbit.ranks import launch
+from lowbit.train import LaunchError, from_mapping
+from lowbit.train.launch import start_ranks
 
 start = subprocess.Popen
 subprocess.Popen = lambda argv, **pipes: start(
@@ -137,7 +140,7 @@ subprocess.Popen = lambda argv, **pipes: start(
 wait = launch._wait
 launch._wait = lambda *ranks: (os.kill(os.getpid(), signal.SIGTERM), wait(*ranks))[1]
 try:
-    launch.start_ranks(from_mapping({"run": {"output": sys.argv[1]}}))
+    start_ranks(from_mapping({"run": {"output": sys.argv[1]}}))
 except LaunchError as error:
     print(error)
 """
@@ -145,10 +148,6 @@ except LaunchError as error:
 
 def test_an_interrupted_run_says_so_and_leaves_no_rank(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, "-c", PASS_ON, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        [sys.executable, "-c", PASS_ON, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "interrupted by SIGTERM; all ranks were ended\n"

@@ -23,7 +23,7 @@ from lowbit.train.prepare import prepare
 from lowbit.train.summary import read_summary
 from lowbit.train.trainer import Trainer
 from tests.damage import Flip, on_the_way, secret
-from tests.ranks import Failure, Ranks
+from tests.processes import Failure, Ranks
 from tests.train.runs import again, curve, losses, tiny
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lowbit.ranks.process import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.train import ConfigError, LaunchError, from_mapping, launch, run
-from lowbit.train.process import ALONE, DIVERGED, FAILED, USAGE
 from lowbit.train.supervise import Attempts, supervise
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 from tests.train.test_launch import LIMIT, _process_of_rank, _wait_for_lines
 
@@ -54,11 +54,7 @@ def test_what_cannot_be_mended_by_another_attempt_ends_the_run():
 
 def test_attempts_count_where_they_bring_no_checkpoint():
     attempts = Attempts(2, None)
-    assert [attempts.give_up(FAILED, None) for _ in range(3)] == [
-        "",
-        "",
-        "gave up after 3 attempts",
-    ]
+    assert [attempts.give_up(FAILED, None) for _ in range(3)] == ["", "", "gave up after 3 attempts"]
     attempts = Attempts(2, None)
     assert not any(attempts.give_up(FAILED, step) for step in (None, None, 5, 5, 9, 9))
     assert attempts.in_vain == 2
@@ -74,7 +70,7 @@ def test_it_gives_up_with_the_way_to_go_on(
         started.append(True)
         raise LaunchError("rank 1 was ended by SIGKILL", -9)
 
-    monkeypatch.setattr("lowbit.train.supervise.start_ranks", fails)
+    monkeypatch.setattr(launch, "start_ranks", fails)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     config = tiny(tmp_path, run={"supervise": True, "restarts": 2, "overwrite": False})
     with pytest.raises(LaunchError) as caught:
@@ -86,13 +82,12 @@ def test_it_gives_up_with_the_way_to_go_on(
     assert caplog.text.count("Starting again from the start") == 2
 
 
-def test_an_interruption_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interruption_is_no_failure(tmp_path: Path):
     def interrupted(config: object) -> None:
         raise LaunchError("interrupted by SIGTERM", interrupted=True)
 
-    monkeypatch.setattr("lowbit.train.supervise.start_ranks", interrupted)
     with pytest.raises(LaunchError, match="interrupted by SIGTERM"):
-        supervise(tiny(tmp_path, run={"overwrite": False}))
+        supervise(tiny(tmp_path, run={"overwrite": False}), interrupted)
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

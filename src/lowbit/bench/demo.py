@@ -87,7 +87,7 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
         `curve`.
 
     Raises:
-        EngineError: this PyTorch is not known to work.
+        TorchVersionError: this PyTorch is not known to work.
         ConfigError, OSError: the folder cannot be written to.
         ChildProcessError: a rank failed.
     """

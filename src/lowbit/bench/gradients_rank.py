@@ -16,9 +16,9 @@ from lowbit.bench.gradients import ENGINE, MATRIX, POWER_RANK, codec_of
 from lowbit.bench.sums import error_of_sum, timed
 from lowbit.bench.worker import serve
 from lowbit.collectives import all_reduce
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.line import payload_bytes
+from lowbit.collectives.calls import payload_bytes
 from lowbit.gradients import all_reduce_hook
+from lowbit.ranks.groups import default_group
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, next_token_loss, vocabulary
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lowbit.collectives.agreement import AgreementError, agree
-from lowbit.collectives.checksum import DamagedError
-from lowbit.collectives.failure import PeerError
-from lowbit.collectives.line import Pending
+from lowbit.collectives.calls import Pending
 from lowbit.collectives.reduce import all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from lowbit.ranks.agreement import agree
+from lowbit.ranks.checksum import DamagedError
+from lowbit.ranks.errors import AgreementError, PeerError
 
 __all__ = [
     "AgreementError",

@@ -7,14 +7,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.base import Codec
+from lowbit.collectives.exchange import Exchange
 from lowbit.collectives.shards import Shards
-from lowbit.collectives.wire import Wire
 
-AHEAD = 2
-"""Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
+CHUNK = 1 << 20
+"""Most elements of a chunk. Measured on 4 ranks, 64 MB, 1 Gbit/s and unlimited: smaller ones cost more processor time
+than their overlap gives, larger ones leave the link idle."""
+SMALL = 1 << 14
+"""Elements below which PyTorch's own collective is used."""
 ONE_SHOT_BYTES = 1 << 18
 """Bytes of a payload up to which "auto" sends everything to everybody among more than two ranks."""
+AHEAD = 2
+"""Chunks that are under way before the first one is added up, and again before the first sum is decoded."""
 
 
 def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
@@ -27,142 +32,138 @@ def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
     return "one_shot" if ranks <= 2 or nbytes <= ONE_SHOT_BYTES else "two_shot"
 
 
-def two_shot(x: Tensor, codec: Summable, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
+def two_shot(
+    x: Tensor, codec: Codec, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
+) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
 
     Every rank codes its share of each shard for the rank that owns the shard (all-to-all), which adds them up in
     float32 in the order of the ranks, and codes the sum for everybody (all-gather). The owner decodes its own sum, and
-    its own share, like everybody else's: results are bit-identical on all ranks. Pieces go through all of it one behind
-    the other, so that coding and summing overlap the wire.
+    its own share, like everybody else's: results are bit-identical on all ranks. Chunks go through all of it one behind
+    the other, so that coding and summing overlap with sending.
 
     Args:
         x: flat, contiguous, float32, bfloat16 or float16. errors: float32 like `x`; filled with what quantization took
             from this rank's contribution, and, in its own shard, from the sum: added to this rank's next contribution,
             it makes up for both. Zero where it is not finite.
     """
-    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, grain=codec.grain)
-    whole = codec.whole()
+    rank, ranks = exchange.rank, exchange.ranks
+    shards, whole = Shards(numel=x.numel(), ranks=ranks, chunk=chunk, grain=codec.grain), codec.whole()
     # All receives first: a sender can begin only when it knows of the receive, and what tells it so would queue behind
     # everything that this rank sends to it.
-    open_scatter(codec, wire, shards)
+    _open_scatter(codec, exchange, shards)
     for k in range(shards.chunks):
-        incoming = [codec.nbytes((shards.size(r, k),)) for r in range(wire.ranks)]
-        wire.open(shards.chunks + k, incoming, [incoming[wire.rank]])
-    total = torch.empty(min(shards.chunk, shards.length), device=x.device)
+        sizes = [codec.nbytes((shards.size(r, k),)) for r in range(ranks)]
+        exchange.open(shards.chunks + k, sizes, [sizes[rank]])
+    total = _total(x, shards)
     for turn in range(shards.chunks + 2 * AHEAD):
         if turn < shards.chunks:
-            scatter(x, codec, wire, shards, turn, errors)
+            _scatter(x, codec, exchange, shards, turn, errors)
         if 0 <= (k := turn - AHEAD) < shards.chunks:
-            _spread(total, codec, wire, shards, k, divisor, errors)
+            if size := shards.size(rank, k):
+                part = _add_up(total[:size], codec, exchange, k, divisor)
+                payload = whole.encode(part, out=exchange.box(shards.chunks + k))
+                if errors is not None:
+                    lost = _finite(part - whole.decode(payload, shape=part.shape))
+                    errors[shards.piece(rank, k)].add_(lost, alpha=divisor)
+            exchange.send(shards.chunks + k)
         if 0 <= (k := turn - 2 * AHEAD) < shards.chunks:
-            for source in range(wire.ranks):
+            for source in range(ranks):
                 piece = shards.piece(source, k)
                 if piece.stop > piece.start:
-                    payload = wire.take(shards.chunks + k, source)
+                    payload = exchange.take(shards.chunks + k, source)
                     whole.decode(payload, shape=x[piece].shape, out=x[piece])
 
 
-def _spread(
-    total: Tensor,
-    codec: Summable,
-    wire: Wire,
-    shards: Shards,
-    k: int,
-    divisor: int,
-    errors: Tensor | None,
+def one_shot(
+    x: Tensor, codec: Codec, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
-    """Add up a chunk of this rank's shard, code the sum and send it to everybody."""
-    if size := shards.size(wire.rank, k):
-        part, whole = add_up(total[:size], codec, wire, k, divisor), codec.whole()
-        payload = whole.encode(part, out=wire.box(shards.chunks + k))
-        if errors is not None:
-            mine = errors[shards.piece(wire.rank, k)]
-            lost = part - whole.decode(payload, shape=part.shape)
-            mine.add_(_finite(lost), alpha=divisor)
-    wire.send(shards.chunks + k)
-
-
-def one_shot(x: Tensor, codec: Summable, wire: Wire, *, chunk: int, divisor: int, errors: Tensor | None = None) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but everything goes to everybody.
 
     Every rank decodes all payloads, its own included, and adds them up in float32 in the order of the ranks.
     """
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
-    gather(x, codec, wire, shards, errors)
-    total = torch.empty(min(shards.chunk, shards.length), device=x.device)
+    _gather(x, codec, exchange, shards, errors)
+    total = _total(x, shards)
     for k in range(shards.chunks):
-        add_up(x[shards.piece(0, k)], codec, wire, k, divisor, total)
+        _add_up(x[shards.piece(0, k)], codec, exchange, k, divisor, total)
 
 
-def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, wire: Wire, *, chunk: int, divisor: int) -> None:
+def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, exchange: Exchange, *, chunk: int, divisor: int) -> None:
     """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
-    shards = Shards(numel=x.numel(), ranks=wire.ranks, chunk=chunk, length=out.numel(), grain=codec.grain)
-    open_scatter(codec, wire, shards)
+    rank, length = exchange.rank, out.numel()
+    shards = Shards(numel=x.numel(), ranks=exchange.ranks, chunk=chunk, length=length, grain=codec.grain)
+    _open_scatter(codec, exchange, shards)
     for k in range(shards.chunks):
-        scatter(x, codec, wire, shards, k, None)
-    total = torch.empty(min(shards.chunk, shards.length), device=x.device)
+        _scatter(x, codec, exchange, shards, k, None)
+    total = _total(x, shards)
     for k in range(shards.chunks):
-        piece = shards.piece(wire.rank, k)
-        part = add_up(total[: shards.size(wire.rank, k)], codec, wire, k, divisor)
-        out[piece.start - wire.rank * shards.length :][: part.numel()].copy_(part)
+        part = _add_up(total[: shards.size(rank, k)], codec, exchange, k, divisor)
+        out[shards.piece(rank, k).start - rank * length :][: part.numel()].copy_(part)
 
 
-def all_gather(x: Tensor, out: Tensor, codec: Summable, wire: Wire, *, chunk: int) -> None:
+def all_gather(x: Tensor, out: Tensor, codec: Codec, exchange: Exchange, *, chunk: int) -> None:
     """Write what every rank's `x` (n elements) decodes to, one after the other, to `out` (ranks * n elements)."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
-    gather(x, codec, wire, shards, None)
+    _gather(x, codec, exchange, shards, None)
     for k in range(shards.chunks):
-        for source in range(wire.ranks):
+        for source in range(exchange.ranks):
             target = out[source * x.numel() :][: x.numel()][shards.piece(0, k)]
-            codec.part(source).decode(wire.take(k, source), shape=target.shape, out=target)
+            codec.part(source).decode(exchange.take(k, source), shape=target.shape, out=target)
 
 
-def open_scatter(codec: Summable, wire: Wire, shards: Shards) -> None:
-    """Prepare lanes 0, 1, ... for `scatter`."""
+def _open_scatter(codec: Codec, exchange: Exchange, shards: Shards) -> None:
+    """Prepare lanes 0, 1, ... for `_scatter`."""
     for k in range(shards.chunks):
-        sizes = [codec.nbytes((shards.size(r, k),)) for r in range(wire.ranks)]
-        wire.open(k, [sizes[wire.rank]] * wire.ranks, sizes)
+        sizes = [codec.nbytes((shards.size(r, k),)) for r in range(exchange.ranks)]
+        exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
 
 
-def scatter(x: Tensor, codec: Summable, wire: Wire, shards: Shards, k: int, errors: Tensor | None) -> None:
+def _scatter(x: Tensor, codec: Codec, exchange: Exchange, shards: Shards, k: int, errors: Tensor | None) -> None:
     """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
-    mine = codec.part(wire.rank)
-    for step in range(1, wire.ranks + 1):  # each rank begins with another, and itself comes last
-        to = (wire.rank + step) % wire.ranks
+    mine = codec.part(exchange.rank)
+    for step in range(1, exchange.ranks + 1):  # each rank begins with another, and itself comes last
+        to = (exchange.rank + step) % exchange.ranks
         piece = shards.piece(to, k)
         if piece.stop > piece.start:
-            _encode(x[piece], mine, wire.box(k, to), None if errors is None else errors[piece])
-        wire.send(k, to)
+            _encode(x, piece, mine, exchange.box(k, to), errors)
+        exchange.send(k, to)
 
 
-def gather(x: Tensor, codec: Summable, wire: Wire, shards: Shards, errors: Tensor | None) -> None:
+def _gather(x: Tensor, codec: Codec, exchange: Exchange, shards: Shards, errors: Tensor | None) -> None:
     """Code `x` (a single shard) and send it to everybody, on lanes 0, 1, ... for the chunks."""
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
-        wire.open(k, [size] * wire.ranks, [size])
-    mine = codec.part(wire.rank)
+        exchange.open(k, [size] * exchange.ranks, [size])
+    mine = codec.part(exchange.rank)
     for k in range(shards.chunks):
-        piece = shards.piece(0, k)
-        _encode(x[piece], mine, wire.box(k), None if errors is None else errors[piece])
-        wire.send(k)
+        _encode(x, shards.piece(0, k), mine, exchange.box(k), errors)
+        exchange.send(k)
 
 
-def add_up(out: Tensor, codec: Summable, wire: Wire, lane: int, divisor: int, scratch: Tensor | None = None) -> Tensor:
+def _total(x: Tensor, shards: Shards) -> Tensor:
+    """Room for the float32 sum of a chunk."""
+    return torch.empty(min(shards.chunk, shards.length), device=x.device)
+
+
+def _add_up(
+    out: Tensor, codec: Codec, exchange: Exchange, lane: int, divisor: int, scratch: Tensor | None = None
+) -> Tensor:
     """Decode what all ranks sent on a lane and write its sum to `out`, in the order of the ranks.
 
     `scratch`: at least as many float32 elements, where `out` is not float32.
     """
     if out.numel():
-        payloads = (wire.take(lane, source) for source in range(wire.ranks))
-        room = None if scratch is None else scratch[: out.numel()]
-        codec.sum(payloads, out=out, divisor=divisor, scratch=room)
+        payloads = (exchange.take(lane, source) for source in range(exchange.ranks))
+        codec.sum(payloads, out=out, divisor=divisor, scratch=None if scratch is None else scratch[: out.numel()])
     return out
 
 
-def _encode(x: Tensor, codec: Summable, box: Tensor, errors: Tensor | None) -> None:
-    codec.encode(x, out=box)
+def _encode(x: Tensor, piece: slice, codec: Codec, box: Tensor, errors: Tensor | None) -> None:
+    part = x[piece]
+    codec.encode(part, out=box)
     if errors is not None:
-        errors.copy_(_finite(x.float() - codec.decode(box, shape=x.shape)))
+        errors[piece].copy_(_finite(part.float() - codec.decode(box, shape=part.shape)))
 
 
 def _finite(x: Tensor) -> Tensor:

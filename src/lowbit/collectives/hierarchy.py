@@ -1,4 +1,4 @@
-"""Nodes told apart: sums inside a node in full precision, between nodes in few bits."""
+"""Sums by nodes: in full precision inside a node, in few bits between nodes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives import engine
+from lowbit.ranks import pytorch
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Two ways through a group: the ranks of this rank's node, and those with the same place on every node."""
+    """Two groups of this rank: the ranks of its node, and those with the same place on every node."""
 
     inside: dist.ProcessGroup
     between: dist.ProcessGroup
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, float], Nodes]] = weakref.WeakKeyDictionary()
+_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, float], Nodes]] = weakref.WeakKeyDictionary()
 
 
 def nodes_of(group: dist.ProcessGroup, node_size: int, timeout: float) -> Nodes:
     """The groups for nodes of so many successive ranks, made at the first call, which all ranks make together.
 
-    `timeout`: of the engine's own work in them, in seconds; Gloo's reduce-scatter knows of no other.
+    `timeout`: of PyTorch's own work in them, in seconds; Gloo's reduce-scatter has no other limit.
     """
-    known = _made.setdefault(group, {})
-    key = node_size, timeout
+    known, key = _nodes.setdefault(group, {}), (node_size, timeout)
     if key not in known:
-        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
-        first, place = me - me % node_size, me % node_size
-        known[key] = Nodes(
-            _new_group(ranks[first : first + node_size], timeout),
-            _new_group(ranks[place::node_size], timeout),
-        )
+        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+        first, place = rank - rank % node_size, rank % node_size
+        inside, between = ranks[first : first + node_size], ranks[place::node_size]
+        known[key] = Nodes(_new_group(inside, timeout), _new_group(between, timeout))
     return known[key]
 
 
@@ -46,13 +43,13 @@ def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], tim
     """Replace `x` by its sum over all ranks.
 
     Bytes that leave each node, for n elements: those of `between` for n, divided among the ranks of the node. Inside
-    a node the engine's reduce-scatter and all-gather move 8 (s - 1) / s n bytes a rank, s ranks being in a node.
+    a node of s ranks PyTorch's reduce-scatter and all-gather move 8 (s - 1) / s n bytes a rank.
 
     Args:
         x: flat, contiguous, any float dtype.
         nodes: the groups.
-        between: replaces a float32 tensor by its sum over `nodes.between`, the same on all of its ranks; whatever it
-            divides by, the result is divided by.
+        between: replaces a float32 tensor by its sum over `nodes.between`, the same on all of its ranks. If it divides
+            the sum, the result is divided as well.
         timeout: seconds for each of the sums inside a node.
     """
     size = dist.get_world_size(nodes.inside)
@@ -60,13 +57,13 @@ def sum_by_nodes(x: Tensor, nodes: Nodes, between: Callable[[Tensor], None], tim
     whole = torch.zeros(size * length, device=x.device)
     whole[: x.numel()].copy_(x)
     part = torch.empty(length, device=x.device)
-    engine.finish(engine.sum_scatter(part, whole, nodes.inside), nodes.inside, timeout)
+    pytorch.finish(pytorch.sum_scatter(part, whole, nodes.inside), nodes.inside, timeout)
     between(part)
-    engine.finish(engine.gather(whole, part, nodes.inside, async_op=True), nodes.inside, timeout)
+    pytorch.finish(pytorch.gather(whole, part, nodes.inside, async_op=True), nodes.inside, timeout)
     x.copy_(whole[: x.numel()])
 
 
 def _new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
-    made = dist.new_group(ranks=ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,10 +1,10 @@
-"""Which elements of a flat tensor each rank sums, and in which pieces they travel."""
+"""Which elements of a flat tensor each rank sums, and in which chunks they travel."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ALIGN = 16  # elements: shards start where a vector register likes them to
+_ALIGN = 16  # elements: shards start at multiples, for the sake of vector registers
 _MOST_CHUNKS = 1 << 13  # so that two messages for each still have tags of their own
 
 
@@ -13,9 +13,9 @@ class Shards:
     """A flat tensor, cut into one shard for each rank and each shard into chunks.
 
     Args:
-        numel: elements of the tensor; ranks: shards, the last of which may be shorter or empty.
-        chunk: most elements of a piece.
-        length: elements of a shard; absent: as even as possible.
+        numel: elements of the tensor. ranks: number of shards, the last of which may be shorter or empty.
+        chunk: most elements of a chunk.
+        length: elements of a shard; 0: as even as possible.
         grain: elements that stay together: shards and chunks are multiples of it, as `numel` and `length` must be.
     """
 
@@ -36,16 +36,16 @@ class Shards:
 
     @property
     def chunks(self) -> int:
-        """Pieces of a whole shard."""
+        """Chunks of a whole shard."""
         return -(-self.length // self.chunk) if self.length else 0
 
     def piece(self, rank: int, index: int) -> slice:
-        """Elements of a chunk of a rank's shard, maybe none."""
+        """Elements of a chunk of a rank's shard; none behind its end."""
         start = rank * self.length + index * self.chunk
         stop = min(start + self.chunk, (rank + 1) * self.length)
         return slice(min(start, self.numel), min(stop, self.numel))
 
     def size(self, rank: int, index: int) -> int:
         """How many elements `piece` has."""
-        found = self.piece(rank, index)
-        return found.stop - found.start
+        piece = self.piece(rank, index)
+        return piece.stop - piece.start

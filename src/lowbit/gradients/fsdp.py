@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from lowbit.codecs.base import Codec
-from lowbit.collectives.reduce import CHUNK, TIMEOUT, check_call, check_flat, reduce_scatter
+from lowbit.collectives.checks import check_call, check_flat
+from lowbit.collectives.reduce import CHUNK, TIMEOUT, reduce_scatter
 
 
 class LowBitReduceScatter(ReduceScatter):

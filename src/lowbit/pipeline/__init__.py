@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from lowbit.collectives.agreement import AgreementError
-from lowbit.collectives.checksum import DamagedError
-from lowbit.collectives.failure import PeerError
 from lowbit.pipeline.emulate import Emulation, emulate_
 from lowbit.pipeline.stage import LowBitStage
 from lowbit.pipeline.traffic import Traffic
+from lowbit.ranks.checksum import DamagedError
+from lowbit.ranks.errors import AgreementError, PeerError
 
 __all__ = ["AgreementError", "DamagedError", "Emulation", "LowBitStage", "PeerError", "Traffic", "emulate_"]

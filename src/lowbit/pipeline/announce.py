@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.checksum import Checksums, damaged
-from lowbit.collectives.failure import FailureBoard, PeerError
-from lowbit.collectives.store import BoundedStore
+from lowbit.ranks.checksum import Checksums, damaged
+from lowbit.ranks.errors import PeerError
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.store import BoundedStore
 
 MESSAGE_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""

@@ -17,6 +17,7 @@ from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.arguments import Step, check_warm_up, checked_samples, codec_at, keys_of
 from lowbit.pipeline.boundary import CHOICE, Direction, Lane
 from lowbit.pipeline.traffic import Traffic
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 
 _ENDS = ("sender", "receiver")
 

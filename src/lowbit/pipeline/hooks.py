@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from lowbit.collectives.engine import check_torch
 from lowbit.pipeline.boundary import Direction
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of

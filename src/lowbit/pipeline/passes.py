@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any, Never
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.agreement import Agreement, contradictions
-from lowbit.collectives.checksum import Checksums
-from lowbit.collectives.failure import AgreementError, FailureBoard, described
 from lowbit.pipeline import announce
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of
 from lowbit.pipeline.numbering import PHASES, Configuration, rank_names, stage_names, tags_of

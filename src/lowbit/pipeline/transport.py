@@ -41,6 +41,8 @@ from lowbit.pipeline.inbox import Inbox, Route
 from lowbit.pipeline.outbox import Sent, outbox_of, sever
 from lowbit.pipeline.side_streams import CudaStreams
 from lowbit.pipeline.traffic import Traffic
+from lowbit.ranks.checksum import Checksums, Verdicts, damaged
+from lowbit.ranks.failure import FailureBoard
 
 _SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # of what has arrived on the host, in that order
 # Outcomes of checksums of all stages of this rank: the last stage to finish a step looks at them.

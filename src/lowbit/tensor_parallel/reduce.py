@@ -15,9 +15,11 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.sums import Summable
 from lowbit.collectives import all_reduce, engine
 from lowbit.collectives.algorithms import choose
-from lowbit.collectives.checksum import check_checksums
-from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm, check_summable
+from lowbit.collectives.checks import check_summable
+from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm
 from lowbit.collectives.shards import Shards
+from lowbit.ranks import pytorch
+from lowbit.ranks.checksum import check_checksums
 
 SMALL = 1 << 15
 """Sums of fewer elements stay in the model's dtype."""
@@ -134,8 +136,8 @@ def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGrou
         return partial
     if codec is None or not settings.codes(partial.numel()):
         parts = partial.new_empty((ranks, *partial.shape))
-        work = engine.gather(parts.view(-1), partial.view(-1), group, async_op=True)
-        engine.finish(work, group, settings.timeout)
+        work = pytorch.gather(parts.view(-1), partial.view(-1), group, async_op=True)
+        pytorch.finish(work, group, settings.timeout)
         return plain_sum(list(parts))
     all_reduce(
         partial, codec, group,

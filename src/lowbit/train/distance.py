@@ -1,4 +1,4 @@
-"""How far the ranks of a pipeline are apart, and whether its schedule crosses between them more often than it needs."""
+"""How far the ranks of a pipeline are apart, and whether its schedule crosses between them more often than needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from lowbit.collectives.messages import Expected, Messages
-from lowbit.train.layout import Layout
+from lowbit.ranks.messages import Expected, Messages
+from lowbit.train.plan import Plan
 
 _PINGS = 5
 _BYTES = 8
@@ -18,30 +18,30 @@ Pair = tuple[int, int]
 
 
 def round_trips(messages: Messages) -> dict[int, float]:
-    """Seconds of a round trip to the next rank, by that rank, where this one starts it; the last one's next is rank 0.
+    """Seconds of a round trip to each neighbour to which this rank starts it, by that rank.
 
-    The median of 5 messages of 8 bytes there and back. To be called by all ranks; pairs without a rank in common
-    measure at the same time.
+    Each rank starts one to the next, the last one to rank 0 (of two ranks only the first). The median of 5 messages of
+    8 bytes there and back. To be called by all ranks; pairs without a rank in common measure at the same time.
 
     Raises:
         DamagedError, PeerError: as `Messages`.
     """
     ranks = messages.ranks
     pairs = [(rank, (rank + 1) % ranks) for rank in range(ranks if ranks > 2 else ranks - 1)]
-    found: dict[int, float] = {}
+    trips: dict[int, float] = {}
     for first, second in sorted(pairs, key=lambda pair: pair[0] % 2):
         if messages.rank in (first, second):
             other = second if messages.rank == first else first
-            # One more, which is not counted: the peer may not have come, or made room, before it.
+            # One more, which is not counted: the peer may not have come, or posted its receive, before it.
             arriving = [messages.expect(_BYTES, other, "ping") for _ in range(_PINGS + 1)]
             times = _exchange(messages, arriving, other, starts=messages.rank == first)
             if messages.rank == first:
-                found[other] = statistics.median(times[1:])
-    return found
+                trips[other] = statistics.median(times[1:])
+    return trips
 
 
-def needless(plan: Layout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
-    """A line about a schedule that loses time on the way between ranks; None where it loses little.
+def needless(plan: Plan, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
+    """Describe the time that a schedule loses on the way between ranks; None where it loses little.
 
     A micro-batch passes all stages forward and back, so each step takes at least a round trip for each boundary between
     two ranks. With one stage on each rank there are the fewest.
@@ -51,7 +51,8 @@ def needless(plan: Layout, schedule: str, trips: Mapping[Pair, float], least: fl
         trips: seconds of a round trip between two ranks, the lower one first.
         least: seconds of a step that are worth a line.
     """
-    crossed = [_pair(plan.rank_of(i), plan.rank_of(i + 1)) for i in range(plan.stages - 1) if plan.crosses(i)]
+    ends = [(plan.rank_of(i), plan.rank_of(i + 1)) for i in range(plan.stages - 1) if plan.crosses(i)]
+    crossed = [(min(pair), max(pair)) for pair in ends]
     needed = [(rank, rank + 1) for rank in range(plan.ranks - 1)]
     lost, fewest = (sum(trips[pair] for pair in pairs) for pairs in (crossed, needed))
     if lost - fewest <= least:
@@ -77,7 +78,3 @@ def _exchange(messages: Messages, arriving: list[Expected], other: int, *, start
     for each in sent:
         each.wait()
     return times
-
-
-def _pair(one: int, other: int) -> Pair:
-    return min(one, other), max(one, other)

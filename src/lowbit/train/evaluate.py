@@ -17,6 +17,7 @@ from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.sessions import Key
 from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
+from lowbit.ranks.messages import Expected, Messages, Sent
 from lowbit.train.data import Windows
 from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule, next_token_loss

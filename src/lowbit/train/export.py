@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lowbit.collectives.messages import Messages
+from lowbit.ranks.messages import Messages
 from lowbit.train.model import StageModule
 from lowbit.train.tokenizer import Tokenizer
 

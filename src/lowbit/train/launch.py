@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
-from lowbit.train.checkpoints.manifest import newest_step
+from lowbit.ranks.launch import LaunchError, start_all, start_one
+from lowbit.ranks.process import USAGE, Program
 from lowbit.train.config import TrainConfig
-from lowbit.train.process import FAILED, USAGE, Process
+from lowbit.train.manifest import newest_step
 from lowbit.train.summary import Summary, read_summary
-
-_LAST_WORDS_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
-_TERMINATE_SECONDS = 5.0
-_TURN_SECONDS = 0.05
-_LONGEST_TURN = 1.0  # of a turn that took longer, this process slept through the rest
-
-
-class LaunchError(RuntimeError):
-    """A local rank failed; the message says which one first, and how.
-
-    Attributes:
-        code: its exit code (`lowbit.train.process`); negative: the signal that ended it.
-        interrupted: this process was told to end.
-    """
-
-    def __init__(self, message: str, code: int = FAILED, *, interrupted: bool = False) -> None:
-        super().__init__(message)
-        self.code, self.interrupted = code, interrupted
 
 
 def run(config: TrainConfig) -> Summary | None:
@@ -48,165 +25,54 @@ def run(config: TrainConfig) -> Summary | None:
 
     Raises:
         ConfigError: what cannot work, before any process starts.
-        EngineError: this PyTorch is not known to work.
+        TorchVersionError: this PyTorch is not known to work.
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
     """
-    from lowbit.collectives.engine import check_torch
+    from lowbit.ranks.pytorch import check_torch
 
     check_torch()
+    one_rank = "RANK" in os.environ or config.ranks == 1
+    summary = Path(config.run.output) / "summary.json"
     if config.run.supervise:
         from lowbit.train.supervise import supervise
 
-        supervise(config)
-        summary = Path(config.run.output) / "summary.json"
+        supervise(config, start_one_rank if one_rank else start_ranks)
         return read_summary(summary) if summary.exists() else None
-    if "RANK" in os.environ or config.ranks == 1:
+    if one_rank:
         from lowbit.train.loop import train
 
         return train(config)
     from lowbit.train.prepare import prepare
 
     prepare(config, ranks=config.ranks)
-    start_ranks(config)
-    return read_summary(Path(config.run.output) / "summary.json")
+    try:
+        start_ranks(config)
+    except LaunchError as error:
+        step = newest_step(Path(config.run.output) / "checkpoints")
+        if step is None or error.code == USAGE:  # what cannot work is not mended by going on
+            raise
+        advice = f"{error}; --resume goes on from step {step}"
+        raise LaunchError(advice, error.code, interrupted=error.interrupted) from None
+    return read_summary(summary)
 
 
 def start_ranks(config: TrainConfig) -> None:
-    """Run `config.ranks` processes on this machine until all are done.
-
-    This process keeps the store that they meet in, on the loopback interface and on a port that the system chooses, and
-    gives them a secret: the store outlives them all, and nobody else can take part. Signals that would end this process
-    end them.
-
-    Raises:
-        LaunchError: one of them failed; none is left.
-    """
-    from lowbit.collectives.checksum import SECRET
-    from lowbit.train.meeting import listen, new_secret
-    from lowbit.train.peers import ALARM, Cause, board
-
-    secret = new_secret()
-    store = listen("127.0.0.1", 0, timeout=60)
-    alarm = board(store)
-    ranks = config.ranks
-    common = {
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", SECRET: secret,
-    }  # fmt: skip
-    processes = [Process(config, r, common | {"RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(ranks)]
-
-    def first_failed(failed: Process) -> None:
-        if failed.killed_or_stopped:  # else it has told the others itself
-            cause = Cause(failed.rank, failed.outcome())
-            alarm.compare_set(ALARM, "", cause.signed(secret.encode()))
-
-    def reason() -> str:
-        found = Cause.read(alarm.get(ALARM), secret.encode()) if alarm.check([ALARM]) else None
-        return found.text if found else ""
-
-    watch(processes, config, first_failed, reason)
+    """Run all ranks of the run on this machine until they are done; `LaunchError` if one fails."""
+    start_all(_program(config), config.ranks)
 
 
-def start_rank(config: TrainConfig) -> None:
-    """Run the rank that the environment tells of, or the only one, in a process of its own until it is done.
-
-    Raises:
-        LaunchError: it failed.
-    """
-    rank = int(os.environ.get("RANK", "0"))
-    watch([Process(config, rank, {})], config, lambda failed: None, lambda: "")
+def start_one_rank(config: TrainConfig) -> None:
+    """Run the rank that the environment tells of, or the only one, in its own process; `LaunchError` if it fails."""
+    start_one(_program(config))
 
 
-def watch(
-    processes: list[Process],
-    config: TrainConfig,
-    first_failed: Callable[[Process], None],
-    reason: Callable[[], str],
-) -> None:
-    """Wait for all; the first that fails starts the clock for the others.
+def _program(config: TrainConfig) -> Program:
+    from lowbit.train.loop import threads_per_rank
 
-    Args:
-        first_failed: called with that process. reason: what the ranks found out themselves, if anything.
-
-    Raises:
-        LaunchError: one failed; none is left.
-    """
-    try:
-        with _signals_noted(processes) as passed:
-            failed = _wait(processes, first_failed, passed)
-    finally:
-        _stop(processes)
-    if passed:
-        what = f"interrupted by {passed[0].name}"
-    elif failed is None:
-        return
-    else:
-        what = failed.outcome() if failed.killed_or_stopped else reason() or failed.outcome()
-    code = failed.code or FAILED if failed else FAILED
-    many = "; all ranks were ended" if len(processes) > 1 else ""
-    step = newest_step(Path(config.run.output) / "checkpoints")
-    # A supervisor says it once, when it gives up; and what cannot work is not mended by going on.
-    advised = step is not None and not config.run.supervise and code != USAGE
-    advice = f"; --resume goes on from step {step}" if advised else ""
-    raise LaunchError(f"{what}{many}{advice}", code, interrupted=bool(passed))
-
-
-def _wait(
-    processes: list[Process],
-    first_failed: Callable[[Process], None],
-    passed: list[signal.Signals],
-) -> Process | None:
-    failed, deadline, last = None, float("inf"), time.monotonic()
-    while any(p.code is None for p in processes) and time.monotonic() < deadline and not passed:
-        now = time.monotonic()
-        turn, last = min(now - last, _LONGEST_TURN), now
-        for process in processes:
-            process.listen(turn)
-        if failed is None and (failed := _first_failed(processes)) is not None:
-            first_failed(failed)
-            deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        time.sleep(_TURN_SECONDS)
-    return _first_failed(processes) if failed is None else failed
-
-
-def _first_failed(processes: list[Process]) -> Process | None:
-    """A rank that ended badly; one that was killed rather than one that gave up because of it."""
-    bad = [process for process in processes if process.code]
-    return min(bad, key=lambda process: not process.killed_or_stopped, default=None)
-
-
-def _stop(processes: list[Process]) -> None:
-    for process in processes:
-        if process.code is None:
-            process.process.terminate()
-    deadline = time.monotonic() + _TERMINATE_SECONDS
-    for process in processes:
-        try:
-            process.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.process.kill()
-            process.process.wait()
-        process.close()
-
-
-@contextmanager
-def _signals_noted(processes: list[Process]) -> Iterator[list[signal.Signals]]:
-    """End the ranks, by SIGTERM, when SIGINT or SIGTERM comes. Gives a list of those that came."""
-    passed: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield passed
-        return
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        passed.append(signal.Signals(number))
-        for process in processes:
-            if process.code is None:
-                process.process.terminate()  # not by SIGINT, which is lost or a traceback while it imports
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield passed
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return Program(
+        module="lowbit.train.worker",
+        order=json.dumps(json.loads(config.to_json())),
+        timeout=config.run.timeout_seconds,
+        threads=config.run.threads or threads_per_rank(config.ranks),
+    )

@@ -38,7 +38,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     """Train, evaluate and save; to be called on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
 
     Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
-    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.train.peers`).
+    for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.ranks.peers`).
 
     Args:
         config: the same on every rank.

@@ -1,8 +1,8 @@
-"""A run that goes on without a person: start again from the newest checkpoint whenever a rank, machine or link fails.
+"""Supervised runs: start again from the newest checkpoint whenever a rank, machine or link fails.
 
-A supervisor does no training. It starts the ranks of this machine (or the one that the environment tells of) as
-processes of their own and, when they fail, starts them again with `run.resume = "auto"`. Several machines need no
-common supervisor: the ranks of each attempt meet as at the first start, and those that come first wait for the others.
+A supervisor does not train. It starts the ranks of this machine (or the one that the environment names) as processes
+of their own and, when they fail, starts them again with `run.resume = "auto"`. Several machines need no common
+supervisor: the ranks of each attempt meet as at the first start, and those that come first wait for the others.
 """
 
 from __future__ import annotations
@@ -11,44 +11,48 @@ import dataclasses
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from lowbit.config import ConfigError
-from lowbit.train.checkpoints.manifest import newest_step
+from lowbit.ranks.launch import LaunchError
+from lowbit.ranks.process import ALONE, DIVERGED, USAGE
 from lowbit.train.config import TrainConfig
-from lowbit.train.launch import LaunchError, start_rank, start_ranks
-from lowbit.train.process import ALONE, DIVERGED, USAGE
+from lowbit.train.manifest import newest_step
+from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE = 30.0
 
 
-def supervise(config: TrainConfig) -> None:
-    """Train until the last step, whatever happens in between.
+def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None:
+    """Train until the last step, in as many attempts as it takes.
 
-    Gives up where another attempt cannot help: a configuration that cannot work, a loss that is no number twice after
-    the same checkpoint, ranks that do not come within `run.rejoin_seconds`, or `run.restarts` attempts in a row
+    Gives up where another attempt cannot help: a configuration that cannot work, a loss that is NaN or infinite twice
+    after the same checkpoint, ranks that do not come within `run.rejoin_seconds`, or `run.restarts` attempts in a row
     without a new checkpoint.
+
+    Args:
+        config: of the run. start: runs the ranks of one attempt until they are done, or raises `LaunchError`.
 
     Raises:
         ConfigError: what cannot work, before any process starts.
         LaunchError: the last attempt's, and how to go on.
     """
+    from lowbit.ranks.process_group import world
     from lowbit.train.prepare import prepare
-    from lowbit.train.process_group import world
 
     _check()
     if not config.run.resume:
         config = _resuming(config)
-    given = "RANK" in os.environ or config.ranks == 1
-    rank, ranks = world() if given else (0, config.ranks)
+    one_rank = "RANK" in os.environ or config.ranks == 1
+    rank, ranks = world() if one_rank else (0, config.ranks)
     prepare(config, ranks=ranks, rank=rank)
     checkpoints = Path(config.run.output) / "checkpoints"
     attempts = Attempts(config.run.restarts, newest_step(checkpoints))
     while True:
         try:
-            (start_rank if given else start_ranks)(config)
+            start(config)
             return
         except LaunchError as error:
             if error.interrupted:
@@ -69,10 +73,10 @@ def supervise(config: TrainConfig) -> None:
 
 
 class Attempts:
-    """Counts attempts that brought no new checkpoint.
+    """Counts attempts in a row that brought no new checkpoint.
 
     Args:
-        most: how many of them in a row are made again. step: of the newest checkpoint, None without one.
+        most: how many of them are repeated. step: of the newest checkpoint, None without one.
     """
 
     def __init__(self, most: int, step: int | None) -> None:
@@ -81,11 +85,11 @@ class Attempts:
 
     @property
     def pause(self) -> float:
-        """Seconds before the next attempt: what is missing may need time to come back."""
+        """Seconds before the next attempt: a machine that is gone may need time to come back."""
         return min(_LONGEST_PAUSE, 2.0 ** (self.in_vain - 1))
 
     def give_up(self, code: int, step: int | None) -> str:
-        """Count an attempt that ended with this exit code and newest checkpoint; why to stop now, or nothing."""
+        """Count an attempt that ended with this exit code and newest checkpoint; why to stop now, else empty."""
         if step != self._step:
             self._step, self._diverged, self.in_vain = step, False, 0
         self.in_vain += 1
@@ -112,5 +116,5 @@ def _place(step: int | None) -> str:
 
 
 def _resuming(config: TrainConfig) -> TrainConfig:
-    """Resume from what is there, or begin, so that one command serves every start."""
+    """The configuration of the next attempt: resume from the newest checkpoint, or begin where there is none."""
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))

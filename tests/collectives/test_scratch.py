@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowbit.collectives.wire import Scratch
+from lowbit.collectives.scratch import Scratch
 
 CPU = torch.device("cpu")
 MB = 1 << 20

@@ -1,4 +1,4 @@
-"""Joining the other ranks: the process group, and the network interface that leads to them."""
+"""Join the other ranks: the process group, and the network interface that leads to them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import itertools
 import os
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from lowbit.collectives.agreement import default_group, next_round
-from lowbit.config import ConfigError
-from lowbit.train.meeting import MeetingError, meet, prove, run_secret
-from lowbit.train.peers import Peers
+from lowbit.ranks.groups import default_group, next_round
+from lowbit.ranks.meeting import MeetingError, meet, prove, run_secret
+from lowbit.ranks.peers import Peers
+from lowbit.ranks.store import bounded
+from lowbit.train.section import ConfigError
 
 _meetings = itertools.count()  # of this process: each has a part of the store to itself
-_LEAVE_SECONDS = 5.0  # that an end with an error takes at most for the group
+_LEAVE_SECONDS = 5.0  # at most, to destroy the group at an end with an error
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def world() -> tuple[int, int]:
-    """This rank and the number of ranks, of the process group or as the launcher tells: (0, 1) without either.
+    """This rank and the number of ranks, from the process group or the environment; (0, 1) without either.
 
     Raises:
-        ConfigError: half an environment: some of the variables that a launcher sets, but not all.
+        ConfigError: some of the variables that a launcher sets, but not all, or values that cannot be.
     """
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -42,17 +42,14 @@ def world() -> tuple[int, int]:
             f"the environment has {', '.join(given)} but not {', '.join(missing)}; "
             "allowed: all (torchrun sets them) or none"
         )
-    rank, ranks = (_number(name) for name in ("RANK", "WORLD_SIZE"))
+    try:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        found = f"RANK is {os.environ['RANK']!r} and WORLD_SIZE {os.environ['WORLD_SIZE']!r}"
+        raise ConfigError(f"{found}; allowed: integers") from None
     if not 0 <= rank < ranks:
         raise ConfigError(f"RANK is {rank}; allowed with WORLD_SIZE {ranks}: 0 to {ranks - 1}")
     return rank, ranks
-
-
-def _number(name: str) -> int:
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise ConfigError(f"{name} is {os.environ[name]!r}; allowed: an integer") from None
 
 
 @contextlib.contextmanager
@@ -61,7 +58,7 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
 
     From the first contact on, every wait has a limit: calls of the group and of its store their own, and all else a
     watchdog, which ends this process once another rank has been silent for `timeout` seconds or has failed
-    (`lowbit.train.peers`).
+    (`lowbit.ranks.peers`).
 
     Args:
         timeout: seconds in which the failure of a peer is to end every rank: most of it for an operation that waits for
@@ -75,7 +72,9 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
     """
     rank, ranks = world()
     if dist.is_initialized():
-        with _watched(_own_part(default_group()), rank, ranks, timeout):
+        group = default_group()
+        unused = PrefixStore(f"lowbit/peers/{next_round(group, 'peers')}", group.get_group_store())
+        with _watched(unused, rank, ranks, timeout):
             yield
         return
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
@@ -96,10 +95,8 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
             _connect(backend, PrefixStore("group", store), rank, ranks, limit)
             yield
     except BaseException:
-        # Destructors of a broken group can wait for peers that are gone.
-        leaving = threading.Thread(target=_leave, name="lowbit-leave", daemon=True)
-        leaving.start()
-        leaving.join(_LEAVE_SECONDS)
+        with contextlib.suppress(Exception):  # destructors of a broken group can wait for peers that are gone
+            bounded(_leave, _LEAVE_SECONDS)
         raise
     _leave()
 
@@ -129,21 +126,6 @@ def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[No
         yield
 
 
-def _own_part(group: dist.ProcessGroup) -> Store:
-    """A part of a group's store that no earlier call has used."""
-    number = next_round(group, "peers")
-    return PrefixStore(f"lowbit/peers/{number}", group.get_group_store())
-
-
-def new_group(ranks: list[int] | None = None, *, timeout: float) -> dist.ProcessGroup | None:
-    """A process group of these ranks (None: all), to be called on every rank; None where this rank is not in it.
-
-    `timeout`: of the run, in seconds. PyTorch would give the group 30 minutes.
-    """
-    group = dist.new_group(ranks=ranks, timeout=timedelta(seconds=0.8 * timeout))
-    return group if isinstance(group, dist.ProcessGroup) else None
-
-
 def _choose_interface() -> None:
     """Tell Gloo which interface leads to the other ranks, unless the user does.
 
@@ -154,7 +136,7 @@ def _choose_interface() -> None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the interface that packets to an IPv4 host leave by; None if that cannot be told."""
+    """Name of the network interface that packets to an IPv4 host leave by; None if that cannot be told."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # no packet is sent
         address = probe.getsockname()[0]

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.collectives import objects
-from lowbit.collectives.objects import MOST_BYTES, gather_json, gather_tensor
-from tests.ranks import Ranks
+from lowbit.ranks import objects
+from lowbit.ranks.objects import MOST_BYTES, gather_json, gather_tensor
+from tests.processes import Ranks
 
 VALUES = [
     None,
@@ -56,11 +56,11 @@ def hostile(length: int, text: bytes) -> str:
             gather_json({"fair": True})
         return str(caught.value)
     sizes = torch.empty(2, dtype=torch.int64)
-    objects.engine.gather(sizes, torch.tensor([length]), None)
+    objects.pytorch.gather(sizes, torch.tensor([length]), None)
     longest = int(sizes.max())
     if 0 < length <= MOST_BYTES:
         message = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        objects.engine.gather(torch.empty(2 * longest, dtype=torch.uint8), message, None)
+        objects.pytorch.gather(torch.empty(2 * longest, dtype=torch.uint8), message, None)
     return ""
 
 

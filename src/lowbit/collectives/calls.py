@@ -23,15 +23,21 @@ import torch
 import torch.distributed as dist
 
 from lowbit import __version__
-from lowbit.collectives.agreement import Agreement, AgreementError
-from lowbit.collectives.checksum import Checksums, secret_facts
-from lowbit.collectives.failure import FailureBoard
-from lowbit.collectives.wire import Mail, Marks, Rounds, Scratch, Wire
+from lowbit.collectives.exchange import CollectiveExchange, Exchange, Marks, MessageExchange
+from lowbit.collectives.scratch import Scratch
+from lowbit.ranks.agreement import Agreement
+from lowbit.ranks.checksum import Checksums, secret_facts
+from lowbit.ranks.errors import AgreementError
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import rank_names
 
-_IDLE = 5.0  # seconds after which the threads of a line that is not used end
+_IDLE = 5.0  # seconds after which the threads of a queue that is not used end
 _SLOW = 2.0  # seconds after which a call looks whether the others are in the same one
 _LOOK = 0.5  # seconds between two looks
 _LAST = 5.0  # seconds that the end of the process waits for a call
+
+TIMEOUT = 120.0
+"""Seconds in which a missing or failed peer is an error."""
 
 Transport = Literal["auto", "messages", "collectives"]
 
@@ -41,11 +47,11 @@ class Call:
     """One call of a collective, on one rank.
 
     Args:
-        facts: all that must be equal on all ranks.
+        facts: all that must be equal on all ranks; "collective": its name.
         group: the ranks; device: where payloads live.
         timeout: seconds in which the failure of a peer is to be noticed.
-        work: the algorithm.
-        transport: "auto": messages where the backend has tags.
+        work: the algorithm. What it has sent is waited for behind it.
+        transport: "auto": messages where they have tags, which is Gloo between CPUs.
         layer: name of the layer that makes this call. Calls that differ in it alone share an agreement, and a rank in
             another layer is noticed: by the messages' tags or, without messages, by the checksums.
         checksums: whether a checksum follows every payload.
@@ -55,15 +61,23 @@ class Call:
     group: dist.ProcessGroup
     device: torch.device
     timeout: float
-    work: Callable[[Wire], None]
+    work: Callable[[Exchange], None]
     transport: Transport = "auto"
     layer: str = ""
     checksums: bool = True
 
     @property
+    def as_messages(self) -> bool:
+        """Whether payloads travel as messages."""
+        if self.transport == "auto":
+            return "gloo" in dist.get_backend(self.group) and self.device.type == "cpu"
+        return self.transport == "messages"
+
+    @property
     def stated(self) -> dict[str, str]:
         """What the ranks compare of calls of this kind."""
-        return {**self.facts, "checksums": "on" if self.checksums else "off"}
+        how = {"transport": "messages" if self.as_messages else "collectives"}
+        return {**self.facts, **how, "checksums": "on" if self.checksums else "off"}
 
 
 @dataclass
@@ -71,10 +85,18 @@ class _Job:
     call: Call
     number: int
     future: concurrent.futures.Future[None]
-    ready: torch.cuda.Event | None
     inference: bool
+    event: torch.cuda.Event | None = None  # on CUDA: what the caller has queued, then the work, is done
+    stream: torch.cuda.Stream | None = None
     started: float = 0.0
     compared: Agreement | None = None  # what it is, with the other ranks
+
+    def agreement(self) -> Agreement:
+        return Agreement(self.call.group, f"collective call {self.number}", self.call.timeout)
+
+    def facts(self) -> dict[int, dict[str, str]]:
+        common = {"lowbit version": __version__, **secret_facts()}
+        return {dist.get_rank(self.call.group): common | self.call.stated | {"layer": self.call.layer}}
 
 
 class Pending:
@@ -83,16 +105,15 @@ class Pending:
     Do not touch its tensors before `wait` has returned.
     """
 
-    def __init__(self, future: concurrent.futures.Future[None], device: torch.device) -> None:
-        self._future, self._device = future, device
-        self._event: torch.cuda.Event | None = None
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, job: _Job) -> None:
+        self._future, self._device = job.future, job.call.device
+        self._event, self._stream = job.event, job.stream
 
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream will wait for it).
 
         Raises:
-            AgreementError, PeerError: as the call that this belongs to.
+            AgreementError, PeerError: as the call itself.
         """
         self._future.result()
         if self._event is not None:
@@ -112,7 +133,7 @@ class Pending:
         self._future.add_done_callback(over)
 
 
-class Line:
+class CallQueue:
     """All calls of this process on one group, in the order in which they were made.
 
     Holds no reference to the group: it lives in a table whose keys are groups.
@@ -133,29 +154,26 @@ class Line:
 
     def submit(self, call: Call) -> Pending:
         """Queue a call."""
-        ready = None
-        if call.device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(call.device))
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        pending = Pending(future, call.device)
         with self._lock:
-            job = _Job(call, self._calls, future, ready, torch.is_inference_mode_enabled())
+            job = _Job(call, self._calls, concurrent.futures.Future(), torch.is_inference_mode_enabled())
+            if call.device.type == "cuda":
+                job.stream = self._streams.get(call.device) or torch.cuda.Stream(call.device)
+                self._streams[call.device] = job.stream
+                job.event = torch.cuda.Event()
+                job.event.record(torch.cuda.current_stream(call.device))
+            pending = Pending(job)
             self._calls += 1
             self._jobs.put(job)
             if not self._running:
                 self._running = True
                 self._start()
-        if ready is not None:
-            pending._event = ready  # recorded again when the work is done; nobody reads it before
-            pending._stream = self._stream_of(call.device)
         return pending
 
     def _start(self) -> None:
         ended = threading.Event()
         self._threads = [
             threading.Thread(target=target, args=(ended,), name=f"lowbit-{name}", daemon=True)
-            for name, target in (("line", self._work), ("watch", self._watch))
+            for name, target in (("calls", self._work), ("watch", self._watch))
         ]
         _busy.add(self)
         for thread in self._threads:
@@ -166,11 +184,6 @@ class Line:
         self._jobs.put(None)
         for thread in self._threads:
             thread.join(_LAST)
-
-    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
     def _work(self, ended: threading.Event) -> None:
         while True:
@@ -200,10 +213,16 @@ class Line:
         try:
             if self._failure is not None:
                 raise self._failure
-            wire = self._wire(job)
+            exchange = self._exchange(job)
             # The caller's mode: only in it may the caller's tensors be written to.
-            with torch.inference_mode(job.inference), torch.no_grad(), self._stream(job):
-                self._work_on(job, wire)
+            with torch.inference_mode(job.inference), torch.no_grad(), _on_stream(job):
+                try:
+                    job.call.work(exchange)
+                    exchange.finish()
+                except BaseException as error:
+                    # Bytes of this call may still be under way, so that no later one could be trusted.
+                    self._failure = self._failure or error
+                    raise
         except BaseException as error:
             return error
         finally:
@@ -211,116 +230,81 @@ class Line:
             self.scratch.reset()
         return None
 
-    def _work_on(self, job: _Job, wire: Wire) -> None:
-        try:
-            job.call.work(wire)
-        except BaseException as error:
-            # Bytes of this call may still be under way, so that no later one could be trusted.
-            self._failure = self._failure or error
-            raise
-
-    @contextlib.contextmanager
-    def _stream(self, job: _Job) -> Iterator[None]:
-        """Work on CUDA goes to a stream of its own that waits for what the caller had queued."""
-        if job.ready is None:
-            yield
-            return
-        device = job.call.device
-        stream = self._stream_of(device)
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            stream.wait_event(job.ready)
-            yield
-            job.ready.record(stream)
-
-    def _wire(self, job: _Job) -> Wire:
-        call = job.call
+    def _exchange(self, job: _Job) -> Exchange:
+        """How the payloads of a call travel, once all ranks have agreed on calls of its kind."""
+        call, names = job.call, rank_names(job.call.group)
         kind = hashlib.sha256(repr(sorted(call.stated.items())).encode()).hexdigest()
         if kind not in self._kinds:
-            self._agree(job)
+            job.compared = job.agreement()
+            job.compared.exchange(job.facts(), names)
             self._kinds.add(kind)
-        names = _names(call.group)
         topic = f"collective/{kind}/{call.layer}/{job.number}"
-        about = f"{call.facts.get('collective', 'collective')}, call {job.number}"
+        about = f"{call.facts['collective']}, call {job.number}"
         marks = Marks(Checksums(topic, enabled=call.checksums), about, names)
-        if tagged(call):
-            digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
-            number = int(digest[:8], 16) % (1 << 15)
-            board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
-            return Mail(call.group, call.device, self.scratch, board, number, marks)
-        return Rounds(call.group, call.device, self.scratch, marks)
-
-    def _agree(self, job: _Job) -> None:
-        job.compared = self._agreement(job)
-        job.compared.exchange(self._facts(job), _names(job.call.group))
+        if not call.as_messages:
+            return CollectiveExchange(call.group, call.device, self.scratch, marks)
+        digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
+        number = int(digest[:8], 16) % (1 << 15)
+        board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
+        return MessageExchange(call.group, call.device, self.scratch, marks, board, number)
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK):
-            self._look_if_slow()
-
-    def _look_if_slow(self) -> None:
-        job = self._current
-        if job is not None and job.started and time.monotonic() - job.started > _SLOW:
-            with contextlib.suppress(RuntimeError):  # a store that is gone: the call finds out
-                self._look(job)
+            job = self._current
+            if job is not None and time.monotonic() - job.started > _SLOW:
+                with contextlib.suppress(RuntimeError):  # a store that is gone: the call finds out
+                    self._look(job)
 
     def _look(self, job: _Job) -> None:
         """End a call that others contradict. It stays blocked, but whoever waits for it learns why."""
         if job.compared is None:
-            job.compared = self._agreement(job)
+            job.compared = job.agreement()
             self._slow.append(job.compared)
             while len(self._slow) > 2:  # the call before the last one is over on all ranks
                 self._slow.pop(0).forget()
         elif job.compared not in self._slow:  # all ranks have agreed on it, or are about to
             return
         try:
-            job.compared.look(self._facts(job), _names(job.call.group))
+            job.compared.look(job.facts(), rank_names(job.call.group))
         except AgreementError as error:
             self._failure = error
             _settle(job.future, error)
 
-    def _agreement(self, job: _Job) -> Agreement:
-        return Agreement(job.call.group, f"collective call {job.number}", job.call.timeout)
 
-    def _facts(self, job: _Job) -> dict[int, dict[str, str]]:
-        common = {"lowbit version": __version__, **secret_facts()}
-        stated = common | job.call.stated | {"layer": job.call.layer}
-        return {dist.get_rank(job.call.group): stated}
-
-
-_lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
-_lines_lock = threading.Lock()
-_busy: set[Line] = set()  # those with threads, also when their group is gone
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CallQueue] = weakref.WeakKeyDictionary()
+_queues_lock = threading.Lock()
+_busy: set[CallQueue] = set()  # those with threads, also when their group is gone
 
 
 @atexit.register
 def _end_all() -> None:
     """A thread that is inside PyTorch when the interpreter ends would take the process down with an abort."""
-    for line in list(_busy):
-        line.end()
+    for calls in list(_busy):
+        calls.end()
 
 
-def line_of(group: dist.ProcessGroup) -> Line:
-    """The line of a group, made at its first use."""
-    with _lines_lock:
-        return _lines.setdefault(group, Line())
+def queue_of(group: dist.ProcessGroup) -> CallQueue:
+    """The queue of a group, made at its first use."""
+    with _queues_lock:
+        return _queues.setdefault(group, CallQueue())
 
 
 def payload_bytes() -> int:
     """Bytes of memory for payloads that this process keeps for later calls, on all groups."""
-    with _lines_lock:
-        return sum(line.scratch.nbytes() for line in _lines.values())
+    with _queues_lock:
+        return sum(calls.scratch.nbytes() for calls in _queues.values())
 
 
-def tagged(call: Call) -> bool:
-    """Whether a call travels as messages: as asked for, else where messages have tags, which is Gloo between CPUs."""
-    if call.transport != "auto":
-        return call.transport == "messages"
-    return "gloo" in dist.get_backend(call.group) and call.device.type == "cpu"
-
-
-def _names(group: dist.ProcessGroup) -> list[str]:
-    """Of the ranks of a group, as the whole job counts them."""
-    return [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
+@contextlib.contextmanager
+def _on_stream(job: _Job) -> Iterator[None]:
+    """Work on CUDA goes to a stream of its own that waits for what the caller had queued."""
+    if job.event is None or job.stream is None:
+        yield
+        return
+    with torch.cuda.device(job.call.device), torch.cuda.stream(job.stream):
+        job.stream.wait_event(job.event)
+        yield
+        job.event.record(job.stream)  # nobody has waited for it before: the future is not done
 
 
 def _settle(future: concurrent.futures.Future[None], error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""Who is alive, and why a run ends: signs of life of all ranks, one alarm, and a watchdog that no wait outlives.
+"""Failure detection: heartbeats of all ranks, and a watchdog that ends what waits for too long.
 
 Everything goes through the store that the ranks meet in. Two threads of each rank do all of it:
 
@@ -8,31 +8,27 @@ Everything goes through the store that the ranks meet in. Two threads of each ra
   is longer than the run's time limit allows, or an alarm is known and this process has not ended by itself, it prints
   the reason and ends the process, whatever the other threads wait for, inside C++ too.
 
-The alarm is one key that the first rank to find a cause writes, so that all ranks that still hear it end with the
-same reason. A process that was stopped for a while does not blame the others: silence is counted in the guard's own
-turns.
+A process that was stopped for a while does not blame the others: silence is counted in the guard's own turns.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
+import itertools
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from lowbit.collectives import AgreementError, PeerError
-from lowbit.train.process import ALONE, FAILED
-
-ALARM = "alarm"
-"""Key of the cause, in the store that `meeting.board` gives."""
+from lowbit.ranks.alarm import Alarm, Cause
+from lowbit.ranks.errors import AgreementError, PeerError, first_line
+from lowbit.ranks.meeting import launcher_keeps_store
+from lowbit.ranks.process import ALONE, FAILED
 
 _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2
@@ -46,42 +42,14 @@ class AbsentError(PeerError):
     """Another rank has waited for ranks that did not come, for as long as it may."""
 
 
-class Cause(NamedTuple):
-    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence.
-
-    `alone`: it waited for others in vain, so that another attempt would, too.
-    """
-
-    rank: int
-    text: str
-    alone: bool = False
-
-    def signed(self, secret: bytes) -> str:
-        """As it stands in the store."""
-        return json.dumps([*self, self._signature(secret)])
-
-    @classmethod
-    def read(cls, written: bytes, secret: bytes) -> Cause | None:
-        """The cause in a value of the store; None if nobody who knows the secret wrote it."""
-        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-            rank, text, alone, signature = json.loads(written)
-            cause = cls(int(rank), str(text), bool(alone))
-            if hmac.compare_digest(cause._signature(secret), str(signature)):
-                return cause
-        return None
-
-    def _signature(self, secret: bytes) -> str:
-        return hmac.new(secret, json.dumps(self).encode(), hashlib.sha256).hexdigest()
-
-
 class Peers:
     """This rank's beat and guard. All ranks make one each, on the same store.
 
     Args:
-        store: what the ranks of this attempt meet in; cloned for a connection of its own.
+        store: of this attempt; cloned for a connection of its own.
         rank, ranks: of the run.
         timeout: seconds after which a peer or a store that is silent has ended the run.
-        secret: what alarms are signed with; others' are ignored.
+        secret: that causes are signed with; others are ignored.
     """
 
     def __init__(self, store: Store, *, rank: int, ranks: int, timeout: float, secret: bytes = b"") -> None:
@@ -90,14 +58,14 @@ class Peers:
         self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
         self._grace = min(_LAST_WORDS_SECONDS, 1.0 + 0.1 * timeout)
         self._secret = secret
-        self._store: Any = store
+        self._store: Any = store  # PyTorch's stubs lack `clone`
         self._beats: dict[int, bytes] = {}
         self._silence: dict[int, float] = {}  # seconds, of each peer that has been heard
         self._store_silence = 0.0
         self._store_lost = False
         self._proposed: Cause | None = None
-        self._alarm: Cause | None = None
-        self._known = threading.Event()  # the alarm
+        self._cause: Cause | None = None
+        self._known = threading.Event()  # the cause
         self._read_by_all = threading.Event()
         self._closed = threading.Event()
         self._threads = [
@@ -119,7 +87,7 @@ class Peers:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Turn whatever ends the block into the reason that all ranks end with; the watch ends with the block.
+        """Turn an error in the block into the one that all ranks end with; the watch ends with the block.
 
         Raises:
             PeerError: another rank was the cause.
@@ -140,40 +108,40 @@ class Peers:
             self.close()
 
     def explain(self, error: BaseException) -> PeerError | None:
-        """Why a call failed, where the error itself does not say what all ranks end with; else None.
+        """Why a call failed; None where the error itself says it.
 
-        Takes a few seconds at most, in which the beat of a peer that lives is heard. Afterwards all ranks that hear
-        the store know the cause.
+        Takes a few seconds at most, enough to hear the beat of a peer that lives. Afterwards all ranks that hear the
+        store know the cause.
         """
-        met = not isinstance(error, ConnectionError)  # whose text names the ranks
-        said = f"rank {self.rank} failed: {first_line(error)}" if met else str(error)
-        mine = Cause(self.rank, said, getattr(error, "alone", False))
-        if isinstance(error, PeerError):  # found out already, by whoever talked to that peer
+        names_ranks = isinstance(error, ConnectionError)
+        text = str(error) if names_ranks else f"rank {self.rank} failed: {first_line(error)}"
+        mine = Cause(self.rank, text, getattr(error, "alone", False))
+        if isinstance(error, PeerError):  # the cause is known already
             cause = Cause(error.rank, str(error))
         else:
             cause = (None if mine.alone else self._silent_peer()) or mine
         self._proposed = cause
-        if self._known.wait(self._patience) and self._alarm is not None:
-            cause = self._alarm
+        if self._known.wait(self._patience) and self._cause is not None:
+            cause = self._cause
         elif cause is mine and isinstance(error, RuntimeError):
             cause = self._store_gone()
-        if cause.text in (said, str(error)):
+        if cause.text in (text, str(error)):
             return None
         # Not by rank: a `PeerError` counts within its group, and the others may be wrong about this rank.
         kind = AbsentError if cause.alone else PeerError
         return kind(cause.text, cause.rank)
 
     def _linger(self) -> None:
-        """Give the others time to read the alarm, where this process may be the one that keeps the store."""
-        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        """Give the others time to read the alarm, where this process keeps the store."""
+        if self.rank == 0 and not launcher_keeps_store():
             self._read_by_all.wait(self._grace)
 
     def _silent_peer(self) -> Cause | None:
-        """The alarm, or the ranks whose beat has stopped; None if all others are alive."""
+        """The known cause, or the ranks whose beat has stopped; None if all others are alive."""
         deadline = time.monotonic() + self._patience + _BEAT_SECONDS
         while time.monotonic() < deadline and not self._store_lost:
             if self._known.wait(_TURN_SECONDS):
-                return self._alarm
+                return self._cause
             if cause := self._silent_for(self._patience):
                 return cause
         return None
@@ -195,48 +163,35 @@ class Peers:
     # The beat.
 
     def _beat(self) -> None:
-        count = 0
-        while True:
-            count += 1
-            try:
-                if count == 1:
-                    self._store = self._store.clone()
-                self._exchange(count)
-            except RuntimeError:  # the connection has ended
-                self._store_lost = True
-                return
-            self._store_silence = 0.0
-            if self._closed.wait(_BEAT_SECONDS):
-                return
+        try:
+            store = self._store.clone()
+            alarm = Alarm(store, self._secret)
+            for count in itertools.count():
+                self._exchange(store, alarm, count)
+                self._store_silence = 0.0
+                if self._closed.wait(_BEAT_SECONDS):
+                    return
+        except RuntimeError:  # the connection has ended
+            self._store_lost = True
 
-    def _exchange(self, count: int) -> None:
-        self._store.set(f"beat/{self.rank}", str(count))
-        self._read_alarm()
+    def _exchange(self, store: Any, alarm: Alarm, count: int) -> None:
+        store.set(f"beat/{self.rank}", str(count))
+        if self._cause is None and self._proposed is not None:
+            alarm.sound(self._proposed)
+        cause, readers = alarm.read()
+        if self._cause is None and cause is not None:
+            self._cause = cause
+            alarm.acknowledge(self.rank)
+            self._known.set()
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        heard = [r for r in others if r in self._beats or self._store.check([f"beat/{r}"])]
+        heard = [r for r in others if r in self._beats or store.check([f"beat/{r}"])]
         if heard:
-            for rank, beat in zip(heard, self._store.multi_get([f"beat/{r}" for r in heard]), strict=True):
+            for rank, beat in zip(heard, store.multi_get([f"beat/{r}" for r in heard]), strict=True):
                 if self._beats.get(rank) != beat:
                     self._beats[rank], self._silence[rank] = beat, 0.0
-        if self._alarm is not None:
-            self._store.set(f"read/{self.rank}", "")
-            waiting = [f"read/{r}" for r in others if self._silence.get(r, 9e9) < self._patience]
-            if not waiting or self._store.check(waiting):
-                self._read_by_all.set()
-
-    def _read_alarm(self) -> None:
-        if self._alarm is not None:
-            return
-        if self._proposed is not None:
-            written = self._store.compare_set(ALARM, "", self._proposed.signed(self._secret))
-        elif self._store.check([ALARM]):
-            written = self._store.get(ALARM)
-        else:
-            return
-        # Where a stranger was first, this rank's own cause is all that it has.
-        self._alarm = Cause.read(written, self._secret) or self._proposed
-        if self._alarm is not None:
-            self._known.set()
+        waiting = {rank for rank in others if self._silence.get(rank, math.inf) < self._patience}
+        if self._cause is not None and waiting <= readers:
+            self._read_by_all.set()
 
     # The guard.
 
@@ -250,7 +205,7 @@ class Peers:
                 self._silence[rank] += turn
             known += turn if self._known.is_set() or self._store_lost else 0.0
             if known > self._grace or self._store_silence > self._limit:
-                return self._end(self._alarm or self._store_gone())
+                return self._end(self._cause or self._store_gone())
             self._proposed = self._proposed or self._silent_for(self._limit)
 
     def _end(self, cause: Cause) -> None:
@@ -259,14 +214,3 @@ class Peers:
         sys.stderr.write(f"rank {self.rank}: error: {' '.join(cause.text.split())}\n")
         sys.stderr.flush()
         os._exit(ALONE if cause.alone else FAILED)
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line: its type and the first line of its message."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
-def board(store: Store, attempt: str = "0/0") -> PrefixStore:
-    """The part of a store for one attempt at a run: torchrun's count of restarts, and of meetings of this process."""
-    return PrefixStore(f"lowbit/run/{attempt}", store)

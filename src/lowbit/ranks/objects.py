@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives import engine
-from lowbit.collectives.agreement import default_group
+from lowbit.ranks import pytorch
+from lowbit.ranks.groups import default_group
 
 MOST_BYTES = 64 << 20
 """Largest text of one rank: what a peer announces decides how much memory is taken."""
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of the group stated, in the order of the ranks; to be called by each of them.
+    """The values of all ranks, in the order of the ranks; to be called by each of them.
 
-    Two collectives of the engine, in which every rank sends as many bytes as the longest text has. The group's own time
+    Two collectives of PyTorch's, in which every rank sends as many bytes as the longest text has. The group's own time
     limit applies.
 
     Args:
@@ -29,21 +29,19 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 
     Raises:
         TypeError: JSON cannot hold `value`.
-        ValueError: a text of more than 64 MiB, or a peer sent something that is no JSON. The former on all ranks.
+        ValueError: a text of more than 64 MiB (on all ranks), or a peer sent something that is no JSON.
     """
     group = group or default_group()
     ranks, device = dist.get_world_size(group), _device(group)
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
-    engine.gather(sizes, torch.tensor([text.numel()], device=device), group)
+    pytorch.gather(sizes, torch.tensor([text.numel()], device=device), group)
     lengths: list[int] = sizes.tolist()
     if not all(0 < length <= MOST_BYTES for length in lengths):
         raise ValueError(f"ranks state {lengths} bytes; allowed: 1 to {MOST_BYTES} each")
-    room = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    room[: text.numel()] = text
-    rows = torch.empty(ranks * max(lengths), dtype=torch.uint8, device=device)
-    engine.gather(rows, room, group)
-    texts = rows.view(ranks, -1).cpu()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    texts = gather_tensor(padded, group)
     return [_parsed(rank, texts[rank, :length]) for rank, length in enumerate(lengths)]
 
 
@@ -60,12 +58,12 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     group = group or default_group()
     ranks, x = dist.get_world_size(group), x.to(_device(group))
     out = x.new_empty(ranks * x.numel())
-    engine.gather(out, x.flatten(), group)
+    pytorch.gather(out, x.flatten(), group)
     return out.view(ranks, *x.shape).cpu()
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's backend takes tensors from: the CPU with Gloo."""
+    """Where the group's backend takes tensors from."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

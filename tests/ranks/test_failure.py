@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from lowbit.collectives import PeerError
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.failure import FailureBoard
-from tests.ranks import Ranks
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.store import Board
+from tests.processes import Ranks
 
 CLOSED = RuntimeError("Connection closed by peer")
 SILENT = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
@@ -59,7 +60,7 @@ class Gone:
     def __init__(self, answers: bool) -> None:
         self.answers = answers
 
-    def set(self, key: str, value: str) -> None:
+    def append(self, key: str, value: str) -> None:
         if not self.answers:
             time.sleep(60)
         raise RuntimeError("Broken pipe")
@@ -67,7 +68,7 @@ class Gone:
 
 def without_store(answers: bool) -> tuple[str, float]:
     board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
-    board._store = Gone(answers)  # type: ignore[assignment]
+    board._board = Board(Gone(answers), "key")
     start = time.monotonic()
     return str(board.blame(1, CLOSED)), time.monotonic() - start
 
@@ -80,13 +81,16 @@ def test_a_store_that_is_gone_too_does_not_hold_anybody_up(ranks: Ranks, answers
 
 
 def blames_after(written: str) -> tuple[str, int]:
-    default_group().get_group_store().set("lowbit/failure/test/1", written)
+    default_group().get_group_store().append("lowbit/failure/test", written + "\n")
     board = FailureBoard(default_group(), "test", ["host 0", "host 1"], 5.0)
     found = board.blame(1, CLOSED)
     return str(found), found.rank
 
 
-@pytest.mark.parametrize("written", ["{", "7", '{"suspect": 9, "silent": 0}', '{"suspect": []}'])
+@pytest.mark.parametrize(
+    "written",
+    ["{", "7", '{"rank": 1, "suspect": 9, "silent": 0}', '{"rank": 1, "suspect": []}', '{"rank": [], "reason": "x"}'],
+)
 def test_what_is_no_note_is_ignored(ranks: Ranks, written: str):
     [(text, rank)] = ranks.run(blames_after, written, ranks=1)
     assert (rank, text.split(" (")[0]) == (1, "host 1 closed its connection")

@@ -1,11 +1,11 @@
 """Eight bytes behind every message, which say whether it arrived as it was sent, and as the message that was expected.
 
-A checksum is made of the payload, of what the message is (sender, place and a counter that both ends count alike), and
-of the run's secret, if the environment variable LOWBIT_SECRET names one. So bits that changed on the way are noticed,
-and so is a message of another step or place, and one that was made up by somebody who does not know the secret. This is
-no message authentication code: it is not made to stand up to somebody who reads the traffic and computes.
+A checksum is made of the payload, of the message's place (sender, receiver and a counter that both ends count alike),
+and of the run's secret, if the environment variable LOWBIT_SECRET holds one. So bits that changed on the way are
+noticed, and so is a message of another step or place, and one that was made up by somebody who does not know the
+secret. This is no message authentication code: it does not withstand somebody who reads the traffic and computes.
 
-On the host the checksum is XXH3 (64 bits). What is on a device when it arrives (NCCL, and the engine's collectives) has
+On the host the checksum is XXH3 (64 bits). What is on a device when it arrives (NCCL, and PyTorch's collectives) has
 one of plain integer operations there, which no host waits for: `Verdicts` keeps the outcomes, and looks at all at once.
 """
 
@@ -21,10 +21,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lowbit.collectives.failure import PeerError
+from lowbit.ranks.errors import PeerError
 
 CHECKSUM_BYTES = 8
-"""Bytes that follow the payload of a message on the wire."""
+"""Bytes that follow the payload in a message."""
 SECRET = "LOWBIT_SECRET"
 """Environment variable with what all ranks of a run know and nobody else does."""
 _WORD = 8  # bytes that the checksum on a device takes at a time
@@ -62,15 +62,14 @@ class Checksums:
         """Fill the last bytes of a message on the host. `place`: which of the conversation's messages it is."""
         if self.enabled:
             view = message.numpy().data
-            view[-self.room :] = xxhash.xxh3_64_digest(view[: -self.room], seed=self._seed(place))
+            view[-self.room :] = self._digest(view, place)
 
     def intact(self, message: Tensor, *place: int) -> bool:
         """Whether a message on the host is the one that was sent, and is the one of this place."""
         if not self.enabled:
             return True
         view = message.numpy().data
-        expected = xxhash.xxh3_64_digest(view[: -self.room], seed=self._seed(place))
-        return view[-self.room :] == expected
+        return view[-self.room :] == self._digest(view, place)
 
     def seal_there(self, message: Tensor, *place: int) -> None:
         """As `seal`, by operations on the message's device, for `damage_there` at the other end."""
@@ -85,6 +84,9 @@ class Checksums:
         checksum = _sum_words(message[: -self.room], self._seed(place))
         return checksum != message[-self.room :].clone().view(torch.int64)
 
+    def _digest(self, view: memoryview, place: tuple[int, ...]) -> bytes:
+        return xxhash.xxh3_64_digest(view[: -self.room], seed=self._seed(place))
+
     def _seed(self, place: tuple[int, ...]) -> int:
         return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(place)}q", *place), seed=self._base)
 
@@ -96,7 +98,7 @@ class Verdicts:
         self._noted: list[tuple[Tensor, str, int]] = []
 
     def note(self, damage: Tensor, about: str, rank: int) -> None:
-        """Keep what `Checksums.damage_there` gave. about, rank: as for `damaged`."""
+        """Keep an outcome of `Checksums.damage_there`. about, rank: as for `damaged`."""
         self._noted.append((damage, about, rank))
 
     def settle(self) -> None:
@@ -124,7 +126,7 @@ def damaged(about: str, rank: int) -> DamagedError:
 
 
 def agreed_facts(checksums: bool) -> dict[str, str]:
-    """What all ranks must hold alike so that checksums fit: whether there are any, and which secret."""
+    """Facts that all ranks must agree on so that checksums fit: whether there are any, and which secret."""
     return {"checksums": "on" if checksums else "off", **secret_facts()}
 
 
@@ -144,7 +146,7 @@ def check_checksums(value: object) -> None:
 
 
 def sealed_bytes(nbytes: int, checksums: bool = True) -> int:
-    """Bytes on the wire of a message with such a payload; an empty one does not travel."""
+    """Bytes of a message with such a payload; an empty one is not sent."""
     return nbytes + CHECKSUM_BYTES if nbytes and checksums else nbytes
 
 
@@ -164,8 +166,8 @@ def _sum_words(payload: Tensor, seed: int) -> Tensor:
     """A checksum by PyTorch's integer operations, modulo 2^64: int64 (1,), the same on every device.
 
     Each word of 8 bytes is mixed so that each of its bits reaches the lower half, and counts with an odd weight of its
-    place: any bits that change in one word are noticed for sure, others but for a chance in billions, and so are words
-    that change places.
+    place: bits that change in one word are always noticed, others but for a chance in billions, and so are words that
+    change places.
     """
     if payload.storage_offset() % _WORD:
         payload = payload.clone()
@@ -175,30 +177,22 @@ def _sum_words(payload: Tensor, seed: int) -> Tensor:
         rest = torch.zeros(_WORD, dtype=torch.uint8, device=payload.device)
         rest[: payload.numel() - whole] = payload[whole:]
         words = torch.cat([words, rest.view(torch.int64)])
-    start = _signed(seed)
+    start = seed - (1 << 64) if seed >> 63 else seed  # as int64
     mixed = (words ^ start) * _ODD[0]
     mixed = mixed ^ ((mixed >> 32) & _LOW_HALF)
-    total = (mixed * _weights(words.numel(), payload.device)).sum().reshape(1)
+    count = max(1 << 10, 1 << (words.numel() - 1).bit_length())
+    total = (mixed * _weights(count, payload.device)[: words.numel()]).sum().reshape(1)
     total = (total + payload.numel()) * _ODD[1]
     return (total ^ ((total >> 32) & _LOW_HALF)) + start
 
 
-def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers, one for each place of a word; kept for the next message."""
-    least = 1 << max(10, (count - 1).bit_length())
-    return _made_weights(least, device)[:count]
-
-
 @functools.cache
-def _made_weights(count: int, device: torch.device) -> Tensor:
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers, one for each place of a word."""
     with torch.inference_mode(False):
         places = torch.arange(1, count + 1, device=device) * _ODD[2]
         places = (places ^ ((places >> 29) & 0x7FFFFFFFF)) * _ODD[0]
-        made = places | 1
+        weights = places | 1
     if device.type == "cuda":  # other streams will use them, too
         torch.cuda.current_stream(device).synchronize()
-    return made
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    return weights

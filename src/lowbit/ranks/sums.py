@@ -1,4 +1,4 @@
-"""Sums over all ranks, once a step, that hold nobody up: to the first rank and back in one message each way.
+"""Sums over all ranks, once a step: one message to the first rank and one back, and nobody waits for more.
 
 The first rank of a pipeline is the last to finish a step and the first to begin the next. It has the others' numbers by
 then and goes on at once, while an all-reduce would take it several round trips to neighbours that may be far away.
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.messages import Expected, Messages, Sent
+from lowbit.ranks.messages import Expected, Messages, Sent
 
 _FIRST = 0
 
@@ -28,11 +28,11 @@ class Sums:
         self._nbytes = count * torch.float64.itemsize
         self._others = range(1, self._messages.ranks)
         self._sent: list[Sent] = []
-        self._coming: list[Expected] = []
+        self._expected: list[Expected] = []
         self._expect()
 
     def of(self, values: Tensor) -> Tensor:
-        """The sums of what all ranks gave, the same on every rank. values: float64 (count,).
+        """The sums of the values of all ranks, the same on every rank. values: float64 (count,).
 
         Raises:
             DamagedError, PeerError: as `Messages.receive`.
@@ -44,17 +44,17 @@ class Sums:
             (sums,) = self._received()
             return sums
         sums = values.clone()
-        for theirs in self._received():
-            sums += theirs
+        for others in self._received():
+            sums += others
         self._sent = [self._messages.send(sums, rank) for rank in self._others]
         return sums
 
     def _received(self) -> list[Tensor]:
-        payloads = [coming.wait() for coming in self._coming]
+        payloads = [message.wait() for message in self._expected]
         self._expect()
         return [payload.clone().view(torch.float64) for payload in payloads]
 
     def _expect(self) -> None:
-        """Make room for what comes next: a message that is not expected takes a round trip more."""
+        """Post the next receives: a message that is not expected takes a round trip more."""
         sources = self._others if self._messages.rank == _FIRST else [_FIRST]
-        self._coming = [self._messages.expect(self._nbytes, rank) for rank in sources if self._messages.ranks > 1]
+        self._expected = [self._messages.expect(self._nbytes, rank) for rank in sources if self._messages.ranks > 1]

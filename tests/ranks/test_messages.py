@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lowbit.collectives import DamagedError, PeerError
-from lowbit.collectives import messages as module
-from lowbit.collectives.messages import Messages
+from lowbit.ranks import messages as module
+from lowbit.ranks.messages import Messages
 from tests.damage import Flip, Replay, on_the_way
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 VALUE = {"names": ["a", "ü"], "shape": [3, 4], "none": None, "nan": float("inf")}
 

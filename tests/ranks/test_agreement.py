@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore  # pyright: ignore
 
 from lowbit.collectives import AgreementError, PeerError, agree
-from lowbit.collectives.agreement import Agreement, contradictions, default_group
-from tests.ranks import Failure, Ranks
+from lowbit.ranks.agreement import Agreement
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.statements import contradictions
+from tests.processes import Failure, Ranks
 
 SAME = {"version": "1", "codec": "int4"}
 
@@ -28,10 +30,7 @@ def test_contradictions_name_who_says_what():
             "rank 2": {"codec": "int4", "shape": "(2, 3)"},
         }
     )
-    assert text.splitlines() == [
-        "the ranks do not agree:",
-        "  codec: int4 on rank 0 and rank 2; int8 on rank 1",
-    ]
+    assert text.splitlines() == ["the ranks do not agree:", "  codec: int4 on rank 0 and rank 2; int8 on rank 1"]
 
 
 def test_members_need_not_state_the_same_names():

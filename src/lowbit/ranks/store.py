@@ -1,20 +1,23 @@
-"""A store whose every call ends: PyTorch's own block for as long as the machine that keeps it is silent."""
+"""What ranks write for each other in the store that they share: calls with a limit, and boards of lines."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from lowbit.collectives.failure import PeerError, peek
+from lowbit.ranks.errors import PeerError
 
 T = TypeVar("T")
+_NOTHING = "lowbit: nothing"
 
 
 class BoundedStore:
-    """The store of a process group, with a limit on each call.
+    """The store of a process group, with a limit on each call: PyTorch's own block while its machine is silent.
 
     A call that reaches the limit stays blocked, on a thread of its own, and every later one fails at once.
 
@@ -37,8 +40,12 @@ class BoundedStore:
         self._call(lambda: self._store.append(key, value))
 
     def read(self, key: str) -> bytes:
-        """What a key holds, or nothing, in one round trip: `check` and `get` would take three."""
-        return self._call(lambda: peek(self._store, key))
+        """What a key holds, or nothing; one round trip."""
+        return peek(self, key)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """As PyTorch's."""
+        return self._call(lambda: self._store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> None:
         """Remove a value; one round trip."""
@@ -61,6 +68,52 @@ class BoundedStore:
             "keeps it, or the network to its machine, is gone",
             -1,
         )
+
+
+class Board:
+    """Lines of JSON under one key of a store: all ranks read them in the same order, so the first one can decide.
+
+    Anybody may have written them.
+
+    Args:
+        store: a PyTorch store, whose calls may block, or a `BoundedStore`. key: of the board.
+    """
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+
+    def append(self, **line: Any) -> None:
+        """Add a line; a TCPStore does not wait for an answer."""
+        self._store.append(self._key, json.dumps(line) + "\n")
+
+    def lines(self) -> list[bytes]:
+        """All lines so far; one round trip."""
+        return peek(self._store, self._key).splitlines()
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The lines that are JSON objects, parsed."""
+        entries = []
+        for line in self.lines():
+            try:
+                entries.append(json.loads(line))
+            except (ValueError, RecursionError):
+                continue
+        return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:
+    """The part of a store for one attempt at a run: torchrun's count of restarts, and of meetings of this process."""
+    return PrefixStore(f"lowbit/run/{attempt}", store)
+
+
+def peek(store: Any, key: str) -> bytes:
+    """What a store holds under a key, or nothing; never waits for the key.
+
+    One round trip, where `check` takes one and `get` two: a `compare_set` that changes nothing says what is there, and
+    what it was told to expect if nothing is.
+    """
+    value = store.compare_set(key, _NOTHING, _NOTHING)
+    return b"" if value == _NOTHING.encode() else value
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T:

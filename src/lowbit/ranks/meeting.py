@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: one store, on the interface that was asked for, and proof that all belong to the run.
+"""Where the ranks of a run meet: one store, and proof that all who write there belong to the run.
 
 The store is torchrun's or our launcher's where one of them started this process. Otherwise rank 0 keeps it, at
 MASTER_ADDR and MASTER_PORT, and listens there only. A store takes whatever anybody writes. So before anything else each
@@ -21,10 +21,9 @@ from functools import partial
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from lowbit.collectives.checksum import SECRET
-from lowbit.collectives.store import bounded
-from lowbit.config import ConfigError
-from lowbit.train.peers import board
+from lowbit.ranks.checksum import SECRET
+from lowbit.ranks.store import bounded, of_attempt
+from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +47,11 @@ def run_secret() -> bytes:
     return os.environ.get(SECRET, "").encode()
 
 
+def launcher_keeps_store() -> bool:
+    """Whether the store is torchrun's or our launcher's, so that it outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def new_secret() -> str:
     """A secret for a run whose ranks are all started here."""
     return os.environ.get(SECRET) or secrets.token_hex(32)
@@ -57,7 +61,7 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
     """Keep a store, on one interface only.
 
     Args:
-        host: address of this machine, or name of one. port: 0: one that the system chooses.
+        host: address or name of this machine. port: 0: one that the system chooses.
         timeout: seconds for calls that wait.
 
     Raises:
@@ -90,17 +94,17 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
 def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int = 0) -> Store:
     """The store of this run, as `reach` finds it, where no other process has been this rank before.
 
-    A store that knows this rank belongs to an attempt that is about to end, or somebody started the rank twice; it is
-    left, and the next one waited for.
+    A store that knows this rank belongs to an attempt that is about to end, or somebody started the rank twice: this
+    waits for another store.
 
     Args:
-        timeout: seconds for each later call that waits. patience: seconds to wait for who keeps the store.
-        number: of the calls that this process has made before; the same on all ranks.
+        timeout: seconds for each later call that waits. patience: seconds to wait for the store.
+        number: how many meetings this process has had before; the same on all ranks.
 
     Raises:
         ConfigError: a port that is none.
-        AloneError: nobody keeps a store there in time.
-        MeetingError: this process cannot keep it there, or a store there knows this rank.
+        AloneError: no such store in time.
+        MeetingError: this process cannot keep the store there.
     """
     if rank == 0:
         _warn_without_secret()
@@ -122,15 +126,14 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
 
 
 def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
-    """The store of this run, as the environment tells (MASTER_ADDR, MASTER_PORT), for this attempt alone.
+    """The store of this run at MASTER_ADDR and MASTER_PORT: the part for this attempt.
 
     Raises:
         TimeoutError: nobody keeps a store there in time.
         ConfigError, MeetingError: as `meet`.
     """
     host, port = os.environ["MASTER_ADDR"], master_port()
-    kept_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank or kept_elsewhere:
+    if rank or launcher_keeps_store():
         store = _connected(host, port, timeout, patience)
     elif (host, port) in _kept:
         store = _kept[host, port]
@@ -142,7 +145,7 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
             raise MeetingError(f"rank 0 cannot keep the store at {_where()}: {reason}") from error
         if port:
             _kept[host, port] = store
-    return board(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
+    return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
 
 
 def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float) -> None:
@@ -174,7 +177,7 @@ def _proof(secret: bytes, run: bytes, rank: int) -> str:
 
 
 def _everybody(store: Store, what: str, rank: int, ranks: int, patience: float) -> list[bytes]:
-    """What every rank has written, in the order of the ranks, once all of them have."""
+    """What every rank has written under a key of its own, in the order of the ranks, once all of them have."""
     keys = [f"{what}/{r}" for r in range(ranks)]
     deadline = time.monotonic() + patience
     while not store.check(keys):
@@ -186,48 +189,34 @@ def _everybody(store: Store, what: str, rank: int, ranks: int, patience: float) 
 
 
 def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStore:
-    """Connect to a store that answers; one that does not is tried again, for its keeper may be about to be replaced."""
+    """Connect to a store that answers; one that does not may be about to be replaced, and is tried again."""
     deadline = time.monotonic() + patience
     while True:
-        _await_listener(host, port, deadline - time.monotonic())
-        left = max(0.1, min(timeout, deadline - time.monotonic()))
+        left = deadline - time.monotonic()
         try:
-            # Of a keeper that was stopped, its kernel accepts: PyTorch then waits for ever for the first answer.
-            store = bounded(partial(_connect, host, port, left), left)
-        except (RuntimeError, TimeoutError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_POLL)
-            continue
-        store.set_timeout(timedelta(seconds=timeout))
-        return store
+            # PyTorch's own waiting for a listener fills the terminal.
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
+            # The kernel accepts for a process that was stopped: PyTorch then waits for ever for the first answer.
+            limit = max(0.1, min(timeout, deadline - time.monotonic()))
+            store = bounded(partial(_connect, host, port, limit), limit)
+        except (OSError, RuntimeError) as error:
+            if left <= 0:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+                raise TimeoutError(f"nobody answers there ({reason})") from None
+            time.sleep(max(0.0, min(0.5, deadline - time.monotonic())))
+        else:
+            store.set_timeout(timedelta(seconds=timeout))
+            return store
 
 
 def _connect(host: str, port: int, timeout: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
 
 
-def _await_listener(host: str, port: int, patience: float) -> None:
-    """Return once somebody listens there: PyTorch's own waiting fills the terminal."""
-    deadline = time.monotonic() + patience
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
-            return
-        except OSError as error:
-            if left <= 0:
-                raise TimeoutError(f"nobody answers there ({error.strerror or error})") from None
-        time.sleep(min(0.5, max(0.0, left)))
-
-
 def _warn_without_secret() -> None:
     if not run_secret() and not os.environ["MASTER_ADDR"].startswith(_LOOPBACK):
-        log.warning(
-            "%s is not set: whoever reaches %s can take part in this run (docs/security.md)",
-            SECRET,
-            _where(),
-        )
+        text = "%s is not set: whoever reaches %s can take part in this run (docs/security.md)"
+        log.warning(text, SECRET, _where())
 
 
 def _alone(rank: int, ranks: int, patience: float, reason: str) -> AloneError:

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives import PeerError
-from lowbit.collectives.agreement import default_group
-from lowbit.train.meeting import AloneError
-from lowbit.train.peers import ALARM, AbsentError, Cause, Peers, first_line
-from lowbit.train.process import ALONE
+from lowbit.ranks.alarm import Alarm, Cause
+from lowbit.ranks.errors import first_line
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.meeting import AloneError
+from lowbit.ranks.peers import AbsentError, Peers
+from lowbit.ranks.process import ALONE
 from lowbit.train.worker import exit_code
-from tests.ranks import Failure, Ranks
+from tests.processes import Failure, Ranks
 
 SECRET = b"known to the ranks"
 
@@ -72,22 +74,27 @@ def test_the_watchdog_ends_what_nothing_else_does(ranks: Ranks):
 
 
 def _strangers_alarm() -> bool:
-    """Whether an alarm that nobody of the run has written is left alone."""
+    """Whether an alarm that nobody of the run has sounded is ignored, and one behind it is not."""
     if dist.get_rank() == 0:
         store = PrefixStore("peers", default_group().get_group_store())
-        store.set(ALARM, Cause(1, "all is lost").signed(b"another secret"))
+        store.append("alarm", '{"cause": "[]"}\n[7]\n{')
+        Alarm(store, b"another secret").sound(Cause(1, "all is lost"))
         time.sleep(0.2)
     dist.barrier()
     peers = _peers(10)
     time.sleep(2)
     known = peers._known.is_set()
     dist.barrier()
+    if dist.get_rank() == 0:
+        peers._proposed = Cause(0, "no room")
+    heard = peers._known.wait(2)
     peers.close()
-    return known
+    dist.barrier()
+    return not known and heard
 
 
-def test_an_alarm_of_a_stranger_ends_nothing(ranks: Ranks):
-    assert ranks.run(_strangers_alarm) == [False, False]
+def test_an_alarm_of_a_stranger_ends_and_hides_nothing(ranks: Ranks):
+    assert ranks.run(_strangers_alarm) == [True, True]
 
 
 def _explained(kind: type[Exception], *arguments: object) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.collectives.engine import WORKS, EngineError, check_torch
-from tests.command_line import invoke
+from lowbit.cli import app
+from lowbit.ranks.pytorch import WORKS, TorchVersionError, check_torch
 from tests.train.runs import tiny
 
 LINE = "PyTorch {} is installed; lowbit works with 2.11 to 2.15: pip install 'torch>=2.11,<2.16'"
@@ -23,7 +23,7 @@ def test_versions_that_work_are_taken(monkeypatch: pytest.MonkeyPatch, version: 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0", "2.16.0.dev20261101+cu132", "3.0.0"])
 def test_others_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch, version: str):
     monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(TorchVersionError) as caught:
         check_torch()
     assert str(caught.value) == LINE.format(version)
 

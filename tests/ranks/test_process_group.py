@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lowbit.config import ConfigError
-from lowbit.train.process_group import interface_towards, joined, world
+from lowbit.ranks.process_group import interface_towards, joined, world
+from lowbit.train.section import ConfigError
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -42,10 +42,7 @@ def test_one_process_needs_no_launcher():
 def test_ranks_that_do_not_come_are_waited_for_so_long_only(environment: pytest.MonkeyPatch):
     for name, value in (WHOLE | {"RANK": "0", "MASTER_PORT": "0", "WORLD_SIZE": "2"}).items():
         environment.setenv(name, value)
-    with (
-        pytest.raises(ConnectionError, match=r"rank 0 did not meet all 2 ranks at 127.0.0.1:0"),
-        joined(1),
-    ):
+    with pytest.raises(ConnectionError, match=r"rank 0 did not meet all 2 ranks at 127.0.0.1:0"), joined(1):
         pass
 
 

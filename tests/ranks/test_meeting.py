@@ -12,22 +12,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from lowbit.collectives.agreement import default_group
-from lowbit.config import ConfigError
-from lowbit.train.meeting import (
-    AloneError,
-    MeetingError,
-    listen,
-    master_port,
-    meet,
-    new_secret,
-    prove,
-)
-from lowbit.train.peers import board
-from lowbit.train.process import ALONE, FAILED
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.meeting import AloneError, MeetingError, listen, master_port, meet, new_secret, prove
+from lowbit.ranks.process import ALONE, FAILED
+from lowbit.ranks.store import of_attempt
+from lowbit.train.section import ConfigError
 from lowbit.train.worker import exit_code
 from tests.forked import CONTEXT
-from tests.ranks import Failure, Ranks
+from tests.processes import Failure, Ranks
 
 
 def test_a_store_listens_where_it_was_asked_to_only():
@@ -74,7 +66,7 @@ def test_a_store_that_does_not_answer_is_tried_again(monkeypatch: pytest.MonkeyP
             time.sleep(1.5)
         kept = listen("127.0.0.1", port, timeout=5)
         met.result(timeout=20).set("key", "value")
-        assert board(kept).get("key") == b"value"
+        assert of_attempt(kept).get("key") == b"value"
 
 
 def _keep(port: Connection) -> None:
@@ -110,7 +102,7 @@ def test_an_open_run_is_warned_of(
     monkeypatch.delenv("LOWBIT_SECRET", raising=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept_elsewhere)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr("lowbit.train.meeting._LOOPBACK", ("localhost",))
+    monkeypatch.setattr("lowbit.ranks.meeting._LOOPBACK", ("localhost",))
     with socket.create_server(("127.0.0.1", 0)) as free:
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
         if not kept_elsewhere:

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-
-from lowbit.train.config import TrainConfig
+from dataclasses import dataclass
 
 PULSE = "LOWBIT_PULSE"
 """Environment variable with the number of the file that a rank writes signs of life to."""
 
 FAILED, USAGE, DIVERGED, ALONE = 1, 2, 3, 4
-"""Exit codes: what may be tried again at once, what may not, a loss that is no number, ranks that did not come."""
-
+"""Exit codes: try again at once; do not try again; the loss was NaN or infinite; other ranks did not come."""
 
 _STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
 
-class Process:
-    """A local rank: its process, and for how long it has given no sign of life.
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What each rank of a run executes.
 
     Args:
-        config: of the run. rank: of the process. environment: what it gets beside this process's own.
+        module: for `python -m`; it calls `lowbit.ranks.worker.work`.
+        order: line of JSON that it reads from standard input.
+        timeout: seconds without a sign of life after which a rank is killed.
+        threads: of PyTorch in each rank, unless OMP_NUM_THREADS is set.
     """
 
-    def __init__(self, config: TrainConfig, rank: int, environment: Mapping[str, str]) -> None:
-        from lowbit.train.device import threads_per_rank
+    module: str
+    order: str
+    timeout: float
+    threads: int
 
-        self.rank, self.silence, self._limit = rank, 0.0, config.run.timeout_seconds
+
+class Process:
+    """The process of a local rank, and for how long it has given no sign of life.
+
+    Args:
+        program: what it executes. environment: variables beside this process's own.
+    """
+
+    def __init__(self, program: Program, rank: int, environment: Mapping[str, str]) -> None:
+        self.rank, self.silence, self._limit = rank, 0.0, program.timeout
         self.hung, self._heard = False, False
         self._pulse, theirs = os.pipe()
         os.set_blocking(self._pulse, False)
         together = os.environ | dict(environment) | {PULSE: str(theirs)}
-        together.setdefault("OMP_NUM_THREADS", str(config.run.threads or threads_per_rank(config.ranks)))
+        together.setdefault("OMP_NUM_THREADS", str(program.threads))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lowbit.train.worker"],
+            [sys.executable, "-m", program.module],
             env=together,
             stdin=subprocess.PIPE,
             text=True,
@@ -49,7 +61,7 @@ class Process:
         os.close(theirs)
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it is gone already: waiting for it will tell
-            self.process.stdin.write(json.dumps(json.loads(config.to_json())) + "\n")
+            self.process.stdin.write(program.order + "\n")
             self.process.stdin.flush()
 
     @property

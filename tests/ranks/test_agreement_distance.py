@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore
 
 from lowbit.collectives import agree
 from tests.distant import distant
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 ROUND_TRIP = 0.1  # seconds
 FACTS = {f"boundary 0 forward fact {i}": "GroupInt(bits=4, group=64)" for i in range(20)}

@@ -6,31 +6,32 @@ them, from and to the CPU.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.agreement import default_group, next_round
-from lowbit.collectives.checksum import Checksums, damaged
-from lowbit.collectives.failure import FailureBoard
-from lowbit.collectives.objects import MOST_BYTES
+from lowbit.ranks.checksum import Checksums, damaged
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group, next_round, rank_names
+from lowbit.ranks.objects import MOST_BYTES
 
 _SIZE_BYTES = 8
 _FIRST_TAG = 1 << 27  # away from the small ones that a program may use itself
 
 
+@dataclass(frozen=True)
 class Sent:
     """A message on its way."""
 
-    def __init__(self, messages: Messages, work: dist.Work, message: Tensor, to: int) -> None:
-        self._messages, self._work, self._to = messages, work, to
-        self._message = message  # Gloo reads from it until the work is done
+    board: FailureBoard
+    work: dist.Work
+    message: Tensor  # Gloo reads from it until the work is done
+    to: int
 
     def wait(self) -> None:
         """Return when the peer has taken it.
@@ -38,24 +39,21 @@ class Sent:
         Raises:
             PeerError: the peer ended, or did not take it in time.
         """
-        with self._messages.blaming(self._to):
-            self._work.wait(self._messages.board.patience)
+        with self.board.blaming(self.to):
+            self.work.wait(self.board.patience)
 
 
+@dataclass(frozen=True)
 class Expected:
-    """A message that there is room for."""
+    """A message whose receive is posted."""
 
-    def __init__(
-        self,
-        messages: Messages,
-        work: dist.Work,
-        message: Tensor,
-        source: int,
-        number: int,
-        what: str,
-    ) -> None:
-        self._messages, self._work, self._message = messages, work, message
-        self._source, self._number, self._what = source, number, what
+    board: FailureBoard
+    work: dist.Work
+    message: Tensor
+    source: int
+    checksums: Checksums
+    place: tuple[int, ...]  # sender, receiver and number
+    name: str  # for errors
 
     def wait(self) -> Tensor:
         """Return the payload when it has come: uint8, one dimension, on the CPU.
@@ -64,9 +62,11 @@ class Expected:
             DamagedError: it did not arrive as it was sent.
             PeerError: the peer ended, or did not send in time.
         """
-        with self._messages.blaming(self._source):
-            self._work.wait(self._messages.board.patience)
-        return self._messages.payload_of(self._message, self._source, self._number, self._what)
+        with self.board.blaming(self.source):
+            self.work.wait(self.board.patience)
+        if not self.checksums.intact(self.message, *self.place):
+            raise damaged(self.name, self.source)
+        return self.message[: self.message.numel() - self.checksums.room]
 
 
 class Messages:
@@ -80,19 +80,14 @@ class Messages:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        purpose: str,
-        *,
-        timeout: float,
-        checksums: bool = True,
+        self, group: dist.ProcessGroup | None, purpose: str, *, timeout: float, checksums: bool = True
     ) -> None:
         self._group, self._purpose = group or default_group(), purpose
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        topic = f"{purpose}/{next_round(self._group, f'messages/{purpose}')}"
-        self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(self._group)]
-        self.board = FailureBoard(self._group, f"messages/{topic}", self._names, timeout)
-        self._checksums = Checksums(f"messages/{topic}", enabled=checksums)
+        topic = f"messages/{purpose}/{next_round(self._group, f'messages/{purpose}')}"
+        self._names = rank_names(self._group)
+        self._board = FailureBoard(self._group, topic, self._names, timeout)
+        self._checksums = Checksums(topic, enabled=checksums)
         # Of its own, since messages may be expected long before they come, and after others of another purpose.
         self._tag = _FIRST_TAG + next_round(self._group, "messages")
         self._sent: Counter[int] = Counter()
@@ -109,15 +104,15 @@ class Messages:
         message[: flat.numel()].copy_(flat)
         self._checksums.seal(message, self.rank, to, self._sent[to])
         self._sent[to] += 1
-        with self.blaming(to):
+        with self._board.blaming(to):
             work = dist.isend(message, group=self._group, group_dst=to, tag=self._tag)
         assert work is not None  # only for ranks outside the group
-        return Sent(self, work, message, to)
+        return Sent(self._board, work, message, to)
 
     def expect(self, nbytes: int, source: int, about: str = "") -> Expected:
-        """Make room for the next message of a rank, whose length must be known.
+        """Post the receive of the next message of a rank, whose length must be known.
 
-        Gloo sends a message once there is room for it: one that is not expected yet takes another round trip.
+        Gloo sends a message once its receive is posted: one that is not expected yet takes another round trip.
 
         Args:
             nbytes: of its payload. source: a rank of the group. about: what it is, for errors.
@@ -126,13 +121,13 @@ class Messages:
             PeerError: the peer ended.
         """
         message = torch.empty(nbytes + self._checksums.room, dtype=torch.uint8)
-        with self.blaming(source):
+        with self._board.blaming(source):
             work = dist.irecv(message, group=self._group, group_src=source, tag=self._tag)
         assert work is not None  # only for ranks outside the group
-        number = self._expected[source]
+        place = source, self.rank, self._expected[source]
         self._expected[source] += 1
-        what = f"{self._purpose}, {about or 'message'}, number {number}"
-        return Expected(self, work, message, source, number, what)
+        name = f"{self._purpose}, {about or 'message'}, number {place[-1]}: the message from {self._names[source]}"
+        return Expected(self._board, work, message, source, self._checksums, place, name)
 
     def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
         """Expect the next message of a rank, and wait for it; all that was expected before counts as earlier.
@@ -140,16 +135,6 @@ class Messages:
         Args, returns and raises: as `expect` and `Expected.wait`.
         """
         return self.expect(nbytes, source, about).wait()
-
-    def payload_of(self, message: Tensor, source: int, number: int, what: str) -> Tensor:
-        """A message that has arrived, without its checksum.
-
-        Raises:
-            DamagedError: it did not arrive as it was sent.
-        """
-        if not self._checksums.intact(message, source, self.rank, number):
-            raise damaged(f"{what}: the message from {self._names[source]}", source)
-        return message[: message.numel() - self._checksums.room]
 
     def send_json(self, value: Any, to: int) -> None:
         """Send what JSON can hold, and wait until it is taken; two messages, of 8 bytes and of the text.
@@ -168,7 +153,7 @@ class Messages:
         body.wait()
 
     def receive_json(self, source: int, about: str = "") -> Any:
-        """What a rank sent with `send_json`.
+        """The value that a rank sent with `send_json`.
 
         Raises:
             DamagedError, PeerError: as `receive`.
@@ -182,11 +167,3 @@ class Messages:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._names[source]} sent no JSON: {error}") from None
-
-    @contextlib.contextmanager
-    def blaming(self, peer: int) -> Iterator[None]:
-        """Turn a failure of communication with a rank into an error that names whoever failed first."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.board.blame(peer, error) from error

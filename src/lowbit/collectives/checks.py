@@ -1,0 +1,135 @@
+"""Checks of a call's arguments, in the caller: an error on the thread of the calls would end the group."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs import TAHQuant
+from lowbit.codecs.base import FLOATS, Codec, check_choice, check_int
+from lowbit.collectives.algorithms import CHUNK, SMALL
+from lowbit.collectives.calls import TIMEOUT
+from lowbit.ranks.checksum import check_checksums
+
+
+def described(x: Tensor) -> str:
+    """Dtype and shape."""
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+
+
+def check_summable(codec: object) -> Codec:
+    """The codec, if flat pieces of any tensor can go through it in any order.
+
+    Raises:
+        TypeError: it is none, keeps something between messages, or is made for tokens of activations.
+    """
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
+    reason = ""
+    if codec.stateful:
+        reason = "keeps something between messages"
+    elif isinstance(codec, TAHQuant):
+        reason = "is made for the tokens of activations"
+    if reason:
+        raise TypeError(
+            f"codec is {codec}, which {reason}: it cannot be summed; allowed: a codec without state whose format "
+            "does not depend on the tensor's shape, such as GroupInt or Cast"
+        )
+    return codec
+
+
+def check_flat(codec: object) -> None:
+    """Raise unless the codec can be summed and takes flat pieces of any length, as gradients are."""
+    grain = check_summable(codec).grain
+    if grain > 1:
+        raise ValueError(
+            f"codec is {codec}, for rows of {grain} elements; allowed for gradients: formats for any length, "
+            "such as GroupInt"
+        )
+
+
+def check_call(
+    codec: object,
+    group: dist.ProcessGroup | None = None,
+    *,
+    op: object = "sum",
+    algorithm: object = "two_shot",
+    transport: object = "auto",
+    node_size: object = 1,
+    small: object = SMALL,
+    chunk: object = CHUNK,
+    timeout: object = TIMEOUT,
+    checksums: object = True,
+) -> Codec:
+    """The codec of a collective with these arguments, whatever its tensors; None: a group that is not known yet.
+
+    Raises:
+        TypeError, ValueError: an argument that the collective would refuse.
+    """
+    summable = check_summable(codec)
+    check_checksums(checksums)
+    check_choice("op", op, ("sum", "avg"))
+    check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
+    check_choice("transport", transport, ("auto", "messages", "collectives"))
+    ranks = dist.get_world_size(group) if group is not None else 1
+    check_int("node_size", node_size, 1, ranks)
+    if isinstance(node_size, int) and ranks % node_size:
+        raise ValueError(f"node_size is {node_size}; allowed: a divisor of the {ranks} ranks")
+    check_int("small", small, 0, 1 << 60)
+    check_int("chunk", chunk, 16, 1 << 30)
+    if isinstance(chunk, int) and chunk % 16:
+        raise ValueError(f"chunk is {chunk}; allowed: multiples of 16")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is {timeout}; allowed: a number of seconds above 0")
+    return summable
+
+
+def check_tensor(name: str, x: object, codec: Codec, ranks: int, node_size: int = 1) -> None:
+    """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} is {kind}; allowed: a tensor of {', '.join(map(str, FLOATS))}")
+    if codec.ranks not in (None, ranks):
+        raise ValueError(f"codec is {codec}; allowed in a group of {ranks}: one for {ranks} ranks")
+    if codec.ranks is not None and node_size > 1:
+        raise ValueError(f"node_size is {node_size}; allowed with {codec}, made for ranks: 1")
+    if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
+        raise ValueError(
+            f"{name} is {described(x)}; allowed with {codec}: (..., {codec.grain}), or flat rows of as many"
+        )
+    if codec.device not in (None, x.device):
+        raise ValueError(f"{name} is on {x.device}; allowed with a codec that counts there: {codec.device}")
+
+
+def check_written(name: str, x: Tensor) -> None:
+    """Raise unless the caller's mode may write to `x`."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} was made in inference mode, which is off; allowed: other tensors, or a call inside that mode"
+        )
+
+
+def check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:
+    """Raise unless what quantization takes from `tensor` can be written to `errors`."""
+    if errors is None:
+        return
+    if node_size > 1:
+        raise ValueError(f"errors is given and node_size is {node_size}; allowed: one of the two")
+    if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
+        raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
+    check_written("errors", errors)
+
+
+def check_pair(part_name: str, part: Tensor, whole_name: str, whole: Tensor, ranks: int) -> None:
+    """Raise unless these are a rank's share and the whole of it."""
+    if part.numel() * ranks != whole.numel() or part.device != whole.device:
+        raise ValueError(
+            f"{part_name} has {part.numel()} elements on {part.device}, "
+            f"{whole_name} {whole.numel()} on {whole.device}; "
+            f"allowed: {ranks} times as many in {whole_name}, one share for each of the {ranks} ranks"
+        )

@@ -1,0 +1,231 @@
+"""How the payloads of a collective travel: as messages with receives posted early, or by PyTorch's collectives.
+
+An exchange has a number of lanes. On a lane every rank sends a payload to every rank (itself included) and takes what
+every rank sent to it. `MessageExchange` makes each of these a message: Gloo then uses both directions of a link at
+once, starts as soon as the first chunk is coded, and says which peer failed. Other backends match messages by their
+order alone, so `CollectiveExchange` makes each lane one all-to-all or all-gather, in the same order on every rank.
+Behind each payload travels its checksum, if there are any (`lowbit.ranks.checksum`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.collectives.scratch import ALIGN, Scratch
+from lowbit.ranks import pytorch
+from lowbit.ranks.checksum import Checksums, Verdicts, damaged
+from lowbit.ranks.failure import FailureBoard
+
+LANES = 1 << 14
+_TAG_BASE = 1 << 30  # above the tags of pipeline stages
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What tells the messages of a call from all others.
+
+    Args:
+        checksums: of this call. about: the call, for errors. names: of the ranks.
+    """
+
+    checksums: Checksums
+    about: str
+    names: Sequence[str]
+
+    def message(self, lane: int, source: int) -> str:
+        """A message, for errors."""
+        return f"{self.about}, lane {lane}: the message from {self.names[source]}"
+
+
+@dataclass
+class _Lane:
+    """Buffers of a lane, one row a rank; a single outgoing row if all get the same."""
+
+    incoming: Tensor
+    outgoing: Tensor
+    sizes_in: Sequence[int]
+    sizes_out: Sequence[int]
+    arriving: dict[int, dist.Work] = field(default_factory=dict)
+    filled: int = 0
+
+    @property
+    def same_for_all(self) -> bool:
+        return len(self.sizes_out) == 1
+
+
+class Exchange(ABC):
+    """The payloads of one call. Each lane is `open`, then `box` and `send` for every receiver, then `take`.
+
+    Args:
+        group: the ranks. device: of the payloads. scratch: memory for them. marks: of the call.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._device, self._scratch = group, device, scratch
+        self._marks, self._checksums = marks, marks.checksums
+        self._lanes: dict[int, _Lane] = {}
+
+    def open(self, number: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
+        """Prepare a lane.
+
+        Args:
+            number: of the lane. incoming: bytes from each rank. outgoing: bytes to each rank, or a single number if all
+                get the same payload.
+        """
+        # All ranks find the same longest row: one of the two lists has the bytes of every rank.
+        longest = max(*incoming, *outgoing)
+        slot = -(-(longest + self._checksums.room) // ALIGN) * ALIGN if longest else 0
+        rows = [self._scratch.take(slot * n, self._device) for n in (self.ranks, len(outgoing))]
+        received, sent = (row.view(-1, slot) if slot else row for row in rows)
+        self._lanes[number] = _Lane(received, sent, incoming, outgoing)
+
+    def box(self, lane: int, to: int = 0) -> Tensor:
+        """Where to put the payload for a rank: uint8, as many bytes as announced."""
+        row, size = self._outgoing(self._lanes[lane], to)
+        return row[:size]
+
+    @abstractmethod
+    def send(self, lane: int, to: int = 0) -> None:
+        """Send what is in the box; to everybody on a lane where all get the same."""
+
+    @abstractmethod
+    def take(self, lane: int, source: int) -> Tensor:
+        """Wait for the payload from a rank: uint8, as many bytes as announced.
+
+        Raises:
+            DamagedError: it is not what was sent; an exchange may leave that to `finish`.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until everything that this rank sent has left.
+
+        Raises:
+            DamagedError: something that was taken is not what was sent.
+        """
+
+    @abstractmethod
+    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
+        """Where a message to a rank is made, and the bytes of its payload."""
+
+    def _place(self, lane: int, source: int, to: int) -> tuple[int, int, int]:
+        """What a message's checksum says that it is; the same `to` for all on a lane where all get the same."""
+        return lane, source, -1 if self._lanes[lane].same_for_all else to
+
+
+class MessageExchange(Exchange):
+    """A message with a tag for each lane and pair of ranks.
+
+    Args:
+        group: of a backend with tags (Gloo). device, scratch, marks: as for `Exchange`.
+        board: finds out who failed.
+        number: of this kind of call and layer, from 0 to 32767: part of the tags, so that others cannot take its bytes.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks,
+        board: FailureBoard, number: int,
+    ) -> None:  # fmt: skip
+        super().__init__(group, device, scratch, marks)
+        self._board, self._tags = board, _TAG_BASE + number * LANES
+        self._leaving: list[tuple[int, dist.Work]] = []
+
+    def open(self, number: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
+        super().open(number, incoming, outgoing)
+        lane, tag = self._lanes[number], self._tags + number
+        for source, size in enumerate(incoming):
+            if size and source != self.rank:
+                message = lane.incoming[source, : size + self._checksums.room]
+                with self._board.blaming(source):
+                    work = dist.irecv(message, group=self._group, group_src=source, tag=tag)
+                assert work is not None  # only for ranks outside the group
+                lane.arriving[source] = work
+
+    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
+        if lane.same_for_all or to == self.rank:  # from where this rank takes it itself
+            return lane.incoming[self.rank], lane.sizes_in[self.rank]
+        return lane.outgoing[to], lane.sizes_out[to]
+
+    def send(self, lane: int, to: int = 0) -> None:
+        row, size = self._outgoing(self._lanes[lane], to)
+        if not size:
+            return
+        others = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
+        receivers = others if self._lanes[lane].same_for_all else [to] if to != self.rank else []
+        message = row[: size + self._checksums.room]
+        if receivers:
+            self._checksums.seal(message, *self._place(lane, self.rank, to))
+        for peer in receivers:
+            with self._board.blaming(peer):
+                work = dist.isend(message, group=self._group, group_dst=peer, tag=self._tags + lane)
+            assert work is not None
+            self._leaving.append((peer, work))
+
+    def take(self, lane: int, source: int) -> Tensor:
+        buffers = self._lanes[lane]
+        row, size = buffers.incoming[source], buffers.sizes_in[source]
+        if (work := buffers.arriving.pop(source, None)) is not None:
+            with self._board.blaming(source):
+                work.wait(self._board.patience)
+            if not self._checksums.intact(row[: size + self._checksums.room], *self._place(lane, source, self.rank)):
+                raise damaged(self._marks.message(lane, source), source)
+        return row[:size]
+
+    def finish(self) -> None:
+        for peer, work in self._leaving:
+            with self._board.blaming(peer):
+                work.wait(self._board.patience)
+
+
+class CollectiveExchange(Exchange):
+    """A collective of PyTorch's for each lane, on any backend; rows are padded to the longest.
+
+    Checksums are made and compared where the payloads are, and the host looks at the outcome in `finish`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
+        super().__init__(group, device, scratch, marks)
+        self._verdicts = Verdicts()
+        self._taken: set[tuple[int, int]] = set()
+
+    def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
+        row = 0 if lane.same_for_all else to
+        return lane.outgoing[row], lane.sizes_out[row]
+
+    def send(self, lane: int, to: int = 0) -> None:
+        buffers = self._lanes[lane]
+        row, size = self._outgoing(buffers, to)
+        if size:
+            self._checksums.seal_there(row[: size + self._checksums.room], *self._place(lane, self.rank, to))
+        buffers.filled += 1
+        if buffers.filled == len(buffers.sizes_out) and buffers.incoming.numel():
+            if buffers.same_for_all:
+                flat = buffers.incoming.view(-1), buffers.outgoing.view(-1)
+                work = pytorch.gather(*flat, self._group, async_op=True)
+            else:
+                work = dist.all_to_all_single(buffers.incoming, buffers.outgoing, group=self._group, async_op=True)
+            assert work is not None
+            buffers.arriving[self.rank] = work
+
+    def take(self, lane: int, source: int) -> Tensor:
+        buffers = self._lanes[lane]
+        if (work := buffers.arriving.pop(self.rank, None)) is not None:
+            work.wait()
+        row, size = buffers.incoming[source], buffers.sizes_in[source]
+        if size and self._checksums.enabled and (lane, source) not in self._taken:
+            self._taken.add((lane, source))
+            message = row[: size + self._checksums.room]
+            damage = self._checksums.damage_there(message, *self._place(lane, source, self.rank))
+            self._verdicts.note(damage, self._marks.message(lane, source), source)
+        return row[:size]
+
+    def finish(self) -> None:
+        """What has been taken has also left; but whether it was intact is looked at here."""
+        self._verdicts.settle()

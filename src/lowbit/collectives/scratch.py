@@ -1,0 +1,46 @@
+"""Memory for payloads that is kept between calls: fresh pages would cost more than coding what goes into them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ALIGN = 64
+"""Bytes: payloads begin at multiples of it."""
+_LEAST = 1 << 20  # bytes of a block
+
+
+class Scratch:
+    """As much memory as the largest call needed: where that took several blocks, the next call gets a single one."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.device, list[Tensor]] = {}
+        self._used: dict[torch.device, list[int]] = {}
+        self._most: dict[torch.device, int] = {}
+
+    def reset(self) -> None:
+        """All memory may be used again."""
+        for device, used in self._used.items():
+            self._most[device] = max(self._most.get(device, 0), sum(used))
+            if len(used) > 1:
+                self._blocks[device].clear()
+                used.clear()
+            used[:] = [0] * len(used)
+
+    def take(self, nbytes: int, device: torch.device) -> Tensor:
+        """So many bytes, aligned, until the next `reset`."""
+        size = -(-nbytes // ALIGN) * ALIGN
+        blocks, used = self._blocks.setdefault(device, []), self._used.setdefault(device, [])
+        for i, block in enumerate(blocks):
+            if used[i] + size <= block.numel():
+                used[i] += size
+                return block[used[i] - size : used[i] - size + nbytes]
+        least = _LEAST if blocks else max(_LEAST, self._most.get(device, 0))
+        with torch.inference_mode(False):  # to be written to in any mode
+            blocks.append(torch.empty(max(size, least), dtype=torch.uint8, device=device))
+        used.append(size)
+        return blocks[-1][:nbytes]
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(block.numel() for blocks in self._blocks.values() for block in blocks)

@@ -1,0 +1,85 @@
+"""One rank, started by `lowbit.ranks.launch`: its order comes on standard input, which stays open meanwhile.
+
+When the launcher ends, for whatever reason, standard input closes and the rank ends too: none is left behind. The
+rank gives a sign of life on a pipe of its own twice a second, so that the launcher notices one that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Never
+
+from lowbit.ranks.process import FAILED, PULSE
+
+_PULSE_SECONDS = 0.5
+
+
+def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> Never:
+    """Do what the order says, or print one line of error and exit with the code that tells its kind.
+
+    Args:
+        do: called with the order, JSON parsed. Imports that take long belong there: the launcher waits for signs of
+            life. exit_code: what an error means for another attempt (`lowbit.ranks.process`).
+    """
+    order = json.loads(sys.stdin.readline())
+    for target in (_end_with_launcher, _pulse):
+        threading.Thread(target=target, name=f"lowbit-{target.__name__[1:]}", daemon=True).start()
+    try:
+        do(order)
+    except Exception as error:
+        _complain(error)
+        _end(exit_code(error))
+    # The others are done, too: killed in its destructors, it would be started again and wait for them.
+    _end(0)
+
+
+def _complain(error: Exception) -> None:
+    """Say which rank failed, and why; where the cause is not a known kind of error, say where, too."""
+    from lowbit.ranks.errors import AgreementError, PeerError
+
+    names_its_cause = isinstance(error, AgreementError | PeerError) or hasattr(error, "on_all_ranks")
+    if not names_its_cause and not isinstance(error, ValueError | OSError):
+        import traceback
+
+        traceback.print_exception(error)
+    text, rank = " ".join(str(error).split()), int(os.environ.get("RANK", "0"))
+    sys.stderr.write(f"rank {rank}: error: {text}\n")
+    _sound_alarm(rank, text if names_its_cause else f"rank {rank}: {text}")
+
+
+def _sound_alarm(rank: int, text: str) -> None:
+    """Tell the launcher and the other ranks, where this rank failed before it watched them; the first cause counts."""
+    from lowbit.ranks.alarm import Alarm, Cause
+    from lowbit.ranks.meeting import launcher_keeps_store, reach, run_secret
+
+    if not launcher_keeps_store():
+        return
+    with contextlib.suppress(RuntimeError, OSError):  # it is gone, too
+        Alarm(reach(rank, timeout=5, patience=5), run_secret()).sound(Cause(rank, text))
+
+
+def _end(code: int) -> Never:
+    """Exit at once: destructors of a broken process group can wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _pulse() -> None:
+    if PULSE not in os.environ:
+        return
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(int(os.environ[PULSE]), b".")
+            time.sleep(_PULSE_SECONDS)
+
+
+def _end_with_launcher() -> None:
+    sys.stdin.read()
+    _end(FAILED)
