@@ -10,11 +10,11 @@ from lowbit.bench.pipeline import COMMAND, PipelineBenchmark, Turns, rows_of
 from lowbit.bench.recipes import recipe
 from lowbit.bench.workers import set_link, started
 from lowbit.codecs import SubspaceQuant, parse, parse_pair
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.config import build
 from lowbit.config.section import vars_of
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.report import Report, compare, run
 from lowbit.train.boundaries import make_codecs
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig

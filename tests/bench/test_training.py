@@ -20,7 +20,7 @@ from lowbit.bench.training import (
     train,
 )
 from lowbit.codecs import AQSGD, BlockFloat8, Cast, SubspaceQuant, parse
-from lowbit.collectives.checksum import CHECKSUM_BYTES
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import load_data
 from lowbit.train.model import build_model

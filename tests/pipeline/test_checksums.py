@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import AgreementError, DamagedError, LowBitStage, PeerError
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline.transport import Early, InOrder, Route
@@ -18,7 +17,7 @@ from tests.damage import Flip, Replay, on_the_way, secret
 from tests.pipeline import toy
 from tests.pipeline.test_staged import staged_on
 from tests.pipeline.toy import INT4, INT6
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 N = toy.MICRO_BATCHES
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowbit.codecs import AQSGD, Cast, Codec, SubspaceQuant, TAHQuant
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import LowBitStage, emulate_
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 STEPS = 5
 

@@ -21,7 +21,7 @@ from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.statements import Facts
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
-from tests.ranks import Failure, Ranks
+from tests.processes import Failure, Ranks
 
 FIT = {"forward": INT4, "backward": INT6}
 

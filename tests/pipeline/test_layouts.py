@@ -13,7 +13,7 @@ from lowbit.pipeline import LowBitStage
 from lowbit.pipeline.layouts import MESSAGE_BYTES, _run, parse, receive_layouts, send_layouts
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 LAYOUTS = [
     torch.empty(2, 3, 4, dtype=torch.bfloat16, requires_grad=True),

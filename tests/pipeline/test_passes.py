@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from lowbit.codecs import AQSGD, Codec, GroupInt, SubspaceQuant, TAHQuant
-from lowbit.collectives.agreement import Agreement
-from lowbit.collectives.failure import PeerError, described
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.errors import PeerError, described
 from tests.pipeline import toy
 from tests.pipeline.test_stage import OLD, same
 from tests.pipeline.toy import FP32, INT6
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 N, ROWS = toy.MICRO_BATCHES, toy.ROWS * toy.MICRO_BATCHES
 

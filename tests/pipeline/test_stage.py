@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from lowbit.codecs import AQSGD, Codec, SubspaceQuant, TAHQuant
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
 from tests.pipeline.toy import FP32, INT4, INT6
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 # PyTorch before 2.12 sends to itself in V schedules, which Gloo cannot, and takes no integers between stages.
 OLD = not hasattr(PipelineStage, "_is_same_rank")

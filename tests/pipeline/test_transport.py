@@ -19,9 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore
 
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.checksum import Checksums
-from lowbit.collectives.failure import FailureBoard, PeerError
 from lowbit.pipeline import LowBitStage, Traffic
 from lowbit.pipeline import stage as stage_module
 from lowbit.pipeline import transport as transport_module
@@ -33,7 +30,7 @@ from lowbit.ranks.failure import FailureBoard
 from lowbit.ranks.groups import default_group
 from tests.pipeline import toy
 from tests.pipeline.toy import INT4, INT6
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 SIZE, MIB = 1 << 18, 1 << 20
 

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 
 from lowbit.codecs import Cast, GroupInt
 from lowbit.pipeline import LowBitStage
-from tests.ranks import Ranks
+from tests.processes import Ranks
 
 WIDTH, ROWS, MICRO_BATCHES = 24, 2, 4
 CPU = torch.device("cpu")

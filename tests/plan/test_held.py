@@ -18,6 +18,7 @@ from lowbit.plan.budget import plan_bits
 from lowbit.plan.in_flight import actions_of, in_flight
 from lowbit.plan.memory import MemorySettings
 from lowbit.plan.stages import StageMeter
+from lowbit.ranks.pytorch import version
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 from lowbit.train.model import StageModule, build_model, next_token_loss
 from tests.pipeline.toy import SCHEDULES

@@ -7,8 +7,9 @@ from pathlib import Path
 from lowbit.activations import BitPlan
 from lowbit.train import TrainConfig
 from lowbit.train.prepare import prepare
+from lowbit.train.trainer import Trainer
 from tests.command_line import invoke
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, losses, tiny
 
 RUN = (  # that of `tiny`, for the plan

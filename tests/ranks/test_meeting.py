@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
+from lowbit.config import ConfigError
 from lowbit.ranks.groups import default_group
 from lowbit.ranks.meeting import AloneError, MeetingError, listen, master_port, meet, new_secret, prove
 from lowbit.ranks.process import ALONE, FAILED
 from lowbit.ranks.store import of_attempt
-from lowbit.train.section import ConfigError
 from lowbit.train.worker import exit_code
 from tests.forked import CONTEXT
 from tests.processes import Failure, Ranks

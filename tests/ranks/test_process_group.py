@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from lowbit.config import ConfigError
 from lowbit.ranks.process_group import interface_towards, joined, world
-from lowbit.train.section import ConfigError
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 

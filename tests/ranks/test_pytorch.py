@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.cli import app
 from lowbit.ranks.pytorch import WORKS, TorchVersionError, check_torch
+from tests.command_line import invoke
 from tests.train.runs import tiny
 
 LINE = "PyTorch {} is installed; lowbit works with 2.11 to 2.15: pip install 'torch>=2.11,<2.16'"

@@ -23,7 +23,7 @@ from lowbit.tensor_parallel import (
 )
 from lowbit.tensor_parallel.observe import Observer, join
 from lowbit.tensor_parallel.outliers import select
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, logits, sequences
 
 

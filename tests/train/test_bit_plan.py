@@ -12,7 +12,7 @@ from lowbit.activations import BitPlan, LayerAware
 from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.activations import planned_settings
 from lowbit.train.prepare import prepare
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, losses, tiny
 
 LOW, HIGH = dict.fromkeys(("norm", "mlp", "linear"), 4), {"norm": 8, "mlp": 16, "linear": 16}

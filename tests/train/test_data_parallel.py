@@ -12,7 +12,7 @@ from lowbit.train import ConfigError, TrainConfig
 from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
 from lowbit.train.checkpoints.share import Reader
 from lowbit.train.metrics import read_metrics
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
 TWO = {"ranks": 2, "data_parallel": 2, "microbatches": 2}

@@ -11,7 +11,7 @@ from lowbit.config import ConfigError
 from lowbit.train.config import PipelineConfig, RunConfig, TrainConfig
 from lowbit.train.device import choose_backend, choose_device
 from lowbit.train.prepare import prepare
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import losses, tiny
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

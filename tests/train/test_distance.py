@@ -15,7 +15,7 @@ from lowbit.train import TrainConfig, loop, train
 from lowbit.train.config import PipelineConfig
 from lowbit.train.distance import needless, round_trips
 from lowbit.train.layout import make_layout
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import tiny
 
 DELAY = 0.04  # seconds that a message takes longer

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lowbit.train import TrainConfig, evaluate
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, tiny
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}

@@ -11,7 +11,7 @@ from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
 from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, storage_codec
 from lowbit.train.trainer import Trainer
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 
 ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}

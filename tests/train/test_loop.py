@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lowbit.codecs import SubspaceQuant, parse
-from lowbit.collectives.checksum import CHECKSUM_BYTES
+from lowbit.ranks.checksum import CHECKSUM_BYTES
 from lowbit.train import StepMetrics, TrainConfig, loop, train
 from lowbit.train.checkpoints import state
 from lowbit.train.checkpoints.manifest import newest_step

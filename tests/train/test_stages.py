@@ -8,7 +8,7 @@ from lowbit.codecs import GroupInt
 from lowbit.train import TrainConfig
 from lowbit.train.prepare import prepare
 from lowbit.train.trainer import Trainer
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.runs import tiny
 
 

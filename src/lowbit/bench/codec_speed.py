@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowbit import kernels
 from lowbit.bench import timing
 from lowbit.codecs import Codec, Session
-from lowbit.collectives.checksum import CHECKSUM_BYTES, Checksums
+from lowbit.ranks.checksum import CHECKSUM_BYTES, Checksums
 from lowbit.report import spread
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import StageModule, build_model

@@ -14,7 +14,7 @@ from lowbit.bench.settings import LINK, EachOnce, Links, Names, link_name
 from lowbit.bench.sums import Phase, Taken, all_reduce_elements, take_turns
 from lowbit.bench.workers import UNLIMITED, Workers
 from lowbit.codecs import Codec, parse
-from lowbit.collectives.reduce import check_summable
+from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Bars, Baseline, Column, Command, Row, Table

@@ -187,10 +187,10 @@ def started(program: str, count: int, links: Sequence[Link]) -> Iterator[tuple[S
     some of what it has to take apart: FP32 at 1 Gbit/s was five times too slow.
 
     Raises:
-        EngineError: this PyTorch is not known to work.
+        TorchVersionError: this PyTorch is not known to work.
         LinkUnavailable: one of `links` is limited, or has a distance, and this machine does not permit that.
     """
-    from lowbit.collectives.engine import check_torch
+    from lowbit.ranks.pytorch import check_torch
 
     check_torch()
     check_available(links)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from lowbit.collectives.engine import check_torch
 from lowbit.config import to_toml
+from lowbit.ranks.pytorch import check_torch
 from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
 

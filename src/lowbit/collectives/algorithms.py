@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowbit.codecs.base import Codec
+from lowbit.codecs.sums import Summable
 from lowbit.collectives.exchange import Exchange
 from lowbit.collectives.shards import Shards
 
@@ -33,7 +33,7 @@ def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
 
 
 def two_shot(
-    x: Tensor, codec: Codec, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
+    x: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
 
@@ -76,7 +76,7 @@ def two_shot(
 
 
 def one_shot(
-    x: Tensor, codec: Codec, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
+    x: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int, errors: Tensor | None = None
 ) -> None:
     """Replace `x` by the sum over all ranks, divided by `divisor`: one quantization, but everything goes to everybody.
 
@@ -89,7 +89,7 @@ def one_shot(
         _add_up(x[shards.piece(0, k)], codec, exchange, k, divisor, total)
 
 
-def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, exchange: Exchange, *, chunk: int, divisor: int) -> None:
+def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, chunk: int, divisor: int) -> None:
     """Write the sum of everybody's `x[rank * n : (rank + 1) * n]`, divided by `divisor`, to `out` (n elements)."""
     rank, length = exchange.rank, out.numel()
     shards = Shards(numel=x.numel(), ranks=exchange.ranks, chunk=chunk, length=length, grain=codec.grain)
@@ -102,7 +102,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Codec, exchange: Exchange, *, 
         out[shards.piece(rank, k).start - rank * length :][: part.numel()].copy_(part)
 
 
-def all_gather(x: Tensor, out: Tensor, codec: Codec, exchange: Exchange, *, chunk: int) -> None:
+def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, chunk: int) -> None:
     """Write what every rank's `x` (n elements) decodes to, one after the other, to `out` (ranks * n elements)."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     _gather(x, codec, exchange, shards, None)
@@ -112,14 +112,14 @@ def all_gather(x: Tensor, out: Tensor, codec: Codec, exchange: Exchange, *, chun
             codec.part(source).decode(exchange.take(k, source), shape=target.shape, out=target)
 
 
-def _open_scatter(codec: Codec, exchange: Exchange, shards: Shards) -> None:
+def _open_scatter(codec: Summable, exchange: Exchange, shards: Shards) -> None:
     """Prepare lanes 0, 1, ... for `_scatter`."""
     for k in range(shards.chunks):
         sizes = [codec.nbytes((shards.size(r, k),)) for r in range(exchange.ranks)]
         exchange.open(k, [sizes[exchange.rank]] * exchange.ranks, sizes)
 
 
-def _scatter(x: Tensor, codec: Codec, exchange: Exchange, shards: Shards, k: int, errors: Tensor | None) -> None:
+def _scatter(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, k: int, errors: Tensor | None) -> None:
     """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
     mine = codec.part(exchange.rank)
     for step in range(1, exchange.ranks + 1):  # each rank begins with another, and itself comes last
@@ -130,7 +130,7 @@ def _scatter(x: Tensor, codec: Codec, exchange: Exchange, shards: Shards, k: int
         exchange.send(k, to)
 
 
-def _gather(x: Tensor, codec: Codec, exchange: Exchange, shards: Shards, errors: Tensor | None) -> None:
+def _gather(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, errors: Tensor | None) -> None:
     """Code `x` (a single shard) and send it to everybody, on lanes 0, 1, ... for the chunks."""
     for k in range(shards.chunks):
         size = codec.nbytes((shards.size(0, k),))
@@ -147,7 +147,7 @@ def _total(x: Tensor, shards: Shards) -> Tensor:
 
 
 def _add_up(
-    out: Tensor, codec: Codec, exchange: Exchange, lane: int, divisor: int, scratch: Tensor | None = None
+    out: Tensor, codec: Summable, exchange: Exchange, lane: int, divisor: int, scratch: Tensor | None = None
 ) -> Tensor:
     """Decode what all ranks sent on a lane and write its sum to `out`, in the order of the ranks.
 
@@ -159,7 +159,7 @@ def _add_up(
     return out
 
 
-def _encode(x: Tensor, piece: slice, codec: Codec, box: Tensor, errors: Tensor | None) -> None:
+def _encode(x: Tensor, piece: slice, codec: Summable, box: Tensor, errors: Tensor | None) -> None:
     part = x[piece]
     codec.encode(part, out=box)
     if errors is not None:

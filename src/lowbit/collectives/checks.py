@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import TAHQuant
-from lowbit.codecs.base import FLOATS, Codec, check_choice, check_int
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS, check_choice, check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.ranks.checksum import check_checksums
@@ -20,7 +21,7 @@ def described(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
 
 
-def check_summable(codec: object) -> Codec:
+def check_summable(codec: object) -> Summable:
     """The codec, if flat pieces of any tensor can go through it in any order.
 
     Raises:
@@ -28,12 +29,8 @@ def check_summable(codec: object) -> Codec:
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
-    reason = ""
-    if codec.stateful:
-        reason = "keeps something between messages"
-    elif isinstance(codec, TAHQuant):
-        reason = "is made for the tokens of activations"
-    if reason:
+    if not isinstance(codec, Summable) or codec.shaped:
+        reason = "keeps something between messages" if codec.stateful else "is made for the tokens of activations"
         raise TypeError(
             f"codec is {codec}, which {reason}: it cannot be summed; allowed: a codec without state whose format "
             "does not depend on the tensor's shape, such as GroupInt or Cast"
@@ -63,7 +60,7 @@ def check_call(
     chunk: object = CHUNK,
     timeout: object = TIMEOUT,
     checksums: object = True,
-) -> Codec:
+) -> Summable:
     """The codec of a collective with these arguments, whatever its tensors; None: a group that is not known yet.
 
     Raises:
@@ -89,7 +86,7 @@ def check_call(
     return summable
 
 
-def check_tensor(name: str, x: object, codec: Codec, ranks: int, node_size: int = 1) -> None:
+def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: int = 1) -> None:
     """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__

@@ -10,10 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
+from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT, Call, Pending, Transport, queue_of
-from lowbit.collectives.checks import check_call, check_errors, check_pair, check_tensor, check_written, described
+from lowbit.collectives.checks import (
+    check_call,
+    check_errors,
+    check_pair,
+    check_summable,
+    check_tensor,
+    check_written,
+    described,
+)
 from lowbit.collectives.exchange import Exchange
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.shards import Shards
@@ -150,6 +159,7 @@ def all_reduce_bytes(
     """
     if ranks == 1 or numel < max(1, small):
         return 2 * (ranks - 1) * 4 * numel // ranks
+    codec = check_summable(codec)
     to_everybody = _chosen(algorithm, numel, codec, ranks) == "one_shot"
     shards = Shards(numel=numel, ranks=1 if to_everybody else ranks, chunk=chunk, grain=codec.grain)
 
@@ -273,7 +283,7 @@ def _started(call: Call, async_op: bool) -> Pending | None:
     return pending if async_op else pending.wait()
 
 
-def _chosen(algorithm: Algorithm, numel: int, codec: Codec, ranks: int) -> Algorithm:
+def _chosen(algorithm: Algorithm, numel: int, codec: Summable, ranks: int) -> Algorithm:
     return algorithms.choose(ranks, codec.nbytes((numel,))) if algorithm == "auto" else algorithm
 
 
@@ -295,6 +305,6 @@ def _copy_back(flat: Tensor, x: Tensor) -> None:
         x.copy_(flat.view(x.shape))
 
 
-def _facts(name: str, x: Tensor, codec: Codec, **more: object) -> dict[str, str]:
+def _facts(name: str, x: Tensor, codec: Summable, **more: object) -> dict[str, str]:
     facts = {"collective": name, "tensor": described(x), "codec": codec.identity()}
     return facts | {key: str(value) for key, value in more.items()}

@@ -13,9 +13,9 @@ from lowbit.collectives import agree
 from lowbit.config import ConfigError
 from lowbit.evaluate import loading, text
 from lowbit.evaluate.settings import CalibrationConfig
+from lowbit.ranks.process_group import world
 from lowbit.report import check_output
 from lowbit.tensor_parallel import Calibration, calibrate
-from lowbit.train.process_group import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

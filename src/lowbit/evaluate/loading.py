@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.collectives.agreement import default_group
 from lowbit.config import ConfigError
 from lowbit.evaluate.settings import InferenceConfig
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.train.device import choose_autocast, choose_device
-from lowbit.train.process_group import joined, world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from lowbit.codecs import Codec, parse
 from lowbit.collectives import agree
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.objects import gather_json
 from lowbit.config import ConfigError
 from lowbit.evaluate import calibrate, loading, text
 from lowbit.evaluate.harness import mean_score, zero_shot
 from lowbit.evaluate.score import Reference, SumErrors, perplexity
 from lowbit.evaluate.settings import BASELINE, LOW_BIT, CalibrationConfig, EvaluationConfig, default_calibration
+from lowbit.ranks.groups import default_group
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.process_group import world
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
@@ -29,7 +30,6 @@ from lowbit.tensor_parallel import (
     low_bit_,
 )
 from lowbit.tensor_parallel.reduce import SMALL
-from lowbit.train.process_group import world
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from lowbit.codecs.base import Codec
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.reduce import CHUNK, SMALL, TIMEOUT, Algorithm, all_reduce, check_call, check_flat
+from lowbit.collectives.checks import check_call, check_flat
+from lowbit.collectives.reduce import CHUNK, SMALL, TIMEOUT, Algorithm, all_reduce
+from lowbit.ranks.groups import default_group
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 

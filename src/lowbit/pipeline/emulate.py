@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.stateful import StatefulCodec
-from lowbit.collectives.checksum import CHECKSUM_BYTES
 from lowbit.pipeline.arguments import Step, check_warm_up, checked_samples, codec_at, keys_of
 from lowbit.pipeline.boundary import CHOICE, Direction, Lane
 from lowbit.pipeline.traffic import Traffic

@@ -30,6 +30,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from lowbit.pipeline.boundary import Direction
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of
+from lowbit.ranks.pytorch import check_torch
 
 
 class HookedStage(PipelineStage):

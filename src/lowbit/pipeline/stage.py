@@ -17,9 +17,6 @@ from torch import Tensor
 from lowbit import __version__
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sessions import Session
-from lowbit.collectives.agreement import default_group
-from lowbit.collectives.checksum import Checksums, agreed_facts, check_checksums
-from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline.arguments import Step, check_numbers, check_warm_up, checked_samples, keys_of
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
@@ -28,6 +25,9 @@ from lowbit.pipeline.numbering import Configuration, pipeline_number
 from lowbit.pipeline.passes import Passes
 from lowbit.pipeline.traffic import Traffic
 from lowbit.pipeline.transport import choose
+from lowbit.ranks.checksum import Checksums, agreed_facts, check_checksums
+from lowbit.ranks.failure import FailureBoard
+from lowbit.ranks.groups import default_group
 
 
 class LowBitStage(HookedStage):

@@ -15,7 +15,7 @@ Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on
 through pinned memory on side streams, and leave from a thread that waits for the copy, so that the schedule does not.
 The messages are those of `Early`: ranks with a GPU and ranks without one understand each other.
 
-Behind each payload travels its checksum (`lowbit.collectives.checksum`). `Early` and `Staged` check it on the host,
+Behind each payload travels its checksum (`lowbit.ranks.checksum`). `Early` and `Staged` check it on the host,
 before anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and looks at all
 outcomes at the end of the step: before an optimizer uses what came of them.
 """
@@ -35,8 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.checksum import Checksums, Verdicts, damaged
-from lowbit.collectives.failure import FailureBoard
 from lowbit.pipeline.inbox import Inbox, Route
 from lowbit.pipeline.outbox import Sent, outbox_of, sever
 from lowbit.pipeline.side_streams import CudaStreams

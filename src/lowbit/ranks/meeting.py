@@ -21,9 +21,9 @@ from functools import partial
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from lowbit.config import ConfigError
 from lowbit.ranks.checksum import SECRET
 from lowbit.ranks.store import bounded, of_attempt
-from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from lowbit.config import ConfigError
 from lowbit.ranks.groups import default_group, next_round
 from lowbit.ranks.meeting import MeetingError, meet, prove, run_secret
 from lowbit.ranks.peers import Peers
 from lowbit.ranks.store import bounded
-from lowbit.train.section import ConfigError
 
 _meetings = itertools.count()  # of this process: each has a part of the store to itself
 _LEAVE_SECONDS = 5.0  # at most, to destroy the group at an end with an error

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_fraction, check_int
 from lowbit.codecs.sums import Summable
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 
 THRESHOLD = 0.01
 _ROWS = 4  # of a sampled call

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel.plan import text_config
 
 _SIZES = (

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.objects import gather_json, gather_tensor
+from lowbit.ranks.objects import gather_json, gather_tensor
 from lowbit.tensor_parallel import files
 
 _FORMAT = "lowbit-calibration-state"

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.sums import Summable
-from lowbit.collectives import all_reduce, engine
+from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import choose
 from lowbit.collectives.checks import check_summable
 from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm

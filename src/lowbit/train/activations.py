@@ -12,8 +12,8 @@ from torch import nn
 from lowbit.activations import BitPlan, LayerAware, compress_saved_
 from lowbit.activations.bit_plan import PLANNED
 from lowbit.codecs import parse
-from lowbit.collectives.engine import version
 from lowbit.config import ConfigError
+from lowbit.ranks.pytorch import version
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
 from lowbit.train.layout import Layout
 from lowbit.train.model import architecture

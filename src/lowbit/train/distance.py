@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from lowbit.ranks.messages import Expected, Messages
-from lowbit.train.plan import Plan
+from lowbit.train.layout import Layout
 
 _PINGS = 5
 _BYTES = 8
@@ -40,7 +40,7 @@ def round_trips(messages: Messages) -> dict[int, float]:
     return trips
 
 
-def needless(plan: Plan, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
+def needless(plan: Layout, schedule: str, trips: Mapping[Pair, float], least: float = _NOTICEABLE) -> str | None:
     """Describe the time that a schedule loses on the way between ranks; None where it loses little.
 
     A micro-batch passes all stages forward and back, so each step takes at least a round trip for each boundary between

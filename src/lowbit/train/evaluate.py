@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.sessions import Key
-from lowbit.collectives.messages import Expected, Messages, Sent
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.messages import Expected, Messages, Sent
 from lowbit.train.data import Windows

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lowbit.ranks.launch import LaunchError, start_all, start_one
 from lowbit.ranks.process import USAGE, Program
+from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
-from lowbit.train.manifest import newest_step
 from lowbit.train.summary import Summary, read_summary
 
 
@@ -68,7 +68,7 @@ def start_one_rank(config: TrainConfig) -> None:
 
 
 def _program(config: TrainConfig) -> Program:
-    from lowbit.train.loop import threads_per_rank
+    from lowbit.train.device import threads_per_rank
 
     return Program(
         module="lowbit.train.worker",

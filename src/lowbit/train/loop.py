@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.collectives.messages import Messages
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.messages import Messages
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.process_group import joined, world
 from lowbit.train import export
 from lowbit.train.boundaries import costly, in_full
 from lowbit.train.checkpoints import state
@@ -27,7 +28,6 @@ from lowbit.train.distance import needless, round_trips
 from lowbit.train.folder import RunFolder
 from lowbit.train.metrics import Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
-from lowbit.train.process_group import joined, world
 from lowbit.train.summary import Summary, summarize
 from lowbit.train.trainer import Trainer
 

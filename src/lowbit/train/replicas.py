@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lowbit.codecs import Codec, parse
 from lowbit.collectives import Pending, all_reduce, all_reduce_bytes
-from lowbit.collectives.reduce import check_summable
+from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
+from lowbit.ranks.groups import new_group
 from lowbit.train.config import GradientsConfig
 from lowbit.train.metrics import Work
-from lowbit.train.process_group import new_group
 
 _WARM = 1 << 10  # elements that are coded once, so that kernels are compiled before a peer waits
 

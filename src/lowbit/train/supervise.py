@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lowbit.config import ConfigError
 from lowbit.ranks.launch import LaunchError
 from lowbit.ranks.process import ALONE, DIVERGED, USAGE
+from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.config import TrainConfig
-from lowbit.train.manifest import newest_step
-from lowbit.train.section import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowbit.ranks.groups import new_group
 from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule
-from lowbit.train.process_group import new_group
 from lowbit.train.replicas import Replicas
 
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import lowbit
 from lowbit.activations import counted
 from lowbit.collectives import agree
-from lowbit.collectives.checksum import secret_facts
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.checksum import secret_facts
+from lowbit.ranks.groups import new_group
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.sums import Sums
 from lowbit.train import optim
 from lowbit.train.activations import compress
 from lowbit.train.data import Order
@@ -23,10 +25,8 @@ from lowbit.train.gradients import Gradients
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import Prepared
-from lowbit.train.process_group import new_group
 from lowbit.train.replicas import Replicas
 from lowbit.train.stages import Pipeline
-from lowbit.train.sums import Sums
 from lowbit.train.tied import TiedWeights
 
 _LOCAL = {  # settings that may differ between machines

@@ -14,7 +14,7 @@ def main() -> None:
 
 
 def _train(config: dict[str, Any]) -> None:
-    from lowbit.train.config_file import from_mapping
+    from lowbit.train.config import from_mapping
     from lowbit.train.loop import train
 
     train(from_mapping(config))
@@ -22,11 +22,11 @@ def _train(config: dict[str, Any]) -> None:
 
 def exit_code(error: Exception) -> int:
     """What an error means for another attempt."""
+    from lowbit.config import ConfigError
     from lowbit.ranks.meeting import AloneError
     from lowbit.ranks.peers import AbsentError
-    from lowbit.train.checkpoint import TransientError
-    from lowbit.train.loop import DivergedError
-    from lowbit.train.section import ConfigError
+    from lowbit.train.checkpoints.save import TransientError
+    from lowbit.train.trainer import DivergedError
 
     kinds = {
         DivergedError: DIVERGED, AloneError: ALONE, AbsentError: ALONE,

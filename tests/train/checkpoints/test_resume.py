@@ -18,7 +18,7 @@ from lowbit.train.checkpoints import resume
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.checkpoints.search import Search
 from lowbit.train.summary import read_summary
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.checkpoints.test_save import save
 from tests.train.runs import again, curve, losses, tiny
 

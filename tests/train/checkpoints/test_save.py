@@ -22,7 +22,7 @@ from lowbit.train.checkpoints.search import Found, Search
 from lowbit.train.checkpoints.share import Reader
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import MARK, RunFolder
-from tests.ranks import Ranks
+from tests.processes import Ranks
 from tests.train.checkpoints.test_manifest import manifest
 from tests.train.checkpoints.test_share import tensors
 

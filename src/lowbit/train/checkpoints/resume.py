@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs import StatefulCodec, parse
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 from lowbit.train.checkpoints.manifest import Manifest, step_name
 from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, TransientError, raise_everywhere, together
 from lowbit.train.checkpoints.search import Found, Search

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowbit.collectives.objects import gather_json
 from lowbit.config import ConfigError
+from lowbit.ranks.objects import gather_json
 from lowbit.train.checkpoints.manifest import FILES, Manifest, printable, shares_in, step_name, steps_in
 from lowbit.train.checkpoints.share import commit_share, drop_share, remove_share, stage_share, staged
 from lowbit.train.checkpoints.state import Snapshot

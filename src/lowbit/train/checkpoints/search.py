@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lowbit.collectives.objects import gather_json
+from lowbit.ranks.objects import gather_json
 from lowbit.train.checkpoints.manifest import (
     MANIFEST,
     DamagedError,
