@@ -53,7 +53,7 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
     given = (
         "--stages",
         "3",
-        "--rank",
+        "--direction",
         "4,64",
         "--codec",
         "int4",
@@ -74,7 +74,7 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
     assert {(row["boundary"], row["direction"]) for row in rows} == {
         (b, d) for b in (0, 1) for d in spectrum.DIRECTIONS
     }
-    assert not any(row["rank"] == 64 for row in rows), "more directions than channels are left out"
+    assert not any(row["directions"] == 64 for row in rows), "more directions than channels are left out"
     for row in rows:
         assert row["decibels"] > 0
         if row["format"] == "int4":
@@ -93,7 +93,7 @@ def test_a_line_has_only_what_all_boundaries_have(monkeypatch: pytest.MonkeyPatc
         (0, 4, 2.0, 10.0), (1, 4, 2.0, 14.0), (0, 5, 2.5, 20.0), (0, 6, 3.0, 20.0), (1, 6, 3.0, 22.0),
     ]  # fmt: skip
     rows = [
-        {"direction": "forward", "format": "subspace", "boundary": boundary, "rank": rank, "bits": 2,
+        {"direction": "forward", "format": "subspace", "boundary": boundary, "directions": rank, "bits": 2,
          "bits_per_element": bits, "decibels": decibels}
         for boundary, rank, bits, decibels in measured
     ]  # fmt: skip

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     Column(title="boundary", field="boundary"),
     Column(title="format", field="shown_format"),
-    Column(title="rank", field="shown_rank"),
+    Column(title="directions", field="shown_directions"),
     Column(title="energy\noutside", field="outside", show="{:.2%}".format),
     Column(title="bits", field="bits_per_element", show="{:.2f}".format),
     Column(title="dB", field="decibels", show="{:.1f}".format),
@@ -24,14 +24,14 @@ COLUMNS = (
 
 
 def table_of(rows: Sequence[Row]) -> Group:
-    """Bits and accuracy of each format at each boundary; a star marks the rank that was chosen by the spectrum."""
+    """Bits and accuracy of each format at each boundary; a star marks the number of directions that was chosen by the spectrum."""
     from rich.console import Group
 
     shown = [
         {
             **row,
             "shown_format": _name(row),
-            "shown_rank": f"{row['rank']}{'*' * row['fitted']}" if row["rank"] else None,
+            "shown_directions": f"{row['directions']}{'*' * row['fitted']}" if row["directions"] else None,
         }
         for row in rows
     ]
@@ -40,7 +40,7 @@ def table_of(rows: Sequence[Row]) -> Group:
             table(
                 [row for row in shown if row["direction"] == direction],
                 COLUMNS,
-                title=f"{direction.capitalize()}, messages of {' x '.join(map(str, shape))}; *: rank by the spectrum",
+                title=f"{direction.capitalize()}, messages of {' x '.join(map(str, shape))}; *: by the spectrum",
             )
             for direction, shape in {row["direction"]: row["shape"] for row in rows}.items()
         )
@@ -55,7 +55,7 @@ def show(report: Report) -> Group:
 def draw(report: Report, path: Path) -> None:
     """Signal over noise by bits, a panel for each direction: lines of means over the boundaries.
 
-    A rank that was tried at some boundaries only, because it suits them, is a point for each of these.
+    A number of directions that was tried at some boundaries only, because it suits them, is a point for each of these.
     """
     boundaries = len({row["boundary"] for row in report.rows})
     directions = list(dict.fromkeys(row["direction"] for row in report.rows))
@@ -81,4 +81,4 @@ def draw(report: Report, path: Path) -> None:
 
 
 def _name(row: Row) -> str:
-    return f"{row['format']}, {row['bits']} bits" if row["rank"] else row["format"]
+    return f"{row['format']}, {row['bits']} bits" if row["directions"] else row["format"]

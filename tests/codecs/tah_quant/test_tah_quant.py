@@ -44,7 +44,7 @@ def test_size_follows_from_the_shape_alone(allocation: str, shape: tuple[int, ..
 def test_counts_are_floored_once() -> None:
     """0.2 * 10 is 2 candidates and not 1; 1024 tokens lose none."""
     assert TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8).geometry((1, 1, 640)).low == 2
-    assert TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation="token")._geometry((1, 1024, 64)).low == 204
+    assert TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation="token").geometry((1, 1024, 64)).low == 204
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
