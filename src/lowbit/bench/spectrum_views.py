@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def table_of(rows: Sequence[Row]) -> Group:
-    """Bits and accuracy of each format at each boundary; a star marks the number of directions that was chosen by the spectrum."""
+    """Bits and accuracy of each format at each boundary; a star marks how many directions the spectrum chose."""
     from rich.console import Group
 
     shown = [
