@@ -15,7 +15,7 @@ TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
 TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py ranks/test_pytorch.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
-GPU_TESTS := $(addprefix tests/,ops/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
+GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-cpus test-torch fuzz torture gpu-test lint format clean

@@ -7,20 +7,10 @@ import math
 import pytest
 import torch
 
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, GroupInt, TAHQuant, parse
+from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant, parse
+from tests.codecs.examples import every, room_of
 
-CODECS: list[Codec] = [
-    Cast(dtype=torch.float32),
-    Cast(dtype=torch.bfloat16),
-    Cast(dtype=torch.float16),
-    *(GroupInt(bits=b, group=32, symmetric=b % 2 == 0) for b in range(2, 9)),
-    GroupInt(bits=3, group=64, rounding="stochastic"),
-    BlockFloat8(),
-    BlockFloat8(format="e5m2", block=32, rounding="stochastic"),
-    TAHQuant(),
-    TAHQuant.published(),
-    TAHQuant(allocation="token", high_fraction=0.5, low_bits=2, tile=32),
-]
+CODECS: list[Codec] = every("CODECS")
 SHAPES = [(2, 8, 128), (3, 5, 70), (1, 1), (4, 1), (7,), (1000,), (), (2, 0, 64), (0,), (2, 2, 3, 63)]
 
 
@@ -29,14 +19,7 @@ def relative_error(y: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def expected_error(codec: Codec) -> float:
-    """Relative error that uniform noise of half a step gives, with a range of at most 6 deviations."""
-    if isinstance(codec, Cast):
-        return torch.finfo(codec.dtype).eps
-    if isinstance(codec, BlockFloat8):  # at most half a unit in the last place, or a whole one
-        return 2.0**-4 if codec.format == "e4m3" else 2.0**-2
-    bits = codec.low_bits if isinstance(codec, TAHQuant) else codec.bits  # pyright: ignore
-    stochastic = 2 if getattr(codec, "rounding", "") == "stochastic" else 1
-    return 6 / (2**bits - 1 - (bits == 2)) / math.sqrt(12 / stochastic) * 1.2
+    return room_of(codec).expected_error(codec)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
+from tests.codecs.examples import rooms
+from tests.codecs.group_int.examples import KERNELS as GROUP_INT
+from tests.codecs.tah_quant.examples import BY_TOKEN
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -20,23 +26,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(2, 2, 256), (1, 3, 100), (1, 1, 7), (2, 3, 200), (1, 1, 64)]  # an interpreted program takes 20 ms or more
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU; the interpreter has no streams")
 
-PUBLISHED = {"high_bits": 4, "low_bits": 3, "high_fraction": 0.8}
 TAH = [
     TAHQuant(),
     TAHQuant.published(),
-    TAHQuant(allocation="token", **PUBLISHED),
+    BY_TOKEN,
     TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
     TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
     TAHQuant(tile=16, high_bits=7, low_bits=6, allocation="tile", high_fraction=0.5),
     TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
     TAHQuant(high_bits=4, low_bits=4),
-]
-GROUP = [
-    *(GroupInt(bits=bits, group=64) for bits in range(2, 9)),
-    GroupInt(bits=6, group=32, symmetric=True),
-    GroupInt(bits=2, group=8, symmetric=True),
-    GroupInt(bits=4, group=24),
-    GroupInt(bits=5, group=1000),
 ]
 
 
@@ -82,6 +80,11 @@ def check(codec: Codec, x: Tensor) -> None:
     assert all(same(*pair) for pair in zip(read["reference"], read["gpu"], strict=True))
 
 
+@pytest.mark.parametrize("room", [room for room in rooms() if hasattr(room, "CODECS")], ids=lambda room: room.__name__)
+def test_every_format(room: ModuleType) -> None:
+    check(room.CODECS[0], tensor((1, 3, 100), torch.float32, "hard"))
+
+
 @pytest.mark.parametrize("index", range(len(TAH)), ids=map(repr, TAH))
 def test_tah_quant(index: int) -> None:
     kinds = [(torch.float32, "hard"), (torch.bfloat16, "grid"), (torch.float16, "gaussian")]
@@ -90,7 +93,7 @@ def test_tah_quant(index: int) -> None:
             check(TAH[index], tensor(shape, dtype, kind))
 
 
-@pytest.mark.parametrize("codec", GROUP, ids=repr)
+@pytest.mark.parametrize("codec", GROUP_INT, ids=repr)
 def test_group_int(codec: GroupInt) -> None:
     check(codec, tensor((1, 777), torch.float32, "hard"))
     check(codec, tensor((1, 5000), torch.bfloat16, "grid"))
@@ -162,7 +165,7 @@ def test_scopes_of_several_programs_and_a_shorter_last_one() -> None:
 def test_a_scope_longer_than_registers() -> None:
     """Tokens chosen among 4500: more than the choice looks at at once, with many equal keys."""
     x = torch.randint(0, 3, (2, 4500, 8), generator=torch.Generator().manual_seed(0)).float()
-    codec = TAHQuant(tile=8, allocation="token", **PUBLISHED)
+    codec = replace(BY_TOKEN, tile=8)
     geometry = codec.geometry(x.shape)
     with kernels.backend("reference"):
         expected = geometry.layout.section(codec.encode(x), "widths")

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from lowbit.codecs import Codec, TAHQuant
+from tests.codecs.tah_quant.examples import BY_TOKEN
 from tests.forked import CONTEXT
 
-from .catalogue import PUBLISHED
 from .guard import Room, guard_scratch
 from .targets import Bench, Shape, hard, layout_of
 
@@ -23,7 +23,7 @@ LIMIT = 200.0  # seconds
 FAULTS: dict[str, tuple[Codec, Shape, str, int]] = {
     "flags": (TAHQuant.published(), (4, 640), "widths", 0xFF),
     "flags missing": (TAHQuant.published(), (4, 640), "widths", 0x00),
-    "flags by token": (TAHQuant(allocation="token", **PUBLISHED), (1, 64, 64), "widths", 0xFF),
+    "flags by token": (BY_TOKEN, (1, 64, 64), "widths", 0xFF),
     "flags by range": (TAHQuant(high_fraction=0.5), (4, 640), "widths", 0x00),
     "pivot beyond the tile": (TAHQuant(tile=8, pivot_ratio=2.0), (1, 64), "pivots", 0xFF),
     "pivot of a ragged tile": (TAHQuant(pivot_ratio=2.0), (3, 40), "pivots", 0x80),

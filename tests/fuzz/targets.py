@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
-from lowbit.codecs.block_float8.reference import block_float8_layout
-from lowbit.codecs.feature_int4.reference import feature_int4_layout
-from lowbit.codecs.group_int.reference import group_int_layout
+from lowbit.codecs import Codec, FeatureInt4, GroupInt, Summable
 from lowbit.kernels.layout import Layout
+from tests.codecs.examples import room_of
 
 from .damage import SPECIAL, Span, damage
 from .guard import GuardedScratch, Room, Rooms
@@ -24,6 +22,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BEFORE = {True: b"\xa5", False: b"\x5b"}  # what an output holds, by placement: nobody may depend on it
 AT_ONCE = 4  # payloads that are decoded by turns in one case
 Shape = tuple[int, ...]
+SMALL: list[Shape] = [
+    (7,), (64,), (1,), (1, 1), (5, 1), (1, 64), (4, 40), (3, 100), (2, 3, 200), (2, 8, 256), (1, 3, 130),
+    (40, 10, 16), (300, 8), (2, 2, 2, 72), (33,), (65,),
+]  # fmt: skip
+"""One dimension, C = 1, ragged last tiles, one token, many."""
+EMPTY: list[Shape] = [(0,), (0, 64), (3, 0)]
+LARGE: list[Shape] = [(2, 64, 520), (40, 1000)]
+"""More than a thread takes alone."""
+SHAPES = SMALL * 24 + EMPTY * 4 + LARGE
 
 
 class Bench:
@@ -96,6 +103,19 @@ class Case:
     payloads: int = 1
 
 
+class Target(Protocol):
+    """What cases are made for."""
+
+    @property
+    def name(self) -> str:
+        """A row of the table."""
+        ...
+
+    def case(self, rng: random.Random) -> Case:
+        """One attack."""
+        ...
+
+
 def base_of(dtype: torch.dtype) -> bytes:
     """An element's bytes that is added to."""
     return as_bytes(torch.full((1,), 1.5, dtype=dtype))
@@ -124,21 +144,11 @@ def hard(rng: random.Random, shape: Shape) -> Tensor:
 
 def layout_of(codec: Codec, shape: Shape) -> Layout:
     """Sections of a payload; one of all bytes where a format has none, or the tensor travels as it is."""
-    numel = torch.Size(shape).numel()
     size, plain = codec.sized(shape)
     if plain or not size:
         return Layout.of(all=size)
-    if isinstance(codec, TAHQuant):
-        return codec.geometry(shape).layout
-    if isinstance(codec, SubspaceQuant):
-        return codec.geometry(shape).layout
-    if isinstance(codec, GroupInt):
-        return group_int_layout(numel, codec.bits, codec.group, codec.symmetric)
-    if isinstance(codec, BlockFloat8):
-        return block_float8_layout(numel, codec.block)
-    if isinstance(codec, FeatureInt4):
-        return feature_int4_layout(numel // codec.grain, codec.grain, len(codec.features))
-    return Layout.of(all=size)
+    room = room_of(codec)
+    return room.layout(codec, shape) if hasattr(room, "layout") else Layout.of(all=size)
 
 
 def spans_of(layout: Layout) -> list[Span]:
@@ -191,7 +201,12 @@ class Decoding:
 
 
 class Summing(Decoding):
-    """`Codec.sum` over ranks, each of which is hostile."""
+    """`Summable.sum` over ranks, each of which is hostile."""
+
+    codec: Summable
+
+    def __init__(self, codec: Summable, shapes: Sequence[Shape], name: str = "") -> None:
+        super().__init__(codec, shapes, f"sum of {name or repr(codec)}")
 
     def case(self, rng: random.Random) -> Case:
         shape, dtype, divisor = rng.choice(self._shapes), rng.choice(DTYPES), rng.choice((1, 3))
@@ -210,7 +225,12 @@ class Summing(Decoding):
 
 
 class AddingTo(Decoding):
-    """`Codec.add`: the payload is written, too."""
+    """`Summable.add`: the payload is written, too."""
+
+    codec: Summable
+
+    def __init__(self, codec: Summable, shapes: Sequence[Shape]) -> None:
+        super().__init__(codec, shapes, f"add to {codec!r}")
 
     def case(self, rng: random.Random) -> Case:
         shape, dtype = rng.choice(self._shapes), rng.choice(DTYPES)
@@ -233,7 +253,7 @@ class Encoding:
     """`Codec.encode` of hostile numbers: the payload lies between guards, and so does the tensor."""
 
     def __init__(self, codec: Codec, shapes: Sequence[Shape], name: str = "") -> None:
-        self.codec, self.name, self._shapes = codec, name or f"encode {codec!r}", shapes
+        self.codec, self.name, self._shapes = codec, f"encode {name or repr(codec)}", shapes
 
     def case(self, rng: random.Random) -> Case:
         """What the numbers at random make of it."""

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit import codecs, kernels
-from lowbit.codecs import BlockFloat8, Codec, GroupInt, SubspaceQuant, TAHQuant
+from lowbit import kernels
+from lowbit.codecs import BlockFloat8, Codec, GroupInt, SubspaceQuant, TAHQuant, registry
+from tests.codecs.feature_int4.examples import for_three_ranks
+from tests.codecs.tah_quant.examples import BY_TOKEN
 
 from .__main__ import attack
-from .catalogue import PUBLISHED, feature_codec, targets
+from .catalogue import targets
 from .children import FAULTS, decode_guarded, end_of, touch
 from .damage import damage
 from .targets import as_tensor, hard, layout_of, spans_of
@@ -52,12 +54,12 @@ def test_what_once_led_outside(name: str, at_end: bool) -> None:
 GPU = [
     TAHQuant(),
     TAHQuant.published(),
-    TAHQuant(allocation="token", **PUBLISHED),
+    BY_TOKEN,
     TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
     TAHQuant(tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
     GroupInt(bits=3, group=24),
     BlockFloat8(block=96),
-    feature_codec(70, (3, 69)),
+    for_three_ranks(70, (3, 69)),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -129,17 +131,15 @@ def test_directions_in_no_place_of_their_own_are_refused(damaged: str) -> None:
     with pytest.raises(ValueError, match="payload is training message 0"):
         receiver.decode(payload)
     header[3] = -1
-    with pytest.raises(ValueError, match="beyond the rank or twice in one place"):
+    with pytest.raises(ValueError, match="beyond the basis or twice in one place"):
         receiver.decode(payload)
     assert not receiver.state_dict()["directions"].any()
 
 
 def test_every_format_is_attacked() -> None:
-    formats = [getattr(codecs, name) for name in codecs.__all__]
-    names = [f.__name__ for f in formats if isinstance(f, type) and issubclass(f, Codec) and f is not Codec]
-    assert len(names) > 5
-    for name in names:
-        assert targets(name), name
+    assert len(registry.formats()) > 5
+    for codec in registry.formats().values():
+        assert targets(codec.__name__), codec
 
 
 def test_note_and_repetition(tmp_path: Path) -> None:

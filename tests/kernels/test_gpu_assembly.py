@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 CODECS = ("TAHQuant()", "GroupInt()", "BlockFloat8()")
 KERNELS = [f"{codec} {way}" for codec in CODECS for way in ("encode", "decode")]
 FEATURES = [f"FeatureInt4 {way}" for way in ("encode", "decode", "sum")]
-SUBSPACE = [f"subspace_{part}_{way}" for part in ("coefficients", "rest") for way in ("encode", "decode")]
+SUBSPACE = [f"{part}_{way}" for part in ("coefficients", "rest") for way in ("encode", "decode")]
 FUSED = ["RMSNorm + GroupInt() encode", "RMSNorm backward", "SwiGLU backward"]
 
 

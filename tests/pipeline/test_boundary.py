@@ -226,7 +226,7 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
         assert torch.equal(out, near(i).to(dtype))
     expected = AUTO.settle(AUTO.choose(near(0).to(dtype)))
     assert sender.chosen() == receiver.chosen() == {"tensor 0, width 64": expected}
-    assert expected.rank in (3, 4)
+    assert expected.directions in (3, 4)
     assert sender.facts(slots) == receiver.facts(slots)
     for end in (sender, receiver):
         ready(end, (odd, dtype))

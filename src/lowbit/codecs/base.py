@@ -62,7 +62,7 @@ class Codec(ABC):
         return min(own, plainly), own > plainly
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of a payload, at most those of plain numbers: float32 for `encode`, a session's dtype for its messages."""
+        """Bytes of a payload, at most those of plain numbers (float32 for `encode`, else of a session's `dtype`)."""
         return self.sized(shape, dtype)[0]
 
     def bits_per_element(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:

@@ -53,6 +53,7 @@ def classes() -> dict[str, type[Codec]]:
     return {codec.__name__: codec for codec in formats().values() if codec in made}
 
 
+@functools.cache
 def outside() -> tuple[EntryPoint, ...]:
     """Formats of installed packages, not loaded."""
     return tuple(entry_points(group=GROUP))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import FeatureInt4, GroupInt
-from tests.codecs.golden import check_golden, feature_int4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -189,10 +188,6 @@ def test_parts_whole_identity_and_equality():
     assert named[0].identity() == named[1].part(1).identity() == "FeatureInt4 of artifact one"
     assert (codec.grain, codec.ranks, codec.whole().ranks, GroupInt().grain) == (8, 3, 1, 1)
     assert repr(codec).startswith("FeatureInt4(8 features, 1 outliers, rank 0 of 3, ")
-
-
-def test_golden_payload():
-    check_golden(feature_int4())
 
 
 ONES = {"ranges": torch.ones(2, 4), "total": torch.ones(4), "features": ()}

@@ -24,7 +24,7 @@ from lowbit.kernels.cpu import formulas
 from lowbit.kernels.cpu.formulas import INTEGER_BITS, MAGNITUDE, TO_INTEGER, constant, shaped
 from lowbit.kernels.cpu.jit import helper, kernel, operation
 from lowbit.kernels.cpu.lines import FLOAT32, KINDS, add, narrow, sections, widen
-from lowbit.kernels.cpu.memory import F32, I8, I32, I64, get_byte, get_float, pointer, put_byte, put_float
+from lowbit.kernels.cpu.memory import F32, I8, I32, I64, get_byte, get_float, put_byte, put_float
 from lowbit.kernels.cpu.operations import bits_float
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.layout import ceil_div
@@ -71,7 +71,7 @@ def _largest(b: Any, x: Any, count: Any) -> Any:
     kind = ir.VectorType(I32, LANES)
     found = cgutils.alloca_once_value(b, ir.Constant(kind, [0] * LANES))
     with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
-        bits = formulas.float_bits(b, _load(b, x, b.mul(loop.index, I64(LANES)), F32))
+        bits = formulas.float_bits(b, formulas.load(b, x, b.mul(loop.index, I64(LANES)), F32, LANES))
         bits = b.and_(bits, constant(I32, MAGNITUDE, bits))
         b.store(formulas.greater32(b, bits, b.load(found)), found)
     name = f"llvm.vector.reduce.smax.v{LANES}i32"
@@ -84,9 +84,9 @@ def _encoder(form: Format, *, stochastic: bool) -> Any:
 
     @operation(none, intp, intp, float32, uint64, uint64)
     def encode(b: Any, x: Any, to: Any, inverse: Any, first: Any, seed: Any) -> None:
-        y = _load(b, x, I64(0), F32)
+        y = formulas.load(b, x, I64(0), F32, LANES)
         limit = constant(F32, 1.75 * 2.0**form.top, y)
-        v = formulas.lesser(b, b.fmul(formulas.magnitude(b, y), _spread(b, inverse)), limit)
+        v = formulas.lesser(b, b.fmul(formulas.magnitude(b, y), formulas.spread(b, inverse, LANES)), limit)
         exponent = b.lshr(formulas.float_bits(b, v), constant(I32, EXPONENT, v))
         exponent = formulas.greater32(b, exponent, constant(I32, form.lowest, v))
         unit = b.sub(constant(I32, 254 + form.bits, v), exponent)
@@ -100,7 +100,7 @@ def _encoder(form: Format, *, stochastic: bool) -> Any:
         code = b.add(b.shl(binade, constant(I32, form.bits, v)), integer)
         sign = b.lshr(formulas.float_bits(b, y), constant(I32, 24, v))
         code = b.or_(code, b.and_(sign, constant(I32, 0x80, v)))
-        _store(b, b.trunc(code, shaped(I8, code)), to)
+        formulas.store(b, b.trunc(code, shaped(I8, code)), to)
 
     return encode
 
@@ -110,7 +110,7 @@ def _decoder(form: Format) -> Any:
 
     @operation(none, intp, intp, float32)
     def decode(b: Any, codes: Any, to: Any, scale: Any) -> None:
-        code = _load(b, codes, I64(0), I8)
+        code = formulas.load(b, codes, I64(0), I8, LANES)
         code = b.zext(code, shaped(I32, code))
         magnitude = b.and_(code, constant(I32, 0x7F, code))
         one, bits = constant(I32, 1, code), constant(I32, form.bits, code)
@@ -121,7 +121,7 @@ def _decoder(form: Format) -> Any:
         value = b.fmul(b.sitofp(r, shaped(F32, code)), unit)
         sign = b.shl(b.and_(code, constant(I32, 0x80, code)), constant(I32, 24, code))
         value = formulas.bits_float(b, b.or_(formulas.float_bits(b, value), sign))
-        _store(b, b.fmul(value, _spread(b, scale)), to)
+        formulas.store(b, b.fmul(value, formulas.spread(b, scale, LANES)), to)
 
     return decode
 
@@ -215,24 +215,10 @@ def _uniform(b: Any, first: Any, seed: Any) -> Any:
     kind = ir.VectorType(I32, LANES)
     lanes = ir.Constant(kind, list(range(LANES)))
     above = b.mul(b.trunc(b.lshr(first, I64(32)), I32), I32(0x9E3779B9))
-    h = b.add(_spread(b, b.trunc(first, I32)), lanes)
-    h = b.xor(h, _spread(b, b.add(b.trunc(seed, I32), above)))
+    h = b.add(formulas.spread(b, b.trunc(first, I32), LANES), lanes)
+    h = b.xor(h, formulas.spread(b, b.add(b.trunc(seed, I32), above), LANES))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         h = b.mul(b.xor(h, b.lshr(h, constant(I32, shift, h))), constant(I32, factor, h))
     h = b.xor(h, b.lshr(h, constant(I32, 16, h)))
     number = b.sitofp(b.lshr(h, constant(I32, 8, h)), shaped(F32, h))
     return b.fmul(number, constant(F32, 2.0**-24, h))
-
-
-def _load(b: Any, address: Any, index: Any, kind: ir.Type) -> Any:
-    vector = ir.PointerType(ir.VectorType(kind, LANES))
-    return b.load(b.bitcast(pointer(b, address, index, kind), vector), align=1)
-
-
-def _store(b: Any, values: Any, address: Any) -> None:
-    b.store(values, b.inttoptr(address, ir.PointerType(values.type)), align=1)
-
-
-def _spread(b: Any, value: Any) -> Any:
-    one = b.insert_element(ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, I32(0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))

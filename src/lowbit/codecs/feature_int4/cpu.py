@@ -120,12 +120,12 @@ def _coder(kind: int) -> Any:
         total = cgutils.alloca_once_value(b, I64(0))
         with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
             first = b.mul(loop.index, I64(LANES))
-            numbers = _load(b, x, first, stored)
+            numbers = formulas.load(b, x, first, stored, LANES)
             if kind == BFLOAT16:
                 bits = b.zext(numbers, shaped(I32, numbers))
                 numbers = formulas.bits_float(b, b.shl(bits, constant(I32, 16, bits)))
-            codes, beyond = _code(b, numbers, _load(b, inverse, first, F32))
-            _store(b, codes, b.add(to, first))
+            codes, beyond = _code(b, numbers, formulas.load(b, inverse, first, F32, LANES))
+            formulas.store(b, codes, b.add(to, first))
             flags = b.ctpop(b.bitcast(beyond, ir.IntType(LANES)))
             b.store(b.add(b.load(total), b.zext(flags, I64)), total)
         return b.load(total)
@@ -152,7 +152,7 @@ def _move(b: Any, source: Any, to: Any, count: Any) -> None:
     rounds = b.udiv(b.add(count, I64(LANES - 1)), I64(LANES))
     with cgutils.for_range(b, rounds) as loop:
         first = b.mul(loop.index, I64(LANES))
-        _store(b, _load(b, source, first, I8), b.add(to, first))
+        formulas.store(b, formulas.load(b, source, first, I8, LANES), b.add(to, first))
 
 
 @operation(none, intp, intp, intp, intp)
@@ -160,9 +160,9 @@ def _pack(b: Any, codes: Any, half: Any, count: Any, to: Any) -> None:
     """Bytes of `count` codes and those `half` further on; `count` a multiple of `LANES`."""
     with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
         first = b.mul(loop.index, I64(LANES))
-        low, high = (_load(b, codes, i, I8) for i in (first, b.add(first, half)))
+        low, high = (formulas.load(b, codes, i, I8, LANES) for i in (first, b.add(first, half)))
         low = b.and_(low, constant(I8, 15, low))
-        _store(b, b.or_(low, b.shl(high, constant(I8, 4, high))), b.add(to, first))
+        formulas.store(b, b.or_(low, b.shl(high, constant(I8, 4, high))), b.add(to, first))
 
 
 @operation(none, intp, intp, intp, intp)
@@ -170,12 +170,12 @@ def _unpack(b: Any, packed: Any, half: Any, count: Any, to: Any) -> None:
     """Inverse of `_pack`."""
     with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
         first = b.mul(loop.index, I64(LANES))
-        both = _load(b, packed, first, I8)
+        both = formulas.load(b, packed, first, I8, LANES)
         low, high = b.and_(both, constant(I8, 15, both)), b.lshr(both, constant(I8, 4, both))
         at = b.add(to, first)
         for part, address in ((low, at), (high, b.add(at, half))):
             part = b.xor(part, constant(I8, 8, part))
-            _store(b, b.sub(part, constant(I8, 8, part)), address)
+            formulas.store(b, b.sub(part, constant(I8, 8, part)), address)
 
 
 def _number(b: Any, code: Any, scale: Any) -> Any:
@@ -192,10 +192,10 @@ def _numbers(b: Any, codes: Any, scale: Any, count: Any, line: Any, first: Any) 
         for branch, adds in ((write, False), (add, True)):
             with branch, cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
                 at = b.mul(loop.index, I64(LANES))
-                value = _number(b, _load(b, codes, at, I8), _load(b, scale, at, F32))
+                value = _number(b, formulas.load(b, codes, at, I8, LANES), formulas.load(b, scale, at, F32, LANES))
                 if adds:
-                    value = b.fadd(_load(b, line, at, F32), value)
-                _store(b, value, b.add(line, b.mul(at, I64(4))))
+                    value = b.fadd(formulas.load(b, line, at, F32, LANES), value)
+                formulas.store(b, value, b.add(line, b.mul(at, I64(4))))
 
 
 @operation(float32, uint8, float32)
@@ -301,12 +301,3 @@ def _decode(
 def _word(b: Any, address: Any, index: Any) -> Any:
     """An address in a list of them."""
     return b.load(pointer(b, address, index, I64), align=1)
-
-
-def _load(b: Any, address: Any, index: Any, kind: ir.Type) -> Any:
-    vector = ir.PointerType(ir.VectorType(kind, LANES))
-    return b.load(b.bitcast(pointer(b, address, index, kind), vector), align=1)
-
-
-def _store(b: Any, values: Any, address: Any) -> None:
-    b.store(values, b.inttoptr(address, ir.PointerType(values.type)), align=1)

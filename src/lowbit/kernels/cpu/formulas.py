@@ -9,7 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowbit.kernels.cpu.memory import F32, I8, I16, I32, I64
+from lowbit.kernels.cpu.memory import F32, I8, I16, I32, I64, pointer
 from lowbit.kernels.exact import BEND, LOG2_COEFFICIENTS, TILT
 
 MAGNITUDE = 0x7FFFFFFF
@@ -232,6 +232,22 @@ def overflown(b: Any, x: Any) -> Any:
     beyond = b.fcmp_ordered(">=", magnitude(b, x), _f32(65520, x))
     infinity = b.or_(b.and_(float_bits(b, x), _i32(-0x80000000, x)), _i32(0x7F800000, x))
     return b.select(beyond, bits_float(b, infinity), x)
+
+
+def load(b: Any, address: Any, index: Any, kind: ir.Type, count: int) -> Any:
+    """A vector of `count` elements of the type `kind`, from element `index` on."""
+    return b.load(b.bitcast(pointer(b, address, index, kind), ir.PointerType(ir.VectorType(kind, count))), align=1)
+
+
+def store(b: Any, values: Any, address: Any) -> None:
+    """Write a vector."""
+    b.store(values, b.inttoptr(address, ir.PointerType(values.type)), align=1)
+
+
+def spread(b: Any, value: Any, count: int) -> Any:
+    """A vector of `count` times the same number."""
+    one = b.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0))
+    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
 
 def _f32(value: float, like: Any) -> ir.Constant:

@@ -27,7 +27,7 @@ AT_ONCE = 32  # elements of a run of 64 that are in registers together
 @operation(none, intp, intp, float32, float32, float32, intp, intp)
 def encode_words(b: Any, x: Any, part: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any) -> None:
     """Codes of x[0], x[part], x[2 * part], ... and their seven neighbours each, written to planes from byte `to` on."""
-    scale = [_spread(b, v, 8) for v in (inverse, shift, top)]
+    scale = [formulas.spread(b, v, 8) for v in (inverse, shift, top)]
 
     def build(bits: int) -> None:
         parts = 8 // (bits & -bits)
@@ -44,7 +44,7 @@ def encode_words(b: Any, x: Any, part: Any, inverse: Any, shift: Any, top: Any, 
 @operation(none, intp, float32, float32, float32, intp, intp)
 def encode_64(b: Any, x: Any, inverse: Any, shift: Any, top: Any, bits: Any, to: Any) -> None:
     """The same for 64 elements: their codes are eight words, which the planes take next to each other."""
-    scale = [_spread(b, v, AT_ONCE) for v in (inverse, shift, top)]
+    scale = [formulas.spread(b, v, AT_ONCE) for v in (inverse, shift, top)]
     words = ir.VectorType(I64, AT_ONCE // 8)
     low, high = (b.bitcast(_codes(b, _floats(b, x, I64(i), AT_ONCE), *scale), words) for i in (0, AT_ONCE))
 
@@ -61,7 +61,7 @@ def encode_64(b: Any, x: Any, inverse: Any, shift: Any, top: Any, bits: Any, to:
 @operation(none, intp, intp, intp, float32, float32, intp)
 def decode_words(b: Any, start: Any, part: Any, bits: Any, offset: Any, step: Any, y: Any) -> None:
     """Inverse of `encode_words`: (code + offset) * step for y[0], y[part], ... and their neighbours."""
-    scale = [_spread(b, v, 8) for v in (offset, step)]
+    scale = [formulas.spread(b, v, 8) for v in (offset, step)]
 
     def build(bits: int) -> None:
         parts = 8 // (bits & -bits)
@@ -95,7 +95,7 @@ def entropy_sums_64(b: Any, x: Any, scale: Any, total: Any, terms: Any) -> None:
     """Write the sums of 64 integers and of their weighted logarithms."""
     sums = [I32(0), I32(0)]
     for i in range(0, 64, AT_ONCE):
-        levels = formulas.level(b, _floats(b, x, I64(i), AT_ONCE), _spread(b, scale, AT_ONCE))
+        levels = formulas.level(b, _floats(b, x, I64(i), AT_ONCE), formulas.spread(b, scale, AT_ONCE))
         logs = formulas.weighted_log(b, levels)
         for n, found in enumerate((levels, logs)):
             sums[n] = b.add(sums[n], _reduced(b, "add", formulas.float_bits(b, found)))
@@ -134,11 +134,6 @@ def _mask(width: int, like: Any) -> Any:
 def _floats(b: Any, x: Any, index: Any, count: int) -> Any:
     kind = ir.VectorType(F32, count)
     return b.load(b.bitcast(pointer(b, x, index, F32), ir.PointerType(kind)), align=4)
-
-
-def _spread(b: Any, value: Any, count: int) -> Any:
-    one = b.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, I32(0))
-    return b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
 
 def _pick(b: Any, low: Any, high: Any, lanes: range) -> Any:

@@ -1,0 +1,31 @@
+"""Examples of `BlockFloat8` for the tests of all formats."""
+
+from __future__ import annotations
+
+import math
+
+from lowbit.codecs import BlockFloat8
+from lowbit.codecs.block_float8.reference import block_float8_layout
+from lowbit.kernels.layout import Layout
+from tests.codecs.golden import frozen
+from tests.fuzz.targets import EMPTY, SHAPES, SMALL, AddingTo, Decoding, Encoding, Summing, Target
+
+STOCHASTIC = BlockFloat8(rounding="stochastic")
+CODECS = [BlockFloat8(), BlockFloat8(format="e5m2", block=32, rounding="stochastic")]
+GOLDEN = frozen(BlockFloat8(), BlockFloat8(format="e5m2", block=32))
+KERNELS = [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(block=32)]
+
+
+def expected_error(codec: BlockFloat8) -> float:
+    """At most half a unit in the last place, or a whole one."""
+    return 2.0**-4 if codec.format == "e4m3" else 2.0**-2
+
+
+def layout(codec: BlockFloat8, shape: tuple[int, ...]) -> Layout:
+    return block_float8_layout(math.prod(shape), codec.block)
+
+
+def hostile() -> list[Target]:
+    found: list[Target] = [Decoding(codec, SHAPES) for codec in KERNELS]
+    found += [kind(codec, SMALL) for codec in (*KERNELS, STOCHASTIC) for kind in (AddingTo, Encoding)]
+    return [*found, *(Encoding(codec, EMPTY) for codec in KERNELS), Summing(BlockFloat8(), SMALL)]

@@ -1,0 +1,42 @@
+"""Examples of `GroupInt` for the tests of all formats."""
+
+from __future__ import annotations
+
+import math
+
+from lowbit.codecs import GroupInt
+from lowbit.codecs.group_int.reference import group_int_layout
+from lowbit.kernels.layout import Layout
+from tests.codecs.golden import frozen
+from tests.codecs.noise import of_steps
+from tests.fuzz.targets import EMPTY, SHAPES, SMALL, Decoding, Encoding, Summing, Target
+
+STOCHASTIC = GroupInt(bits=3, group=64, rounding="stochastic")
+CODECS = [*(GroupInt(bits=b, group=32, symmetric=b % 2 == 0) for b in range(2, 9)), STOCHASTIC]
+GOLDEN = frozen(
+    GroupInt(bits=4, group=64),
+    GroupInt(bits=6, group=32, symmetric=True),
+    GroupInt(bits=3, group=32),
+    GroupInt(bits=7, group=16, symmetric=True),
+)
+KERNELS = [
+    *(GroupInt(bits=bits, group=64) for bits in range(2, 9)),
+    GroupInt(bits=6, group=32, symmetric=True),
+    GroupInt(bits=2, group=8, symmetric=True),
+    GroupInt(bits=4, group=24),
+    GroupInt(bits=5, group=1000),
+]
+
+
+def expected_error(codec: GroupInt) -> float:
+    return of_steps(codec.bits, codec.rounding)
+
+
+def layout(codec: GroupInt, shape: tuple[int, ...]) -> Layout:
+    return group_int_layout(math.prod(shape), codec.bits, codec.group, codec.symmetric)
+
+
+def hostile() -> list[Target]:
+    found: list[Target] = [Decoding(codec, SHAPES) for codec in KERNELS]
+    found += [Encoding(codec, SMALL + EMPTY) for codec in (*KERNELS[::3], STOCHASTIC)]
+    return [*found, Summing(GroupInt(), SMALL)]

@@ -1,0 +1,44 @@
+"""Examples of `TAHQuant` for the tests of all formats."""
+
+from __future__ import annotations
+
+from lowbit.codecs import TAHQuant
+from lowbit.kernels.layout import Layout
+from tests.codecs.golden import frozen
+from tests.codecs.noise import of_steps
+from tests.fuzz.targets import EMPTY, SHAPES, SMALL, AddingTo, Decoding, Encoding, Summing, Target
+
+CODECS = [
+    TAHQuant(),
+    TAHQuant.published(),
+    TAHQuant(allocation="token", high_fraction=0.5, low_bits=2, tile=32),
+]
+GOLDEN = frozen(TAHQuant(), TAHQuant.published(), TAHQuant(allocation="token", tile=32))
+BY_TOKEN = TAHQuant(high_bits=4, low_bits=3, high_fraction=0.8, allocation="token")
+KERNELS = [
+    TAHQuant(),
+    TAHQuant.published(),
+    TAHQuant(pivot_ratio=2.0),
+    TAHQuant(high_fraction=0.0, tile=16),
+    BY_TOKEN,
+    TAHQuant(allocation="token", tile=32, pivot_ratio=1.5, high_fraction=0.4),
+    TAHQuant(allocation="token", tile=8, high_fraction=0.0),
+    TAHQuant(allocation="tile", tile=16, high_bits=7, low_bits=6, high_fraction=0.5),
+    TAHQuant(allocation="tile", tile=8, high_bits=3, low_bits=2, pivot_ratio=1.5, high_fraction=0.5),
+    TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
+    TAHQuant(high_bits=4, low_bits=4, pivot_ratio=2.0),
+]
+
+
+def expected_error(codec: TAHQuant) -> float:
+    return of_steps(codec.low_bits)
+
+
+def layout(codec: TAHQuant, shape: tuple[int, ...]) -> Layout:
+    return codec.geometry(shape).layout
+
+
+def hostile() -> list[Target]:
+    found: list[Target] = [Decoding(codec, SHAPES) for codec in KERNELS] * 3  # it has more ways to go wrong
+    found += [Encoding(codec, SMALL + EMPTY) for codec in KERNELS]
+    return [*found, Summing(TAHQuant.published(), SMALL), AddingTo(TAHQuant.published(), SMALL)]
