@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import lowbit
-from lowbit.cli import app
 from lowbit.codecs import Codec, GroupInt, parse, parse_pair, registry
 from lowbit.train import load
-from tests.ranks import Ranks
+from tests.command_line import invoke
+from tests.processes import Ranks
 from tests.train.runs import losses, tiny
 
 PACKAGE = Path(__file__).parent / "outside"
@@ -70,7 +69,7 @@ def test_an_installed_codec_is_named_like_ours(sign: Path) -> None:
 
 def test_in_benchmarks(sign: Path) -> None:
     arguments = ("--data", "gaussian", "--dtype", "float32", "--shape", "1,4,64", "--thread", "1", "--rounds", "1")
-    result = CliRunner().invoke(app, ["bench", "codecs", "--codec", "Sign(scale=0.5)", *arguments, "--no-reference"])
+    result = invoke("bench", "codecs", "--codec", "Sign(scale=0.5)", *arguments, "--no-reference")
     assert result.exit_code == 0, result.output
     assert "Sign" in result.stdout
 

@@ -176,7 +176,7 @@ class StageModule(nn.Module):
         self.width, self.vocab = model.config.hidden_size, model.config.vocab_size
         self.names: dict[nn.Parameter, str] = {p: name for name, p in model.named_parameters()}
         self.aliases: dict[str, str] = {}
-        self.decoder = _cut(model, layers, first=first, last=last)
+        self.decoder: Any = _cut(model, layers, first=first, last=last)
         self.head = self._output_matrix(model) if last else None
         mine = set(self.parameters())
         self.names = {p: name for p, name in self.names.items() if p in mine}
