@@ -21,8 +21,9 @@ from lowbit.tensor_parallel import (
     calibrate,
     emulate_tensor_parallel_,
 )
-from lowbit.tensor_parallel.observe import Observer, join
-from lowbit.tensor_parallel.outliers import select
+from lowbit.tensor_parallel.calibration import select
+from lowbit.tensor_parallel.files import join
+from lowbit.tensor_parallel.observe import Observer
 from tests.processes import Ranks
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, logits, sequences
 

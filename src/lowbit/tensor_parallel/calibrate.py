@@ -14,17 +14,15 @@ from torch import Tensor, nn
 
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.collectives import agree
-from lowbit.tensor_parallel.calibration import Calibration, magnitudes_of
+from lowbit.tensor_parallel.calibration import LAYOUTS, Calibration, magnitudes_of, outlier_count
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.observe import Observer
-from lowbit.tensor_parallel.outliers import LAYOUTS, outlier_count
 from lowbit.tensor_parallel.plan import Plan, rowwise_layers, sharded_rowwise_layers
 from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Installed, group_of, install
 
-MOMENTUM = 0.99
 _log = logging.getLogger("lowbit.tensor_parallel")
 
 
@@ -36,7 +34,7 @@ def calibrate(
     ranks: int | None = None,
     k: int | None = None,
     features: str = "fixed",
-    momentum: float = MOMENTUM,
+    momentum: float = 0.99,
     text: str = "",
     start: Calibration | None = None,
     state: str | Path | None = None,
@@ -59,7 +57,7 @@ def calibrate(
         model: Hugging Face model, whole or loaded with a `tp_plan`; or any module with a `plan` that takes token ids.
         sequences: token ids, int64, (length,) or (batch, length); every row counts as one sequence.
         ranks: to calibrate for; None: those that the model is on.
-        k: outlier features of each layer; None: E // 64. features: "fixed" or "distributed" (`outliers.select`).
+        k: outlier features of each layer; None: E // 64. features: "fixed" or "distributed" (`calibration.select`).
         momentum: of the moving averages, from 0 to below 1: 0.99 looks back over about 100 sequences.
         text: where the sequences are from, for the file.
         start: go on from this calibration: its averages, count and momentum (which `momentum` must equal).
@@ -81,7 +79,7 @@ def calibrate(
         sequences = list(sequences)
 
     def prepare() -> tuple[Observer, dict[str, str]]:
-        """Check the arguments and load what earlier runs have seen; also return what identifies this run."""
+        """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
         widths = {layer: module.out_features for layer, module in layers.items()}
         _check_arguments(k, features, momentum, save_every, widths)
         observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
@@ -140,7 +138,7 @@ def _check_arguments(k: int | None, features: str, momentum: float, save_every: 
 
 
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
-    """Return how many ranks to calibrate for."""
+    """Return the number of ranks to calibrate for."""
     if group is not None:
         size = dist.get_world_size(group)
         if ranks not in (None, size):
@@ -152,13 +150,10 @@ def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
 
 
 def _check_start(start: Calibration, model: str, observer: Observer) -> None:
-    for what, earlier, now in (
-        ("the model", start.model, model),
-        ("a world of", start.world, observer.ranks),
-        ("a momentum of", start.momentum, observer.momentum),
-    ):
+    compared = ("the model", start.model, model), ("a world of", start.world, observer.ranks)
+    for name, earlier, now in (*compared, ("a momentum of", start.momentum, observer.momentum)):
         if earlier != now:
-            raise CalibrationError(f"start is a calibration for {what} {earlier}, this one is for {now}")
+            raise CalibrationError(f"start is a calibration for {name} {earlier}, this one is for {now}")
 
 
 def _prepare_agreed(
@@ -167,9 +162,9 @@ def _prepare_agreed(
     sequences: Iterable[Tensor],
     group: dist.ProcessGroup,
 ) -> tuple[Observer, dict[str, str]]:
-    """Call `prepare` on all ranks and compare what they are about to do; on a difference, raise the same on all."""
+    """Call `prepare` on all ranks and compare their settings and text; on a difference, raise the same on all."""
     error: Exception | None = None
-    stated = {what: str(value) for what, value in settings.items()}
+    stated = {name: str(value) for name, value in settings.items()}
     try:
         observer, facts = prepare()
         stated |= facts | {"sequences seen before": str(observer.count), "sequences": _digest(sequences)}

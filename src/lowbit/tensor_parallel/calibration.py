@@ -15,14 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.codecs import FeatureInt4
+from lowbit.codecs.checks import check_choice, check_int
 from lowbit.tensor_parallel import files
-from lowbit.tensor_parallel.files import CalibrationError
+from lowbit.tensor_parallel.files import CalibrationError, join
 from lowbit.tensor_parallel.identity import identity
-from lowbit.tensor_parallel.observe import join, split
-from lowbit.tensor_parallel.outliers import Features, select
 from lowbit.tensor_parallel.plan import rowwise_layers
 
 _FORMAT = "lowbit-calibration"
+LAYOUTS = ("fixed", "distributed")
+SHARE = 64
+"""By default one feature in this many is sent as bfloat16: (16 + 4 * 63) / 64 = 4.1875 bits per value."""
+_MOST = 4  # "distributed" gives a layer at most a quarter of its features
+
+Features = dict[str, tuple[int, ...]]
+"""Outlier features by layer, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,10 +84,9 @@ class Calibration:
 
     @cached_property
     def _codecs(self) -> dict[str, FeatureInt4]:
+        artifact = self.fingerprint()
         return {
-            name: FeatureInt4(
-                ranges=self.ranges[name], total=self.total[name], features=features, artifact=self.fingerprint()
-            )
+            name: FeatureInt4(ranges=self.ranges[name], total=self.total[name], features=features, artifact=artifact)
             for name, features in self.features.items()
         }
 
@@ -114,7 +119,7 @@ class Calibration:
         return digest.hexdigest()[:16]
 
     def check(self, model: nn.Module, world: int, layers: Mapping[str, nn.Linear] | None = None) -> None:
-        """Raise unless it was made for this model on so many ranks; on real ranks, all of them must call it.
+        """Raise unless it was made for this model on `world` ranks; on real ranks, all of them must call it.
 
         Args:
             layers: the row-wise layers by name; absent: found in the model.
@@ -139,7 +144,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: a reader finds the old one or the whole new one."""
-        files.write(path, join(self.lows, self.highs), self._metadata())
+        files.write(path, self.lows, self.highs, self._metadata())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -149,7 +154,7 @@ class Calibration:
             CalibrationError: no such file, cut short, another format, made for another version of the codec,
                 incomplete metadata.
         """
-        tensors, metadata = files.read(path, _FORMAT)
+        lows, highs, metadata = files.read(path, _FORMAT)
         version = metadata.get("codec_version")
         if version != str(FeatureInt4.payload_version):
             raise CalibrationError(
@@ -157,17 +162,12 @@ class Calibration:
                 f"{FeatureInt4.payload_version}: calibrate again"
             )
         try:
-            lows, highs = split(tensors)
             return cls(
-                lows=lows,
-                highs=highs,
-                count=int(metadata["count"]),
+                lows=lows, highs=highs, count=int(metadata["count"]),
                 features={name: tuple(k) for name, k in json.loads(metadata["features"]).items()},
-                model=metadata["model"],
-                world=int(metadata["world"]),
-                text=metadata["text"],
+                model=metadata["model"], world=int(metadata["world"]), text=metadata["text"],
                 settings=json.loads(metadata["settings"]),
-            )
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CalibrationError(
                 f"{path} is not as `lowbit calibrate` writes it: {type(error).__name__}: {error}"
@@ -185,10 +185,9 @@ class Calibration:
 def magnitudes_of(
     lows: Mapping[str, Tensor], highs: Mapping[str, Tensor], count: int, momentum: float
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the larger magnitude of minimum and maximum by layer, (world + 1, E), never zero; and what was zero.
+    """Correct moving averages for their start at zero; return magnitudes by layer, and names of zeros.
 
-    Args:
-        lows, highs, count, momentum: of the moving averages, not corrected for their start at zero.
+    A magnitude (world + 1, E) is the larger one of minimum and maximum; zeros get the smallest of their layer.
 
     Raises:
         ValueError: a layer whose values are all zero.
@@ -211,3 +210,54 @@ def magnitudes_of(
             magnitude = magnitude.masked_fill(empty, float(magnitude[~empty].min()))
         magnitudes[name] = magnitude
     return magnitudes, zeros
+
+
+def select(
+    ranges: Mapping[str, Tensor], totals: Mapping[str, Tensor], *, k: int | None = None, layout: str = "fixed"
+) -> Features:
+    """Return the features of each layer with the largest range over all ranks.
+
+    The range of a feature is aggregated as the sum of its squares over the ranks, because the expected squared error of
+    uniform 4-bit codes is range^2 / (7^2 12) on each rank, and the errors of the ranks are independent. (The paper,
+    arXiv 2411.07942, selects by "the largest aggregated range" without a formula.)
+
+    Args:
+        ranges: by layer, (ranks, E). totals: by layer, (E,), of the sum over the ranks.
+        k: features of each layer; None: E // 64.
+        layout: "fixed": k for each layer. "distributed": the same number in all, hence the same bits, but chosen over
+            all layers by the expected error that each takes away, relative to the layer's sum (the sum of `totals`
+            squared); at most E // 4 of a layer.
+
+    Raises:
+        ValueError: k is not smaller than the features of a layer.
+    """
+    check_choice("features", layout, LAYOUTS)
+    counts = {name: outlier_count(name, k, by_rank.shape[1]) for name, by_rank in ranges.items()}
+    gains = {name: by_rank.double().square().sum(0) for name, by_rank in ranges.items()}
+    if layout == "distributed":
+        relative = {name: gains[name] / totals[name].double().square().sum() for name in gains}
+        counts = _distribute(relative, sum(counts.values()))
+    return {
+        name: tuple(sorted(gain.argsort(descending=True, stable=True)[: counts[name]].tolist()))
+        for name, gain in gains.items()
+    }
+
+
+def outlier_count(name: str, k: int | None, width: int) -> int:
+    """Return k, or the default for a layer of this width; raise ValueError unless it is smaller than the width."""
+    if k is None:
+        return width // SHARE
+    check_int("k", k, 0, 1 << 30)
+    if k >= width:
+        raise ValueError(f"k is {k}; allowed: 0 to {width - 1}, fewer than the features of {name}")
+    return k
+
+
+def _distribute(gains: Mapping[str, Tensor], count: int) -> dict[str, int]:
+    """Return how many of the `count` largest gains each layer has."""
+    names = list(gains)
+    best = {name: gain.sort(descending=True).values[: max(1, len(gain) // _MOST)] for name, gain in gains.items()}
+    owners = torch.cat([torch.full((len(best[name]),), i) for i, name in enumerate(names)])
+    order = torch.cat([best[name] for name in names]).argsort(descending=True, stable=True)
+    taken = torch.bincount(owners[order[:count]], minlength=len(names))
+    return dict(zip(names, taken.tolist(), strict=True))

@@ -16,13 +16,12 @@ from lowbit.codecs.checks import check_fraction, check_int
 from lowbit.codecs.sums import Summable
 from lowbit.ranks.objects import gather_json
 
-THRESHOLD = 0.01
 _ROWS = 4  # of a sampled call
 _log = logging.getLogger("lowbit.tensor_parallel")
 
 
 class Writer(Protocol):
-    """What takes curves, such as `torch.utils.tensorboard.SummaryWriter`."""
+    """Takes curves, as `torch.utils.tensorboard.SummaryWriter` does."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one value."""
@@ -88,7 +87,7 @@ class Drift:
         every: calls of a layer between two samples.
     """
 
-    def __init__(self, *, threshold: float = THRESHOLD, every: int = 64) -> None:
+    def __init__(self, *, threshold: float = 0.01, every: int = 64) -> None:
         check_fraction("threshold", threshold)
         check_int("every", every, 1, 1 << 30)
         self.threshold, self.every = threshold, every
@@ -135,7 +134,7 @@ class Drift:
             counters.warned = False
 
     def report(self, group: dist.ProcessGroup | None = None) -> DriftReport:
-        """Return what was counted on this rank; with a group, on all its ranks, each of which must call this."""
+        """Return this rank's counts; with a group, those of all its ranks, each of which must call this."""
         for name, counters in self._layers.items():
             self._warn(name, counters)
         mine = {name: counters.read() for name, counters in self._layers.items()}
@@ -166,13 +165,9 @@ class Drift:
         values, totals, clipped, clipped_totals, error, power = (sum(numbers) for numbers in zip(*by_rank, strict=True))
         shares = (clipped / values if values else 0.0, clipped_totals / totals if totals else 0.0)
         return DriftRow(
-            layer=layer,
-            values=values,
-            clipped=shares[0],
-            clipped_total=shares[1],
-            error=(error / power) ** 0.5 if power else float("nan"),
-            drifted=max(shares) > self.threshold,
-        )
+            layer=layer, values=values, clipped=shares[0], clipped_total=shares[1],
+            error=(error / power) ** 0.5 if power else float("nan"), drifted=max(shares) > self.threshold,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

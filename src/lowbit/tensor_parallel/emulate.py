@@ -1,4 +1,4 @@
-"""A tensor-parallel model in one process: on CPU bit for bit what real ranks compute; to calibrate and to evaluate."""
+"""A tensor-parallel model in one process, on CPU bit for bit as on real ranks; to calibrate and to evaluate."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from lowbit.tensor_parallel.rowwise import Installed, LayerSum, Watch
 
 
 class Emulation(Installed):
-    """A model whose forward passes compute what `ranks` tensor-parallel ranks would, until `remove`.
-
-    A context manager.
+    """A model that computes as on `ranks` tensor-parallel ranks until `remove`. A context manager.
 
     Attributes:
-        ranks: emulated ones. traffic: what each of them would have sent and received so far.
+        ranks: emulated ones. traffic: values and bytes that each of them would have sent so far.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -43,7 +41,7 @@ def emulate_tensor_parallel_(
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Emulation:
-    """Make a whole model compute, in place and in this process, what it would on so many tensor-parallel ranks.
+    """Make a whole model compute, in place and in this process, as on `ranks` tensor-parallel ranks.
 
     Every matrix product has the shape that it has on a rank (column-wise weights are cut by outputs, row-wise ones by
     inputs), activations between them are computed shard by shard, and partial sums are coded and added up in the order
@@ -60,7 +58,7 @@ def emulate_tensor_parallel_(
             all-reduce does the same for two ranks, and rounds after every addition for more.)
         settings: how partial sums are added up; default `SumSettings()`.
         plan: overrides the model's own.
-        watch: called with all partial sums and their sum. drift: watches what is coded, on all ranks.
+        watch: called with all partial sums and their sum. drift: watches coded values, on all ranks.
 
     Returns:
         An `Emulation`, whose `remove()` undoes it.

@@ -1,4 +1,4 @@
-"""Calibration files: one safetensors file, replaced atomically, and read completely or refused with the reason."""
+"""Calibration files: minima and maxima by layer in one safetensors file, replaced atomically, read whole or refused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ class CalibrationError(ValueError):
     """A calibration cannot be used: it is missing, cut short, or made for something else."""
 
 
-def write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file beside the target, then rename it: a reader finds the old file or the new one."""
+def join(lows: Mapping[str, Tensor], highs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file: "layer.low" and "layer.high"."""
+    return {f"{name}.low": t for name, t in lows.items()} | {f"{name}.high": t for name, t in highs.items()}
+
+
+def write(
+    path: str | Path, lows: Mapping[str, Tensor], highs: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a file beside the target, then rename it: a reader finds the old file or the new one."""
     from safetensors.torch import save
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = save({name: t.contiguous() for name, t in tensors.items()}, dict(metadata))
+    data = save({name: t.contiguous() for name, t in join(lows, highs).items()}, dict(metadata))
     handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -35,8 +42,8 @@ def write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str
         raise
 
 
-def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors and metadata of a file whose metadata's `format` is `kind`.
+def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    """Return minima, maxima and metadata of a file whose metadata's `format` is `kind`.
 
     Raises:
         CalibrationError: no such file, not a safetensors file, cut short, or of another format.
@@ -58,4 +65,8 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]
     metadata = header.get("__metadata__") or {}
     if metadata.get("format") != kind:
         raise CalibrationError(f"{path} has the format {metadata.get('format')!r}; expected {kind!r}")
-    return tensors, metadata
+    lows, highs = (
+        {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+        for end in (".low", ".high")
+    )
+    return lows, highs, metadata

@@ -46,8 +46,9 @@ def identity(model: nn.Module, layers: Mapping[str, nn.Linear]) -> str:
     Args:
         model: a module; its config counts if it has one. layers: its row-wise layers by name.
     """
-    description = _describe(model)
-    digest = hashlib.sha256(json.dumps([description, _formulas(model), sorted(layers)]).encode())
+    description, config = _describe(model), text_config(model)
+    formulas = json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
+    digest = hashlib.sha256(json.dumps([description, formulas, sorted(layers)]).encode())
     shapes = {name: tuple(p.shape) for name, p in _parameters(model)}
     for name, checksums in sorted(_gathered(_checksums(model), layers).items()):
         digest.update(f"/{name}/{shapes.get(name)}/{checksums}".encode())
@@ -62,11 +63,6 @@ def _describe(model: nn.Module) -> str:
     sizes = {key: getattr(config, key, None) for key in _SIZES}
     kind = str(sizes.pop("model_type") or type(model).__name__)
     return ", ".join([kind, *(f"{key} {n}" for key, n in sizes.items() if n is not None)])
-
-
-def _formulas(model: nn.Module) -> str:
-    config = text_config(model)
-    return json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
 
 
 def _parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -91,7 +87,7 @@ def _checksums(model: nn.Module) -> Sums:
 
 
 def _part(parameter: Tensor) -> tuple[Tensor, list[int]]:
-    """Return what this rank holds of a parameter, and its first row and column in the whole."""
+    """Return this rank's part of a parameter, and its first row and column in the whole."""
     starts = [0, 0]
     if not isinstance(parameter, DTensor):
         return parameter, starts

@@ -36,13 +36,9 @@ class Observer:
         self._seen: dict[str, dict[int, tuple[Tensor, Tensor]]] = {name: {} for name in widths}
 
     def see(self, layer: str, rank: int, x: Tensor) -> None:
-        """Note the extremes of a tensor, (batch, sequence, E) or (sequence, E).
+        """Note the extremes of a rank's partial sums, (batch, sequence, E) or (sequence, E); ValueError for NaN or Inf.
 
-        Args:
-            layer: its name. rank: whose partial sums these are; `ranks` for their sum.
-
-        Raises:
-            ValueError: NaN or infinity.
+        `rank` is `ranks` for their sum.
         """
         x = x.detach().reshape(-1, *x.shape[-2:])
         low, high = x.amin(1).float().cpu(), x.amax(1).float().cpu()
@@ -56,13 +52,8 @@ class Observer:
         self._seen[layer][rank] = (low, high)
 
     def commit(self) -> None:
-        """Average what one forward pass showed, sequence by sequence.
-
-        Raises:
-            ValueError: a layer that the forward pass did not use.
-        """
-        missing = [name for name, seen in self._seen.items() if self.ranks not in seen]
-        if missing:
+        """Add the extremes of one forward pass, which must have used all layers, to the averages."""
+        if missing := [name for name, seen in self._seen.items() if self.ranks not in seen]:
             raise ValueError(f"a forward pass did not use {', '.join(missing)}; allowed: layers that every pass uses")
         batch = 0
         for name, seen in self._seen.items():
@@ -101,8 +92,7 @@ class Observer:
 
     def save(self, path: str | Path, facts: Mapping[str, str]) -> None:
         """Write the averages atomically, with facts about the calibration."""
-        metadata = {"format": _FORMAT, "count": str(self.count), **facts}
-        files.write(path, join(self.lows, self.highs), metadata)
+        files.write(path, self.lows, self.highs, {"format": _FORMAT, "count": str(self.count), **facts})
 
     def load(self, path: str | Path, facts: Mapping[str, str]) -> None:
         """Resume from a file that `save` wrote; if there is none, do nothing.
@@ -112,24 +102,10 @@ class Observer:
         """
         if not Path(path).exists():
             return
-        tensors, metadata = files.read(path, _FORMAT)
+        lows, highs, metadata = files.read(path, _FORMAT)
         for key, value in facts.items():
             if metadata.get(key) != value:
                 raise files.CalibrationError(
                     f"{path} is the state of a calibration with {key} {metadata.get(key)!r}; this one has {value!r}"
                 )
-        self.resume(*split(tensors), int(metadata["count"]))
-
-
-def join(lows: Mapping[str, Tensor], highs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put both into one dictionary, for a file."""
-    return {f"{name}.low": t for name, t in lows.items()} | {f"{name}.high": t for name, t in highs.items()}
-
-
-def split(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Undo `join`."""
-    lows, highs = (
-        {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-        for end in (".low", ".high")
-    )
-    return lows, highs
+        self.resume(lows, highs, int(metadata["count"]))

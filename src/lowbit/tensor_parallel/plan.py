@@ -64,10 +64,7 @@ def is_row(style: str) -> bool:
 def rowwise_layers(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linear]:
     """Return the layers whose outputs are partial sums, to be added up over the ranks, by module name.
 
-    In a model that is tensor parallel already they are found by their weights, else by the plan.
-
-    Raises:
-        ValueError: as `plan_of`.
+    In a model that is tensor parallel already they are found by their weights, else by the plan (`plan_of`).
     """
     if sharded := sharded_rowwise_layers(model):
         return sharded
@@ -96,11 +93,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def check_heads(model: nn.Module, ranks: int) -> None:
-    """Raise unless the heads of queries and of keys can be divided evenly among the ranks.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raise ValueError unless the heads of queries and of keys can be divided evenly among the ranks."""
     config = text_config(model)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)

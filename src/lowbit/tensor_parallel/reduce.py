@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_choice, check_int
-from lowbit.codecs.sums import Summable
 from lowbit.collectives import all_reduce
 from lowbit.collectives.algorithms import choose
 from lowbit.collectives.checks import check_summable
@@ -53,11 +53,11 @@ class SumSettings:
             raise ValueError(f"timeout is {self.timeout}; allowed: a number of seconds above 0")
 
     def codes(self, numel: int) -> bool:
-        """Whether a sum of so many elements is coded."""
+        """Whether a sum of `numel` elements is coded."""
         return numel >= max(1, self.small)
 
     def algorithm_for(self, ranks: int, nbytes: int) -> Algorithm:
-        """Return the algorithm for so many ranks and a payload of so many bytes."""
+        """Return the algorithm for this number of ranks and size of a payload."""
         return choose(ranks, nbytes) if self.algorithm == "auto" else self.algorithm
 
     def coded_totals(self, numel: int, ranks: int, codec: Codec) -> int:
@@ -99,7 +99,7 @@ class Traffic:
         return 8 * (self.coded_bytes + self.plain_bytes) / values if values else float("nan")
 
     def take(self, partial: Tensor, ranks: int, codec: Codec | None, settings: SumSettings) -> bool:
-        """Count a sum of such partial sums over so many ranks; return whether it is coded."""
+        """Count one sum over `ranks` ranks; return whether it is coded."""
         numel = partial.numel()
         if ranks == 1 or not numel:
             return False
@@ -147,7 +147,7 @@ def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGrou
 
 
 def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: SumSettings) -> Tensor:
-    """Return what `sum_over_ranks` would return to each of the ranks with these partial sums."""
+    """Return the result of `sum_over_ranks` on ranks with these partial sums."""
     ranks, first = len(partials), partials[0]
     if ranks == 1 or not first.numel():
         return first
@@ -156,21 +156,17 @@ def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: Su
     codec = check_summable(codec)
     flats = [partial.reshape(-1) for partial in partials]
     out = torch.empty_like(flats[0])
-    if settings.algorithm_for(ranks, codec.nbytes(flats[0].shape)) == "one_shot":
-        shards = Shards(numel=out.numel(), ranks=1, chunk=CHUNK, grain=codec.grain)
-        for k in range(shards.chunks):
-            piece = shards.piece(0, k)
-            _add_up(flats, piece, codec, out[piece])
-        return out.view(first.shape)
-    shards = Shards(numel=out.numel(), ranks=ranks, chunk=CHUNK, grain=codec.grain)
-    for owner in range(ranks):
-        for k in range(shards.chunks):
-            piece = shards.piece(owner, k)
-            if piece.stop > piece.start:
-                total = torch.empty(shards.size(owner, k), device=out.device)
-                _add_up(flats, piece, codec, total)
-                whole = codec.whole()
-                whole.decode(whole.encode(total), shape=total.shape, out=out[piece])
+    two_shot = settings.algorithm_for(ranks, codec.nbytes(flats[0].shape)) == "two_shot"
+    shards = Shards(numel=out.numel(), ranks=ranks if two_shot else 1, chunk=CHUNK, grain=codec.grain)
+    for owner, chunk in itertools.product(range(shards.ranks), range(shards.chunks)):
+        piece = shards.piece(owner, chunk)
+        if piece.start == piece.stop:
+            continue
+        total = torch.empty(shards.size(owner, chunk), device=out.device) if two_shot else out[piece]
+        codec.sum([codec.part(rank).encode(flat[piece]) for rank, flat in enumerate(flats)], out=total)
+        if two_shot:
+            whole = codec.whole()
+            whole.decode(whole.encode(total), shape=total.shape, out=out[piece])
     return out.view(first.shape)
 
 
@@ -182,36 +178,24 @@ def plain_sum(partials: Sequence[Tensor]) -> Tensor:
     return total.to(partials[0].dtype)
 
 
-def _add_up(flats: Sequence[Tensor], piece: slice, codec: Summable, out: Tensor) -> None:
-    """Write the sum of a piece of all ranks' partial sums, each encoded and decoded."""
-    payloads = [codec.part(rank).encode(flat[piece]) for rank, flat in enumerate(flats)]
-    codec.sum(payloads, out=out)
-
-
 def check_codec(name: str, codec: object, width: int | None = None, ranks: int | None = None) -> None:
-    """Raise unless a codec can add up partial sums of so many features and ranks.
+    """Raise unless a codec can add up partial sums of `width` features from `ranks` ranks.
 
     Raises:
         TypeError: not a codec, or one whose payloads cannot be summed.
         ValueError: a `FeatureInt4` for another number of features or ranks.
     """
     codec = check_summable(codec)
-    if codec.ranks is None:
-        return
-    made_for = codec.ranks, codec.grain
-    if (ranks or codec.ranks, width or codec.grain) != made_for:
+    ranks, width = ranks or codec.ranks, width or codec.grain
+    if codec.ranks is not None and (ranks, width) != (codec.ranks, codec.grain):
         raise ValueError(
-            f"codec is for {codec.ranks} ranks and {codec.grain} features; {name} has {ranks or codec.ranks} ranks and "
-            f"{width or codec.grain} features"
+            f"codec is for {codec.ranks} ranks and {codec.grain} features; {name} has {ranks} ranks and "
+            f"{width} features"
         )
 
 
 def check_inference(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise if autograd would expect a gradient: low-bit sums have none.
-
-    Raises:
-        RuntimeError: gradients are on, and the input or the weight asks for one.
-    """
+    """Raise RuntimeError if autograd expects a gradient of the input or the weight: low-bit sums have none."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         raise RuntimeError(
             f"{name} sums in few bits, for inference only, and gradients are on; allowed: calls under "

@@ -52,9 +52,8 @@ class Installed:
         """Give all modules their own forward back."""
         while self._before:
             module, before = self._before.pop()
-            if before is None:
-                module.__dict__.pop("forward", None)
-            else:
+            module.__dict__.pop("forward", None)
+            if before is not None:
                 module.__dict__["forward"] = before
 
     def __enter__(self) -> Self:
@@ -66,13 +65,13 @@ class Installed:
 
 @dataclass(kw_only=True)
 class LayerSum:
-    """Adds up the partial sums of one row-wise layer; counts them and shows them to who watches.
+    """Adds up the partial sums of one row-wise layer; counts them and shows them to `watch` and `drift`.
 
     Args:
         name: of the layer, in reports and errors. layer: the layer.
         codec: format of the partial sums; None: the model's dtype.
         ranks: how many add up. group: the ranks; None: this process emulates all of them.
-        traffic: counts. watch: sees partial sums and their sum. drift: watches what is coded.
+        traffic: counts. watch: sees partial sums and their sum. drift: watches coded values.
 
     Raises:
         TypeError, ValueError: a codec that does not fit the layer or the number of ranks.
@@ -126,12 +125,9 @@ def install(
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Installed:
-    """Let row-wise layers on real ranks add up their partial sums in these formats.
+    """Let row-wise layers with `DTensor` weights add up their partial sums in these formats.
 
-    Args:
-        layers: by name, with `DTensor` weights cut by inputs.
-        codecs: by the same names; the sums of layers without one stay in the model's dtype.
-        watch, drift: as for `LayerSum`.
+    `codecs` has formats by name of the layer; the sums of layers without one stay in the model's dtype.
     """
     installed = Installed()
     ranks = dist.get_world_size(group)
@@ -234,7 +230,12 @@ class LowBitRowwiseParallel(RowwiseParallel):
         group = device_mesh.get_group()
         check_codec(self.name, self.codec, module.out_features, device_mesh.size())
         if not self.agreed:
-            agree_on(group, self.codec, self.settings)
+            facts = {
+                "codec": f"{type(self.codec).__name__} [{self.codec.fingerprint()}]",
+                "codec version": str(self.codec.payload_version),
+                "settings": str(self.settings),
+            }
+            agree(group, facts, self.settings.timeout, topic="tensor parallel")
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
         layer_sum = LayerSum(
@@ -251,13 +252,3 @@ class LowBitRowwiseParallel(RowwiseParallel):
 
         module.__dict__["forward"] = wrapped
         return module
-
-
-def agree_on(group: dist.ProcessGroup, codec: Codec, settings: SumSettings) -> None:
-    """Raise on all ranks unless all of them have the same codec and settings."""
-    facts = {
-        "codec": f"{type(codec).__name__} [{codec.fingerprint()}]",
-        "codec version": str(codec.payload_version),
-        "settings": str(settings),
-    }
-    agree(group, facts, settings.timeout, topic="tensor parallel")
