@@ -245,8 +245,8 @@ REFUSED = [
 def test_bad_input_is_one_line(command: str, line: str, folder: Path, calibrated: Path, tmp_path: Path):
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    given = {"model": folder, "text": folder / "text.txt", "short": short}
-    result = invoke(*command.format(calibration=calibrated, **given).split())
+    values = {"model": folder, "text": folder / "text.txt", "short": short}
+    result = invoke(*command.format(calibration=calibrated, **values).split())
     assert result.exit_code == 2, result.output
     assert line in result.stderr
     assert result.stderr.count("error:") == 1

@@ -60,7 +60,7 @@ def test_a_batch_that_is_not_remembered_ends_the_comparison(monkeypatch: pytest.
     monkeypatch.setattr(score, "REMEMBERED", 4 * 16 * 8 * 4)  # one batch of three windows, or the last window of four
     text, reference = some_text(8), Reference()
     perplexity(Bigram(), text, batch=3, reference=reference)
-    assert [len(kept) for kept in reference.kept] == [3]
+    assert [len(logits) for logits in reference.batches] == [3]
     assert perplexity(Bigram(), text, batch=3, reference=reference).logits_error == 0
 
 

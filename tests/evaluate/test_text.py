@@ -63,9 +63,9 @@ def test_text_shorter_than_a_sequence_is_refused():
 
 def test_the_end_of_the_library_is_held_out():
     settings = EvaluationConfig(model="m", tokenizer="bytes", max_bytes=10**9)
-    kept, held_out = (text.read(settings, held_out=held_out)[0].tokens for held_out in (False, True))
-    assert len(held_out) / (len(kept) + len(held_out)) == pytest.approx(0.05, abs=1e-4)
-    assert kept[-1000:].tobytes() not in held_out.tobytes()
+    rest, held_out = (text.read(settings, held_out=held_out)[0].tokens for held_out in (False, True))
+    assert len(held_out) / (len(rest) + len(held_out)) == pytest.approx(0.05, abs=1e-4)
+    assert rest[-1000:].tobytes() not in held_out.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
     emulation. An interrupted run goes on from the state beside its output, with the same outcome.
 
     Returns:
-        A row for each layer, with `layer`, `features` (chosen), `k`, `width`, `bits_per_value`, `range_median`,
-        `range_largest` (of the ranks' root mean square by feature) and `aggregated` (those of all features).
+        A row for each layer, with `layer`, `features` (chosen), `k` (their number), `width`, `bits_per_value`,
+        `aggregated` (root mean square of the ranks' ranges, by feature), and of that `range_median` and
+        `range_largest`.
 
     Raises:
         ConfigError: a model, text or output that cannot be used.
@@ -55,11 +56,7 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
 
 
 def read(settings: CalibrationConfig) -> text.Sequences:
-    """Read the text that sequences are drawn from.
-
-    Raises:
-        ConfigError: it is missing or shorter than one sequence.
-    """
+    """Read the text that sequences are drawn from; ConfigError if it is missing or shorter than one sequence."""
     sequences, _ = text.read(settings)
     sequences.draw(1, settings.seed)
     return sequences
@@ -73,11 +70,9 @@ def make(
     start: Calibration | None = None,
     keep_state: bool = True,
 ) -> Calibration:
-    """Calibrate a loaded model, with a progress bar on the first rank.
+    """Calibrate a loaded model, whole or on real ranks, with a progress bar on the first rank.
 
-    Args:
-        model: whole, or on real ranks. start: go on from this one.
-        keep_state: save the state beside the output now and then, and go on from it.
+    `keep_state`: save the state beside the output now and then, and go on from it.
     """
     drawn = sequences.draw(settings.sequences, settings.seed)
     if world()[0] == 0:
@@ -120,11 +115,7 @@ def _row(calibration: Calibration, layer: str) -> dict[str, Any]:
 
 
 def _check_output(path: Path) -> None:
-    """Raise, on all ranks of a job alike, unless the first one can write there.
-
-    Raises:
-        ConfigError: it cannot; on a job's ranks AgreementError.
-    """
+    """Raise ConfigError unless the first rank can write there; on the ranks of a job AgreementError, alike on all."""
     rank, ranks = world()
     problem = ""
     if rank == 0:
@@ -139,7 +130,7 @@ def _check_output(path: Path) -> None:
 
 
 def _state_file(settings: CalibrationConfig, description: str, start: Calibration | None) -> Path:
-    """Return the file for the state of a run; runs with other options or text have others."""
+    """Return the file for the state of a run; other options or text give another name."""
     before = start.fingerprint() if start else ""
     key = f"{settings.model}/{settings.ranks}/{settings.dtype}/{settings.momentum}/{description}/{before}"
     name = hashlib.sha256(key.encode()).hexdigest()[:8]

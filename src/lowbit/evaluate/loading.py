@@ -1,4 +1,4 @@
-"""What both commands load: local Hugging Face checkpoints, whole or cut over the ranks of a job, and calibrations."""
+"""Load local Hugging Face checkpoints, whole or cut over the ranks of a job, and calibrations, for both commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prepare(settings: InferenceConfig) -> torch.device:
 
 @contextlib.contextmanager
 def job(device: torch.device) -> Iterator[None]:
-    """Be a rank of the job for this block, if there is one."""
+    """Join the process group of the job for this block, if there is a job."""
     if world()[1] == 1:
         yield
         return
@@ -112,28 +112,20 @@ def model_config(folder: str) -> PreTrainedConfig:
 
 
 def possible_ranks(folder: str, most: int = 128) -> list[int]:
-    """Return the numbers of ranks among which the model's heads can be divided evenly."""
+    """Return the numbers of ranks that can share the model's heads evenly."""
     config = model_config(folder)
     heads = [getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")]
     return [n for n in range(1, most + 1) if all(h % n == 0 for h in heads if h)]
 
 
 def check_ranks(key: str, ranks: int, folder: str) -> None:
-    """Raise unless the model's heads can be divided evenly among so many ranks.
-
-    Raises:
-        ConfigError: they cannot; it names the setting `key`.
-    """
+    """Raise ConfigError, which names the setting `key`, unless so many ranks can share the model's heads evenly."""
     if ranks not in (possible := possible_ranks(folder)):
         raise ConfigError(f"{key} is {ranks}; allowed: what divides the model's heads, {', '.join(map(str, possible))}")
 
 
 def load_calibrations(files: tuple[str, ...]) -> dict[int, Calibration]:
-    """Load calibrations, and return them by their number of ranks.
-
-    Raises:
-        ConfigError: two for the same number. CalibrationError, AgreementError: as `load_calibration`.
-    """
+    """Load calibrations, at most one for each number of ranks, and return them by that (`load_calibration`)."""
     calibrations: dict[int, Calibration] = {}
     for calibration in map(load_calibration, files):
         if calibration.world in calibrations:
@@ -148,7 +140,7 @@ def load_calibration(path: str | Path) -> Calibration:
     """Load a calibration; on the ranks of a job the same on all of them, or the same error.
 
     Raises:
-        CalibrationError: it cannot be read. AgreementError: or not on all ranks, or not the same.
+        CalibrationError: it cannot be read. AgreementError: ranks cannot read it, or read different ones.
     """
     if world()[1] == 1:
         return Calibration.load(path)
@@ -158,7 +150,7 @@ def load_calibration(path: str | Path) -> Calibration:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a bar on the terminal of the first rank; yield a function that takes the number that is done."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -166,5 +158,5 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     hidden = os.environ.get("RANK", "0") != "0"
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -65,7 +65,7 @@ def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """One row to measure."""
+    """A row to measure."""
 
     format: str
     tp: int
@@ -74,7 +74,7 @@ class _Case:
 
 
 class Evaluation:
-    """The evaluation of one model."""
+    """The formats and numbers of ranks to measure on one model and text."""
 
     def __init__(self, settings: EvaluationConfig) -> None:
         self.settings = settings
@@ -112,7 +112,7 @@ class Evaluation:
         return tps or tuple(n for n in (1, 2, 4, 8) if n in loading.possible_ranks(folder))
 
     def _facts(self) -> dict[str, str]:
-        """Return what must be the same on all ranks."""
+        """Return facts that must be the same on all ranks."""
         local = ("model", "text", "calibration_text", "task_folder", "tokenizer", "calibrations")
         values = dataclasses.asdict(self.settings)
         facts = {key: str(value) for key, value in values.items() if key not in local}
@@ -131,11 +131,17 @@ class Evaluation:
                     continue
                 if calibration is None:
                     calibration = self._calibration(model, tp, calibrations)
-                    warned = warned or self._warn_of_same_text(calibration.text)
+                    same_text = f"tokens {self.sequences.fingerprint()}" in calibration.text
+                    if same_text and not warned and self.rank == 0:
+                        log.warning(
+                            "text is %s, and the calibration was made from the same: results for other text may be "
+                            "worse", self.sequences.source,
+                        )  # fmt: skip
+                    warned = warned or same_text
                 yield _Case(format=name, tp=tp, low_bit=_with_features(calibration, name), source=calibration.text)
 
     def _calibration(self, model: PreTrainedModel, tp: int, calibrations: Mapping[int, Calibration]) -> Calibration:
-        """Return a calibration for so many ranks: one that was named, the one in the model's folder, or a new one."""
+        """Return a calibration for `tp` ranks: one that was named, the one in the model's folder, or a new one."""
         settings = self.settings
         if tp in calibrations:
             return calibrations[tp]
@@ -148,26 +154,15 @@ class Evaluation:
         if not settings.calibration_text and self._all_have(beside):
             return loading.load_calibration(beside)
         wanted = CalibrationConfig(
-            ranks=tp,
-            text=settings.calibration_text,
-            sequences=settings.calibration_sequences,
+            ranks=tp, text=settings.calibration_text, sequences=settings.calibration_sequences,
             **{name: getattr(settings, name) for name in ("model", "length", "tokenizer", "seed", "max_bytes")},
-        )
+        )  # fmt: skip
         if self.rank == 0:
             log.warning(
                 "no calibration for %d ranks is given: making one from %s (lowbit calibrate keeps it)",
                 tp, ", ".join(wanted.text) or text.LIBRARY,
             )  # fmt: skip
         return calibrate.make(model, calibrate.read(wanted), wanted, keep_state=False)
-
-    def _warn_of_same_text(self, source: str) -> bool:
-        same = f"tokens {self.sequences.fingerprint()}" in source
-        if same and self.rank == 0:
-            log.warning(
-                "text is %s, and the calibration was made from the same: results for other text may be worse",
-                self.sequences.source,
-            )
-        return same
 
     def _all_have(self, path: Path) -> bool:
         """Whether the file exists, decided alike on all ranks."""
@@ -183,7 +178,7 @@ class Evaluation:
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         settings, errors = self.settings, SumErrors()
-        # clipped values are a column here, not a warning; one sample of the error, which nobody reads
+        # Clipped values are a column here, not a warning; the sampled error is not shown.
         drift = Drift(threshold=1.0, every=1 << 30) if isinstance(case.low_bit, Calibration) else None
         windows = len(self.sequences.spread(settings.sequences))
         with (
@@ -239,11 +234,7 @@ class Evaluation:
 
 
 def _check_format(name: str) -> None:
-    """Raise unless it is the name of a format.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise ConfigError unless this is the name of a format."""
     if name not in CALIBRATED:
         try:
             parse(name)

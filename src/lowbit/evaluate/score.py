@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowbit.evaluate.text import Sequences
+from lowbit.tensor_parallel.reduce import plain_sum
 
 REMEMBERED = 2**28
 """Bytes of logits that a `Reference` keeps."""
@@ -46,19 +47,19 @@ class Reference:
     """Logits of the first batches, to compare those of other formats with.
 
     Attributes:
-        kept: float32 on the CPU, batch by batch, up to `REMEMBERED` bytes, but one at least.
-        full: a batch did not fit; later ones are not kept either, so that the kept ones are the first.
+        batches: float32 on the CPU, up to `REMEMBERED` bytes, but one at least.
+        full: a batch did not fit; later ones are left out, too, so that these are the first.
     """
 
-    kept: list[Tensor] = field(default_factory=list)
+    batches: list[Tensor] = field(default_factory=list)
     full: bool = False
 
     def remember(self, logits: Tensor) -> None:
         """Keep this batch's logits if there is room."""
-        size = sum(t.numel() for t in self.kept) * 4
-        self.full = self.full or (bool(self.kept) and size + logits.numel() * 4 > REMEMBERED)
+        size = 4 * sum(t.numel() for t in [*self.batches, logits])
+        self.full = self.full or (bool(self.batches) and size > REMEMBERED)
         if not self.full:
-            self.kept.append(logits.detach().float().cpu())
+            self.batches.append(logits.detach().float().cpu())
 
 
 @torch.no_grad()
@@ -87,8 +88,8 @@ def perplexity(
     indices = sequences.spread(count)
     if not indices:
         raise ValueError(f"{sequences.source} has no tokens to predict; allowed: at least one")
-    remembers = reference is not None and not reference.kept
-    compared = iter(reference.kept if reference is not None and not remembers else ())
+    remembers = reference is not None and not reference.batches
+    compared = iter(reference.batches if reference is not None and not remembers else ())
     options: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
     total, tokens, windows, digest = 0.0, 0, 0, ""
     error, power = 0.0, 0.0
@@ -126,9 +127,7 @@ class SumErrors:
         self._squares: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
-        exact = partials[0].float()
-        for partial in partials[1:]:
-            exact = exact + partial
+        exact = plain_sum([partial.float() for partial in partials])
         error = (total.float() - exact).square().sum(dtype=torch.float64)
         power = exact.square().sum(dtype=torch.float64)
         before = self._squares.get(layer)

@@ -22,7 +22,7 @@ def default_calibration(model: str, ranks: int) -> Path:
 
 @section()
 class InferenceConfig:
-    """What a calibration and an evaluation have in common: a model, a text, and how to compute."""
+    """Settings common to calibration and evaluation: a model, a text, and how to compute."""
 
     model: str
     """Local folder with a Hugging Face checkpoint."""

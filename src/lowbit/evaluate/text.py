@@ -136,7 +136,7 @@ def _begin(tokenizer: Tokenizer) -> int | None:
 
 
 def _share(documents: list[bytes], share: float, held_out: bool) -> Iterator[bytes]:
-    """Yield the last share of the bytes of all documents, or what comes before it."""
+    """Yield the last share of the bytes of all documents, or the bytes before it."""
     split = corpus.held_out_start(sum(map(len, documents)), share)
     for document in documents:
         inside = min(max(split, 0), len(document))
