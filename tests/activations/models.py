@@ -72,16 +72,16 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Of all parameters; the model is left without."""
     loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
-def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def distance(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Relative error of all gradients together."""
-    assert found.keys() == wanted.keys()
-    error = sum((found[n] - wanted[n]).float().square().sum() for n in wanted)
-    return float((error / sum(wanted[n].float().square().sum() for n in wanted)) ** 0.5)
+    assert grads.keys() == expected.keys()
+    error = sum((grads[n] - expected[n]).float().square().sum() for n in expected)
+    return float((error / sum(expected[n].float().square().sum() for n in expected)) ** 0.5)
 
 
 @contextlib.contextmanager
@@ -89,17 +89,17 @@ def saved_bytes(model: nn.Module) -> Iterator[Counter[torch.dtype]]:
     """Bytes that autograd saves in the block by dtype, each storage once, parameters left out."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     seen: dict[int, Any] = {}
-    found: Counter[torch.dtype] = Counter()
+    saved: Counter[torch.dtype] = Counter()
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in own and storage._cdata not in seen:
             seen[storage._cdata] = storage
-            found[x.dtype] += storage.nbytes()
+            saved[x.dtype] += storage.nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        yield found
+        yield saved
 
 
 class Calls(TorchDispatchMode):

@@ -126,8 +126,8 @@ def steps(layers: int, autocast: bool) -> dict[str, Operation]:
 
 def report(title: str, operations: Mapping[str, Operation], elements: int, device: str) -> None:
     with torch.no_grad():
-        found = in_turn(operations, rounds=ROUNDS, buffers=BUFFERS, device=device)
-    for name, seconds in found.items():
+        times = in_turn(operations, rounds=ROUNDS, buffers=BUFFERS, device=device)
+    for name, seconds in times.items():
         print(f"{title} {name:28s} {statistics.median(seconds) / elements * 1e9:8.4f} ns")
 
 
@@ -143,9 +143,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.step:
-        found = in_turn(steps(given.step, given.autocast), rounds=given.rounds, buffers=1)
-        for name, seconds in found.items():
-            ratio = statistics.median(a / b for a, b in zip(seconds, found["plain"], strict=True))
+        times = in_turn(steps(given.step, given.autocast), rounds=given.rounds, buffers=1)
+        for name, seconds in times.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, times["plain"], strict=True))
             print(f"step {name:28s} {statistics.median(seconds):8.3f} s, {ratio:.3f}x")
         return
     cases = {"gemm": (gemms, 1408)} if given.gemm else {"norm": (norms, 1024), "gated": (gates, 1408)}

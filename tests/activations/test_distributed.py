@@ -39,11 +39,11 @@ def mean_of_both() -> list[Tensor]:
 
 
 def data_parallel() -> None:
-    wanted = mean_of_both()
+    expected = mean_of_both()
     model = nn.Sequential(*toy.blocks(2, Compressed))
     wrapped = DistributedDataParallel(model)
     wrapped(batch(dist.get_rank())).square().mean().backward()
-    for p, grad in zip(model.parameters(), wanted, strict=True):
+    for p, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, grad)
 
     sharded = nn.Sequential(*toy.blocks(2, Compressed))
@@ -54,7 +54,7 @@ def data_parallel() -> None:
         loss = sharded(batch(dist.get_rank())).square().mean()
     assert calls.count == {"norm_encode": 2, "gated_encode": 2}
     loss.backward()
-    for p, grad in zip(sharded.parameters(), wanted, strict=True):
+    for p, grad in zip(sharded.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), grad)  # pyright: ignore
 
 
@@ -91,10 +91,10 @@ def pipelines() -> None:
             y = nn.Sequential(*stages)(piece)
             (toy.loss_of(y, goal) / toy.MICRO_BATCHES).backward()
         held = toy.held(schedule, dist.get_rank(), 2)
-        wanted = [p.grad for i in held for p in stages[i].parameters()]
-        found = run.train(0)
-        assert len(found) == len(wanted)
-        for grad, other in zip(found, wanted, strict=True):
+        expected = [p.grad for i in held for p in stages[i].parameters()]
+        gradients = run.train(0)
+        assert len(gradients) == len(expected)
+        for grad, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(grad, other)
 
 

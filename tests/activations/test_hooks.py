@@ -41,9 +41,9 @@ def test_each_storage_is_coded_once_however_it_is_looked_at():
         y = h @ weights[0] + h.transpose(0, 1).transpose(0, 1) @ weights[1] + h.view(-1, WIDE).view_as(h) @ weights[2]
     assert calls.count["group_int_encode"] == 1
     y.sum().backward()
-    wanted = x.detach().view(-1, WIDE).t().sum(1, keepdim=True).expand(WIDE, WIDE)
+    expected = x.detach().view(-1, WIDE).t().sum(1, keepdim=True).expand(WIDE, WIDE)
     for w in weights:
-        torch.testing.assert_close(w.grad, wanted, rtol=0.02, atol=0.2)
+        torch.testing.assert_close(w.grad, expected, rtol=0.02, atol=0.2)
 
 
 def test_a_change_in_place_is_coded_anew():
@@ -54,8 +54,8 @@ def test_a_change_in_place_is_coded_anew():
         h += 100
         (first + h @ w).sum().backward()
     assert w.grad is not None
-    wanted = 2 * inputs().detach().sum((0, 1)) + 32 * 100
-    torch.testing.assert_close(w.grad[:, 0], wanted, rtol=1e-3, atol=5.0)
+    expected = 2 * inputs().detach().sum((0, 1)) + 32 * 100
+    torch.testing.assert_close(w.grad[:, 0], expected, rtol=1e-3, atol=5.0)
 
 
 def test_what_stays_as_it_is():
@@ -72,12 +72,12 @@ def test_what_stays_as_it_is():
 @pytest.mark.parametrize(("attention", "coded"), [(16, 0), (8, 4)])
 def test_attention_stays_as_it_is_unless_told(attention: int, coded: int):
     x, x_ = inputs(), inputs()
-    wanted = attend(x_) @ torch.eye(WIDE, requires_grad=True)
+    expected = attend(x_) @ torch.eye(WIDE, requires_grad=True)
     with low_bit_saved(LayerAware(bits=4, attention=attention)), Calls() as calls:
         y = attend(x) @ torch.eye(WIDE, requires_grad=True)
     assert calls.count["group_int_encode"] == coded  # q, k, v and the output, which the product saves, too
     y.square().sum().backward()
-    wanted.square().sum().backward()
+    expected.square().sum().backward()
     assert x.grad is not None
     assert x.grad.equal(x_.grad) == (attention == 16)
     torch.testing.assert_close(x.grad, x_.grad, rtol=0.2, atol=0.2)
@@ -85,11 +85,11 @@ def test_attention_stays_as_it_is_unless_told(attention: int, coded: int):
 
 def test_a_whole_model():
     model, ids = hugging_face("qwen2"), tokens()
-    wanted = gradients(model, loss_of(model, ids))
+    expected = gradients(model, loss_of(model, ids))
     with low_bit_saved(LayerAware(bits=8)), Calls() as calls:
         loss = loss_of(model, ids)
     assert calls.count["group_int_encode"] > 10
-    assert 0 < distance(gradients(model, loss), wanted) < 0.02
+    assert 0 < distance(gradients(model, loss), expected) < 0.02
 
 
 def test_results_that_a_function_saves_are_coded(monkeypatch: pytest.MonkeyPatch):

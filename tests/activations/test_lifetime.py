@@ -15,20 +15,20 @@ from lowbit.activations import compress_saved_, layers, recipes
 from tests.activations.models import DIM, GatedBlock
 
 
-class Made:
+class Storages:
     """Follows the storages of all payloads and of all tensors that are decoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.payloads: list[StorageWeakRef] = []
         self.copies: list[StorageWeakRef] = []
         follow = {(layers, "room"): self.payloads, (recipes.NormOutput, "rebuild"): self.copies}
-        for (where, name), found in follow.items():
-            monkeypatch.setattr(where, name, self._noting(getattr(where, name), found))
+        for (where, name), references in follow.items():
+            monkeypatch.setattr(where, name, self._noting(getattr(where, name), references))
 
-    def _noting(self, function: Any, found: list[StorageWeakRef]) -> Any:
+    def _noting(self, function: Any, references: list[StorageWeakRef]) -> Any:
         def noting(*args: Any) -> Tensor:
             out = function(*args)
-            found.append(StorageWeakRef(out.untyped_storage()))
+            references.append(StorageWeakRef(out.untyped_storage()))
             return out
 
         return noting
@@ -40,64 +40,64 @@ class Made:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    return Made(monkeypatch)
+def storages(monkeypatch: pytest.MonkeyPatch) -> Storages:
+    return Storages(monkeypatch)
 
 
 def model() -> nn.Module:
-    found = nn.Sequential(GatedBlock(), nn.LayerNorm(DIM), nn.Linear(DIM, DIM))
-    compress_saved_(found)
-    return found
+    module = nn.Sequential(GatedBlock(), nn.LayerNorm(DIM), nn.Linear(DIM, DIM))
+    compress_saved_(module)
+    return module
 
 
-def test_payloads_end_with_backward_while_the_loss_lives(made: Made):
+def test_payloads_end_with_backward_while_the_loss_lives(storages: Storages):
     y = model()(torch.randn(3, DIM))
     loss = y.sum()
-    assert made.alive() == (4, 0)
+    assert storages.alive() == (4, 0)
     loss.backward()
-    assert made.alive() == (0, 0)
-    assert len(made.copies) == 2  # one for gate and up, one for the layer at the end
+    assert storages.alive() == (0, 0)
+    assert len(storages.copies) == 2  # one for gate and up, one for the layer at the end
     assert loss.isfinite()
 
 
 @pytest.mark.parametrize("last", [nn.LayerNorm(DIM), nn.GELU()])
-def test_payloads_end_with_backward_while_the_output_lives(made: Made, last: nn.Module):
+def test_payloads_end_with_backward_while_the_output_lives(storages: Storages, last: nn.Module):
     ours, after = nn.Sequential(nn.Linear(DIM, DIM), last), nn.Linear(DIM, DIM)
     compress_saved_(nn.ModuleList([ours, after]))
     x = torch.randn(3, DIM)
     y = ours(x)
-    assert made.alive() == (2, 0)
+    assert storages.alive() == (2, 0)
     y.sum().backward(retain_graph=True)  # the graph holds them
-    assert made.alive() == (2, 0)
+    assert storages.alive() == (2, 0)
     y.sum().backward()
-    assert made.alive() == (0, 0)
+    assert storages.alive() == (0, 0)
     again = after(y)  # the recipe is gone, so that y is saved anew
-    assert made.alive() == (1, 0)
+    assert storages.alive() == (1, 0)
     (grad,) = torch.autograd.grad(again.sum(), after.weight)
     torch.testing.assert_close(grad, y.detach().sum(0).expand(DIM, DIM), rtol=0, atol=0.5)
 
 
-def test_checkpointing_saves_no_payloads(made: Made):
+def test_checkpointing_saves_no_payloads(storages: Storages):
     x = torch.randn(3, DIM, requires_grad=True)
     y: Any = checkpoint(model(), x, use_reentrant=False)
-    assert len(made.payloads) == 4
-    assert made.alive() == (0, 0)
+    assert len(storages.payloads) == 4
+    assert storages.alive() == (0, 0)
     y.sum().backward()
-    assert made.alive() == (0, 0)
+    assert storages.alive() == (0, 0)
 
 
-def test_payloads_that_hooks_move_away_are_freed(made: Made):
+def test_payloads_that_hooks_move_away_are_freed(storages: Storages):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         loss = model()(torch.randn(3, DIM)).sum()
-    assert made.alive() == (0, 0)
+    assert storages.alive() == (0, 0)
     loss.backward()
 
 
-def test_a_pass_for_one_gradient_leaves_no_copy(made: Made):
+def test_a_pass_for_one_gradient_leaves_no_copy(storages: Storages):
     ours: Any = model()
     loss = ours(torch.randn(3, DIM)).sum()
     torch.autograd.grad(loss, [ours[0].mlp.w1.weight], retain_graph=True)
-    assert len(made.copies) == 1
-    assert made.alive() == (4, 0)
+    assert len(storages.copies) == 1
+    assert storages.alive() == (4, 0)
     loss.backward()
-    assert len(made.copies) == 3
+    assert len(storages.copies) == 3

@@ -23,12 +23,12 @@ def inputs() -> Tensor:
 @pytest.mark.parametrize("training", [True, False])
 def test_calls_by_keyword(training: bool):
     for module in (nn.Linear(DIM, 4), nn.LayerNorm(DIM), nn.GELU()):
-        wanted = module(inputs())
+        expected = module(inputs())
         compress_saved_(module)
         module.train(training)
-        with saved_bytes(module) as found:
-            torch.testing.assert_close(module(input=inputs()), wanted)
-        assert bool(found[torch.uint8]) == training
+        with saved_bytes(module) as saved:
+            torch.testing.assert_close(module(input=inputs()), expected)
+        assert bool(saved[torch.uint8]) == training
         with pytest.raises(TypeError):
             module(other=inputs())
         with pytest.raises(TypeError):
@@ -54,20 +54,20 @@ def test_norms_without_weight(bias: bool, bits: int):
     plain = nn.Sequential(nn.Linear(DIM, DIM), OlmoNorm(bias), nn.Linear(DIM, 8))
     ours = copy.deepcopy(plain)
     compress_saved_(ours, LayerAware(bits=bits, norm=bits))
-    wanted = gradients(plain, plain(inputs()).square().sum())
+    expected = gradients(plain, plain(inputs()).square().sum())
     with Calls() as calls:
         y = ours(inputs())
     assert calls.count["norm_encode"] == (bits == 8)
-    assert distance(gradients(ours, y.square().sum()), wanted) < (0.03 if bits == 8 else 1e-6)
+    assert distance(gradients(ours, y.square().sum()), expected) < (0.03 if bits == 8 else 1e-6)
 
 
 def test_linear_layers_with_another_forward_are_left():
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
     model[0].forward = lambda x: functional.linear(x, model[0].weight) * 3
-    wanted = model(inputs())
+    expected = model(inputs())
     done = compress_saved_(model)
     assert [*done.bits] == ["1"]
-    torch.testing.assert_close(model(inputs()), wanted)
+    torch.testing.assert_close(model(inputs()), expected)
 
 
 def test_dropout_that_is_turned_on_later_drops():
@@ -76,10 +76,10 @@ def test_dropout_that_is_turned_on_later_drops():
     assert done.bits[""] == ("mlp", 4)
     assert mlp(inputs()).all()
     mlp[3].p = 0.5
-    with saved_bytes(mlp) as found:
+    with saved_bytes(mlp) as saved:
         y = mlp(inputs())
     assert (y == 0).float().mean() > 0.3
-    assert found[torch.uint8] == GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64))
+    assert saved[torch.uint8] == GroupInt().nbytes((5, DIM)) + GroupInt().nbytes((5, 64))
 
 
 @pytest.mark.parametrize(("linear", "norm", "stored"), [(8, 4, [8]), (6, 6, [6]), (4, 8, [4, 8])])
@@ -88,9 +88,9 @@ def test_a_norm_after_a_linear_layer_takes_what_that_saved_if_it_will_do(linear:
     ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
     compress_saved_(ours, LayerAware(linear=linear, norm=norm))
     x, codecs = inputs(), [GroupInt(bits=bits, group=64) for bits in stored]
-    with saved_bytes(ours) as found:
+    with saved_bytes(ours) as saved:
         first, y = ours[0](x), ours[1](x)
-    assert found[torch.uint8] == sum(codec.nbytes(x.shape) for codec in codecs)
+    assert saved[torch.uint8] == sum(codec.nbytes(x.shape) for codec in codecs)
     rounded, grad = codecs[-1].round_trip(x.detach()).requires_grad_(), torch.randn(y.shape)
     y.backward(grad)
     plain(rounded).backward(grad)
@@ -108,9 +108,9 @@ def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
     product = (functional.silu(ours.w1(x)) * ours.w3(x)).detach()
     compress_saved_(ours, LayerAware(bits=bits))
     codec = GroupInt(bits=bits, group=64) if bits < 16 else None
-    with saved_bytes(ours) as found:
+    with saved_bytes(ours) as saved:
         y = ours(x)
-    assert found[torch.uint8] == (codec.nbytes(product.shape) if codec else 0)
+    assert saved[torch.uint8] == (codec.nbytes(product.shape) if codec else 0)
     torch.testing.assert_close(y, functional.linear(product, ours.w2.weight, ours.w2.bias))
     seen = codec.round_trip(product) if codec else product
     grad = torch.randn(y.shape)
@@ -121,12 +121,12 @@ def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
 
 def test_hooks_on_activations_are_called():
     mlp, seen = Gated(DIM, 64), []
-    wanted: Any = mlp.act(mlp.w1(inputs()))
+    expected: Any = mlp.act(mlp.w1(inputs()))
     mlp.act.register_forward_hook(lambda module, args, out: seen.append(out))
     compress_saved_(mlp)
     mlp(inputs()).sum().backward()
     assert len(seen) == 1
-    torch.testing.assert_close(seen[0], wanted)
+    torch.testing.assert_close(seen[0], expected)
 
 
 def test_a_view_that_several_layers_read_is_stored_once():
@@ -141,9 +141,9 @@ def test_a_view_that_several_layers_read_is_stored_once():
 
     model = Parallel()
     compress_saved_(model)
-    with saved_bytes(model) as found:
+    with saved_bytes(model) as saved:
         model(inputs())
-    assert found == {torch.uint8: GroupInt().nbytes((5, DIM // 2))}
+    assert saved == {torch.uint8: GroupInt().nbytes((5, DIM // 2))}
 
 
 @pytest.mark.parametrize(("module", "dtype"), [
@@ -161,7 +161,7 @@ def test_dtypes_that_pytorch_refuses_are_refused(module: nn.Module, dtype: torch
 
 def test_copies_are_given_back_their_own_forward():
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM), Gated(DIM, 64), nn.GELU())
-    wanted = model(inputs())
+    expected = model(inputs())
     done = compress_saved_(model)
     written = io.BytesIO()
     torch.save(model, written)
@@ -174,7 +174,7 @@ def test_copies_are_given_back_their_own_forward():
         assert calls.count
         restore_(twin)
         with Calls() as calls:
-            assert torch.equal(twin(inputs()), wanted)
+            assert torch.equal(twin(inputs()), expected)
         assert not calls.count
         assert not any("forward" in vars(m) for m in twin.modules())
     compress_saved_(copies[0])

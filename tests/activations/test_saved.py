@@ -35,11 +35,11 @@ from tests.activations.models import (
 
 def block(**options: Any) -> GatedBlock:
     torch.manual_seed(3)
-    made = GatedBlock(**options)
+    model = GatedBlock(**options)
     with torch.no_grad():
-        for p in made.parameters():
+        for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)
-    return made
+    return model
 
 
 def inputs() -> Tensor:
@@ -60,10 +60,10 @@ def test_gradients_are_those_at_the_rounded_inputs(norm: Any, bits: int):
     weights = torch.randn(3, 7, DIM)
     y, wanted_y = ours(x), reference(plain, x_, GroupInt(bits=bits, group=40))
     torch.testing.assert_close(y, wanted_y)
-    found = gradients(ours, (y * weights).sum()) | {"x": x.grad}
-    wanted = gradients(plain, (wanted_y * weights).sum()) | {"x": x_.grad}
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=2e-4, atol=2e-4, msg=name)
+    grads = gradients(ours, (y * weights).sum()) | {"x": x.grad}
+    expected = gradients(plain, (wanted_y * weights).sum()) | {"x": x_.grad}
+    for name in expected:
+        torch.testing.assert_close(grads[name], expected[name], rtol=2e-4, atol=2e-4, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,7 +71,7 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     plain, ids = hugging_face(family), tokens()
     with saved_bytes(plain) as before:
         loss = loss_of(plain, ids)
-    wanted = gradients(plain, loss)
+    expected = gradients(plain, loss)
     errors, sizes = {}, {}
     for bits in (16, 8, 4):
         ours = copy.deepcopy(plain)
@@ -81,7 +81,7 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
             ours_loss = loss_of(ours, ids)
         torch.testing.assert_close(ours_loss, loss)
         with Calls() as backward:
-            errors[bits] = distance(gradients(ours, ours_loss), wanted)
+            errors[bits] = distance(gradients(ours, ours_loss), expected)
         sizes[bits] = after.total() / before.total()
     names = [kind for kind, _ in done.bits.values()]
     assert calls.count["norm_encode"] == backward.count["norm_backward"] == names.count("norm")
@@ -98,16 +98,16 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
 def test_a_llama_saves_a_payload_for_each_norm_gate_and_up():
     model, ids = hugging_face("llama"), tokens()
     compress_saved_(model)
-    with saved_bytes(model) as found:
+    with saved_bytes(model) as saved:
         loss_of(model, ids)
     wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
     payloads = 2 * (2 * wide.nbytes((ROWS, LENGTH, DIM)) + 2 * narrow.nbytes((ROWS, LENGTH, FFN)))
-    assert found[torch.uint8] == payloads + wide.nbytes((ROWS, LENGTH, DIM))
+    assert saved[torch.uint8] == payloads + wide.nbytes((ROWS, LENGTH, DIM))
     positions = ROWS * LENGTH
     attention = 2 * 4 * positions * (3 * DIM + 4)  # q, k, v with half the heads, out, the log of its sums
     tables = 2 * 4 * LENGTH * DIM // 4  # of positions
     loss = 4 * positions * VOCAB + 4
-    assert found[torch.float32] == attention + tables + loss
+    assert saved[torch.float32] == attention + tables + loss
 
 
 def test_bits_by_layer(caplog: pytest.LogCaptureFixture):
@@ -121,14 +121,14 @@ def test_bits_by_layer(caplog: pytest.LogCaptureFixture):
 
 
 def test_stochastic_rounding_repeats_with_the_seed():
-    found = []
+    grads = []
     for seed in (1, 1, 2):
         ours, x = block(), inputs()
         compress_saved_(ours, LayerAware(bits=2, rounding="stochastic"))
         torch.manual_seed(seed)
-        found.append(gradients(ours, ours(x).square().sum()))
-    assert distance(found[0], found[1]) == 0
-    assert distance(found[0], found[2]) > 0
+        grads.append(gradients(ours, ours(x).square().sum()))
+    assert distance(grads[0], grads[1]) == 0
+    assert distance(grads[0], grads[2]) > 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -137,8 +137,8 @@ def test_what_is_not_finite_stays_visible(bad: float):
     compress_saved_(ours)
     with torch.no_grad():
         x[2, 3, 5] = bad
-    found = gradients(ours, ours(x).sum())
-    assert all(not g.isfinite().all() for n, g in found.items() if n != "mlp.w2.bias")
+    grads = gradients(ours, ours(x).sum())
+    assert all(not g.isfinite().all() for n, g in grads.items() if n != "mlp.w2.bias")
     assert x.grad is not None
     assert x.grad[2, 3].isnan().all()
     assert x.grad[0].isfinite().all()
@@ -160,9 +160,9 @@ def test_what_several_layers_save_is_stored_once():
 
     model = Parallel()
     compress_saved_(model, LayerAware(norm=4))
-    with saved_bytes(model) as found:
+    with saved_bytes(model) as saved:
         model(inputs())
-    assert found == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
+    assert saved == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
 
 
 def test_a_changed_tensor_is_saved_anew():
@@ -173,30 +173,30 @@ def test_a_changed_tensor_is_saved_anew():
     y = linear(h)
     h.add_(100)  # what is saved of it is a copy
     (y + linear(h)).sum().backward()
-    wanted = 21 * 100 + 2 * norm(x).detach().sum((0, 1))
+    expected = 21 * 100 + 2 * norm(x).detach().sum((0, 1))
     assert linear.weight.grad is not None
-    torch.testing.assert_close(linear.weight.grad[0], wanted, rtol=0.01, atol=2.0)
+    torch.testing.assert_close(linear.weight.grad[0], expected, rtol=0.01, atol=2.0)
 
 
 def test_a_frozen_weight_saves_no_input():
     frozen, trained = nn.Linear(DIM, DIM).requires_grad_(False), nn.Linear(DIM, 8)
     model = nn.Sequential(frozen, nn.Tanh(), trained)
     compress_saved_(model)
-    with saved_bytes(model) as found:
+    with saved_bytes(model) as saved:
         y = model(inputs() * 1)
-    assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
-    assert found[torch.float32] == 4 * 21 * DIM  # of tanh
+    assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
+    assert saved[torch.float32] == 4 * 21 * DIM  # of tanh
     assert set(gradients(model, y.sum())) == {"2.weight", "2.bias"}
 
 
 def test_weights_that_autocast_casts_are_not_saved():
     model = hugging_face("llama")
     compress_saved_(model, LayerAware(bits=8))
-    wanted = gradients(model, loss_of(model, tokens()))
-    with saved_bytes(model) as found, torch.autocast("cpu", torch.bfloat16):
+    expected = gradients(model, loss_of(model, tokens()))
+    with saved_bytes(model) as saved, torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, tokens())
-    assert found[torch.bfloat16] <= 2 * 2 * ROWS * LENGTH * 4 * DIM
-    assert distance(gradients(model, loss), wanted) < 0.03
+    assert saved[torch.bfloat16] <= 2 * 2 * ROWS * LENGTH * 4 * DIM
+    assert distance(gradients(model, loss), expected) < 0.03
 
 
 def test_attention_is_known_in_plain_modules_by_its_results():
@@ -212,23 +212,23 @@ def test_attention_is_known_in_plain_modules_by_its_results():
 
     model = Mixer()
     compress_saved_(model)
-    with saved_bytes(model) as found:
+    with saved_bytes(model) as saved:
         model(inputs() * 1)
-    assert found[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
-    assert found[torch.float32] == 4 * 21 * (4 * DIM + 4)
+    assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
+    assert saved[torch.float32] == 4 * 21 * (4 * DIM + 4)
 
 
 def test_the_ablation_quantizes_attention_too():
     plain, ids = hugging_face("llama"), tokens()
-    wanted = gradients(plain, loss_of(plain, ids))
+    expected = gradients(plain, loss_of(plain, ids))
     errors, sizes = [], []
     for attention in (16, 4):
         model = copy.deepcopy(plain)
         compress_saved_(model, LayerAware(bits=8, attention=attention))
-        with saved_bytes(model) as found:
+        with saved_bytes(model) as saved:
             loss = loss_of(model, ids)
-        errors.append(distance(gradients(model, loss), wanted))
-        sizes.append(found.total())
+        errors.append(distance(gradients(model, loss), expected))
+        sizes.append(saved.total())
     assert errors[1] > 2 * errors[0]
     assert sizes[1] < 0.8 * sizes[0]
 
@@ -253,53 +253,53 @@ def test_without_backward_nothing_is_coded(how: str, caplog: pytest.LogCaptureFi
 def test_checkpointing_recomputes_the_same():
     model, ids = hugging_face("llama"), tokens()
     compress_saved_(model)
-    wanted = gradients(model, loss_of(model, ids))
+    expected = gradients(model, loss_of(model, ids))
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with saved_bytes(model) as found:
+    with saved_bytes(model) as saved:
         loss = loss_of(model, ids)
-    assert found[torch.uint8] == GroupInt(bits=8).nbytes((ROWS, LENGTH, DIM))  # the last norm's
-    assert distance(gradients(model, loss), wanted) == 0
+    assert saved[torch.uint8] == GroupInt(bits=8).nbytes((ROWS, LENGTH, DIM))  # the last norm's
+    assert distance(gradients(model, loss), expected) == 0
 
     ours = block()
     compress_saved_(ours)
-    wanted = gradients(ours, ours(ours(inputs())).square().sum())
+    expected = gradients(ours, ours(ours(inputs())).square().sum())
     again = checkpoint(lambda x: ours(ours(x)), inputs(), use_reentrant=False)
-    assert distance(gradients(ours, again.square().sum()), wanted) == 0
+    assert distance(gradients(ours, again.square().sum()), expected) == 0
 
 
 def test_accumulation_adds_up():
     ours, x = block(), inputs()
     compress_saved_(ours)
-    wanted = gradients(ours, ours(x).square().sum())
+    expected = gradients(ours, ours(x).square().sum())
     for _ in range(2):
         ours(x).square().sum().backward()
-    found = {n: p.grad / 2 for n, p in ours.named_parameters() if p.grad is not None}
-    assert distance(found, wanted) == 0
+    grads = {n: p.grad / 2 for n, p in ours.named_parameters() if p.grad is not None}
+    assert distance(grads, expected) == 0
 
 
 def test_a_pass_computes_only_what_it_is_asked_for():
     ours, x = block(), inputs()
     compress_saved_(ours)
     loss = ours(x * 1).square().sum()
-    wanted = torch.autograd.grad(loss, [x, ours.mlp.w1.weight], retain_graph=True)
+    expected = torch.autograd.grad(loss, [x, ours.mlp.w1.weight], retain_graph=True)
     with Calls() as calls:
         of_x = torch.autograd.grad(loss, [x], retain_graph=True)
     assert calls.count == {"gated_backward": 1, "norm_backward": 1}
     of_weight = torch.autograd.grad(loss, [ours.mlp.w1.weight], retain_graph=True)
-    assert torch.equal(of_x[0], wanted[0])
-    assert torch.equal(of_weight[0], wanted[1])
+    assert torch.equal(of_x[0], expected[0])
+    assert torch.equal(of_weight[0], expected[1])
 
 
 def test_compiled_models_give_the_same():
     ours = block()
     compress_saved_(ours)
-    wanted = gradients(ours, ours(inputs()).square().sum())
+    expected = gradients(ours, ours(inputs()).square().sum())
     compiled = torch.compile(ours, backend="aot_eager")
-    with saved_bytes(ours) as found:
+    with saved_bytes(ours) as saved:
         loss = compiled(inputs()).square().sum()
     payloads = GroupInt(bits=8).nbytes((3, 7, DIM)) + 2 * GroupInt().nbytes((3, 7, FFN))
-    assert found[torch.uint8] == payloads
-    assert distance(gradients(ours, loss), wanted) < 1e-6
+    assert saved[torch.uint8] == payloads
+    assert distance(gradients(ours, loss), expected) < 1e-6
 
 
 def test_a_copy_of_a_compressed_model_is_one():
@@ -337,16 +337,16 @@ def test_dtypes_that_no_codec_takes_are_left(caplog: pytest.LogCaptureFixture):
     ours, plain = block().double(), block().double()
     compress_saved_(ours)
     x = inputs().double()
-    wanted = gradients(plain, plain(x).sum())
-    assert distance(gradients(ours, ours(x).sum()), wanted) == 0
+    expected = gradients(plain, plain(x).sum())
+    assert distance(gradients(ours, ours(x).sum()), expected) == 0
     assert "float64" in caplog.text
 
 
 def test_an_empty_batch_goes_through():
     ours = block()
     compress_saved_(ours)
-    found = gradients(ours, ours(torch.empty(0, 7, DIM)).sum())
-    assert all(not g.any() for g in found.values())
+    grads = gradients(ours, ours(torch.empty(0, 7, DIM)).sum())
+    assert all(not g.any() for g in grads.values())
 
 
 # -------------------------------------------------------------------------------------------------- all the rest
@@ -357,10 +357,10 @@ def test_removing_gives_back_what_was():
     done = compress_saved_(ours)
     done.remove()
     compress_saved_(ours).remove()
-    with saved_bytes(ours) as found, Calls() as calls:
+    with saved_bytes(ours) as saved, Calls() as calls:
         assert torch.equal(ours(inputs()), block()(inputs()))
     assert not calls.count
-    assert found
+    assert saved
     assert all("forward" not in vars(m) for m in ours.modules())
 
 

@@ -48,8 +48,8 @@ class MyNorm(nn.Module):
     (nn.Linear(24, 24), None),
 ])  # fmt: skip
 def test_norms_are_known_by_what_they_compute(module: nn.Module, norm: Norm | None):
-    found = norm_like(module)
-    assert (found and replace(found, promotes=False)) == norm
+    recognized = norm_like(module)
+    assert (recognized and replace(recognized, promotes=False)) == norm
 
 
 class Hidden(nn.Module):
@@ -74,24 +74,24 @@ class OtherRMSNorm(Hidden):
     (lambda x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5), None),
 ])  # fmt: skip
 def test_an_epsilon_is_found_or_the_norm_left(formula: Any, norm: Norm | None):
-    found = norm_like(OtherRMSNorm(formula))
-    assert (found and replace(found, promotes=False)) == norm
+    recognized = norm_like(OtherRMSNorm(formula))
+    assert (recognized and replace(recognized, promotes=False)) == norm
 
 
 def test_defaults_of_dtype_do_not_matter():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = norm_like(nn.LayerNorm(24)), feed_forward(Gated(8, 24)), activation_like(nn.GELU())
+        recognized = norm_like(nn.LayerNorm(24)), feed_forward(Gated(8, 24)), activation_like(nn.GELU())
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(found)
+    assert all(recognized)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_default_epsilon_is_that_of_pytorch(dtype: torch.dtype):
     x = torch.randn(4, 24).to(dtype) * 1e-3
-    found = Norm(eps=None).plain(x, None, None).to(dtype)
-    torch.testing.assert_close(found, nn.RMSNorm(24, dtype=dtype)(x))
+    y = Norm(eps=None).plain(x, None, None).to(dtype)
+    torch.testing.assert_close(y, nn.RMSNorm(24, dtype=dtype)(x))
 
 
 @pytest.mark.parametrize(("module", "name"), [
@@ -113,7 +113,7 @@ class Functional(nn.Module):
         return self.formula(self, x)
 
 
-@pytest.mark.parametrize(("module", "found"), [
+@pytest.mark.parametrize(("module", "expected"), [
     (Functional(lambda m, x: m.b(functional.relu(m.a(x)))),
      FeedForward(gate="a", up=None, down="b", activation="relu")),
     (Functional(lambda m, x: m.c(functional.silu(m.b(x)) * m.a(x)), 3),
@@ -130,10 +130,10 @@ class Functional(nn.Module):
     (Gated(8, 24), FeedForward(gate="w1", up="w3", down="w2", activation="silu")),
     (GatedBlock(), None),
 ])  # fmt: skip
-def test_feed_forward_blocks_are_known_by_what_they_compute(module: nn.Module, found: Any):
+def test_feed_forward_blocks_are_known_by_what_they_compute(module: nn.Module, expected: Any):
     modes = [m.training for m in module.eval().modules()]
     state = torch.get_rng_state()
-    assert feed_forward(module) == found
+    assert feed_forward(module) == expected
     assert [m.training for m in module.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert not any("forward" in vars(m) for m in module.modules())

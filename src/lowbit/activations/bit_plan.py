@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +49,7 @@ class BitPlan:
                 raise ValueError(f"made_for[{name!r}] is {value!r}; allowed: a short text, a number, a boolean or None")
 
     def policy(self, stage: int, *, rounding: str = "nearest") -> LayerAware:
-        """The policy with which `compress_saved_` gives a stage's module these bits.
-
-        Raises:
-            ValueError: no such stage.
-        """
+        """The policy that gives a stage's module these bits, for `compress_saved_`; ValueError without such a stage."""
         check_int("stage", stage, 0, len(self.stages) - 1)
         bits: Mapping[str, Any] = self.stages[stage]
         return LayerAware(**bits, group=self.group, rounding=rounding)
@@ -86,12 +81,11 @@ class BitPlan:
         """
         path = Path(path)
         values = _read_json(path)
-        if values.get("format") != FORMAT:
-            raise ValueError(f"{path} has format {_cut(repr(values.get('format')))}; allowed: {FORMAT!r}")
-        if values.get("version") != VERSION:
-            raise ValueError(
-                f"{path} has version {_cut(repr(values.get('version')))}; this lowbit reads version {VERSION}"
-            )
+        name, version = values.get("format"), values.get("version")
+        if name != FORMAT:
+            raise ValueError(f"{path} has format {_cut(repr(name))}; allowed: {FORMAT!r}")
+        if version != VERSION:
+            raise ValueError(f"{path} has version {_cut(repr(version))}; this lowbit reads version {VERSION}")
         match values:
             case {"made_for": dict(made_for), "group": group, "stages": [*stages]} if len(values) == 5:
                 try:
@@ -103,7 +97,7 @@ class BitPlan:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe could take for ever
+        if path.exists() and not path.is_file():  # reading a pipe could take for ever
             raise ValueError(f"{path} is no regular file")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -121,5 +115,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _cut(text: str) -> str:
-    """The beginning of what a message quotes from a foreign file."""
+    """The beginning of a text that a message quotes from a foreign file."""
     return text if len(text) <= 120 else f"{text[:120]}..."

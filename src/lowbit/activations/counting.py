@@ -16,22 +16,19 @@ from torch.utils._pytree import tree_leaves
 
 
 def layer_type(path: list[nn.Module]) -> str:
-    """The type of what the last of these modules saves, given those that it lies in, outermost first.
+    """The layer type of tensors saved by the last of these modules, each inside the one before it.
 
     A norm is "norm" wherever it is; everything else inside an MLP is "mlp"; linear layers, inside an attention module
-    too, are "linear"; the rest of an attention module (rotary embedding, kernel) is "attention". "other": none of
-    these; "embedding"; "loss": an empty path, what is computed outside the model.
+    too, are "linear"; the rest of an attention module (rotary embedding, kernel) is "attention". An embedding is
+    "embedding", any other module "other"; an empty path, computed outside the model, is "loss".
     """
     if not path:
         return "loss"
-    innermost = _kind(path[-1])
-    if innermost == "norm":
-        return "norm"
     kinds = [_kind(module) for module in path]
-    if "mlp" in kinds:
+    if "mlp" in kinds and kinds[-1] != "norm":
         return "mlp"
-    if innermost in ("linear", "embedding"):
-        return innermost
+    if kinds[-1] in ("norm", "linear", "embedding"):
+        return kinds[-1]
     return "attention" if "attention" in kinds else "other"
 
 
@@ -52,9 +49,9 @@ class SavedBytes:
     """Bytes that autograd has saved, counted while `counted` is active.
 
     Attributes:
-        held: bytes by layer type that are held now.
-        peak: the same at the moment at which they were most.
-        modules: bytes at that moment by layer type and name of the module that saved them ("": outside the model).
+        held: bytes held now, by layer type.
+        peak: the same when they were most.
+        modules: bytes at the peak by layer type and name of the module that saved them ("": outside the model).
     """
 
     def __init__(self) -> None:
@@ -109,7 +106,7 @@ def _without_weights(sizes: Mapping[str, int]) -> int:
 
 
 class _Packed:
-    """What autograd holds in place of a saved tensor; its end is the end of the tensor's use."""
+    """Stands for a saved tensor in autograd's graph; it is freed when the tensor is no longer needed."""
 
     __slots__ = ("_keys", "_saved", "tensor")
 
@@ -122,10 +119,10 @@ class _Packed:
 
 
 class Watch:
-    """Follows which module of a model computes, and counts what is saved meanwhile.
+    """Follows which module of a model computes, and counts the tensors that it saves.
 
     Args:
-        model: to follow. inputs: of its forward, if that has begun and ends with the watch; absent: it has not begun.
+        model: to follow. inputs: of its forward, if that runs already; the watch then ends with it.
     """
 
     def __init__(self, model: nn.Module, inputs: Any = None) -> None:
@@ -145,7 +142,7 @@ class Watch:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Count what is saved in the block; modules are followed until then."""
+        """Count tensors saved in the block, and stop following modules at its end."""
         _watching.append(self)
         try:
             with saved_tensors_hooks(self._pack, lambda packed: packed.tensor):
@@ -157,7 +154,7 @@ class Watch:
 
     def count(self, tensor: Tensor) -> list[int]:
         """Count a tensor's storages and return their keys, to release them by."""
-        if torch._C._current_graph_task_id() != -1:  # what backward computes again is not saved until then
+        if torch._C._current_graph_task_id() != -1:  # recomputed in backward, so not held until then
             return []
         modules = [module for _, module in self.path]
         name = self.path[-1][0] if self.path else ""
@@ -188,8 +185,8 @@ class Watch:
             self._inputs = set()  # their memory may be used again
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        # An output would hold the graph that holds it. What wants no gradient stays the very object: lowbit's own
-        # functions recognize by it what is saved already.
+        # An output would hold the graph that holds it. A tensor without a gradient stays the same object, by which
+        # lowbit's own functions recognize payloads that are saved already.
         held = tensor.detach() if tensor.requires_grad else tensor
         return _Packed(held, self.saved, self.count(tensor))
 
@@ -212,8 +209,8 @@ def counted(model: nn.Module) -> Iterator[SavedBytes]:
 
     Built on `torch.autograd.graph.saved_tensors_hooks`: it sees what operators and autograd functions save. If other
     such hooks inside the block replace tensors, their replacements are counted only if they `note` them. With
-    non-reentrant activation checkpointing the inputs of the checkpointed parts are counted, which is what is held until
-    backward; what backward computes again is not. Not for compiled models, which have no modules.
+    non-reentrant activation checkpointing the inputs of the checkpointed parts are counted, which are held until
+    backward; recomputed tensors are not. Not for compiled models, which have no modules.
 
     Args:
         model: whose modules give the layer types; several that run one after the other may share an `nn.ModuleList`.
@@ -227,14 +224,7 @@ def counted(model: nn.Module) -> Iterator[SavedBytes]:
 
 
 def note(packed: object, tensors: Iterable[Tensor]) -> None:
-    """For hooks that replace saved tensors: tell a `counted` around them what the replacement holds.
-
-    Costs nothing without one.
-
-    Args:
-        packed: what the hook returns; the tensors count as long as it lives.
-        tensors: what it holds.
-    """
+    """For hooks that replace saved tensors: let `counted` count these tensors as long as the replacement lives."""
     for watch in _watching[-1:]:
         for tensor in tensors:
             for key in watch.count(tensor):
@@ -250,18 +240,17 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    """Tells storages apart as long as they live."""
+    """A number that no other living storage has."""
     return tensor.untyped_storage()._cdata
 
 
 def _copies_a_weight(tensor: Tensor, module: nn.Module) -> bool:
     """Whether a tensor is a parameter of the module in another dtype, as autocast makes them, transposed or not."""
-    for parameter in module.parameters():
-        if tensor.dim() != 2 or parameter.dim() != 2 or tensor.dtype == parameter.dtype:
-            continue
-        for one in (tensor, tensor.t()):
-            if one.shape == parameter.shape:
-                corner = parameter.detach()[:4, :4].to(one.dtype)
-                if torch.equal(one.detach()[:4, :4], corner):
-                    return True
-    return False
+    if tensor.dim() != 2:
+        return False
+    return any(
+        x.shape == parameter.shape and torch.equal(x[:4, :4], parameter.detach()[:4, :4].to(x.dtype))
+        for parameter in module.parameters()
+        if tensor.dtype != parameter.dtype
+        for x in (tensor.detach(), tensor.detach().t())
+    )

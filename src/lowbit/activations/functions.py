@@ -116,10 +116,7 @@ class GatedFunction(torch.autograd.Function):
         release(ctx)
         form: GatedOutput = ctx.form
         if form.codec is None:
-
-            def formula(gate: Tensor, up: Tensor | None) -> Tensor:
-                return plain_gated(gate, up, form.activation)
-
+            formula = functools.partial(plain_gated, activation=form.activation)
             return *_differentiate(formula, gate, up, grad_out=grad_out), None, None
         gate_dtype, up_dtype = ctx.dtypes
         grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
@@ -132,7 +129,7 @@ class GatedFunction(torch.autograd.Function):
 
 
 class LinearFunction(torch.autograd.Function):
-    """x (..., I) times weight (O, I), or (I, O) if `transposed`, plus bias; saves what rebuilds x."""
+    """x (..., I) times weight (O, I), or (I, O) if `transposed`, plus bias; saves tensors that rebuild x."""
 
     @staticmethod
     def forward(

@@ -62,7 +62,7 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
 
 
 def coded_by(codec: Codec | None, *, attention: Codec | None) -> contextlib.AbstractContextManager[None]:
-    """`low_bit_saved` with any format without state, and one for what attention saves; None: not coded."""
+    """`low_bit_saved` with any format without state, and another for attention; None: not coded."""
     return _Packing(codec, attention).active()
 
 
@@ -119,10 +119,10 @@ class _Packing(TorchFunctionMode):
         self._of_attention.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before, self._pending = self._pending, []
+        pending: list[_Held] = []
+        before, self._pending = self._pending, pending
         try:
             out = func(*args, **(kwargs or {}))
-            pending = self._pending
         finally:
             self._pending = before
         if not pending:
@@ -149,28 +149,29 @@ class _Packing(TorchFunctionMode):
 
     def _settle(self, held: _Held, outputs: set[int], in_attention: bool) -> None:
         """Code a tensor, if it may be, and let `counted` count the result."""
-        self._code_if_allowed(held, outputs, in_attention)
-        if held.tensor is not None:
-            held.tensor = held.tensor.detach()  # an output would hold the graph that holds it
-        saved = held.tensor if held.coded is None else held.coded.payload
-        note(held, [] if saved is None else [saved])
-
-    def _code_if_allowed(self, held: _Held, outputs: set[int], in_attention: bool) -> None:
         x = held.tensor
-        if x is None or x.dtype not in FLOATS or x.numel() < MINIMUM or hasattr(x, "to_local"):
-            return
-        if x.layout != torch.strided or _is_weight(x):
-            return
-        storage = x.untyped_storage()
-        if not x.requires_grad and storage._cdata not in outputs and not in_attention:
-            return
-        of_attention = in_attention or storage._cdata in self._of_attention
-        codec = self._attention if of_attention else self._codec
-        if codec is not None:
-            held.coded = self._code(x, storage, held, codec)
-            held.tensor = None
+        assert x is not None
+        codec = self._codec_of(x, outputs, in_attention)
+        if codec is None:
+            held.tensor = x.detach()  # an output would hold the graph that holds it
+            note(held, [held.tensor])
+        else:
+            held.coded, held.tensor = self._code(x, held, codec), None
+            note(held, [held.coded.payload])
 
-    def _code(self, x: Tensor, storage: Any, held: _Held, codec: Codec) -> _Coded:
+    def _codec_of(self, x: Tensor, outputs: set[int], in_attention: bool) -> Codec | None:
+        """The format for a tensor; None: it stays as it is."""
+        if x.dtype not in FLOATS or x.numel() < MINIMUM or hasattr(x, "to_local"):
+            return None
+        if x.layout != torch.strided or _is_weight(x):
+            return None
+        key = x.untyped_storage()._cdata
+        if not x.requires_grad and key not in outputs and not in_attention:
+            return None
+        return self._attention if in_attention or key in self._of_attention else self._codec
+
+    def _code(self, x: Tensor, held: _Held, codec: Codec) -> _Coded:
+        storage = x.untyped_storage()
         total = storage.nbytes() // x.element_size()
         if total > 2 * x.numel():  # part of a large storage: code it alone
             held.place = (x.size(), torch.empty(x.size(), device="meta").stride(), 0)

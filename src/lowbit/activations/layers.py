@@ -46,23 +46,20 @@ _VIEWS = ("View", "Transpose", "Permute", "Clone", "ToCopy", "Squeeze")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """How a module's forward is replaced: the layer type, the module's own forward, the format of what is saved.
+    """How a module's forward is replaced: the layer type, the module's own forward, the format of saved activations.
 
-    `what`: parameters of the new forward: `Norm`, whether a linear layer's weight is transposed, the name of an
+    `formula`: parameters of the new forward: `Norm`, whether a linear layer's weight is transposed, the name of an
     activation, `FeedForward`, or a `LayerAware` for attention.
     """
 
     kind: str
     own: Callable[..., Any]
     codec: GroupInt | None
-    what: Any = None
+    formula: Any = None
     in_attention: bool = False
 
 
-Forward = Callable[[Any, Layer, Tensor], Tensor]
-
-
-def _of_one_tensor(forward: Forward) -> Callable[..., Any]:
+def _of_one_tensor(forward: Callable[[Any, Layer, Tensor], Tensor]) -> Callable[..., Any]:
     """A forward for calls with one tensor that save something for backward; the module's own for all others."""
 
     @functools.wraps(forward)
@@ -85,7 +82,7 @@ def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
     """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    norm: Norm = layer.what
+    norm: Norm = layer.formula
     known = itself(x, layer.codec)
     saved, codec = known or ((room(layer.codec, x),), layer.codec)
     form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
@@ -103,7 +100,7 @@ def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     rebuilt, saved = None, ()
     if module.weight.requires_grad:
         rebuilt, saved = _input_of(layer, x, dtype)
-    return LinearFunction.apply(x, module.weight, module.bias, layer.what, dtype, rebuilt, saved)
+    return LinearFunction.apply(x, module.weight, module.bias, layer.formula, dtype, rebuilt, saved)
 
 
 @_of_one_tensor
@@ -115,7 +112,7 @@ def activation_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
 @_of_one_tensor
 def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
     """A feed-forward block: its linear layers as they are, activation and product in one."""
-    parts: FeedForward = layer.what
+    parts: FeedForward = layer.formula
     if not passive(module, parts):
         return layer.own(x)
     gate = module.get_submodule(parts.gate)(x)
@@ -128,7 +125,7 @@ def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
 
 def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
     """act(gate) * up, or act(gate); attaches a recipe to it for the layer that follows."""
-    activation = layer.what.activation if isinstance(layer.what, FeedForward) else layer.what
+    activation = layer.formula.activation if isinstance(layer.formula, FeedForward) else layer.formula
     # Without gradients to compute here, only the layer that follows saves anything: the product.
     needs_backward = gate.requires_grad or (up is not None and up.requires_grad)
     if not needs_backward or not takes(gate, up) or gate.numel() < FEWEST:
@@ -148,9 +145,7 @@ def _attach_until_backward(out: Tensor, recipe: Recipe) -> None:
 
 def _saves(module: nn.Module, layer: Layer, x: Tensor) -> bool:
     """Whether autograd would save something here that can be saved in few bits."""
-    if not torch.is_grad_enabled():
-        return False
-    if not (x.requires_grad or any(p.requires_grad for p in module.parameters())):
+    if not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in module.parameters())):
         return False
     if not module.training:
         say_once(
@@ -158,9 +153,9 @@ def _saves(module: nn.Module, layer: Layer, x: Tensor) -> bool:
             "in full there; call model.train() to train it, or use torch.no_grad() to evaluate it"
         )
         return False
-    tensors = (x, *module.parameters(recurse=False))
     if x.numel() < FEWEST:
         return False
+    tensors = (x, *module.parameters(recurse=False))
     if not takes(*tensors):
         kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if not takes(t)})
         say_once(f"activations of {layer.kind} layers are saved in full where they are {kinds}")
@@ -171,7 +166,7 @@ def _saves(module: nn.Module, layer: Layer, x: Tensor) -> bool:
 
 
 def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
-    """How a linear layer rebuilds its input, and from what."""
+    """How a linear layer rebuilds its input, and from which tensors."""
     # Attention's kernel saves its output as it is, so saving that again costs nothing.
     whole = layer.codec is None or layer.in_attention or _from_attention(x)
     own = Itself(x.numel(), None if whole else layer.codec)
@@ -190,7 +185,7 @@ def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Sav
 
 
 def _from_attention(x: Tensor) -> bool:
-    """Whether `x` is a view of what an attention kernel returned."""
+    """Whether `x` is a view of an attention kernel's output."""
     node = x.grad_fn
     for _ in range(8):
         if node is None:
@@ -204,8 +199,8 @@ def _from_attention(x: Tensor) -> bool:
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matrix product: autocast's where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _norm_dtype(module: nn.Module, norm: Norm, x: Tensor) -> torch.dtype:

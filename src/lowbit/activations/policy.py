@@ -20,7 +20,7 @@ class LayerAware:
     """Bits of saved activations (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
     n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 4.5 bits an element, 8.5
-    for norms. With 16 bits tensors are saved as they are; what can be recomputed from them is still not saved.
+    for norms. With 16 bits tensors are saved as they are; others that follow from them are still recomputed.
 
     Args:
         bits: 2 to 8, or 16; for all layer types that have no bits of their own.

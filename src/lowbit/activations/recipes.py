@@ -1,4 +1,4 @@
-"""How backward rebuilds a tensor from what was saved in its place.
+"""How backward rebuilds a tensor from others that were saved in its place.
 
 A `Form` says how; the tensors it needs (payloads, and weights, which exist anyway) are saved through autograd. While a
 tensor lives, a table holds its `Recipe`, so that the next layer that would save it saves the same tensors instead:
@@ -181,7 +181,7 @@ class Recipe:
     """A form with the tensors that it needs. It lives as long as the tensor that it rebuilds.
 
     Args:
-        form: how to rebuild it. saved: from what.
+        form: how to rebuild it. saved: the tensors.
         weak: leave it to the graph to keep these alive. For tensors that outlive their graph, or that checkpointing
             saves in full: those should not hold a payload as well.
     """
@@ -200,16 +200,12 @@ class Recipe:
         """Release the tensors in the backward of the node that made the rebuilt tensor, which may outlive it."""
         node.recipe = weakref.ref(self)
 
-    def release(self) -> None:
-        """Drop the tensors."""
-        self._references = []
-
 
 def release(node: Any) -> None:
-    """For a node's backward: drop the recipe of its output."""
-    recipe = getattr(node, "recipe", lambda: None)()
+    """For a node's backward: drop the tensors in the recipe of its output."""
+    recipe: Recipe | None = getattr(node, "recipe", lambda: None)()
     if recipe is not None:
-        recipe.release()
+        recipe._references = []
 
 
 _recipes = WeakTensorKeyDictionary()  # of living tensors: their versions and recipes

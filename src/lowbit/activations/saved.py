@@ -65,9 +65,9 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
             `layers` match no module.
     """
     policy = LayerAware() if policy is None else policy
-    if not isinstance(model, nn.Module) or not isinstance(policy, LayerAware):
-        wrong = ("policy", policy) if isinstance(model, nn.Module) else ("model", model)
-        raise TypeError(f"{wrong[0]} is {type(wrong[1]).__name__}; allowed: Module and LayerAware")
+    for name, value, allowed in (("model", model, nn.Module), ("policy", policy, LayerAware)):
+        if not isinstance(value, allowed):
+            raise TypeError(f"{name} is {type(value).__name__}; allowed: {allowed.__name__}")
     if twice := [n for n, m in model.named_modules() if _MARK in vars(m)]:
         raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
     changes = {name: change for name, m in model.named_modules() if (change := _change(name, m, model, policy))}
@@ -98,21 +98,21 @@ def _restore(module: nn.Module) -> None:
 
 
 class Compressed:
-    """What `compress_saved_` did to a model.
+    """The changes that `compress_saved_` made to a model.
 
     Attributes:
         bits: layer type and bits of each module that was changed, by name. A linear layer uses its bits only where its
-            input cannot be rebuilt from what another layer saved.
+            input cannot be rebuilt from another layer's payloads.
         left: number of modules of each type that is not recognized; their activations are saved as they are.
     """
 
     def __init__(self, model: nn.Module, policy: LayerAware, changes: dict[str, _Change], report: bool) -> None:
         self.bits: dict[str, tuple[str, int]] = {}
         self._modules: list[nn.Module] = []
-        for name, (kind, forward, what) in changes.items():
+        for name, (kind, forward, formula) in changes.items():
             module, bits = model.get_submodule(name), policy.bits_of(kind, name)
             layer = Layer(
-                kind=kind, own=module.forward, codec=policy.codec(bits), what=what,
+                kind=kind, own=module.forward, codec=policy.codec(bits), formula=formula,
                 in_attention=kind == "linear" and in_attention(name, model),
             )  # fmt: skip
             module.forward = functools.partial(forward, module, layer)
@@ -132,7 +132,7 @@ class Compressed:
 
     def __repr__(self) -> str:
         kinds = Counter(f"{kind} in {bits} bits" for kind, bits in self.bits.values())
-        text = ", ".join(f"{count} x {what}" for what, count in kinds.items())
+        text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         return f"Compressed({text}; left: {dict(self.left)})"
 
 
@@ -141,7 +141,7 @@ _Change = tuple[str, Callable[..., Any], Any]
 
 
 def _change(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> _Change | None:
-    """Layer type, new forward and its parameters (`Layer.what`); None: the module stays as it is."""
+    """Layer type, new forward and its parameters (`Layer.formula`); None: the module stays as it is."""
     if (transposed := linear_like(module)) is not None:
         return "linear", layers.linear_forward, transposed
     if norm := norm_like(module):

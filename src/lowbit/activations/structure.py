@@ -1,4 +1,4 @@
-"""Recognizes what modules compute by running them, so that no list of classes is needed.
+"""Recognizes the formulas of modules by running them, so that no list of classes is needed.
 
 The outputs of norms and activation functions for a few numbers are compared with the formulas. In a feed-forward block
 the linear layers are replaced by stubs, and the input of the last one is compared. Weights are neither read nor
@@ -44,12 +44,10 @@ def linear_like(module: nn.Module) -> bool | None:
     """Whether a linear layer's weight is stored as (inputs, outputs); None: not a linear layer."""
     if "forward" in vars(module):  # an instance's own, which may compute anything
         return None
+    cls = type(module)
     if isinstance(module, nn.Linear):
-        return False if type(module).forward is nn.Linear.forward else None
-    kind = type(module)
-    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        return True
-    return None
+        return False if cls.forward is nn.Linear.forward else None
+    return True if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D") else None
 
 
 def norm_like(module: nn.Module) -> Norm | None:
@@ -189,7 +187,7 @@ def _activation(y: Tensor, gate: Tensor, up: Tensor | None) -> str | None:
 
 def _try(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor | None:
     """A module's output for `x` with these weights, without anybody's hooks; None if it raises an error."""
-    no_hooks = [(part, kind, type(getattr(part, kind))()) for part in module.modules() for kind in _HOOKS]
+    no_hooks = [(part, name, type(getattr(part, name))()) for part in module.modules() for name in _HOOKS]
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"), _changed(no_hooks):
             y = functional_call(module, weights, (x,))
