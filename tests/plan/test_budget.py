@@ -37,10 +37,10 @@ def test_nothing_that_fits_loses_less():
                 for bits in itertools.product(WIDTHS, repeat=3)
                 if one.fixed + flight.peak(stage) * one.per_microbatch(dict(zip(PLANNED, bits, strict=True))) <= limit
             ]
-            found = plan.stages[stage]
-            assert found.error == pytest.approx(math.sqrt(min(errors)), rel=1e-12)
-            assert plan.device_bytes[stage] == one.fixed + found.saved_bytes <= limit
-            assert found.saved_bytes == found.held * one.per_microbatch(found.bits)
+            choice = plan.stages[stage]
+            assert choice.error == pytest.approx(math.sqrt(min(errors)), rel=1e-12)
+            assert plan.device_bytes[stage] == one.fixed + choice.saved_bytes <= limit
+            assert choice.saved_bytes == choice.held * one.per_microbatch(choice.bits)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "each"), [("1F1B", 4, 1), ("InterleavedZeroBubble", 2, 2)])

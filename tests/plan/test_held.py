@@ -51,8 +51,8 @@ class Watched(LowBitStage):
 
     def _look(self) -> None:
         if self.saved is not None:
-            found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_by(self.stages)}
-            beside = sum(size for key, size in found.items() if key not in self.saved._storages)
+            sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_by(self.stages)}
+            beside = sum(size for key, size in sizes.items() if key not in self.saved._storages)
             Watched.most = max(Watched.most, self.saved.now + beside)
 
 
@@ -125,7 +125,7 @@ def train_a_step(name: str) -> tuple[int, int, float, bool]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_predicted_bytes_are_those_that_are_saved(ranks: Ranks, name: str):
-    for predicted, found, left, differ in ranks.run(train_a_step, name):
-        assert 0.99 <= found / predicted <= 1.01
+    for predicted, measured, left, differ in ranks.run(train_a_step, name):
+        assert 0.99 <= measured / predicted <= 1.01
         assert left == 0
         assert differ

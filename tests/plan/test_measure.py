@@ -41,12 +41,12 @@ def test_gradients_between_two_passes_are_counted_once_and_without_those_at_the_
 
 def test_errors_fall_with_bits_and_the_model_comes_back(model: Any):
     before = gradients(model, lambda: loss_of(model))
-    found = sensitivities(model, lambda: loss_of(model), widths=(3, 6, 16))
+    errors = sensitivities(model, lambda: loss_of(model), widths=(3, 6, 16))
     for kind in ("norm", "mlp"):
-        assert 0.02 < found[kind][3] < 0.5
-        assert found[kind][6] == pytest.approx(found[kind][3] * 7 / 63, rel=0.5)  # steps are 9 times finer
-        assert found[kind][16] == 0
-    assert set(found["linear"].values()) == {0.0}  # every linear layer's input follows from something that is saved
+        assert 0.02 < errors[kind][3] < 0.5
+        assert errors[kind][6] == pytest.approx(errors[kind][3] * 7 / 63, rel=0.5)  # steps are 9 times finer
+        assert errors[kind][16] == 0
+    assert set(errors["linear"].values()) == {0.0}  # every linear layer's input follows from something that is saved
     after = gradients(model, lambda: loss_of(model))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in model.parameters())
@@ -60,15 +60,15 @@ def test_measuring_logs_nothing(caplog: pytest.LogCaptureFixture):
 
 
 def test_bytes_fall_with_bits(model: Any):
-    found = bytes_by_width(model, lambda: loss_of(model), widths=(2, 4, 16))
-    mlp = {bits: saved.peak["mlp"] for bits, saved in found.items()}
+    by_width = bytes_by_width(model, lambda: loss_of(model), widths=(2, 4, 16))
+    mlp = {bits: saved.peak["mlp"] for bits, saved in by_width.items()}
     elements = 2 * IDS.numel() * 192  # gate and up
     assert mlp == {
         2: elements * 5 // 16,
         4: elements * 9 // 16,
         16: elements * 4,
     }
-    assert len({saved.peak["attention"] for saved in found.values()}) == 1
+    assert len({saved.peak["attention"] for saved in by_width.values()}) == 1
 
 
 def test_a_loss_that_differs_from_call_to_call_is_refused(model: Any):
@@ -80,5 +80,5 @@ def test_a_loss_that_differs_from_call_to_call_is_refused(model: Any):
 
 def test_relative_errors_by_hand():
     exact = {"a": torch.tensor([3.0]), "b": torch.tensor([[0.0, 4.0]])}
-    found = {"a": torch.tensor([3.0]), "b": torch.tensor([[3.0, 8.0]])}
-    assert relative_error(found, exact) == 1.0
+    rounded = {"a": torch.tensor([3.0]), "b": torch.tensor([[3.0, 8.0]])}
+    assert relative_error(rounded, exact) == 1.0

@@ -36,9 +36,9 @@ def test_a_run_has_the_bits_that_were_planned(ranks: Ranks, tmp_path: Path):
     config = again(config, activations={"plan": str(file)})
     written_out = {kind: [bits[kind] for bits in plan.stages] for kind in ("norm", "mlp", "linear")}
     by_hand = again(config, activations={"plan": "", **written_out})
-    for stage, ((found, bits), (expected, _)) in enumerate(
+    for stage, ((planned, bits), (expected, _)) in enumerate(
         zip(ranks.run(trained_with, config), ranks.run(trained_with, by_hand), strict=True)
     ):
-        assert found == expected
+        assert planned == expected
         assert bits <= set(plan.stages[stage].items())
         assert {kind for kind, _ in bits} >= {"norm", "mlp"}

@@ -19,8 +19,7 @@ from lowbit.codecs.checks import check_int
 from lowbit.plan.in_flight import InFlight, Moment
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
-_MOST_STAGES = 18  # of a rank
-_MOST_COMBINATIONS = 1 << _MOST_STAGES
+_MOST_STAGES = 18  # of a rank; combinations of its stages' bits: at most 2^18
 
 Bits = Mapping[str, int]
 Sensitivities = Mapping[str, Mapping[int, float]]
@@ -29,7 +28,7 @@ Sensitivities = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """Bytes of a pipeline stage: what autograd saves, and what the stage itself holds.
+    """Bytes of a pipeline stage: those that autograd saves, and those that the stage itself holds.
 
     Args:
         layers: decoder layers of the stage, its share of the gradient's error.
@@ -78,10 +77,8 @@ class StagePlan:
     """The choice for a stage.
 
     Args:
-        stage: its number. rank: that has it.
-        bits: by layer type.
-        held: micro-batches that it holds at its peak.
-        saved_bytes: that autograd has saved for them at that moment.
+        stage, rank: its number, and that of its rank. bits: by layer type.
+        held: micro-batches that it holds at its peak. saved_bytes: bytes that autograd has saved for them then.
         error: its part of the gradient's relative error; the squares of all stages add up to the plan's.
     """
 
@@ -139,9 +136,9 @@ def plan_bits(
         held: micro-batches in flight, from `in_flight`.
         costs: of every stage, in order.
         sensitivities: relative gradient error by type and bits; at 16 bits it is 0 and may be left out.
-        device_bytes: of one device, for all that `StageCost` names. Leave room for what it does not: what is in use
-            only for a moment, such as a layer's decoded activations; payloads on their way; and the last stage's
-            outputs, if the schedule's `step` returns them.
+        device_bytes: of one device, for all that `StageCost` names. Leave room for the rest: short-lived tensors, such
+            as a layer's decoded activations; payloads on their way; and the last stage's outputs, if the schedule's
+            `step` returns them.
         group: elements that share a scale, for the policies.
 
     Raises:
@@ -171,10 +168,10 @@ def plan_bits(
                 stage=stage, rank=rank, bits=point.bits, held=count, saved_bytes=count * point.size,
                 error=math.sqrt(point.loss),
             )  # fmt: skip
-    in_order = tuple(stages[stage] for stage in sorted(stages))
     return MemoryPlan(
-        stages=in_order, device_bytes=MappingProxyType(used), limit=device_bytes, least=least, group=group
-    )
+        stages=tuple(stages[stage] for stage in sorted(stages)), device_bytes=MappingProxyType(used),
+        limit=device_bytes, least=least, group=group,
+    )  # fmt: skip
 
 
 def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], stages: Sequence[int] = ()) -> int:
@@ -182,9 +179,7 @@ def beside_autograd(held: InFlight, moment: Moment, costs: Sequence[StageCost], 
 
     An output for the next stage of the same rank counts once, as that one's input.
 
-    Args:
-        held: of the pipeline. moment: of one of its ranks.
-        costs: of every stage. stages: those that count; absent: all of the rank.
+    `costs` has all stages of the pipeline; `stages` are those that count, by default all of the rank.
     """
     total = 0
     for s in stages or moment.held:
@@ -215,27 +210,26 @@ class _Rank:
         self.stages = sorted(moments[0].held)
         if len(self.stages) > _MOST_STAGES:
             raise ValueError(f"held has {len(self.stages)} stages on a rank; allowed: up to {_MOST_STAGES}")
-        most = int(_MOST_COMBINATIONS ** (1 / len(self.stages)) + 1e-9)
+        most = int(2 ** (_MOST_STAGES / len(self.stages)) + 1e-9)
         self.fronts = [_thinned(fronts[stage], most) for stage in self.stages]
         self.fixed = sum(costs[stage].fixed for stage in self.stages)
         counts = torch.tensor([[moment.held[stage] for stage in self.stages] for moment in moments])
         beside = torch.tensor([beside_autograd(held, moment, costs) for moment in moments])
-        every = [torch.arange(len(front)) for front in self.fronts]
-        self.picked = torch.cartesian_prod(*every).view(-1, len(every))
+        self.picked = torch.cartesian_prod(*(torch.arange(len(front)) for front in self.fronts)).view(
+            -1, len(self.fronts)
+        )
         sizes = self._table([[point.size for point in front] for front in self.fronts], torch.int64)
-        losses = self._table([[point.loss for point in front] for front in self.fronts], torch.float64)
-        self.loss = losses.sum(1)
+        self.loss = self._table([[point.loss for point in front] for front in self.fronts], torch.float64).sum(1)
         # A rank's memory is highest at one of its moments; integers are exact up to 2^63.
-        at_moments = (sizes[:, None, :] * counts[None]).sum(2) + beside
-        self.bytes = at_moments.amax(1) + self.fixed
+        self.bytes = ((sizes[:, None, :] * counts[None]).sum(2) + beside).amax(1) + self.fixed
         self.least = int(self.bytes.min())
 
     def best(self, limit: int) -> tuple[dict[int, _Point], int]:
-        """The points that lose least within so many bytes, by stage, and their bytes."""
-        left = self.bytes <= limit
+        """The points that lose least within `limit` bytes, by stage, and their bytes."""
+        best = self.bytes <= limit
         for values in (self.loss, self.bytes):  # ties in the first are settled by the second
-            left &= values == values[left].min()
-        index = int(left.nonzero()[0, 0])
+            best &= values == values[best].min()
+        index = int(best.nonzero()[0, 0])
         picked = self.picked[index].tolist()
         points = {s: front[i] for s, front, i in zip(self.stages, self.fronts, picked, strict=True)}
         return points, int(self.bytes[index])
@@ -249,13 +243,13 @@ def _errors(cost: StageCost, sensitivities: Sensitivities) -> Sensitivities:
     """Relative errors of the widths that a stage can have."""
     errors: dict[str, dict[int, float]] = {}
     for kind in PLANNED:
-        known = {16: 0.0, **sensitivities.get(kind, {})}
-        if missing := [bits for bits in cost.saved[kind] if bits not in known]:
+        known, widths = {16: 0.0, **sensitivities.get(kind, {})}, cost.saved[kind]
+        if missing := [bits for bits in widths if bits not in known]:
             raise ValueError(
                 f"sensitivities has nothing for {kind!r} at {', '.join(map(str, missing))} bits; "
-                f"allowed: an error for every width in saved ({', '.join(map(str, cost.saved[kind]))})"
+                f"allowed: an error for every width in saved ({', '.join(map(str, widths))})"
             )
-        errors[kind] = {bits: known[bits] for bits in cost.saved[kind]}
+        errors[kind] = {bits: known[bits] for bits in widths}
         for bits, error in errors[kind].items():
             if not 0 <= error < math.inf:
                 raise ValueError(f"sensitivities is {error} for {kind!r} at {bits} bits; allowed: finite, at least 0")
@@ -280,7 +274,7 @@ def _front(cost: StageCost, errors: Sensitivities, layers: int) -> list[_Point]:
 
 
 def _thinned(front: Sequence[_Point], most: int) -> Sequence[_Point]:
-    """At most so many points of a front, evenly, its ends among them."""
+    """At most `most` points of a front, evenly, its ends among them."""
     if len(front) <= max(2, most):
         return front
     last, parts = len(front) - 1, max(2, most) - 1

@@ -67,11 +67,7 @@ class InFlight:
         return stage + 1 in self.stages and self.rank_of(stage) == self.rank_of(stage + 1)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has a stage.
-
-        Raises:
-            ValueError: no rank has it.
-        """
+        """The rank that has a stage; ValueError if none has it."""
         for rank, moments in self.moments.items():
             if stage in moments[0].held:
                 return rank
@@ -123,7 +119,7 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
     if not several and stages_per_rank != 1:
         raise ValueError(f"stages_per_rank is {stages_per_rank}; allowed with {schedule}: 1")
     stages = [_Stage(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)]
-    return actions_of(kind(stages if several else stages[0], microbatches, loss_fn=_no_loss))
+    return actions_of(kind(stages if several else stages[0], microbatches, loss_fn=lambda *_: None))  # never run
 
 
 def actions_of(schedule: Any) -> Order:
@@ -140,10 +136,6 @@ class _Stage:
         self.group_size, self.group_rank = ranks, 0
         self.is_first, self.is_last = index == 0, index == stages - 1
         self.submod, self.has_backward, self.device = nn.Identity(), True, "cpu"
-
-
-def _no_loss(output: Any, target: Any) -> Any:
-    raise AssertionError("this schedule is never run")
 
 
 def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:

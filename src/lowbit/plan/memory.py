@@ -36,8 +36,8 @@ class MemorySettings:
     """A run of `lowbit train`, and the memory of its devices."""
 
     budget: str = ""
-    """Bytes of a device for weights, gradients, optimizer, saved activations and what the pipeline holds, such as 24gb
-    or 500mib; absent: what the neediest rank takes with 4 bits everywhere."""
+    """Bytes of a device for weights, gradients, optimizer, saved activations and the pipeline's tensors, such as 24gb
+    or 500mib; absent: those that the neediest rank takes with 4 bits everywhere."""
     out: str = ""
     """File for the bits, which `lowbit train` takes as `activations.plan`."""
     weights: Literal["fp32", "bf16"] = "fp32"
@@ -82,14 +82,10 @@ class MemorySettings:
     @property
     def held(self) -> InFlight:
         """Micro-batches that the stages hold."""
-        pipeline = self.pipeline
-        order = order_of(
-            pipeline.schedule,
-            ranks=pipeline.ranks,
-            stages_per_rank=pipeline.stages_per_rank,
-            microbatches=pipeline.microbatches,
+        run = self.pipeline
+        return in_flight(
+            order_of(run.schedule, ranks=run.ranks, stages_per_rank=run.stages_per_rank, microbatches=run.microbatches)
         )
-        return in_flight(order)
 
     @property
     def layout(self) -> Layout:
@@ -98,11 +94,7 @@ class MemorySettings:
 
 
 def parse_bytes(text: str) -> int:
-    """The number in "24gb", "1.5gib", "300mb" or "1000000".
-
-    Raises:
-        ConfigError: another text.
-    """
+    """The number in "24gb", "1.5gib", "300mb" or "1000000"; ConfigError for another text."""
     match = re.fullmatch(r"([0-9.]+) *([a-z]*)", text.strip().lower())
     try:
         return int(float(match[1]) * _UNITS[match[2]])  # pyright: ignore[reportOptionalSubscript]
@@ -128,8 +120,7 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
     held, layout, meter = settings.held, settings.layout, StageMeter(settings)
     stages = [meter.stage(layout, stage) for stage in range(layout.stages)]
     costs = [stage.cost for stage in stages]
-    errors = gradient_errors(settings)
-    choose = partial(plan_bits, held, sensitivities=errors, group=settings.group)
+    choose = partial(plan_bits, held, sensitivities=gradient_errors(settings), group=settings.group)
     int4 = choose([_only(cost, 4) for cost in costs], device_bytes=1 << 62)
     budget = parse_bytes(settings.budget) if settings.budget else max(int4.device_bytes.values())
     plan = choose(costs, device_bytes=budget)
@@ -190,6 +181,10 @@ def _series(fields: Mapping[str, str]) -> Callable[[Sequence[Row]], Sequence[Row
     return long
 
 
+_BYTES = {
+    "saved": "saved_bytes", "4 bits": "int4_bytes", "BF16": "bf16_bytes", "fixed": "fixed_bytes",
+    "pipeline": "pipeline_bytes", "device": "device_bytes",
+}  # fmt: skip
 _stage = "stage {stage}\n{held} held".format_map
 COMMAND = Command(
     name="plan memory",
@@ -199,16 +194,9 @@ COMMAND = Command(
     tables=(
         Table(
             columns=(
-                Column("stage", "stage"),
-                Column("rank", "rank"),
-                Column("held", "held"),
+                *(Column(name, name) for name in ("stage", "rank", "held")),
                 *(Column(f"{kind}\nbits", kind) for kind in PLANNED),
-                Column("saved\nMB", "saved_bytes", _megabytes),
-                Column("4 bits\nMB", "int4_bytes", _megabytes),
-                Column("BF16\nMB", "bf16_bytes", _megabytes),
-                Column("fixed\nMB", "fixed_bytes", _megabytes),
-                Column("pipeline\nMB", "pipeline_bytes", _megabytes),
-                Column("device\nMB", "device_bytes", _megabytes),
+                *(Column(f"{title}\nMB", field, _megabytes) for title, field in _BYTES.items()),
                 Column("error", "error", "{:.4f}"),
             ),
             title=_title,

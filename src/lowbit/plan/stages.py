@@ -30,7 +30,7 @@ _STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 2 * 4 / 256}
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStage:
-    """What a stage costs with every number of bits; `plain`: bytes saved of a micro-batch in plain BF16."""
+    """A stage's bytes with every number of bits; `plain`: bytes saved of a micro-batch in plain BF16."""
 
     cost: StageCost
     plain: int
@@ -54,8 +54,7 @@ class StageMeter:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
         self.mixed = settings.weights == "fp32"
         self.model = model if self.mixed else model.bfloat16()
-        self.dtype = torch.float32 if self.mixed else torch.bfloat16
-        """Of what stages hand on."""
+        self.dtype = torch.float32 if self.mixed else torch.bfloat16  # of the stages' outputs
         self._measured: dict[tuple[bool, bool], _TwoLayers] = {}
 
     def stage(self, layout: Layout, stage: int) -> MeasuredStage:
@@ -81,7 +80,7 @@ class StageMeter:
         return ids, torch.randn(*shape, module.width, dtype=self.dtype, requires_grad=True)
 
     def between_passes(self, layers: int, first: bool, last: bool) -> int:
-        """Bytes that a stage of so many layers holds between two passes of backward; the first has only one."""
+        """Bytes that a stage of `layers` layers holds between two passes of backward; the first has only one."""
         if first or not self.splits:
             return 0
         module = self.module(layers, first, last)
@@ -118,7 +117,7 @@ class _TwoLayers:
         self.gradients = [meter.between_passes(layers, first, last) for layers in (1, 2)]
 
     def with_layers(self, layers: int) -> MeasuredStage:
-        """The same stage with so many layers."""
+        """The same stage with `layers` layers."""
         whole = self.by_width[max(self.by_width)]
         not_planned = {kind for kind, _ in whole.modules} - {*PLANNED, "weights"}
         parameters = self.module.named_parameters()
