@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, SubspaceQuant
 from lowbit.pipeline.arguments import Step, checked_samples, codec_at, keys_of
-from lowbit.pipeline.boundary import Lane, Slot
+from lowbit.pipeline.boundary import Lane
+from lowbit.pipeline.states import Slot
 from lowbit.pipeline.traffic import Traffic
 from tests.pipeline.toy import INT4
 
@@ -126,7 +127,7 @@ def test_keyed_codecs_get_the_ids_of_the_micro_batch_and_leave_evaluation_alone(
     row = SHAPE[1:]
     first, later = 4 * row.numel(), INT4.nbytes(row)
     assert sizes == [2 * first, 2 * first, 2 * later, first + later, 2 * first, 2 * first]
-    assert sender.state_bytes() == receiver.state_bytes() == 5 * first
+    assert sender.states.nbytes() == receiver.states.nbytes() == 5 * first
     assert "boundary 1 forward state bytes" in sender.facts([SLOT])
 
 
@@ -134,12 +135,12 @@ def test_state_moves_to_a_lane_before_and_after_its_shapes_are_known():
     codec, step = AQSGD(inner=INT4), Step(keys=((1, 2),))
     old = lane(codec)
     old.encode(0, step, 0, torch.randn(SHAPE))
-    state = old.state_dict()
+    state = old.states.state_dict()
     early, late = Lane(1, "forward", codec, "cpu", Traffic()), lane(codec)
-    early.load_state_dict(state)
-    assert early.state_dict().keys() == state.keys()  # a checkpoint right after a restart loses nothing
+    early.states.load_state_dict(state)
+    assert early.states.state_dict().keys() == state.keys()  # a checkpoint right after a restart loses nothing
     ready(early, SLOT)
-    late.load_state_dict(state)
+    late.states.load_state_dict(state)
     x = torch.randn(SHAPE)
     expected = old.encode(0, step, 0, x)
     for resumed in (early, late):
@@ -161,16 +162,16 @@ def test_shapes_that_share_what_a_codec_keeps():
 
     for shape, step in ((SHAPE, Step()), (small, Step(training=False)), (small, Step()), (SHAPE, Step())):
         cross(shape, step)
-    assert sender.state_bytes() == receiver.state_bytes() == 4 * 8 * 64 + 16
-    [(name, state)] = sender.state_dict().items()
+    assert sender.states.nbytes() == receiver.states.nbytes() == 4 * 8 * 64 + 16
+    [(name, state)] = sender.states.state_dict().items()
     assert (name, state["messages"]) == ("tensor 0, width 64", 3)
     again = Lane(1, "forward", codec, "cpu", Traffic())
-    again.load_state_dict(sender.state_dict())
+    again.states.load_state_dict(sender.states.state_dict())
     for end in (again, sender):
         ready(end, (small, torch.float32))
     x = torch.randn(small)
     assert torch.equal(again.encode(0, Step(), 0, x), sender.encode(0, Step(), 0, x))
-    again.load_state_dict({})  # a checkpoint of before the first message
+    again.states.load_state_dict({})  # a checkpoint of before the first message
     fresh = lane(codec, (small, torch.float32))
     assert torch.equal(again.encode(0, Step(), 0, x), fresh.encode(0, Step(), 0, x))
 
@@ -214,18 +215,18 @@ def test_a_sender_chooses_at_the_end_of_the_warm_up_and_its_choice_travels(dtype
     sender, receiver = unsettled(*slots)
     x = near(1).to(dtype)
     assert torch.equal(pass_on(sender, receiver, FULL, 0, x), x)
-    assert sender.chosen() == {}
+    assert sender.states.chosen() == {}
     assert sender.facts(slots) == receiver.facts(slots)
     payloads = [sender.encode(0, SETTLING, i, near(i).to(dtype)) for i in range(3)]
     assert {p.numel() for p in payloads} == {x.numel() * x.element_size() + 16}
     assert sender.nbytes(1, SETTLING, 0) == 24, "nothing to choose for integers"
-    assert receiver.chosen() == {}
+    assert receiver.states.chosen() == {}
     for i in (2, 0, 1):  # in any order
         out = torch.empty_like(x)
         receiver.decode(0, SETTLING, i, payloads[i], out)
         assert torch.equal(out, near(i).to(dtype))
     expected = AUTO.settle(AUTO.choose(near(0).to(dtype)))
-    assert sender.chosen() == receiver.chosen() == {"tensor 0, width 64": expected}
+    assert sender.states.chosen() == receiver.states.chosen() == {"tensor 0, width 64": expected}
     assert expected.directions in (3, 4)
     assert sender.facts(slots) == receiver.facts(slots)
     for end in (sender, receiver):
@@ -245,14 +246,14 @@ def test_what_was_chosen_survives_a_restart(steps_after: int):
         pass_on(sender, receiver, Step(), i, near(i))
     again = unsettled()
     for end, old in zip(again, (sender, receiver), strict=True):
-        end.load_state_dict(old.state_dict())
-        assert end.state_dict().keys() == old.state_dict().keys()
+        end.states.load_state_dict(old.states.state_dict())
+        assert end.states.state_dict().keys() == old.states.state_dict().keys()
         ready(end, SLOT)
-        assert end.chosen() == old.chosen()
+        assert end.states.chosen() == old.states.chosen()
     for i in range(3):
         assert torch.equal(pass_on(*again, Step(), i, near(i)), pass_on(sender, receiver, Step(), i, near(i)))
     other = Lane(1, "forward", SubspaceQuant(directions=9, group=8, refresh=2), "cpu", Traffic())
-    other.load_state_dict(sender.state_dict())
+    other.states.load_state_dict(sender.states.state_dict())
     with pytest.raises(ValueError, match="it is not one of SubspaceQuant"):
         other.prepare([SLOT])
 
@@ -262,8 +263,8 @@ def test_an_open_lane_takes_over_another_choice():
     pass_on(sender, receiver, SETTLING, 0, near(1))
     other = unsettled()
     pass_on(*other, SETTLING, 0, torch.full(SHAPE, float("nan")))
-    assert sender.chosen() != other[0].chosen(), "32 where there is nothing to choose by"
-    other[0].load_state_dict(sender.state_dict())
+    assert sender.states.chosen() != other[0].states.chosen(), "32 where there is nothing to choose by"
+    other[0].states.load_state_dict(sender.states.state_dict())
     assert other[0].facts([SLOT]) == sender.facts([SLOT])
     with pytest.raises(ValueError, match="tensor 0, width 64 was settled as 32, and now as [34]"):
         other[1].decode(0, SETTLING, 0, sender.encode(0, SETTLING, 0, near(0)), torch.empty(SHAPE))
@@ -274,7 +275,7 @@ def test_without_a_choice_nothing_is_coded():
     for use in (
         lambda: sender.prepare([SLOT]),
         lambda: sender.nbytes(0, Step(), 0),
-        lambda: sender.session(0, SHAPE, torch.float32),
+        lambda: sender.states.session(0, (SHAPE, torch.float32)),
     ):
         with pytest.raises(ValueError, match="width 64: .*auto.* allowed: warmup_steps of at lea"):
             use()
@@ -361,5 +362,5 @@ def test_warming_up_uses_kernels_once_and_leaves_no_trace(monkeypatch: pytest.Mo
     warm = lane(AQSGD(inner=GroupInt(bits=7, group=40)), *slots)
     warm.warm_up(slots)
     assert ("encode", torch.float32) in used  # of the differences, which a first visit has not
-    assert warm.state_bytes() == 0
+    assert warm.states.nbytes() == 0
     assert warm._traffic == Traffic()

@@ -219,7 +219,7 @@ def test_states_that_do_not_fit_are_refused():
         assert emulation.state_dict()["steps"] == 2
     for wrong, said in (
         (changed("directions", 3, kept), "of a wrong type; allowed: a tensor and two integers"),
-        (changed("directions", torch.zeros(1, 7), kept), "(1, 7); this session has rank"),
+        (changed("directions", torch.zeros(1, 7), kept), "of shape (1, 7); expected (directions, channels) = (4, 24)"),
     ):
         fresh, other = emulated()
         other.load_state_dict(wrong)

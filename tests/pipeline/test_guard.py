@@ -71,17 +71,17 @@ def unfit(forward: Mapping[int, Any], state: Mapping[str, Any], steps: int) -> N
     run.train(0)
 
 
-OF_RANK_3 = {"directions": torch.zeros(3, toy.WIDTH), "messages": 5, "digest": 0}
+THREE = {"directions": torch.zeros(3, toy.WIDTH), "messages": 5, "digest": 0}
 
 
 @pytest.mark.parametrize(
     ("codec", "state", "steps", "said"),
     [
-        (SubspaceQuant(directions=25), {}, 0, "boundary 1 forward: rank is 25, .* allowed: 1 to 24"),
-        (SubspaceQuant(directions=2), OF_RANK_3, 5, r"state has directions .* \(3, 24\); this session has rank 2"),
+        (SubspaceQuant(directions=25), {}, 0, "boundary 1 forward: directions is 25, .* allowed: 1 to 24"),
+        (SubspaceQuant(directions=2), THREE, 5, r"state has directions .* \(3, 24\); expected .* = \(2, 24\)"),
         (SubspaceQuant(directions="auto"), {}, 5, "width 24: .*'auto'.* saved after the warm-up"),
     ],
-    ids=["rank", "state", "choice"],
+    ids=["directions", "state", "choice"],
 )
 def test_what_one_boundary_cannot_code_is_an_error_everywhere(
     ranks: Ranks, codec: Any, state: Any, steps: int, said: str

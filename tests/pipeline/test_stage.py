@@ -305,7 +305,7 @@ def test_a_codec_that_remembers_samples_resumes_exactly(ranks: Ranks):
     assert through[0][1].forward_bytes == 2 * first + 2 * first + 2 * later + checksums
 
 
-@pytest.mark.parametrize("auto", [False, True], ids=["rank", "auto"])
+@pytest.mark.parametrize("auto", [False, True], ids=["fixed", "auto"])
 def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ranks, auto: bool):
     codec, backward = SubspaceQuant(directions=4, group=8), SubspaceQuant(directions=3, bits=4, group=8)
     chosen = [(codec, backward)] * 2
@@ -323,7 +323,7 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
         assert there[1] == replace(codec, directions=there[1].directions)
         chosen = [(there[1], back[1])] * 2
     for (_, _, state, _), pair in zip(through, chosen, strict=True):
-        assert state == 4 * toy.WIDTH * sum(c.rank for c in pair) + 2 * 16
+        assert state == 4 * toy.WIDTH * sum(c.count for c in pair) + 2 * 16
     # Five steps and an evaluation, of which one step at full precision.
     shape = (toy.ROWS, 3, toy.WIDTH)
     first = 4 * math.prod(shape) + 16 * auto

@@ -282,7 +282,7 @@ def test_a_process_ends_as_it_should_while_a_message_is_never_taken(tmp_path: Pa
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(rank), str(store.port)],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

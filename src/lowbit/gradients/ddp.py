@@ -64,18 +64,18 @@ def all_reduce_hook(
     own = dist.new_group(
         dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
     )
-    # For good: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it holds
-    # the interpreter's lock, for threads that may need it.
-    for kept in (group, own):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    # Never freed: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it
+    # holds the interpreter's lock, for threads that may need it.
+    for each in (group, own):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
     assert isinstance(own, dist.ProcessGroup)
-    lost = _QuantizationErrors() if error_feedback else None
+    feedback = _QuantizationErrors() if error_feedback else None
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         errors = None
-        if lost is not None:
-            errors = lost.of(bucket.parameters(), buffer)
+        if feedback is not None:
+            errors = feedback.of(bucket.parameters(), buffer)
             buffer.add_(errors)
         pending = all_reduce(
             buffer, codec, own, "avg", algorithm, True,
@@ -98,7 +98,7 @@ def all_reduce_hook(
 
 
 class _QuantizationErrors:
-    """What quantization took from each parameter's gradient, laid out as the buckets are at the moment."""
+    """Quantization errors of each parameter's gradient, laid out as the buckets are at the moment."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Tensor] = {}
@@ -114,6 +114,6 @@ class _QuantizationErrors:
                 if number in self._parts:
                     part.copy_(self._parts[number])
                 self._parts[number] = part
-            # Buckets that have been rebuilt; parameters that have not come again yet keep their parts alive.
+            # Drop buckets that have been rebuilt; `_parts` holds the errors of parameters that have not come again.
             self._flats = {old: errors for old, errors in self._flats.items() if not set(old) & set(key)} | {key: flat}
         return self._flats[key]

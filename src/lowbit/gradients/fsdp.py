@@ -25,11 +25,10 @@ class LowBitReduceScatter(ReduceScatter):
     gathered at full precision, as FSDP2 does it. The sum or mean is as `lowbit.collectives.reduce_scatter` gives it.
 
     Args:
-        codec: the format. timeout: seconds in which a missing or failed peer is an error. checksums: whether 8 bytes
-            behind each payload tell if it arrived as it was sent.
+        codec, timeout, checksums: as for `lowbit.collectives.reduce_scatter`.
 
     Raises:
-        TypeError, ValueError: a codec that cannot be summed, or a time limit that makes no sense.
+        TypeError, ValueError: a codec that cannot be summed, or a wrong time limit.
     """
 
     def __init__(self, codec: Codec, *, timeout: float = TIMEOUT, checksums: bool = True) -> None:

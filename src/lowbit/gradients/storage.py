@@ -1,4 +1,4 @@
-"""`GradientStorage`: parameters accumulate their gradients in a codec's payloads instead of in `.grad`."""
+"""`GradientStorage`: gradients accumulate in a codec's payloads instead of in `.grad`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ BUCKET_BYTES = 16 << 20
 class GradientStorage:
     """Keeps gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
 
-    As soon as a backward pass has finished a parameter's gradient, it is added to what is stored (decoded, added in
-    float32, coded again) and `parameter.grad` becomes None. So gradients at full precision exist for one layer at a
-    time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128) from the first micro-batch to
-    the optimizer step. In a step:
+    As soon as a backward pass has finished a parameter's gradient, it is added to the stored one (decoded, added in
+    float32, coded again) and `parameter.grad` becomes None. So gradients exist at full precision for one layer at a
+    time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128). In a step:
 
         for micro_batch in batch:
             loss(micro_batch).backward()
@@ -32,11 +31,10 @@ class GradientStorage:
         storage.step(optimizer)                 # instead of optimizer.step()
         storage.zero_()                         # instead of optimizer.zero_grad()
 
-    The paper leaves the optimizer's side open; here `step` materialises gradients in portions no larger than the
-    largest parameter's, and the update equals a whole step with these gradients, bit for bit. NaN and infinity in a
-    gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored dense. A parameter without
-    a gradient stays without, so that optimizers skip it. Parameters that require no gradient now are left alone; those
-    frozen later keep what they hold until `zero_`.
+    `step` decodes gradients in portions no larger than the largest parameter, and the update equals a whole step with
+    these gradients, bit for bit. NaN and infinity in a gradient make its block NaN, which `norm` shows. Embeddings with
+    `sparse=True` are stored dense. A parameter without a gradient stays without, so that optimizers skip it. Parameters
+    that require no gradient now are left alone; those frozen later keep theirs until `zero_`.
 
     Not with `DistributedDataParallel` (its buckets are full-precision copies; use `all_reduce` on the plain module)
     nor with sharded parameters (DTensor).
@@ -44,8 +42,8 @@ class GradientStorage:
     Args:
         parameters: a module, or parameters (each counts once, however often it is shared).
         codec: the format, without state; `BlockFloat8(rounding="stochastic")` where more than some 30 micro-batches are
-            summed. Sums and results of `all_reduce` that replace what is stored are rounded to nearest in any case,
-            so that all ranks hold the same.
+            summed. Results of `put` and `all_reduce` are rounded to nearest in any case, so that all ranks hold the
+            same.
 
     Raises:
         TypeError: a parameter of a dtype other than float32, bfloat16 and float16, or sharded; a codec with state; a
@@ -71,13 +69,10 @@ class GradientStorage:
         return sum(s.payload.nbytes for s in self._stored.values() if s.payload is not None)
 
     def absorb(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Add what lies in `.grad` to what is stored, and free it.
+        """Add `.grad` of parameters (None: all; those not stored here are left alone) to the storage, and free it.
 
-        Backward passes do that by themselves, but for those that write `.grad` without autograd, such as the weight
+        Backward passes do that by themselves, except those that write `.grad` without autograd, such as the weight
         passes of `torch.distributed.pipelining`'s zero-bubble schedules.
-
-        Args:
-            parameters: which; None: all. Parameters that are not stored here are left alone.
 
         Raises:
             RuntimeError: a parameter that was frozen when this storage was made requires a gradient now.
@@ -105,7 +100,7 @@ class GradientStorage:
                 yield parameter, gradient
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Replace what is stored for a parameter by this gradient, rounded to nearest.
+        """Replace the stored gradient of a parameter by this one, rounded to nearest.
 
         Raises:
             ValueError: a parameter that is not stored here, or a gradient of another shape.
@@ -122,7 +117,7 @@ class GradientStorage:
         return math.sqrt(float(torch.stack(norms).double().square().sum())) if norms else 0.0
 
     def scale_(self, factor: float) -> None:
-        """Multiply all gradients; what is added later is not affected. Costs nothing before they are handed out."""
+        """Multiply all gradients; those added later are not affected. Costs nothing until they are decoded."""
         for stored in self._stored.values():
             stored.factor = stored.factor * factor if stored.held else 1.0
 
@@ -150,8 +145,8 @@ class GradientStorage:
         stays without.
 
         Args:
-            reduce: called with a 1-D float32 tensor, which it replaces by the sum or mean over all ranks; either at
-                once or, if it returns something with `wait()`, until that returns. Two buckets are under way at most.
+            reduce: called with a 1-D float32 tensor, which it replaces by the sum or mean over all ranks, at once or
+                by the end of `wait()` of what it returns. Two buckets are under way at most.
             bucket_bytes: size of a bucket in float32; a larger parameter is a bucket of its own.
 
         Raises:
@@ -181,10 +176,9 @@ class GradientStorage:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """`optimizer.step()` with the stored gradients, of which few exist at full precision at any time.
 
-        Parameters take part in portions; those whose turn it is not have no gradient, so the optimizer skips them. All
-        see the same hyperparameters: what a step changes in `param_groups` counts once. Gradients of the optimizer's
-        other parameters (not stored here) are used as well and stay as they are. Hooks on the optimizer's step run
-        once for each portion.
+        Parameters take part in portions; the others have no gradient meanwhile, so the optimizer skips them. All see
+        the same hyperparameters: changes of `param_groups` in a step count once. Gradients of parameters that are not
+        stored here are used as well and stay as they are. Hooks on the optimizer's step run once for each portion.
 
         Args:
             optimizer: any that treats parameters apart from each other: all of `torch.optim` but LBFGS and SparseAdam,
@@ -230,7 +224,7 @@ class GradientStorage:
             stored.held, stored.factor = False, 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """What is stored, for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
+        """State for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
 
         Names are those of the module's parameters, or their positions. Payloads are not copied.
         """
@@ -243,7 +237,7 @@ class GradientStorage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace what is stored by what `state_dict` gave.
+        """Replace all gradients by those of `state_dict`.
 
         Raises:
             ValueError: the state is of another codec, or of other parameters.

@@ -14,7 +14,7 @@ from lowbit.codecs.sums import Summable
 
 @dataclass(slots=True)
 class Stored:
-    """A parameter's gradient: what `payload` decodes to, times `factor`; None at all unless `held`."""
+    """A parameter's gradient: the decoded `payload` times `factor`; there is none unless `held`."""
 
     name: str
     payload: Tensor | None = None

@@ -1,26 +1,22 @@
-"""Carries packets between hosts that are far apart: ``python delay.py PID...``, a process of a namespace for each host.
+"""Carries packets between distant hosts: ``python delay.py PID...``, with one process of each host's namespace.
 
-A program of its own, standard library only. It makes a TUN device in the namespace of each process, takes the IPv4
-packets that a host sends there, and hands them to the host of their destination when a link with the given rates and
-distance would. Packets leave a host one after the other, each as long after the one before as its bytes take at the
-rate; those that would wait for their turn for longer than the queue holds are dropped; then they travel for half a
-round trip. Of two hosts the sender's end alone has a rate, as the two ends of one cable; more hosts meet at a switch,
-which sends to each at that host's own rate, with a queue for each.
+A program of its own, standard library only. It makes a TUN device in the namespace of each process, reads the IPv4
+packets that a host sends there, and writes them to their destination when a link with the given rates and distance
+would. A packet leaves a host when its bytes have passed at the rate, behind the packets before it; one that would wait
+longer than the queue permits is dropped; then it travels for half a round trip. Two hosts are the ends of one cable, so
+only the sender's rate counts; more hosts meet at a switch, which sends to each at that host's own rate, with a queue
+for each.
 
-The kernel hands over trains of TCP packets (TSO). A train takes as long as its packets with all their headers, and
-arrives with their last byte. Where packets are lost at random, the owner keeps the kernel from making trains, so that
-each packet is lost by itself. Every path draws from a generator of its own with a fixed seed: the same packets are lost
-in every run.
+The kernel sends trains of TCP packets (TSO). A train takes as long as its packets with all their headers, and arrives
+with their last byte. For links that lose packets, `distance` keeps the kernel from making trains, so that each packet
+is lost by itself. Every path has a generator of its own with a fixed seed: every run loses the same packets.
 
-Where other processes have the processor, this one sees packets late. They are not delayed for that: a link that was
-busy meanwhile has carried them.
-
-It takes 0.7 to 1 second of a processor in 8 seconds at 100 Mbit/s with 40 or 100 ms, and 1.3 at 1 Gbit/s with 10 ms
-(measured while other work kept both processors busy).
+If this process had to wait for a processor, it sees packets late. They are not delayed for that: a link that was busy
+meanwhile has carried them. It takes about a tenth of a processor at 100 Mbit/s, and a sixth at 1 Gbit/s.
 
 Standard input brings orders, each a line of JSON: ``cut`` (the hosts that nothing reaches), or else ``rates`` (seconds
-per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds) and ``loss`` (a share), which have to
-come first. Each is answered by ``ok``. The program ends with its input.
+per byte up and down for each host), ``delay``, ``jitter``, ``queue`` (seconds) and ``loss`` (a share), at first. Each
+is answered by ``ok``. The program ends with its input.
 """
 
 import contextlib
@@ -44,23 +40,19 @@ _CHECKSUM, _TSO4, _TSO6 = 0x01, 0x02, 0x04
 _HEADER_BYTES = 10  # of offloading: flags, kind, header bytes, segment bytes, checksum's start and offset
 _ETHERNET_BYTES = 14  # which a token bucket counts beside an IP packet, so that both kinds of link carry as much
 _LARGEST = _HEADER_BYTES + 65536
-_AT_ONCE = 64  # packets taken from a host before others have their turn
+_AT_ONCE = 64  # packets read from a host before others have their turn
 _AT_ONCE_SECONDS = 1e-4  # a wait that short was none
 
 
 class Line:
-    """Packets under way between hosts.
-
-    Args:
-        tuns: file descriptors of the hosts' TUN devices, by host.
-    """
+    """Packets under way between hosts, whose TUN devices have these file descriptors."""
 
     def __init__(self, tuns: list[int]) -> None:
         self.tuns = tuns
         self._events: list[tuple[float, int, bool, int, int, bytes]] = []  # time, order, arrived
         self._order = itertools.count()
         self._up_free, self._down_free = [0.0] * len(tuns), [0.0] * len(tuns)
-        self._arrival: dict[tuple[int, int], float] = {}  # the last one of each path
+        self._arrival: dict[tuple[int, int], float] = {}  # time of the last one on each path
         self._cut: set[int] = set()
 
     def obey(self, order: dict[str, Any]) -> None:
@@ -75,7 +67,7 @@ class Line:
         self._chance = {path: random.Random(repr(path)) for path in itertools.product(hosts, hosts)}
 
     def take(self, source: int, now: float, late: float) -> None:
-        """Take what a host sends. late: seconds for which some of it may have been waiting for this program."""
+        """Read packets that a host sends. late: seconds for which some may have been waiting for this program."""
         for _ in range(_AT_ONCE):
             try:
                 packet = os.read(self.tuns[source], _LARGEST)

@@ -20,10 +20,7 @@ _QUEUED_PACKETS = 10_000  # in front of the delay line, while other processes ha
 
 
 class Distance(Helper):
-    """A second interface of each host, whose packets go through one process that delays them.
-
-    Args:
-        hosts: their namespaces. Addresses stay those of the first interface.
+    """A second interface of each host, with the first one's address, whose packets go through one process.
 
     Raises:
         LinkUnavailable: this machine does not permit it.
@@ -43,7 +40,7 @@ class Distance(Helper):
             raise
 
     def lead(self, link: Link) -> None:
-        """Let all packets take this way, as long and as wide as the link is."""
+        """Route all packets through the process, with the rates and the distance of `link`."""
         forth = _seconds_per_byte(link.rate_mbit)
         back = _seconds_per_byte(link.back_mbit or link.rate_mbit)
         self._order(
@@ -61,7 +58,7 @@ class Distance(Helper):
             )
 
     def leave(self) -> None:
-        """Let packets take the first interfaces again."""
+        """Route packets through the first interfaces again."""
         for host in self._hosts:
             host.ip(f"route flush dev {DEVICE}")
 
@@ -78,7 +75,7 @@ class Distance(Helper):
 
     def _order(self, **order: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # that it does not answer tells why
+        with contextlib.suppress(BrokenPipeError):  # `_await_ok` reports why it ended
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         self._await_ok()

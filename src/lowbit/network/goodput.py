@@ -1,4 +1,4 @@
-"""What a ``SlowLink`` really carries, measured with plain sockets and nothing of PyTorch."""
+"""Goodput and round trips of a ``SlowLink``, measured with plain sockets and nothing of PyTorch."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ _PROBE = str(Path(__file__).with_name("probe.py"))
 _FIRST_PORT = 5201
 _SETTLE_SECONDS = 0.3
 _SETTLE_ROUND_TRIPS = 20  # until TCP sends as fast as a distant link permits
-_PATIENCE = 40.0  # seconds for connecting, and for what is under way at the end
+_PATIENCE = 40.0  # seconds for connecting, and for packets that are under way at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float =
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
     """Mbit/s of every (sender, receiver) route, all of them at the same time.
 
-    Takes 20 round trips more than ``seconds``, in which TCP finds out what a distant link carries.
+    Takes 20 round trips more than ``seconds``, in which TCP reaches the rate of a distant link.
 
     Raises:
         RuntimeError: A probe failed; the message is its own.

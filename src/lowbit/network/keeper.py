@@ -37,7 +37,7 @@ def inhabitants() -> list[int]:
 
 
 def empty_namespace(seconds: float = 5.0) -> None:
-    """Kill every other process of the namespace, again until none is left (they may be forking)."""
+    """Kill every other process of the namespace until none is left (they may be forking)."""
     deadline = time.monotonic() + seconds
     while (running := inhabitants()) and time.monotonic() < deadline:
         for pid in running:

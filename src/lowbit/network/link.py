@@ -1,4 +1,4 @@
-"""What a link is like: its rates and its distance, in one small object with a text form."""
+"""`Link`: the rates and the distance of a link, with a text form."""
 
 import math
 import re
@@ -33,7 +33,7 @@ class Link:
             it carried 36 to 64 Mbit/s with a queue of 50 ms, 86 to 94 with 100, and 94 to 96 with 200.
 
     Raises:
-        TypeError, ValueError: a value that makes no sense.
+        TypeError, ValueError: a wrong value.
     """
 
     rate_mbit: float | None = 100.0
@@ -109,7 +109,7 @@ class Link:
         back), "100mbit/40ms/5ms/0.1%" (jitter, loss), "100mbit/40ms/0ms/100ms" (queue).
 
         Raises:
-            ValueError: anything else, or a link that makes no sense.
+            ValueError: anything else, or a wrong value.
         """
         match = _TEXT.fullmatch(re.sub(r"\s*([/-])\s*", r"\1", text.strip().lower()))
         if not match:

@@ -27,8 +27,9 @@ class Helper:
     """A process that answers on its standard output, a line at a time, and ends with its standard input.
 
     Args:
-        title: what errors call it. argv: Python's arguments: a program of the standard library. within: the command
-            that runs what follows it in a namespace.
+        title: its name in errors.
+        argv: arguments of Python: a program that needs the standard library only.
+        within: the command that runs the program in a namespace.
     """
 
     def __init__(self, title: str, argv: Sequence[str], *, within: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ class Helper:
         self._process.wait()
 
     def _problem(self, expected: str) -> str:
-        """Wait for a line; if it is not the expected one, return what the process wrote about an error.
+        """Wait for a line; return what the process wrote about an error, or "" if the line is the expected one.
 
         Raises:
             LinkUnavailable: no line came.
@@ -69,7 +70,7 @@ class Namespace(Helper):
     """One network namespace, kept by one process (`keeper.py`).
 
     Args:
-        unshare: the command that makes the namespace and runs what follows it there.
+        unshare: the command that makes the namespace and runs the keeper there.
         enter: the options of ``nsenter`` beside the process and ``--net``.
     """
 
@@ -89,7 +90,7 @@ class Namespace(Helper):
         self.run(["ip", "-batch", "-"], "\n".join(commands) + "\n")
 
     def settle_congestion_control(self) -> None:
-        """Take the usual one, whatever this machine has: BBR, for one, estimates a link's rate anew after a pause."""
+        """Set the usual one: with others the link looks different (BBR estimates the rate anew after a pause)."""
         for name in _CONGESTION_CONTROL:
             with contextlib.suppress(LinkUnavailable):
                 self.run(["tee", "/proc/sys/net/ipv4/tcp_congestion_control"], name)

@@ -2,12 +2,11 @@
 
 A program of its own, standard library only, because both ends must run inside the namespaces.
 
-``python probe.py receive|send ADDRESS PORT SETTLE SECONDS``: what it carries. The receiver prints the goodput in
-Mbit/s. It leaves out the first SETTLE seconds: then the link's burst and the socket buffers fill, which would make a
-slow link look faster than it is, and TCP only begins to find out what a distant one carries.
+``python probe.py receive|send ADDRESS PORT SETTLE SECONDS``: the receiver prints the goodput in Mbit/s, without the
+first SETTLE seconds: then the link's burst and the socket buffers fill, which would make a slow link look faster than
+it is, and TCP has not reached the rate of a distant one.
 
-``python probe.py echo|ping ADDRESS PORT``: how long a byte takes forth and back. The one that pings prints the median
-in milliseconds.
+``python probe.py echo|ping ADDRESS PORT``: the one that pings prints the median round trip of a byte in milliseconds.
 """
 
 import socket
@@ -33,7 +32,7 @@ def connect(address: str, port: int) -> socket.socket:
 
 
 def accept(address: str, port: int) -> socket.socket:
-    """The one connection that comes in."""
+    """Accept one connection."""
     with socket.create_server((address, port)) as server:
         server.settimeout(_PATIENCE)
         connection, _ = server.accept()
@@ -50,23 +49,23 @@ def send(address: str, port: int, seconds: float) -> None:
 
 
 def receive(address: str, port: int, settle: float, seconds: float) -> float:
-    """Goodput in Mbit/s of the one connection that comes in, from ``settle`` to ``seconds`` after its beginning."""
+    """Goodput in Mbit/s of one connection, from ``settle`` to ``seconds`` after its beginning."""
     with accept(address, port) as connection:
         buffer = bytearray(1 << 20)
         start = time.monotonic() + settle
         stop = start + seconds - settle
-        counted, began, ended = 0, start, start
+        nbytes, began, ended = 0, start, start
         while n := connection.recv_into(buffer):
             now = time.monotonic()
             if now < start:
                 began = now
             elif now <= stop:
-                counted, ended = counted + n, now
-    return counted * 8e-6 / max(ended - began, 1e-9)
+                nbytes, ended = nbytes + n, now
+    return nbytes * 8e-6 / max(ended - began, 1e-9)
 
 
 def echo(address: str, port: int) -> None:
-    """Send back what comes, until the other end is done."""
+    """Send every byte back, until the other end is done."""
     with accept(address, port) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while data := connection.recv(1):
@@ -74,7 +73,7 @@ def echo(address: str, port: int) -> None:
 
 
 def ping(address: str, port: int) -> float:
-    """Milliseconds until a byte has come back, the median of some."""
+    """Median milliseconds until a byte has come back."""
     times = []
     with connect(address, port) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

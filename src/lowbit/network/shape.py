@@ -35,7 +35,7 @@ _SECONDS_TO_END = 5.0
 
 
 def burst_bytes(rate_mbit: float) -> int:
-    """Size of the token bucket. It decides whether the link is honest.
+    """Size of the token bucket.
 
     A 1 MB bucket lets whole messages through unshaped at 100 Mbit/s and makes FP32 look 2.4 times as fast as it is; a
     32 KB bucket cannot be refilled often enough to reach 10 Gbit/s.
@@ -48,14 +48,14 @@ class SlowLink:
 
     Args:
         hosts: How many hosts, 2 to 64.
-        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms: What joins them, as the fields of `Link`.
+        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms: Fields of their `Link`.
 
     Attributes:
-        link: What joins them now.
+        link: The present link.
 
     Raises:
         LinkUnavailable: On entering the context, or later for a link with a distance: the machine does not permit it.
-        TypeError, ValueError: A number of hosts or a link that makes no sense.
+        TypeError, ValueError: A wrong number of hosts, or a wrong link.
 
     Example::
 
@@ -90,7 +90,7 @@ class SlowLink:
     @staticmethod
     @functools.cache
     def available(*, distance: bool = False) -> str | None:
-        """Why this machine permits no shaped link (with a distance); None where it does. Tries it once."""
+        """Try once whether this machine permits a shaped link (with a distance): None, or the reason why not."""
         if sys.platform != "linux":
             return "network namespaces exist on Linux only"
         try:
@@ -125,7 +125,7 @@ class SlowLink:
             self._distance = None
         while self._namespaces:
             self._namespaces.pop().close()
-        while self._processes:  # the keepers have killed whatever was left: collect it
+        while self._processes:  # the keepers have killed those that were left
             self._processes.pop().wait()
 
     def address(self, host: int) -> str:
@@ -156,7 +156,7 @@ class SlowLink:
         self.set_link(dataclasses.replace(self.link, rate_mbit=rate_mbit, back_mbit=None))
 
     def set_link(self, link: Link) -> None:
-        """Change what joins the hosts, from now on. Addresses and connections stay.
+        """Change the link from now on. Addresses and connections stay.
 
         Raises:
             LinkUnavailable: The link has a distance, and this machine does not permit it.
@@ -237,7 +237,7 @@ class SlowLink:
 
 
 def _shape(namespace: Namespace, interface: str, link: Link) -> None:
-    """Limit what one interface sends."""
+    """Limit the rate at which one interface sends."""
     kind, largest = "noqueue", _LARGEST_SEGMENT
     if link.rate_mbit is not None:
         bits, burst = round(link.rate_mbit * 1e6), burst_bytes(link.rate_mbit)

@@ -1,7 +1,7 @@
-"""What the rank with a pipeline's first stage announces to all others at the start of a pass: one small message.
+"""Announcement of a pass: one small message from the rank with the first stage to all others.
 
-`tell` sends a value that JSON can hold, waits for nobody, and returns the bytes sent. `hear` waits for it. `finish`
-waits until all has been sent, so that this rank may end. `number` counts passes, the same on all ranks.
+`send` sends a value that JSON can hold, waits for nobody, and returns the bytes sent; `receive` waits for it; `finish`
+waits until all has left, so that this rank may end. `number` counts passes, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,25 +23,21 @@ from lowbit.ranks.store import BoundedStore
 MESSAGE_BYTES = 512
 """Bytes of the message, without its checksum: JSON, padded with blanks."""
 
-_AHEAD = 4  # so many are received ahead: the first stage may be so many passes ahead of the last
+_AHEAD = 4  # receives that are posted ahead; the first stage may be so many passes ahead of the last
 # Seconds between two looks into the store: a share of those waited.
 _SHORTEST, _LONGEST, _SHARE = 0.0005, 0.01, 0.05
-_KEPT = 1024  # passes whose message stays in the store, so far may the first stage be ahead there
+_KEPT_PASSES = 1024  # whose messages stay in the store; the first stage may be so far ahead there
 
 
 def choose(group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int) -> Announcements:
-    """Announcements of rank `source`: by Gloo's messages, or through the group's store where the group has no Gloo.
-
-    Args:
-        group: the ranks; board: who failed first; checksums, tag: of the messages.
-    """
+    """Announcements of rank `source`: by Gloo's messages, or through the group's store where the group has no Gloo."""
     if "gloo" in dist.get_backend_config(group):
         return _Direct(group, source, board, checksums, tag)
     return _ThroughStore(group, source, board)
 
 
 class _Direct:
-    """Gloo's messages; they take half a round trip, because receives are posted ahead of their passes."""
+    """By Gloo's messages; they take half a round trip, because receives are posted ahead of their passes."""
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, board: FailureBoard, checksums: Checksums, tag: int
@@ -51,9 +47,9 @@ class _Direct:
         self._others = [rank for rank in range(dist.get_world_size(group)) if rank != source]
         self._sends: list[tuple[int, dist.Work]] = []
         self._sent = torch.empty(0, dtype=torch.uint8)
-        self._coming: deque[tuple[dist.Work, Tensor]] = deque()
+        self._receives: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def tell(self, number: int, value: Any) -> int:
+    def send(self, number: int, value: Any) -> int:
         text = json.dumps(value).encode()
         if len(text) > MESSAGE_BYTES:
             raise ValueError(f"an announcement has {len(text)} bytes; allowed: {MESSAGE_BYTES}")
@@ -67,14 +63,14 @@ class _Direct:
             self._sends.append((rank, work))
         return len(self._others) * self._sent.numel()
 
-    def hear(self, number: int) -> Any:
+    def receive(self, number: int) -> Any:
         with self._board.blaming(self._source):
-            while len(self._coming) < _AHEAD:
+            while len(self._receives) < _AHEAD:
                 message = torch.empty(MESSAGE_BYTES + self._checksums.room, dtype=torch.uint8)
                 work = dist.irecv(message, group=self._group, group_src=self._source, tag=self._tag)
                 assert work is not None
-                self._coming.append((work, message))
-            work, message = self._coming.popleft()
+                self._receives.append((work, message))
+            work, message = self._receives.popleft()
             work.wait(self._board.patience)
         if not self._checksums.intact(message, number, self._source, self._tag):
             raise damaged(f"the announcement of pass {number}", self._source)
@@ -88,21 +84,21 @@ class _Direct:
 
 
 class _ThroughStore:
-    """A key of the group's store; for NCCL, whose messages would make the host wait for the device."""
+    """By keys of the group's store; for NCCL, whose messages would make the host wait for the device."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, board: FailureBoard) -> None:
         self._limit = board.patience.total_seconds()
         self._store = BoundedStore(group, self._limit)
         self._source, self._topic = source, board.topic
 
-    def tell(self, number: int, value: Any) -> int:
+    def send(self, number: int, value: Any) -> int:
         text = json.dumps(value)
         self._store.append(self._key(number), text)
-        if number >= _KEPT:
-            self._store.delete_key(self._key(number - _KEPT))
+        if number >= _KEPT_PASSES:
+            self._store.delete_key(self._key(number - _KEPT_PASSES))
         return len(text)
 
-    def hear(self, number: int) -> Any:
+    def receive(self, number: int) -> Any:
         start = time.monotonic()
         while not (text := self._store.read(self._key(number))):
             waited = time.monotonic() - start

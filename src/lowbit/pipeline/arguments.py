@@ -1,4 +1,4 @@
-"""What a pipeline and its emulation are given: formats, a warm-up, sample ids. What follows from it for a step."""
+"""Arguments that a pipeline and its emulation share: formats, warm-up, sample ids; and the step that they describe."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
 from lowbit.codecs.sessions import Key
 
+Codecs = Codec | Mapping[int, Codec]
+"""One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""
+
 
 @dataclass(frozen=True)
 class Step:
-    """What decides the format of a step's messages; known before the step, and the same on every rank.
+    """Properties of a step that decide the format of its messages; known before it, and the same on every rank.
 
     Attributes:
         training: False in an evaluation pass.
         full_precision: the warm-up is not over: everything travels in its own dtype.
         keys: sample ids of each micro-batch, for codecs that need them.
-        settling: this is the last step of the warm-up, in which senders choose what their codecs leave open.
+        settling: this is the last step of the warm-up, in which senders choose open parameters of their codecs.
     """
 
     training: bool = True
@@ -33,21 +36,17 @@ class Step:
 
     @classmethod
     def numbered(cls, step: int, warmup_steps: int, *, training: bool = True) -> Step:
-        """A step, or an evaluation pass, after so many training steps."""
+        """A step, or an evaluation pass, after `step` training steps."""
         return cls(training, step < warmup_steps, settling=training and step == warmup_steps - 1)
 
     @property
     def phase(self) -> int:
-        """What decides the sizes of messages: 0 at full precision, 1 where choices travel as well, 2 coded."""
+        """Kind of the messages: 0 at full precision, 1 where choices travel as well, 2 coded."""
         return 1 if self.settling else 0 if self.full_precision else 2
 
 
-def check_warm_up(argument: str, codecs: Codec | Mapping[int, Codec], warmup_steps: int, prefix: str = "") -> None:
-    """Raise unless there is a warm-up, or nothing in these codecs that it would have to settle.
-
-    Raises:
-        ValueError: naming `prefix`warmup_steps.
-    """
+def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str = "") -> None:
+    """Raise a ValueError, which names `prefix`warmup_steps, if a codec needs a warm-up and there is none."""
     for codec in codecs.values() if isinstance(codecs, Mapping) else (codecs,):
         if isinstance(codec, Codec) and not codec.settled and not warmup_steps:
             raise ValueError(
@@ -56,8 +55,8 @@ def check_warm_up(argument: str, codecs: Codec | Mapping[int, Codec], warmup_ste
             )
 
 
-def codec_at(argument: str, codecs: Codec | Mapping[int, Codec], boundary: int, boundaries: int) -> Codec:
-    """The codec of one of so many boundaries, from one for all or a mapping.
+def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> Codec:
+    """The codec of one of `boundaries`, from one for all or a mapping.
 
     Raises:
         TypeError: not a codec.
@@ -79,7 +78,7 @@ def codec_at(argument: str, codecs: Codec | Mapping[int, Codec], boundary: int, 
 
 
 def check_numbers(warmup_steps: object, timeout: object) -> None:
-    """Raise unless these can be a number of steps, and one of seconds."""
+    """Raise a TypeError or ValueError unless these can be a number of steps and a number of seconds."""
     check_int("warmup_steps", warmup_steps, 0, sys.maxsize)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout is {timeout!r}; allowed: a number of seconds above 0")

@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
-from lowbit.codecs.stateful import StatefulCodec
-from lowbit.pipeline.arguments import Step, check_warm_up, checked_samples, codec_at, keys_of
-from lowbit.pipeline.boundary import CHOICE, Direction, Lane
+from lowbit.pipeline.arguments import Codecs, Step, check_warm_up, checked_samples, codec_at, keys_of
+from lowbit.pipeline.boundary import Direction, Lane
+from lowbit.pipeline.states import check_states
 from lowbit.pipeline.traffic import Traffic
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 
@@ -25,8 +25,8 @@ def emulate_(
     model: nn.Module,
     *,
     at: Sequence[str],
-    forward: Codec | Mapping[int, Codec],
-    backward: Codec | Mapping[int, Codec],
+    forward: Codecs,
+    backward: Codecs,
     warmup_steps: int = 0,
     in_evaluation: bool = True,
 ) -> Emulation:
@@ -54,7 +54,7 @@ def emulate_(
             only the samples they are trained on never are.
 
     Raises:
-        ValueError, TypeError: a name that the model does not have, or a codec or number that cannot be.
+        ValueError, TypeError: a name that the model does not have, or a wrong codec or number.
     """
     check_int("warmup_steps", warmup_steps, 0, 2**63 - 1)
     modules = dict(model.named_modules())
@@ -98,7 +98,7 @@ class Emulation:
         self._steps += 1
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
-        """Tell which samples the next forward passes hold: int64 (micro-batch,), for codecs that need it.
+        """Set the sample ids of the next forward passes, int64 (micro-batch,), for codecs that need them.
 
         Raises:
             TypeError, ValueError: not integers, or not one dimension.
@@ -110,11 +110,11 @@ class Emulation:
         return sum(pair.state_bytes() for pair in self._pairs)
 
     def chosen(self) -> dict[str, Codec]:
-        """What was settled at the end of the warm-up, by boundary, direction and tensor, as `LowBitStage.chosen`."""
+        """Codecs that the warm-up has settled, by boundary, direction and tensor, as `LowBitStage.chosen`."""
         return {name: codec for pair in self._pairs for name, codec in pair.chosen().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the model: training steps so far, and what codecs keep at both ends.
+        """State for a checkpoint: training steps so far, and what codecs keep at both ends.
 
         Integers, strings and tensors in dictionaries, which `torch.load(..., weights_only=True)` reads. `traffic` and
         the ids of `set_samples` are not among them.
@@ -161,14 +161,14 @@ class Emulation:
             if not module.training and not self._in_evaluation:
                 return output
             step = self._current_step(module.training, forward.needs_key or backward.needs_key)
-            again = torch._C._current_graph_task_id() != -1  # autograd runs in this thread: the module has run before
-            if again and forward.stateful and not step.full_precision:
+            recomputing = torch._C._current_graph_task_id() != -1  # autograd runs in this thread
+            if recomputing and forward.stateful and not step.full_precision:
                 raise RuntimeError(
                     f"boundary {boundary} is computed again during backward (activation checkpointing), and {forward} "
                     "has coded that message already; allowed: checkpointing that leaves the modules in `at` out, or a "
                     "codec without state"
                 )
-            pair = recomputed if again else activations
+            pair = recomputed if recomputing else activations
             return _map_first(output, lambda x: _Crossing.apply(x, pair, gradients, step))
 
         self._handles.append(module.register_forward_hook(hook))
@@ -183,7 +183,7 @@ class Emulation:
 
 
 class _LanePair:
-    """Both ends of one direction of a boundary: what one encodes the other decodes. On one device, or on several."""
+    """Both ends of one direction of a boundary, on each device where it is used."""
 
     def __init__(self, boundary: int, direction: Direction, codec: Codec, traffic: Traffic) -> None:
         self.name = f"boundary {boundary} {direction}"
@@ -194,11 +194,11 @@ class _LanePair:
         self._restored: dict[str, Any] = {}  # states of both ends, until there are lanes
 
     def carry(self, x: Tensor, step: Step) -> Tensor:
-        """`x` as it arrives."""
+        """`x` as it arrives at the other end."""
         if x.device not in self._lanes:
             lanes = {end: Lane(*self._args, x.device, self._traffic, CHECKSUM_BYTES) for end in _ENDS}
             for end, state in self._restored.items():
-                lanes[end].load_state_dict(state)
+                lanes[end].states.load_state_dict(state)
             self._lanes[x.device], self._restored = lanes, {}
         sender, receiver = self._lanes[x.device].values()
         slots = [(x.shape, x.dtype)]
@@ -210,14 +210,14 @@ class _LanePair:
         return out
 
     def state_bytes(self) -> int:
-        return sum(lane.state_bytes() for lanes in self._lanes.values() for lane in lanes.values())
+        return sum(lane.states.nbytes() for lanes in self._lanes.values() for lane in lanes.values())
 
     def chosen(self) -> dict[str, Codec]:
-        chosen = [lanes["sender"].chosen() for lanes in self._lanes.values()]
+        chosen = [lanes["sender"].states.chosen() for lanes in self._lanes.values()]
         return {f"{self.name}, {tensor}": codec for each in chosen for tensor, codec in each.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        states = {end: lane.state_dict() for end, lane in self._only_lanes().items()}
+        states = {end: lane.states.state_dict() for end, lane in self._only_lanes().items()}
         return {"codec": self._identity, **(states or self._restored or {end: {} for end in _ENDS})}
 
     def check_state(self, state: Any) -> None:
@@ -225,21 +225,12 @@ class _LanePair:
         _check_keys(self.name, state, {"codec", *_ENDS})
         if state["codec"] != self._identity:
             raise ValueError(f"{self.name}: state is of {state['codec']!r}; this emulation has {self._identity}")
-        choices = []
-        for end in _ENDS:
-            if not _is_state(state[end]):
-                raise ValueError(f"{self.name}: state of the {end} is none; allowed: what state_dict gave")
-            choices.append({name: kept[CHOICE] for name, kept in state[end].items() if CHOICE in kept})
-        if isinstance(self._codec, StatefulCodec):
-            for choice in choices[0].values():
-                self._codec.settle(choice)
-        if choices[0] != choices[1]:
-            raise ValueError(f"{self.name}: state has {choices}; both ends have the same choices")
+        check_states(self.name, self._codec, {end: state[end] for end in _ENDS})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         lanes = self._only_lanes()
         for end, lane in lanes.items():
-            lane.load_state_dict(state[end])
+            lane.states.load_state_dict(state[end])
         self._restored = {} if lanes else {end: dict(state[end]) for end in _ENDS}
 
     def _only_lanes(self) -> dict[str, Lane]:
@@ -251,7 +242,7 @@ class _LanePair:
 
 
 class _Crossing(torch.autograd.Function):
-    """To the next stage and, as a gradient, back."""
+    """A tensor crosses to the next stage; its gradient crosses back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activations: _LanePair, gradients: _LanePair, step: Step) -> Tensor:
@@ -263,21 +254,11 @@ class _Crossing(torch.autograd.Function):
         return ctx.gradients.carry(grads[0], ctx.step), None, None, None
 
 
-def _check_keys(what: str, state: Any, keys: set[str]) -> None:
+def _check_keys(name: str, state: Any, keys: set[str]) -> None:
     """Raise a ValueError unless `state` is a dictionary with these keys."""
     if not isinstance(state, Mapping) or set(state) != keys:
         held = ", ".join(sorted(map(str, state))) if isinstance(state, Mapping) else type(state).__name__
-        raise ValueError(f"{what} has {held or 'nothing'}; allowed: {', '.join(sorted(keys))}")
-
-
-def _is_state(state: Any) -> bool:
-    """Whether this is shaped like what `Lane.state_dict` gives: what sessions keep, by name."""
-    if not isinstance(state, Mapping) or not all(isinstance(kept, Mapping) for kept in state.values()):
-        return False
-    entries = [entry for kept in state.values() for entry in kept.items()]
-    return all(isinstance(name, str) for name in (*state, *(key for key, _ in entries))) and all(
-        type(value) is int or (isinstance(value, Tensor) and key != CHOICE) for key, value in entries
-    )
+        raise ValueError(f"{name} has {held or 'nothing'}; allowed: {', '.join(sorted(keys))}")
 
 
 def _map_first(output: Any, change: Any) -> Any:
@@ -290,8 +271,8 @@ def _map_first(output: Any, change: Any) -> Any:
         name = next(iter(output))
         return type(output)(**{**output, name: _map_first(output[name], change)})
     if isinstance(output, tuple | list) and output:
-        make = getattr(type(output), "_make", type(output))  # a named tuple takes its fields apart
-        return make([_map_first(output[0], change), *output[1:]])
+        construct = getattr(type(output), "_make", type(output))  # a named tuple takes its fields one by one
+        return construct([_map_first(output[0], change), *output[1:]])
     if not isinstance(output, Tensor) or not output.is_floating_point():
         kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(f"a module in `at` returned {kind}; allowed: a floating tensor (first)")

@@ -4,7 +4,7 @@ A schedule splits the batch, has its stages prepared, and then calls methods of 
 to receive. PyTorch's preparation differs from version to version (a vote, trial runs whose outcome it pickles, an
 all-reduce) and is done once for each schedule, whatever other schedules do with the same stages. `HookedStage` lets
 none of that happen: it calls `run_pass` of its subclass in its place, each time, and overrides all methods that would
-need what is prepared there. What is left is alike in PyTorch 2.11 to 2.15:
+need what is prepared there. It relies on this alone, which holds for PyTorch 2.11 to 2.15:
 
 - `clear_runtime_states` is the first method of a stage that `schedule.step` calls, and `_step_microbatches` of the
   schedule does everything after the batch is split;
@@ -37,7 +37,7 @@ class HookedStage(PipelineStage):
     """A `PipelineStage` whose communication is up to the subclass. Takes the arguments of `PipelineStage`.
 
     Attributes:
-        lanes: what sends and receives; the subclass makes it.
+        lanes: send and receive; made by the subclass.
         declared: layouts of `input_args` and `output_args`; None where one of them was not given.
     """
 
@@ -53,12 +53,9 @@ class HookedStage(PipelineStage):
 
     @abstractmethod
     def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
-        """Run a pass, training or not: `body` is the schedule's part.
+        """Run a pass, training or not: call `use` of all stages, then `body`, the schedule's part.
 
-        To be called before it, on all stages: `use`, with the layouts of what crosses.
-
-        Args:
-            stages: all of this rank, ascending; the method is called on the first.
+        `stages`: all of this rank, ascending; the method is called on the first.
         """
 
     def rank_of(self, stage: int) -> int:
@@ -74,10 +71,9 @@ class HookedStage(PipelineStage):
         return 0 <= stage < self.num_stages and self.rank_of(stage) != self.group_rank
 
     def trial(self, inputs: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> tuple[Tensor, ...]:
-        """Layouts of the outputs for such inputs, found by running the module once; it is left as it was.
+        """Layouts of the outputs for inputs like these (tensors or layouts), found by running the module once.
 
-        Args:
-            inputs: tensors, or layouts of such; kwargs: keyword inputs of the module.
+        The module is left as it was.
         """
         with self._restored(), torch.set_grad_enabled(training):
             real = [self._real(x) for x in inputs]
@@ -85,7 +81,7 @@ class HookedStage(PipelineStage):
             return tuple(map(layout_of, _as_tuple(self.submod(*real, **named))))
 
     def use(self, layouts: Sequence[Layouts]) -> None:
-        """From now on, these cross with each micro-batch."""
+        """From now on, tensors of these layouts cross with each micro-batch."""
         self._layouts = layouts
         self.chunks = len(layouts)
         self.act_send_info = {i: [self.stage_index + 1] for i in range(len(layouts[0].outputs))}
@@ -93,7 +89,7 @@ class HookedStage(PipelineStage):
         if hasattr(self, "_stage_meta"):
             self._stage_meta.inputs = _utils.extract_tensor_metas(layouts[0].inputs)
 
-    # What follows overrides PyTorch's methods, in the order of a step.
+    # Overrides of PyTorch's methods, in the order of a step.
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -174,7 +170,7 @@ class HookedStage(PipelineStage):
         if self.has_backward:
             self._handed_over["backward", mb_index] = next_stage_bwd_outputs
 
-    # PyTorch 2.11 compares what goes through a stage with what it has prepared.
+    # PyTorch 2.11 compares inputs and outputs with those that it has prepared.
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         pass
@@ -194,21 +190,21 @@ class HookedStage(PipelineStage):
         return Layouts(*layouts)
 
     def _real(self, x: Any) -> Any:
-        """What a trial run computes with: tensors of a graph of their own, zeros where there are none."""
+        """An input of a trial run: apart from the graph; zeros in the place of a layout."""
         if not isinstance(x, Tensor):
             return x
         real = torch.zeros_like(x, device=self.device) if x.is_meta else x.detach()
         return real.requires_grad_(x.requires_grad)
 
     def _or_zeros(self, grad: Tensor | None, layout: Tensor) -> Tensor | None:
-        """A gradient; zeros where autograd gave none for a tensor that wants one."""
+        """A gradient; zeros where autograd gave none for a tensor that requires one."""
         if grad is not None or not layout.requires_grad:
             return grad
         return torch.zeros(layout.shape, dtype=layout.dtype, device=self.device)
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Afterwards, random numbers, buffers, and what FSDP has gathered are as before."""
+        """Restore the state of random numbers, buffers, and parameters that FSDP has gathered."""
         buffers = [
             (module, name, buffer, buffer.clone())
             for module in self.submod.modules()

@@ -1,7 +1,7 @@
-"""What a stage will receive over Gloo: receives are posted ahead of the schedule, as many as fit into a window.
+"""Receives over Gloo, posted ahead of the schedule: as many as fit into a window.
 
-Gloo asks the peer before it sends what has no receive yet, which takes a round trip. So receives are posted a
-bandwidth-delay product ahead: 12.5 MB at 1 Gbit/s and 100 ms.
+Gloo asks the peer before it sends a message without a posted receive, which takes a round trip. So receives are posted
+a bandwidth-delay product ahead: 12.5 MB at 1 Gbit/s and 100 ms.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ WINDOW_MESSAGES = 4  # at least so many, whatever their size
 
 @dataclass(frozen=True)
 class Route:
-    """Where a message goes or comes from.
-
-    Attributes:
-        peer: its rank in the group. tag: of its own within the group.
-        about: what it is and who sends it, in words, for errors.
-    """
+    """The peer's rank and the tag of a message, both within the group; and its name in errors."""
 
     peer: int
     tag: int
@@ -37,7 +32,7 @@ class Route:
 
 @dataclass
 class _Window:
-    """Messages that were expected together, and how much of them is posted."""
+    """Messages that were expected together, and the number and size of those that are posted."""
 
     later: deque[Route] = field(default_factory=deque)
     messages: int = 0
@@ -45,15 +40,15 @@ class _Window:
 
 
 class Inbox:
-    """Messages that are to be taken in a step.
+    """Messages that a stage will take in a step.
 
     Args:
-        post: method that starts to receive one, given its route and size: the work, and the memory it is received in.
+        post: method that posts a receive, given the route and size: returns the work and the buffer.
         traffic: where bytes that are held are counted.
     """
 
     def __init__(self, post: Callable[[Route, int], tuple[dist.Work, Tensor]], traffic: Traffic) -> None:
-        # Weakly: what posts has this inbox, and a circle would keep the group's connections open.
+        # Weakly: the method's object owns this inbox, and a circle would keep the group's connections open.
         self._post, self._traffic = WeakMethod(post), traffic
         self._expected: dict[Route, tuple[int, _Window]] = {}  # to be posted
         self._posted: dict[Route, tuple[dist.Work, Tensor, _Window]] = {}
@@ -68,7 +63,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def taking(self, route: Route, size: int) -> Iterator[tuple[dist.Work, Tensor]]:
-        """A message, for the block to wait for; posted at once if it is not yet, expected or not."""
+        """A message, for the block to wait for; its receive is posted at once if it is not yet."""
         if route not in self._posted:
             _, window = self._expected.pop(route, (size, _Window()))
             self._start(route, size, window)

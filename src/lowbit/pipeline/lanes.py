@@ -1,6 +1,6 @@
 """The lanes of one stage, and the messages that cross on them in a pass.
 
-A lane is one direction of one boundary (`Lane`, in `boundary`): a stage has up to four. Each message has a route of its
+A stage has up to four lanes (`Lane`, in `boundary`): two directions of two boundaries. Each message has a route of its
 own: the neighbour's rank, and a tag that follows from the configuration of the pass.
 """
 
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.codecs.base import Codec
-from lowbit.pipeline.arguments import Step, codec_at
-from lowbit.pipeline.boundary import Direction, Lane, Slot
+from lowbit.pipeline.arguments import Codecs, Step, codec_at
+from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.inbox import Route
 from lowbit.pipeline.layouts import Layouts
 from lowbit.pipeline.numbering import Configuration
+from lowbit.pipeline.states import Slot
 from lowbit.pipeline.transport import Transport
 
 
@@ -26,22 +27,16 @@ class Lanes:
     """All lanes of a stage.
 
     Args:
-        stage: which of the `stages`. forward, backward: as `LowBitStage` takes them. device: where the tensors live.
-        transport: of the messages. overhead: bytes that travel beside each payload.
+        stage, stages: index of the stage, and number of stages.
+        device: where the tensors live.
+        transport: of the messages.
 
     Raises:
         TypeError, ValueError: as `codec_at`.
     """
 
     def __init__(
-        self,
-        stage: int,
-        stages: int,
-        forward: Codec | Mapping[int, Codec],
-        backward: Codec | Mapping[int, Codec],
-        device: torch.device,
-        transport: Transport,
-        overhead: int,
+        self, stage: int, stages: int, forward: Codecs, backward: Codecs, device: torch.device, transport: Transport
     ) -> None:
         self._stage, self._transport = stage, transport
         self._peers: Mapping[int, int] = {}
@@ -51,11 +46,12 @@ class Lanes:
             for direction, codecs in directions:
                 codec = codec_at(direction, codecs, boundary, stages - 1)
                 outgoing = (direction == "forward") == (boundary == stage)
-                self._lanes[direction, outgoing] = Lane(boundary, direction, codec, device, transport.traffic, overhead)
+                lane = Lane(boundary, direction, codec, device, transport.traffic, transport.overhead)
+                self._lanes[direction, outgoing] = lane
         self._step, self._title = Step(), ""
         self._ranks: Sequence[str] = ()
         self._configuration: Configuration | None = None  # of this pass
-        self._expected: set[tuple[Direction, int, int]] = set()  # and not used yet
+        self._expected: set[tuple[Direction, int, int]] = set()  # receives of these are posted: configuration and phase
 
     def place(self, peers: Mapping[int, int]) -> None:
         """Set the ranks of neighbours on other ranks, by stage; nothing crosses to other neighbours."""
@@ -67,14 +63,15 @@ class Lanes:
         return next((codec for codec in remote if codec.needs_key), None)
 
     def begin(self, step: Step, title: str, ranks: Sequence[str]) -> None:
-        """A pass begins; its configuration is not known yet. title, ranks: what it and the ranks are called."""
+        """A pass begins; its configuration is not known yet. title, ranks: names of it and of the ranks, for errors."""
         self._step, self._title, self._ranks = step, title, ranks
 
     def prepare(self, variants: Mapping[int, Layouts], training: bool) -> tuple[dict[str, str], str]:
-        """Get ready for what will cross; returns facts that both ends of a boundary must hold alike, and faults.
+        """Get ready for tensors that will cross; returns facts that both ends of a boundary must share, and faults.
 
         Args:
-            variants: different layouts, by the first micro-batch that has each; training: whether gradients cross.
+            variants: different layouts, by the first micro-batch that has each.
+            training: whether gradients cross.
         """
         faults, facts = [], {}
         for lane in self._lanes.values():
@@ -92,10 +89,10 @@ class Lanes:
         return facts | {"codecs": fault or "fit what crosses", f"tensors from stage {self._stage}": str(most)}, fault
 
     def use(self, configuration: Configuration, step: Step | None = None) -> None:
-        """This pass has that configuration; or, if `step` is given, the next pass probably has, and that step.
+        """Use a configuration in this pass; or, if `step` is given, expect it in the next pass, with that step.
 
-        Have the transport get ready for what comes in, unless it is. Where the next pass is another one, what was got
-        ready waits for the next of this one: each configuration has tags of its own.
+        The transport posts receives, unless it has. If the next pass turns out to be another one, they wait for the
+        next pass of this configuration: each has tags of its own.
         """
         self._step, self._configuration = step or self._step, configuration
         for lane in self._lanes.values():

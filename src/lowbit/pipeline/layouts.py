@@ -31,7 +31,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if typ
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of what crosses the two sides of a stage with a micro-batch."""
+    """Layouts of the tensors that cross the two sides of a stage with a micro-batch."""
 
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
@@ -51,11 +51,11 @@ def layout_of(x: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a call of `schedule.step` or `schedule.eval` was given on this rank.
+    """Arguments of a call of `schedule.step` or `schedule.eval` on this rank.
 
     Attributes:
         training: whether gradients are computed.
-        micro_batches: how many the schedule runs.
+        micro_batches: their number in the schedule.
         args: positional inputs by micro-batch; empty tuples on a rank without the first stage.
         kwargs: keyword inputs by micro-batch, of any stage.
     """
@@ -66,7 +66,7 @@ class Batch:
     kwargs: Sequence[dict[str, Any]]
 
     def problem(self) -> str:
-        """What is wrong with the inputs of the first stage; empty if nothing is."""
+        """The fault of the first stage's inputs, or an empty text."""
         count, allowed = self.micro_batches, "allowed: at least one sample for each"
         if len(self.args) != count:
             return f"the batch gives {len(self.args)} micro-batches, and the schedule has {count}; {allowed}"
@@ -76,13 +76,13 @@ class Batch:
         return ""
 
     def mode(self) -> tuple[Any, ...]:
-        """What decides layouts beside the inputs: whether gradients are computed, and autocast's dtypes."""
+        """Settings that layouts depend on beside the inputs: whether gradients are computed, and autocast's dtypes."""
         kinds = {x.device.type for x in tree_leaves(self.args) if isinstance(x, Tensor)}
         cast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         return self.training, *sorted(cast)
 
     def keys(self) -> list[tuple[Any, Any]]:
-        """What of the inputs decides layouts, positional and by keyword; the same for micro-batches that are alike."""
+        """Properties of each micro-batch that layouts depend on: of its positional inputs, and of those by keyword."""
         given = [[layout_of(x) for x in args if isinstance(x, Tensor)] for args in self.args]
         named = [tree_leaves(sorted(kwargs.items())) for kwargs in self.kwargs]
         return [(_key(layouts), _key(leaves)) for layouts, leaves in zip(given, named, strict=True)]
@@ -91,7 +91,7 @@ class Batch:
 def send_layouts(
     layouts: Sequence[Tensor], group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float
 ) -> None:
-    """Tell a peer, which must call `receive_layouts`, the layouts of tensors; returns once that has left.
+    """Send layouts of tensors to a peer, which must call `receive_layouts`; returns once they have left.
 
     Args:
         layouts: the tensors, or others like them.
@@ -113,7 +113,7 @@ def send_layouts(
 
 
 def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.device, timeout: float) -> list[Tensor]:
-    """The layouts that a peer told by `send_layouts`.
+    """The layouts that a peer sent by `send_layouts`.
 
     Raises:
         PeerError: the peer sent something else. RuntimeError: it ended, or sent nothing in time.

@@ -1,7 +1,7 @@
-"""Which of a process group's pipelines a stage belongs to, which tags its messages have, and what its ranks are called.
+"""Numbers of pipelines within a process group, tags of their messages, names of their ranks.
 
-Messages may be awaited in vain for long, so no two pipelines of a group have the same tags, nor have two configurations
-of a pipeline (see `passes`).
+A receive may stay posted in vain for long, so no two pipelines of a group have the same tags, nor have two
+configurations of a pipeline (see `passes`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,19 @@ import torch.distributed as dist
 
 from lowbit.pipeline.layouts import Layouts
 
-MOST_PIPELINES = 64
-"""Of a process group."""
-PHASES = 3
-"""Of a pipeline that begins with a warm-up, see `Step.phase`: sizes of messages change with them."""
+MOST_PIPELINES = 64  # of a process group
+PHASES = 3  # of a pipeline that begins with a warm-up (`Step.phase`): sizes of messages change with them
 
 _FIRST_TAG = 1 << 29  # away from the small ones that a program may use itself
 _MOST_TAGS = 1 << 24  # of a pipeline
 
-# Of each pipeline that this process has begun in a group: its length, and how many of its stages are to be made yet.
-_pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]]
-_pipelines = weakref.WeakKeyDictionary()
+# Of each pipeline that this process has begun in a group: its length, and how many of its stages are not made yet.
+_pipelines: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What crosses in a pass, and under which tags.
+    """Layouts and tags of the messages of a pass.
 
     Attributes:
         number: position among the pipeline's, in the order in which they were agreed on.
@@ -47,23 +44,23 @@ class Configuration:
     phases: int
 
     def tag(self, boundary: int, backward: bool, phase: int, micro_batch: int, index: int) -> int:
-        """Of a message: tensor `index` of a micro-batch."""
+        """Tag of the message with tensor `index` of a micro-batch."""
         lane = (boundary * 2 + backward) * self.phases + phase % self.phases
         return self.first_tag + (lane * self.micro_batches + micro_batch) * self.most_tensors + index
 
     def tags(self, boundaries: int) -> int:
-        """How many tags it takes."""
+        """Number of tags that it takes."""
         return boundaries * 2 * self.phases * self.micro_batches * self.most_tensors
 
 
 def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> int:
-    """Which of the group's pipelines a stage belongs to: the first of this length that lacks one here, or a new one.
+    """Number of the pipeline that a stage belongs to: the first of this length that lacks one here, or a new one.
 
     Ranks that begin their pipelines in the same order count alike, even where they disagree about a length, so that
     they meet and can say so.
 
     Raises:
-        RuntimeError: it would be one too many.
+        RuntimeError: the group has had `MOST_PIPELINES`.
     """
     begun = _pipelines.setdefault(group, [])
     for number, (length, missing) in enumerate(begun):
@@ -80,25 +77,15 @@ def pipeline_number(group: dist.ProcessGroup, num_stages: int, ranks: int) -> in
 
 
 def tags_of(pipeline: int) -> tuple[int, range]:
-    """Tags of a pipeline: of its announcements, and those that its configurations share."""
+    """Tag of a pipeline's announcements, and the tags that its configurations share."""
     first = _FIRST_TAG + MOST_PIPELINES + pipeline * _MOST_TAGS
     return _FIRST_TAG + pipeline, range(first, first + _MOST_TAGS)
 
 
 def rank_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:
-    """What errors call each rank of a group, by the job's count and the stages that it holds."""
+    """Name of each rank of a group in errors: its rank in the job, and its stages."""
     stages = map(stages_of, range(dist.get_world_size(group)))
     return [
         f"rank {rank} (stage{'s' * (len(held) > 1)} {', '.join(map(str, held))})"
         for rank, held in zip(dist.get_process_group_ranks(group), stages, strict=True)
     ]
-
-
-def stage_names(group: dist.ProcessGroup, stages_of: Callable[[int], list[int]]) -> list[str]:
-    """What errors call each stage, by the job's count of the ranks."""
-    names = {
-        stage: f"rank {name} (stage {stage})"
-        for rank, name in enumerate(dist.get_process_group_ranks(group))
-        for stage in stages_of(rank)
-    }
-    return [names[stage] for stage in sorted(names)]

@@ -1,10 +1,10 @@
-"""What a rank is sending over Gloo: a thread waits for it, so that each message is released when its peer has it.
+"""Sends over Gloo: a thread waits for them, so that each message is released when its peer has it.
 
-Gloo tells only a thread that waits that a send is done. The outbox's thread waits without a limit: in a long step, a
-peer may take a message minutes after it was sent. Limits are for whoever waits in `drain`.
+Gloo reports a finished send only to a thread that waits for it. The outbox's thread waits without a
+limit: in a long step, a peer may take a message minutes after it was sent. Only `drain` has a limit.
 
-A thread that comes back from Gloo while the interpreter ends would crash the process. So whatever is still being sent
-at exit is given up before, by closing this rank's connections in the group (`sever`).
+A thread that comes back from Gloo while the interpreter ends would crash the process. So messages that are still being
+sent at exit are given up before, by closing this rank's connections in the group (`sever`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from lowbit.pipeline.traffic import Traffic
 
-_UNLIMITED = timedelta(days=3650)  # what Gloo still adds to the time of day without an overflow
+_UNLIMITED = timedelta(days=3650)  # Gloo still adds it to the time of day without an overflow
 # The thread rests while less is on its way: waking it costs more than this memory.
 _BATCH_BYTES = 1 << 18
 _MOST_DEVICES = 8  # network devices of a Gloo group, each with connections of its own
-_SEVER_TAG = (1 << 28) - _MOST_DEVICES  # of messages that nobody sends
+_SEVER_TAG = (1 << 28) - _MOST_DEVICES  # the first of tags that no message has
 _EXIT_SECONDS = 5.0
 
 
@@ -40,8 +40,11 @@ class Sent:
     """A message on its way.
 
     Attributes:
-        group: that carries it. work: waits until the send has started, and returns it; an error there is this rank's.
-        message: Gloo reads from it until the work is done. peer: that takes it. traffic: where its bytes are counted.
+        group: the process group that carries it.
+        work: waits until the send has started, and returns it; an error there is this rank's.
+        message: the buffer, which Gloo reads until the work is done.
+        peer: the receiver.
+        traffic: where its bytes are counted.
     """
 
     group: dist.ProcessGroup
@@ -60,13 +63,13 @@ class _Entry:
 
 
 class Outbox:
-    """What all stages of this rank are sending in a group, in the order in which it was sent."""
+    """Messages that the stages of this rank are sending in a group, in the order of sending."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._entries: deque[_Entry] = deque()
         self._nbytes = 0
-        self._last = 0.0  # when something has left
+        self._last = 0.0  # time when a message last left
         self._draining = self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -90,10 +93,8 @@ class Outbox:
         """Wait until everything has left.
 
         Args:
-            patience: how long to wait for one message. blaming: given the peer, turns an error into the one to raise.
-
-        Raises:
-            What `blaming` makes of an error of the peer's; an error of this rank's own device as it is.
+            patience: how long to wait for one message.
+            blaming: turns an error of a peer into the one to raise; an error of this rank's device is raised as it is.
         """
         limit = patience.total_seconds()
         while True:
@@ -120,7 +121,7 @@ class Outbox:
                     raise entry.error
 
     def sever(self) -> None:
-        """Give up what has not left."""
+        """Give up the messages that have not left."""
         sent = next((entry.sent for entry in list(self._entries) if entry.sent), None)
         if sent is not None:
             sever(sent.group)
@@ -132,7 +133,7 @@ class Outbox:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Give up what has not left, and wait until the thread has ended."""
+        """Give up the messages that have not left, and wait until the thread has ended."""
         self.close()
         self.sever()
         if self._thread is not None:
@@ -145,7 +146,7 @@ class Outbox:
                 waiting = [entry for entry in self._entries if entry.sent is not None]
                 if not waiting:
                     return
-            while waiting:  # holds nothing that has left
+            while waiting:  # without a reference to messages that have left
                 self._finish(waiting.pop(0))
 
     def _is_decided(self) -> bool:
@@ -164,7 +165,7 @@ class Outbox:
             work = sent.work()
             entry.ours = False
             work.wait(_UNLIMITED)
-        except Exception as error:  # whoever drains gets it
+        except Exception as error:  # `drain` raises it
             entry.error = error
         nbytes = sent.message.numel()
         sent.traffic.hold(-nbytes)
@@ -191,10 +192,9 @@ def outbox_of(group: dist.ProcessGroup) -> Outbox:
 
 
 def sever(group: dist.ProcessGroup) -> None:
-    """Close all of this rank's connections in a Gloo group, even a destroyed one; what waits there fails at once.
+    """Close all of this rank's connections in a Gloo group, even a destroyed one; whoever waits there fails at once.
 
-    Peers that wait for a message of this rank get an error within milliseconds; this process goes on, and the store of
-    the group is as usable as before.
+    This process goes on, and the store of the group is as usable as before.
     """
     # A wait on Gloo that times out closes the connections to all peers, since no half of a message may stay behind.
     # A connection that is closed already fails without that, so the next peer is tried.

@@ -1,14 +1,13 @@
-"""The passes of a pipeline as one rank runs them: what crosses in each, agreed on before the first byte of it.
+"""The passes of a pipeline as one rank runs them, and the agreement on each kind of pass before its first byte.
 
 A pass is one call of `schedule.step` or `schedule.eval`. Its configuration decides all messages: whether it trains, how
-many micro-batches it has, and the layouts of what the first stage is given. Only the rank with that stage sees those,
-so at the start of each pass it announces the configuration to all others, half a round trip ahead of the first
-activations. A configuration that all know costs nothing more, whatever came in between: other schedules over the same
-stages, evaluations, other batches.
+many micro-batches it has, and the layouts of the first stage's inputs. Only the rank with that stage sees those, so at
+the start of each pass it announces the configuration to all others, half a round trip ahead of the first activations.
+A known configuration costs nothing more, whatever came in between: other schedules, evaluations, other batches.
 
-On a new one, all ranks agree: each states what it takes the pass for, in one exchange. Where a stage was not given the
+On a new one, all ranks agree: each states its facts of the pass, in one exchange. Where a stage was not given the
 layouts of its inputs and outputs, or gets others, each stage then runs its module once (a trial) and passes the layouts
-of the outputs on to the next, and a second exchange compares them. What cannot be is the same error on every rank, and
+of the outputs on to the next, and a second exchange compares them. A contradiction is the same error on every rank, and
 nothing has been sent yet.
 """
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from lowbit.pipeline import announce
 from lowbit.pipeline.layouts import Batch, Layouts, layout_of
-from lowbit.pipeline.numbering import PHASES, Configuration, rank_names, stage_names, tags_of
+from lowbit.pipeline.numbering import PHASES, Configuration, rank_names, tags_of
 from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.checksum import Checksums
 from lowbit.ranks.errors import AgreementError, described
@@ -39,8 +38,9 @@ class Passes:
     """All passes of the stages of one pipeline that this rank holds.
 
     Args:
-        stages: all of this rank, ascending; group: of the pipeline; number: of the pipeline in the group.
-        limit: seconds to wait; checksums: of its messages.
+        stages: all of this rank, ascending.
+        group, number: of the pipeline, and its number there.
+        limit, checksums: seconds to wait; checksums of the messages.
     """
 
     def __init__(
@@ -52,26 +52,27 @@ class Passes:
         self._stages: Sequence[LowBitStage] = ()
         first = stages[0]
         self._source, self._is_source = first.rank_of(0), first.is_first
-        self._names, self._stage_names = rank_names(group, first.stages_of), stage_names(group, first.stages_of)
+        self._names, ranks = rank_names(group, first.stages_of), dist.get_process_group_ranks(group)
+        self._stage_names = [f"rank {ranks[first.rank_of(i)]} (stage {i})" for i in range(first.num_stages)]
         self._own_name = self._names[dist.get_rank(group)]
         self._board = FailureBoard(group, self._topic, self._names, limit)
         self._checksums = checksums
         self._announcements: announce.Announcements | None = None
         self._agreement: Agreement  # the last one
-        self._known: dict[Any, int] = {}  # on the rank with the first stage: configurations by what it saw
+        self._known: dict[Any, int] = {}  # on the rank with the first stage: configurations by kind of batch
         self._agreed: list[Configuration] = []
-        self._last: dict[tuple[bool, int], tuple[Configuration, bool]] = {}  # and if twice in a row
+        self._last: dict[tuple[bool, int], tuple[Configuration, bool]] = {}  # and whether it came twice in a row
         self._passes = self._rounds = 0
-        self._loaded = False  # other states, which are to be compared
+        self._loaded = False  # codec states have been loaded, and the ranks have not compared them
         self._broken = ""
 
     def run(self, stages: Sequence[LowBitStage], batch: Batch, body: Callable[[], None]) -> None:
-        """Run a pass, in which `body` is the schedule's part. stages: as given to the constructor.
+        """Run a pass, in which `body` is the schedule's part. `stages`: as given to the constructor.
 
         Raises:
             ValueError: a batch that cannot be cut into the schedule's micro-batches, or tensors that a codec cannot
                 take. The same on all ranks.
-            AgreementError: the ranks do not agree on what the pass is, or on what crosses. The same on all ranks.
+            AgreementError: the ranks do not agree on the pass or its layouts. The same on all ranks.
             RuntimeError: a pass before this one ended in an error.
         """
         if self._broken:
@@ -81,7 +82,7 @@ class Passes:
         self._stages, refusal = stages, ""
         try:
             try:
-                with self._telling_others():
+                with self._reporting_errors():
                     self._begin(batch)
             except _Refused as error:
                 refusal = str(error)
@@ -103,7 +104,7 @@ class Passes:
             raise ValueError(refusal)
 
     def forget(self) -> None:
-        """Agree anew on each configuration: the codecs' states are others now."""
+        """Agree anew on each configuration, because the codecs' states have changed."""
         self._known.clear()
         self._last.clear()
         self._loaded = bool(self._agreed)
@@ -122,8 +123,7 @@ class Passes:
             self._loaded = False
             number = self._known[seen] = len(self._agreed) - 1
         configuration, kind = self._agreed[number], (batch.training, batch.micro_batches)
-        again = self._last.get(kind, (None, False))[0] is configuration
-        self._last[kind] = configuration, again
+        self._last[kind] = configuration, self._last.get(kind, (None, False))[0] is configuration
         for stage in self._stages:
             stage.use_configuration(configuration)
 
@@ -131,7 +131,7 @@ class Passes:
         for stage in self._stages:
             stage.transport.drain()
         likely, again = self._last[batch.training, batch.micro_batches]
-        if again:  # what is awaited in vain takes memory until it comes
+        if again:  # a receive that is posted in vain takes memory until its message comes
             for stage in self._stages:
                 stage.await_next(likely)
 
@@ -143,18 +143,18 @@ class Passes:
         }
 
     def _announced(self, batch: Batch, seen: Any, problem: str) -> int | None:
-        """Announce the configuration of this pass, or hear which it is; None: a new one."""
+        """Announce or receive the number of this pass's configuration; None: a new one."""
         if self._announcements is None:
             tag, checksums = self._announcement_tag, self._checksums
             self._announcements = announce.choose(self._group, self._source, self._board, checksums, tag)
         facts, traffic = self._facts(batch), self._stages[0].traffic
         if self._is_source:
             number = self._known.get(seen)
-            traffic.announced_bytes += self._announcements.tell(self._passes, [number, problem, facts])
+            traffic.announced_bytes += self._announcements.send(self._passes, [number, problem, facts])
         else:
             with traffic.timing("wait_seconds"):
-                heard = self._announcements.hear(self._passes)
-            number, problem, theirs = _checked(heard, self._source)
+                announcement = self._announcements.receive(self._passes)
+            number, problem, theirs = _checked(announcement, self._source)
             source, own = self._names[self._source], self._own_name
             if conflict := contradictions({source: theirs, own: facts}):
                 raise _Conflict(conflict)
@@ -197,8 +197,7 @@ class Passes:
             number=number, training=batch.training, micro_batches=batch.micro_batches, layouts=layouts,
             first_tag=self._tags.start, most_tensors=max(1, most), phases=1 if warm else PHASES,
         )  # fmt: skip
-        taken = configuration.tags(self._stages[0].num_stages - 1)
-        if taken > len(self._tags):
+        if (taken := configuration.tags(self._stages[0].num_stages - 1)) > len(self._tags):
             self._refuse(f"no tags are left after the pipeline's {number} configurations")
         self._tags = self._tags[taken:]
         return configuration
@@ -206,28 +205,28 @@ class Passes:
     def _exchange(
         self, facts: dict[int, dict[str, str]], variants: Mapping[int, Mapping[int, Layouts]], training: bool
     ) -> tuple[dict[int, Mapping[str, str]], str]:
-        """State facts of this rank's stages, and what follows from layouts; returns all stages', and what is wrong."""
+        """Exchange facts of stages and their layouts; returns those of all stages, and this rank's faults."""
         faults = []
         for stage in self._stages:
             if layouts := variants[stage.stage_index]:
                 more, fault = stage.lanes.prepare(layouts, training)
                 facts[stage.stage_index] |= more
                 faults.append(fault)
-        agreement = self._agreement = self._next_agreement()
+        self._agreement = self._next_agreement()
         self._rounds += 1
-        return agreement.exchange(facts, self._stage_names), "; ".join(filter(None, faults))
+        return self._agreement.exchange(facts, self._stage_names), "; ".join(filter(None, faults))
 
     def _next_agreement(self) -> Agreement:
         return Agreement(self._group, f"{self._topic}/{self._rounds}", self._limit)
 
     def _refuse(self, problem: str) -> Never:
-        """End an agreement whose outcome is that the batch cannot be."""
+        """End an agreement whose outcome is that the batch is refused."""
         self._agreement.linger()
         raise _Refused(problem)
 
     @contextlib.contextmanager
-    def _telling_others(self) -> Iterator[None]:
-        """Let ranks that wait for this one's statement know of an error before it."""
+    def _reporting_errors(self) -> Iterator[None]:
+        """Report an error that comes before this rank's statement to the ranks that wait for that."""
         try:
             yield
         except Exception as error:
@@ -238,7 +237,7 @@ class Passes:
             raise
 
     def _try_out(self, batch: Batch, variants: Sequence[int]) -> dict[int, dict[int, Layouts]]:
-        """Layouts by stage and micro-batch, of which `variants` are the different ones: from stage to stage."""
+        """Layouts by stage and micro-batch, for the micro-batches in `variants`, found from stage to stage."""
         layouts: dict[int, dict[int, Layouts]] = {stage.stage_index: {} for stage in self._stages}
         for micro_batch in variants:
             outputs: Sequence[Any] = ()
@@ -261,29 +260,29 @@ class Passes:
 
 
 class _Conflict(AgreementError):
-    """One that only this rank has noticed."""
+    """A disagreement that only this rank has noticed."""
 
 
 class _Refused(Exception):
-    """A batch that cannot be, which all ranks know; the pipeline goes on with another one."""
+    """A batch that all ranks refuse; the pipeline goes on with another one."""
 
     on_all_ranks = True
 
 
-def _checked(heard: Any, source: int) -> tuple[int | None, str, dict[str, str]]:
+def _checked(announcement: Any, source: int) -> tuple[int | None, str, dict[str, str]]:
     """Number, problem and facts of an announcement."""
-    match heard:
+    match announcement:
         case [None | int() as number, str(problem), dict(facts)] if (
             type(number) is not bool
             and (number is None or number >= 0)
             and all(isinstance(value, str) for value in facts.values())
         ):
             return number, problem, facts
-    raise ValueError(f"rank {source} announced {str(heard)[:80]}; allowed: a configuration")
+    raise ValueError(f"rank {source} announced {str(announcement)[:80]}; allowed: a configuration")
 
 
 def _source_facts(seen: tuple[Any, ...], problem: str, declared: Layouts | None) -> dict[str, str]:
-    """What only the rank with the first stage knows of a batch. alike: for each micro-batch, the first one like it."""
+    """Facts that only the rank with the first stage knows. alike: for each micro-batch, the first one like it."""
     keys = seen[1:]
     as_declared = declared is not None and all(
         [x[:2] for x in given] == [(x.shape, x.dtype) for x in declared.inputs] for given, _ in keys
@@ -293,7 +292,7 @@ def _source_facts(seen: tuple[Any, ...], problem: str, declared: Layouts | None)
 
 
 def _alike(stated: Mapping[str, str], micro_batches: int) -> list[int]:
-    """What `_source_facts` gives, checked."""
+    """The fact "alike" of `_source_facts`, checked."""
     alike = json.loads(stated["alike"])
     fits = isinstance(alike, list) and len(alike) == micro_batches
     if not fits or any(type(i) is not int or not 0 <= i < micro_batches for i in alike):

@@ -4,9 +4,8 @@
     leaving          encode x1, copy   encode x2, copy             each waits for its tensor only
     arriving      copy, decode y1   copy, decode y2                the computation waits where it uses y
 
-The host waits for none of them, but for the thread that sends: bytes cannot leave before they are on the host. `Staged`
-(in `transport`) knows the rules and no CUDA; `CudaStreams` is CUDA alone, so that tests put something else in its
-place.
+The host waits for none of them, except in the thread that sends: bytes cannot leave before they are on the host.
+`Staged` (in `transport`) knows the rules and no CUDA; `CudaStreams` is CUDA alone, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_FIRST = -1  # priority: these kernels are short, and a peer or the next computation waits for them
+_PRIORITY = -1  # first: these kernels are short, and a peer or the next computation waits for them
 
 
 class CudaStreams:
@@ -25,15 +24,12 @@ class CudaStreams:
 
     Args:
         device: with an index, or the current one.
-
-    Raises:
-        RuntimeError: as PyTorch raises it, where there is no such device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out = torch.cuda.Stream(device, priority=_FIRST)
-        self._in = torch.cuda.Stream(device, priority=_FIRST)
+        self._out = torch.cuda.Stream(device, priority=_PRIORITY)
+        self._in = torch.cuda.Stream(device, priority=_PRIORITY)
         self._computation: torch.cuda.Stream | None = None  # within `arriving`
 
     @contextlib.contextmanager
@@ -63,10 +59,9 @@ class CudaStreams:
     def landing(self, layout: Tensor) -> Tensor:
         """Within `arriving`: new memory of the device to decode to; the computation uses it after the block."""
         assert self._computation is not None
-        # The memory belongs to the arriving stream, which is current. Without the record, PyTorch would hand it out
-        # there again as soon as the tensor is gone, and the next arrival would overwrite it while the computation,
-        # which runs behind the host, still reads it. With it, the memory stays away until the computation launched by
-        # then is done. Its last use on the arriving stream itself comes before any later one by the stream's order.
+        # The memory belongs to the arriving stream, which is current. Without the record, PyTorch would reuse it there
+        # as soon as the tensor is gone, and the next arrival would overwrite it while the computation, which runs
+        # behind the host, still reads it. With it, PyTorch waits for the computation launched by then.
         tensor = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self._device)
         tensor.record_stream(self._computation)
         return tensor
@@ -76,10 +71,7 @@ class CudaStreams:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def to_host(self, payload: Tensor, room: int) -> tuple[Tensor, torch.cuda.Event]:
-        """Within `leaving`: start copying; the bytes are in the host buffer once the event has come.
-
-        `room`: so many bytes are left free behind them.
-        """
+        """Within `leaving`: start copying to a host buffer with `room` free bytes at its end; done at the event."""
         host = self.host_buffer(payload.numel() + room)
         host[: payload.numel()].copy_(payload, non_blocking=True)
         event = torch.cuda.Event(blocking=True)  # the sending thread sleeps instead of spinning
@@ -88,5 +80,5 @@ class CudaStreams:
 
     def to_device(self, host: Tensor) -> Tensor:
         """Within `arriving`: start copying; the host buffer may be released at once."""
-        # PyTorch gives pinned memory out again only after the copies from it.
+        # PyTorch reuses pinned memory only after the copies from it.
         return host.to(self._device, non_blocking=True)

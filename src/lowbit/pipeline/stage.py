@@ -1,8 +1,7 @@
 """`LowBitStage`: a pipeline stage whose activations and gradients cross to its neighbours in few bits.
 
-`HookedStage` (in `hooks`) replaces the communication of PyTorch's stage. Before each pass, `Passes` (in `passes`) has
-all ranks agree on what crosses. `Lanes` (in `lanes`) makes payloads of the tensors that cross, which travel over a
-`Transport` (in `transport`).
+`HookedStage` (in `hooks`) replaces the communication of PyTorch's stage. `Passes` (in `passes`) has all ranks agree on
+each kind of pass. `Lanes` (in `lanes`) codes the tensors, and a `Transport` (in `transport`) moves the payloads.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from lowbit import __version__
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sessions import Session
-from lowbit.pipeline.arguments import Step, check_numbers, check_warm_up, checked_samples, keys_of
+from lowbit.pipeline.arguments import Codecs, Step, check_numbers, check_warm_up, checked_samples, keys_of
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, receive_layouts, send_layouts
@@ -58,7 +57,7 @@ class LowBitStage(HookedStage):
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be; the text names it.
+        TypeError, ValueError: a wrong argument; the text names it.
         ValueError: (in any step) a batch that the schedule cannot cut or a codec cannot take, the same on every rank.
         AgreementError: (in any step) ranks that contradict each other or are missing.
         DamagedError: (in any step) what a neighbour sent did not arrive as it was; with NCCL, at the end of the step.
@@ -72,8 +71,8 @@ class LowBitStage(HookedStage):
         num_stages: int,
         device: torch.device | str,
         *args: Any,
-        forward: Codec | Mapping[int, Codec],
-        backward: Codec | Mapping[int, Codec],
+        forward: Codecs,
+        backward: Codecs,
         warmup_steps: int = 0,
         timeout: float = 120.0,
         checksums: bool = True,
@@ -91,14 +90,13 @@ class LowBitStage(HookedStage):
         self._number = pipeline_number(self._group, num_stages, self.group_size)
         self._checksums = Checksums(f"pipeline {self._number}", enabled=checksums)
         self.transport = choose(self._group, self.device, self.traffic, self._checksums)
-        overhead = self._checksums.room
-        self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, self.transport, overhead)
+        self.lanes = Lanes(stage_index, num_stages, forward, backward, self.device, self.transport)
         self.steps = 0
         self._samples: Tensor | None = None
         self._passes: Passes | None = None  # shared by the stages of this rank
 
     def set_samples(self, ids: Tensor | Sequence[int]) -> None:
-        """Tell which samples the next training step's batch holds; for codecs that keep something per sample.
+        """Set the sample ids of the next training step's batch, for codecs that keep something per sample.
 
         Call it before every training step after the warm-up, with the same ids on every rank. Other codecs ignore it.
 
@@ -116,16 +114,16 @@ class LowBitStage(HookedStage):
         return self.steps < self.warmup_steps
 
     def chosen(self) -> dict[str, Codec]:
-        """What was settled at the end of the warm-up for what this stage sends, by boundary, direction and tensor."""
+        """Codecs that the warm-up has settled for what this stage sends, by boundary, direction and tensor."""
         lanes = self.lanes.by_name(outgoing_only=True)
-        return {f"{name}, {x}": codec for name, lane in lanes.items() for x, codec in lane.chosen().items()}
+        return {f"{name}, {x}": codec for name, lane in lanes.items() for x, codec in lane.states.chosen().items()}
 
     def state_bytes(self) -> int:
         """Bytes that the codecs keep on this stage between steps."""
-        return sum(lane.state_bytes() for lane in self.lanes.by_name().values())
+        return sum(lane.states.nbytes() for lane in self.lanes.by_name().values())
 
     def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        """A session for activations of any shape that shares what the training's keep, if the codec allows that.
+        """A session for activations of any shape that shares the state of the training's, if the codec allows that.
 
         For evaluation passes outside the schedule: encode and decode with `training=False`, once the warm-up is over.
 
@@ -134,9 +132,9 @@ class LowBitStage(HookedStage):
             shape, dtype: of the activations.
 
         Raises:
-            ValueError: there is no stage on that side, or the warm-up is not over and would have to settle something.
+            ValueError: there is no stage on that side, or the codec has an open parameter and the warm-up is not over.
         """
-        return self.lanes.forward(outgoing).session(0, torch.Size(shape), dtype)
+        return self.lanes.forward(outgoing).states.session(0, (torch.Size(shape), dtype))
 
     def forward_codec(self, *, outgoing: bool) -> Codec:
         """The format of activations, as it was given, to the next stage or from the one before.
@@ -147,8 +145,8 @@ class LowBitStage(HookedStage):
         return self.lanes.forward(outgoing).codec
 
     def codec_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the model: training steps so far, and what the codecs keep."""
-        lanes = {name: lane.state_dict() for name, lane in self.lanes.by_name().items()}
+        """State for a checkpoint: training steps so far, and what the codecs keep."""
+        lanes = {name: lane.states.state_dict() for name, lane in self.lanes.by_name().items()}
         return {"steps": self.steps, "lanes": {name: s for name, s in lanes.items() if s}}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,14 +160,14 @@ class LowBitStage(HookedStage):
             raise ValueError(f"state has {', '.join(unknown)}; this stage has {', '.join(lanes)}")
         self.steps = int(state["steps"])
         for name, lane in lanes.items():
-            lane.load_state_dict(state["lanes"].get(name, {}))
+            lane.states.load_state_dict(state["lanes"].get(name, {}))
         if self._passes is not None:
             self._passes.forget()
 
-    # What `Passes` asks for, in the order of a pass.
+    # Called by `Passes`, in the order of a pass.
 
     def identity(self) -> dict[str, str]:
-        """What all stages must hold alike, whatever crosses."""
+        """Facts that all stages must share, whatever crosses."""
         codecs = {name: lane.codec for name, lane in self.lanes.by_name().items()}
         return {
             "lowbit version": __version__,
@@ -184,7 +182,7 @@ class LowBitStage(HookedStage):
         }
 
     def begin(self, board: FailureBoard, number: int, batch: Batch, ranks: Sequence[str]) -> None:
-        """A pass begins; its configuration is not known yet. number: as all ranks count; ranks: what they are called.
+        """A pass begins; its configuration is not known yet. number: of the pass; ranks: their names in errors.
 
         Raises:
             ValueError: a codec needs sample ids, which are missing or not all different.
@@ -208,10 +206,7 @@ class LowBitStage(HookedStage):
         self.steps += configuration.training
 
     def await_next(self, configuration: Configuration) -> None:
-        """Be ready, a whole round trip ahead, for the first messages of the next pass, if it is as this one.
-
-        Gloo asks a receiver that is not ready before it sends.
-        """
+        """Post receives for the next pass, which probably has that configuration, a whole round trip ahead."""
         step = Step.numbered(self.steps, self.warmup_steps, training=configuration.training)
         self.lanes.use(configuration, step)
 
@@ -219,17 +214,15 @@ class LowBitStage(HookedStage):
         """Receive the layouts of the outputs of the stage before.
 
         Raises:
-            PeerError: something else came. RuntimeError: nothing did.
+            PeerError: the peer sent something else. RuntimeError: it sent nothing.
         """
         peer = self.rank_of(self.stage_index - 1)
         return receive_layouts(self._group, peer, self.transport.device, self.limit)
 
     def layouts_to_above(self, outputs: Sequence[Tensor]) -> None:
-        """Tell the next stage the layouts of this one's outputs."""
+        """Send the layouts of this stage's outputs to the next one."""
         peer = self.rank_of(self.stage_index + 1)
         send_layouts(outputs, self._group, peer, self.transport.device, self.limit)
-
-    # What `HookedStage` asks for.
 
     def run_pass(self, stages: Sequence[HookedStage], batch: Batch, body: Callable[[], None]) -> None:
         own = [stage for stage in stages if isinstance(stage, LowBitStage)]

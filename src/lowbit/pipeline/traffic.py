@@ -1,4 +1,4 @@
-"""What a stage sent, and what that cost it in time and memory."""
+"""Counts of what a stage sent, and of the time and memory that it took."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ class Traffic:
             self.peak_bytes = self.held_bytes
 
     def hold(self, nbytes: int) -> None:
-        """Messages of so many bytes are held from now on, or, if negative, no longer; from any thread."""
+        """Add to the bytes held (subtract, if negative); from any thread."""
         with _holding:
             self.held_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def count(self, direction: str, nbytes: int, elements: int) -> None:
-        """Add one message that was sent "forward" or "backward"."""
+        """Count a message that was sent "forward" or "backward"."""
         for name, more in ((f"{direction}_bytes", nbytes), (f"{direction}_elements", elements)):
             setattr(self, name, getattr(self, name) + more)

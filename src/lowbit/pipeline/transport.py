@@ -1,23 +1,23 @@
 """How payloads travel between two ranks: with tags and early, or in the order of the schedule.
 
-PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Where messages
-have tags (Gloo), `Early` takes the traffic out of the schedule's hands: receives are posted well before the schedule
-takes them, sends leave as soon as there is something to send, and nobody waits before the data is needed. Both
-directions of the link are then busy at once, and no order of sends can deadlock, because no send waits for anything
-before the step ends, and what is taken out of order is posted at once. Memory is bounded by a window of posted receives
-(`lowbit.pipeline.inbox`), and by what peers have not yet taken of what was sent (`lowbit.pipeline.outbox`).
+PyTorch's schedules hardly overlap, and Gloo turns half-duplex when a rank posts a send before a receive. Messages of
+Gloo have tags, so `Early` sends and receives apart from the schedule: receives are posted well before the schedule
+takes them, sends leave at once, and nobody waits before the data is needed. Both directions of the link are then busy
+at once. No order of sends can deadlock, because no send waits for anything before the step ends, and a message that is
+taken out of order is posted at once. Memory is bounded by a window of posted receives (`lowbit.pipeline.inbox`), and by
+the messages that peers have not yet taken (`lowbit.pipeline.outbox`).
 
-NCCL matches messages by their order alone, so `InOrder` hands the schedule its own operations back, with payloads in
-the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and what it
-receives is needed at once, so coding stays on the computation's stream: any other would make the computation wait, too.
+NCCL matches messages by their order alone, so `InOrder` returns the schedule's own operations to it, with payloads in
+the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and its results
+are needed at once, so coding stays on the computation's stream: any other would make the computation wait, too.
 
 Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads are coded and copied
 through pinned memory on side streams, and leave from a thread that waits for the copy, so that the schedule does not.
-The messages are those of `Early`: ranks with a GPU and ranks without one understand each other.
+The messages are those of `Early`, so ranks with a GPU and ranks without one understand each other.
 
-Behind each payload travels its checksum (`lowbit.ranks.checksum`). `Early` and `Staged` check it on the host,
-before anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and looks at all
-outcomes at the end of the step: before an optimizer uses what came of them.
+Behind each payload travels its checksum (`lowbit.ranks.checksum`). `Early` and `Staged` check it on the host before
+anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and reads all outcomes at
+the end of the step, before an optimizer uses the gradients.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ from lowbit.pipeline.traffic import Traffic
 from lowbit.ranks.checksum import Checksums, Verdicts, damaged
 from lowbit.ranks.failure import FailureBoard
 
-_SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # of what has arrived on the host, in that order
-# Outcomes of checksums of all stages of this rank: the last stage to finish a step looks at them.
+_SENDER = ThreadPoolExecutor(1, thread_name_prefix="lowbit-sender")  # sends messages that have been copied to the host
+# Outcomes of checksums of all stages of this rank: the last stage to finish a step reads them.
 _verdicts: weakref.WeakKeyDictionary[dist.ProcessGroup, Verdicts] = weakref.WeakKeyDictionary()
 
 
 class Transport(ABC):
-    """What a stage needs to move payloads of a group of ranks. A step is `begin`, any of the others, `drain`.
+    """Moves a stage's payloads between ranks of a group. A step is `begin`, any of the others, `drain`.
 
     Attributes:
-        name: the same on ranks that understand each other. rank: this one, in the group. traffic: where to count.
+        name: the same on ranks that understand each other.
         device: where tensors must be for the process group to carry them.
+        rank: this one, in the group.
+        traffic: where to count.
         room: free bytes that `send` needs behind a payload.
+        overhead: bytes that travel behind a payload.
     """
 
     name: str
@@ -62,7 +65,7 @@ class Transport(ABC):
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums) -> None:
         self._group, self.rank = group, dist.get_rank(group)
         self.traffic, self._checksums = traffic, checksums
-        self.room = checksums.room
+        self.room = self.overhead = checksums.room
         self._pass = 0
 
     @abstractmethod
@@ -71,38 +74,39 @@ class Transport(ABC):
 
     @abstractmethod
     def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
-        """Announce all messages and sizes that will be taken on one lane.
+        """Post receives for all messages, with their sizes, that will be taken on one lane.
 
-        messages: in about the order in which the schedule takes them; others are slower. sure: False: in a later step,
-            unless the peer has ended by then, which is no error.
+        Args:
+            messages: in about the order in which the schedule takes them; others are slower.
+            sure: False: in a later step; that the peer has ended by then is no error.
         """
 
     @abstractmethod
     def send(self, route: Route, message: Tensor) -> list[dist.P2POp]:
-        """Send a payload with `room` behind it: operations that the schedule shall run for that."""
+        """Send a payload with `room` behind it; returns operations that the schedule shall run."""
 
     def receive(self, route: Route, nbytes: int) -> list[dist.P2POp]:
-        """The schedule is about to receive: operations that it shall run for that."""
+        """Operations that the schedule shall run to receive."""
         return []
 
     @abstractmethod
     def take(self, route: Route, nbytes: int) -> Tensor:
-        """The payload of a message, as soon as it has arrived: uint8 (nbytes,).
+        """Wait for a message and return its payload, uint8 (nbytes,).
 
         Raises:
-            DamagedError: it is not what was sent; or `drain` says so.
+            DamagedError: it is not what was sent; `drain` may raise that instead.
         """
 
     def leaving(self, source: Tensor) -> AbstractContextManager[None]:
-        """Where a tensor is encoded and its payload handed to `send`."""
+        """Block in which a tensor is encoded and its payload sent."""
         return contextlib.nullcontext()
 
     def arriving(self) -> AbstractContextManager[None]:
-        """Where a payload comes from `take` and is decoded."""
+        """Block in which a payload is taken and decoded."""
         return contextlib.nullcontext()
 
     def landing(self, layout: Tensor) -> Tensor:
-        """Within `arriving`: new memory like `layout` to decode a payload to, for the computation to use afterwards."""
+        """Within `arriving`: a new tensor to decode to, for the computation to use afterwards."""
         return torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device=self.device)
 
     @abstractmethod
@@ -115,10 +119,7 @@ class Transport(ABC):
 
     @abstractmethod
     def sever(self) -> None:
-        """Give up for good: peers that wait for this rank fail at once (over NCCL: when its watchdog acts).
-
-        The store of the group stays usable, so that a reason can be left there first.
-        """
+        """Give up for good: peers that wait for this rank fail at once (over NCCL: when its watchdog acts)."""
 
 
 def choose(
@@ -127,7 +128,7 @@ def choose(
     """The transport of a process group: `InOrder` with NCCL, `Early` with Gloo (`Staged` for tensors on a GPU).
 
     Raises:
-        ValueError: Gloo is to carry what lies neither on the CPU nor on a CUDA device.
+        ValueError: Gloo, and a device that is neither a CPU nor CUDA.
     """
     device = torch.device(device)
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -201,7 +202,7 @@ class Early(Transport):
 
 
 class Staged(Early):
-    """`Early` for payloads on a device, which travel from and to buffers on the host. streams: of the device."""
+    """`Early` for payloads on a device, which travel from and to buffers on the host."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, checksums: Checksums, streams: CudaStreams) -> None:
         super().__init__(group, traffic, checksums)
@@ -212,7 +213,7 @@ class Staged(Early):
 
     def begin(self, board: FailureBoard, number: int) -> None:
         super().begin(board, number)
-        # Since the last pass, the computation's stream may have read what codecs keep, or written it (a checkpoint).
+        # Since the last pass, the computation's stream may have read or written codec states (a checkpoint).
         self._streams.fence()
 
     def expect(self, messages: Iterable[tuple[Route, int]], *, sure: bool = True) -> None:
@@ -238,7 +239,7 @@ class Staged(Early):
 
 
 class _NotSent:
-    """A send that could not start; who waits for it gets the error, and finds out whom to blame."""
+    """A send that could not start: `wait` raises the error, as that of a send which the peer did not take."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -248,7 +249,7 @@ class _NotSent:
 
 
 class InOrder(Transport):
-    """The schedule's own operations, in its own order, which it runs and waits for; what they carry are payloads."""
+    """The schedule's own operations, which it runs in its own order and waits for, with payloads."""
 
     name = "in the schedule's order"
 

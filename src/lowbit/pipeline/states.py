@@ -1,0 +1,173 @@
+"""What one end of a boundary keeps between messages: sessions, and the parameters that the sender chose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.codecs.sessions import Session
+from lowbit.codecs.stateful import StatefulCodec
+
+log = logging.getLogger(__name__)
+
+Slot = tuple[torch.Size, torch.dtype]
+"""Shape and dtype of one of the tensors that cross a boundary together."""
+
+CHOICE = "choice"
+"""Key of the parameter that a sender chose, in a state."""
+
+
+class States:
+    """Sessions of a codec at one end of one direction of a boundary.
+
+    Each tensor has a state for each of its shapes and dtypes, or one for all those that share what a session keeps
+    (`StatefulCodec.shared_by`). Where the codec leaves a parameter open (`Codec.settled`), each state has its
+    own choice.
+
+    Args:
+        lane: its name, for errors and the log.
+        codec: as it was given, perhaps with an open parameter.
+        device: where the tensors live.
+    """
+
+    def __init__(self, lane: str, codec: Codec, device: torch.device) -> None:
+        self._lane, self._codec, self._device = lane, codec, device
+        self._sessions: dict[tuple[int, Slot], Session] = {}
+        self._shared: dict[str, Session] = {}  # by state, one of the sessions that share it
+        self._restored: dict[str, dict[str, Any]] = {}  # of sessions that are not open yet
+        self._choices: dict[str, int] = {}  # by state
+
+    def session(self, index: int, slot: Slot) -> Session:
+        """The session of a tensor; both ends open the same.
+
+        Raises:
+            ValueError: a shape that the codec does not take, a restored state of another format, or an open parameter
+                that the warm-up has not settled.
+        """
+        if (index, slot) not in self._sessions:
+            (shape, dtype), name = slot, self._name(index, slot)
+            if name in self._shared:
+                session = self._shared[name].beside(shape=shape, dtype=dtype)
+            else:
+                session = self._settled(name).open(shape=shape, dtype=dtype, device=self._device)
+                session.load_state_dict(self._restored.pop(name, {}))
+                self._shared[name] = session
+            self._sessions[index, slot] = session
+        return self._sessions[index, slot]
+
+    def is_settled(self, index: int, slot: Slot) -> bool:
+        """Whether a session for this tensor can be opened: the codec leaves nothing open, or the sender has chosen."""
+        return self._codec.settled or self._name(index, slot) in self._choices
+
+    def choose(self, index: int, slot: Slot, x: Tensor) -> int:
+        """The sender's choice for tensors like `x`, made from the first of them."""
+        name = self._name(index, slot)
+        if name not in self._choices:
+            assert isinstance(self._codec, StatefulCodec)  # others leave nothing open
+            self._choices[name] = self._codec.choose(x)
+            log.info("%s: %s: %s", self._lane, name, self._settled(name))
+        return self._choices[name]
+
+    def adopt(self, index: int, slot: Slot, choice: int) -> None:
+        """Take over the sender's choice.
+
+        Raises:
+            ValueError: it differs from an earlier one.
+        """
+        name = self._name(index, slot)
+        known = self._choices.setdefault(name, choice)
+        if known != choice:
+            raise ValueError(f"{self._lane}: {name} was settled as {known}, and now as {choice}")
+
+    def chosen(self) -> dict[str, Codec]:
+        """The settled codecs by state ("tensor 0, width 256"), if the codec leaves a parameter open."""
+        return {name: self._settled(name) for name in self._choices}
+
+    def nbytes(self) -> int:
+        """Bytes kept between messages."""
+        return sum(session.state_bytes() for session in self._shared.values())
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """All states that are not empty, by name."""
+        states = {name: session.state_dict() for name, session in self._shared.items()}
+        states = self._restored | {name: state for name, state in states.items() if state}
+        for name, choice in self._choices.items():
+            states[name] = states.get(name, {}) | {CHOICE: choice}
+        return states
+
+    def load_state_dict(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Take over what `state_dict` gave, for sessions that are open and those that will be."""
+        self._restored = dict(states)
+        if not self._codec.settled:
+            self._choices = {name: int(state[CHOICE]) for name, state in states.items() if CHOICE in state}
+            without = {name: {k: v for k, v in state.items() if k != CHOICE} for name, state in states.items()}
+            self._restored = {name: state for name, state in without.items() if state}
+            self._sessions.clear()  # of other choices
+            self._shared.clear()
+        for name, session in self._shared.items():
+            session.load_state_dict(self._restored.pop(name, {}))
+
+    def digest(self) -> str:
+        """Digest of all states: the same at both ends, or they do not belong together."""
+        digest = xxhash.xxh3_64()
+        for name, state in sorted(self.state_dict().items()):
+            # A state that counts its messages is known by them; computed numbers may differ in the last bits.
+            keys = {"messages", "digest", CHOICE} if "digest" in state else state
+            for key in sorted(state.keys() & keys):
+                value = state[key]
+                digest.update(f"{name}/{key}".encode())
+                if isinstance(value, Tensor):
+                    digest.update(value.cpu().contiguous().view(torch.uint8).numpy().data)
+                else:
+                    digest.update(str(value).encode())
+        return digest.hexdigest()
+
+    def _name(self, index: int, slot: Slot) -> str:
+        """Name of the state of a tensor, which several shapes may share."""
+        shared = self._codec.shared_by(slot[0]) if isinstance(self._codec, StatefulCodec) else None
+        return f"tensor {index}, {described(slot) if shared is None else f'width {shared}'}"
+
+    def _settled(self, name: str) -> Codec:
+        if self._codec.settled or not isinstance(self._codec, StatefulCodec):
+            return self._codec
+        if name not in self._choices:
+            raise ValueError(
+                f"{name}: what {self._codec} leaves open is chosen in the last step of the warm-up, and nothing was "
+                "chosen here; allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
+            )
+        return self._codec.settle(self._choices[name])
+
+
+def check_states(name: str, codec: Codec, ends: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless `States.state_dict` may have given these at the two ends of a lane."""
+    choices = []
+    for end, states in ends.items():
+        if not _is_state_dict(states):
+            raise ValueError(f"{name}: state of the {end} is none; allowed: what state_dict gave")
+        choices.append({state: values[CHOICE] for state, values in states.items() if CHOICE in values})
+        if isinstance(codec, StatefulCodec):
+            for choice in choices[-1].values():
+                codec.settle(choice)
+    if choices[0] != choices[1]:
+        raise ValueError(f"{name}: state has {choices}; both ends have the same choices")
+
+
+def described(slot: Slot) -> str:
+    """Dtype and shape in words."""
+    return f"{str(slot[1]).removeprefix('torch.')} {tuple(slot[0])}"
+
+
+def _is_state_dict(states: Any) -> bool:
+    """Whether these are dictionaries of tensors and integers, by name."""
+    if not isinstance(states, Mapping) or not all(isinstance(values, Mapping) for values in states.values()):
+        return False
+    items = [item for values in states.values() for item in values.items()]
+    return all(isinstance(name, str) for name in (*states, *(key for key, _ in items))) and all(
+        type(value) is int or (isinstance(value, Tensor) and key != CHOICE) for key, value in items
+    )
