@@ -131,7 +131,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
     states, found, chosen = [], [], {}
     for often in (True, False):
         with mock.patch.object(loop.log, "warning") as warning:
-            trainer = Run(Trainer(prepare(config, ranks=2, rank=rank))).trainer
+            trainer = Run(Trainer(prepare(config, ranks=2))).trainer
         for step in range(4):
             trainer.step(step)
             if step == 1:
