@@ -127,7 +127,6 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
 
 def _evaluates_in_between(config: TrainConfig) -> Any:
     """Losses without codecs and with them in and after the warm-up; whether training went on as without them."""
-    rank = dist.get_rank()
     states, found, chosen = [], [], {}
     for often in (True, False):
         with mock.patch.object(loop.log, "warning") as warning:

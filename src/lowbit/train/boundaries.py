@@ -100,12 +100,12 @@ def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
     Args:
         shape: of a micro-batch's activations, (rows, sequence, width).
     """
-    found: list[str] = []
+    warnings: list[str] = []
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in dict.fromkeys(each):
             if isinstance(codec, StatefulCodec) and (advice := codec.advice(shape)):
-                found.append(f"pipeline.{name}: {advice}")
-    return found
+                warnings.append(f"pipeline.{name}: {advice}")
+    return warnings
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:

@@ -65,7 +65,7 @@ class Prepared:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Dtype of matrix products; None: as the weights. For use where a rank computes: `prepare` may run elsewhere."""
+        """Dtype of matrix products; None: as the weights. To be asked for where a rank computes."""
         return choose_autocast(self.config.run.precision, self.device)
 
     @property

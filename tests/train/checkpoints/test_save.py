@@ -18,7 +18,7 @@ from lowbit.train.checkpoints import save as saving
 from lowbit.train.checkpoints import search, share
 from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, Manifest, newest_step, step_name
 from lowbit.train.checkpoints.save import Checkpoints
-from lowbit.train.checkpoints.search import Found, Search
+from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.share import Reader
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import MARK, RunFolder
@@ -43,7 +43,7 @@ def save(folder: Path, steps: list[int], **changes: Any) -> None:
         checkpoints.save(step, snapshot, run_manifest(ranks, **changes))
 
 
-def newest(folder: Path) -> tuple[Found | None, list[str]]:
+def newest(folder: Path) -> tuple[SavedStep | None, list[str]]:
     """What a search finds, and what it warns of."""
     with mock.patch.object(search.log, "warning") as warning:
         found = Search(folder / "checkpoints", None).newest()
@@ -199,7 +199,7 @@ def test_a_step_counts_from_the_first_share_that_is_in_its_place(
     assert shares(tmp_path) == ["step-00000002/rank-0", "step-00000002/rank-1"]
 
 
-def _newest_of_two_disks(folder: Path) -> Found | None:
+def _newest_of_two_disks(folder: Path) -> SavedStep | None:
     return newest(folder / f"disk-{dist.get_rank()}")[0]
 
 

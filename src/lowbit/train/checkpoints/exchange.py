@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.ranks.objects import gather_json
 from lowbit.train.checkpoints.manifest import step_name
 from lowbit.train.checkpoints.save import TransientError, raise_everywhere, together
-from lowbit.train.checkpoints.search import Found
+from lowbit.train.checkpoints.search import SavedStep
 from lowbit.train.checkpoints.share import DTYPES, Reader, crc32
 
 Item = tuple[int, str]
@@ -34,10 +34,10 @@ class Exchange:
         folder: of checkpoints on this rank's disk.
     """
 
-    def __init__(self, found: Found, folder: Path, rank: int, group: dist.ProcessGroup | None) -> None:
-        self._found, self._rank, self._group = found, rank, group
-        self._step = folder / step_name(found.step)
-        own = [share for share, holder in found.holders.items() if holder == rank]
+    def __init__(self, saved: SavedStep, folder: Path, rank: int, group: dist.ProcessGroup | None) -> None:
+        self._saved, self._rank, self._group = saved, rank, group
+        self._step = folder / step_name(saved.step)
+        own = [share for share, holder in saved.holders.items() if holder == rank]
         self._readers = {share: Reader(self._step / f"rank-{share}") for share in own}
         self._received: dict[Item, Tensor] = {}
         self._problem = ""
@@ -61,7 +61,7 @@ class Exchange:
     def _pieces(self, receiver: int, items: list[Item]) -> Iterator[None]:
         """This rank's part in sending `items` to a receiver; yields after each piece."""
         for share, name in items:
-            holder, entry = self._found.holders[share], self._found.shares[share].tensors[name]
+            holder, entry = self._saved.holders[share], self._saved.shares[share].tensors[name]
             dtype, here = DTYPES[entry["dtype"]], self._rank in (receiver, holder)
             tensor = torch.empty(entry["shape"] if here else 0, dtype=dtype)
             if self._rank == holder:

@@ -21,7 +21,7 @@ from lowbit.codecs import StatefulCodec, parse
 from lowbit.train.checkpoints.exchange import Exchange, Item
 from lowbit.train.checkpoints.manifest import Manifest, step_name
 from lowbit.train.checkpoints.save import NO_CHECKPOINT, Checkpoints, raise_everywhere
-from lowbit.train.checkpoints.search import Found, Search
+from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.share import DTYPES
 from lowbit.train.checkpoints.state import End, aliases_of, ends_of, parameters_of, restore
 from lowbit.train.config import RunConfig
@@ -54,37 +54,37 @@ def resume(
         CheckpointError: none is intact, or this run differs in a key that may not change; the same on every rank.
     """
     rank, folder = checkpoints.rank, checkpoints.folder
-    found = Search(folder, group).newest()
-    if found is None:
+    saved = Search(folder, group).newest()
+    if saved is None:
         raise_everywhere(NO_CHECKPOINT.format(folder) if run.resume is True else "", group)
         if rank == 0:
             log.warning("no checkpoint in %s: starting with step 0", folder)
         return 0, []
-    where = f"checkpoint {folder / step_name(found.step)}"
-    changes = _compare(found, now, where, rank, run.allow_change, group)
-    sources = _Sources(found, pipeline, rank=rank, replica=replica)
+    where = f"checkpoint {folder / step_name(saved.step)}"
+    changes = _compare(saved, now, where, rank, run.allow_change, group)
+    sources = _Sources(saved, pipeline, rank=rank, replica=replica)
     raise_everywhere(f"{where}: {sources.problem}" if sources.problem else "", group)
-    received = Exchange(found, folder, rank, group).run(sources.items)
+    received = Exchange(saved, folder, rank, group).run(sources.items)
     tensors = {name: received[item] for name, item in sources.tensors.items()}
     for name in tensors.keys() & sources.copies:  # the optimizer changes tensors in place
         tensors[name] = tensors[name].clone()
     problem = ""
     try:
-        restore(pipeline, optimizer, tensors, sources.lanes(received), steps=found.step)
+        restore(pipeline, optimizer, tensors, sources.lanes(received), steps=saved.step)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         problem = f"{where} cannot be taken up: {type(error).__name__}: {error}"
     raise_everywhere(problem, group)
     if rank == 0 and sources.fresh:
         log.warning("%s: what codecs remember begins afresh at %s", where, ", ".join(sources.fresh))
-    return found.step, [*found.first.changes, *(change.at(found.step) for change in changes)]
+    return saved.step, [*saved.first.changes, *(change.at(saved.step) for change in changes)]
 
 
 def _compare(
-    found: Found, now: Manifest, where: str, rank: int, allowed: tuple[str, ...], group: dist.ProcessGroup | None
+    saved: SavedStep, now: Manifest, where: str, rank: int, allowed: tuple[str, ...], group: dist.ProcessGroup | None
 ) -> list[Change]:
     """Differences between the run that wrote a step and this one; raises if one is not allowed."""
-    written = found.shares.get(rank, found.first)
-    changes = changes_between(written.identity, now.identity, step=found.step)
+    written = saved.shares.get(rank, saved.first)
+    changes = changes_between(written.identity, now.identity, step=saved.step)
     raise_everywhere(refuse(where, changes, allowed), group)
     layout = [Change(k, written.layout[k], v) for k, v in now.layout.items() if k.startswith("pipeline.")]
     versions = [Change(k, written.versions.get(k, NOT_RECORDED), v) for k, v in now.versions.items()]
@@ -104,12 +104,12 @@ class _Sources:
         fresh: boundaries of the whole pipeline whose codecs start empty. problem: the first obstacle; empty: none.
     """
 
-    def __init__(self, found: Found, pipeline: Pipeline, *, rank: int, replica: int) -> None:
-        self._found, self._pipeline, self._rank, self._replica = found, pipeline, rank, replica
+    def __init__(self, saved: SavedStep, pipeline: Pipeline, *, rank: int, replica: int) -> None:
+        self._saved, self._pipeline, self._rank, self._replica = saved, pipeline, rank, replica
         self.tensors: dict[str, Item] = {}
         self.problem = ""
         self._lanes: dict[str, _Memory] = {}
-        self._memories = _memories(found)
+        self._memories = _memories(saved)
         self._take_parameters()
         self._take_generators()
         self.fresh = list(dict.fromkeys(self._take_codecs()))
@@ -133,7 +133,7 @@ class _Sources:
             if share is None:
                 self._note_problem(f"no share has the parameter {name}")
                 continue
-            entries = self._found.shares[share].tensors
+            entries = self._saved.shares[share].tensors
             entry = entries[f"model/{known}"]
             if (DTYPES[entry["dtype"]], entry["shape"]) != (parameter.dtype, list(parameter.shape)):
                 self._note_problem(
@@ -152,20 +152,20 @@ class _Sources:
 
     def _share_with(self, name: str) -> int | None:
         """A share that has a parameter: preferably of this rank's number, then on its own disk."""
-        having = [r for r, m in self._found.shares.items() if f"model/{name}" in m.tensors]
-        order = lambda r: (r != self._rank, self._found.holders[r] != self._rank, r)  # noqa: E731
+        having = [r for r, m in self._saved.shares.items() if f"model/{name}" in m.tensors]
+        order = lambda r: (r != self._rank, self._saved.holders[r] != self._rank, r)  # noqa: E731
         return min(having, key=order, default=None)
 
     def _take_generators(self) -> None:
-        if share := self._found.shares.get(self._rank):
+        if share := self._saved.shares.get(self._rank):
             self.tensors |= {name: (self._rank, name) for name in share.tensors if name.startswith("random/")}
 
     def _take_codecs(self) -> Iterator[str]:
-        """Choose memories for this rank's lanes; yields the boundaries of the whole pipeline whose codecs start empty."""
+        """Choose memories for this rank's lanes; yields the boundaries of the pipeline whose codecs start empty."""
         pipeline = self._pipeline
         if pipeline.config.pipeline.boundary != "lowbit":
             return
-        in_warm_up = self._found.step < pipeline.config.codec_warmup_steps
+        in_warm_up = self._saved.step < pipeline.config.codec_warmup_steps
         for stage in range(pipeline.layout.stages):
             for lane, end, codec in ends_of(pipeline.layout, pipeline.codecs, stage):
                 memory = self._memory_for(end, codec)
@@ -203,7 +203,7 @@ class _Sources:
         """Whether a codec can use a memory: the same format and, unless shapes share a memory, the same shape."""
         if not _same(memory.codec, codec):
             return False
-        config, first, parsed = self._pipeline.config, self._found.first, parse(codec)
+        config, first, parsed = self._pipeline.config, self._saved.first, parse(codec)
         rows, sequence = config.rows, config.data.sequence
         if (first.layout["rows"], first.identity.get("data.sequence")) == (rows, sequence):
             return True
@@ -229,11 +229,11 @@ class _Memory:
         return dataclasses.replace(self, values=choices, items={}, whole=False)
 
 
-def _memories(found: Found) -> dict[int, dict[End, _Memory]]:
+def _memories(saved: SavedStep) -> dict[int, dict[End, _Memory]]:
     """State of the codecs at the ends of boundaries, by pipeline."""
-    places = found.first.layout["pipeline.ranks"]
+    places = saved.first.layout["pipeline.ranks"]
     memories: dict[int, dict[End, _Memory]] = {}
-    for rank, manifest in found.shares.items():
+    for rank, manifest in saved.shares.items():
         of_pipeline = memories.setdefault(rank // places, {})
         for unit in manifest.codecs:
             end = End.of(unit)
