@@ -38,17 +38,19 @@ def test_storing_is_the_same_run_on_every_schedule(
 
 def _bytes_held(config: TrainConfig) -> tuple[list[float], float]:
     """Losses, and bytes of gradients a parameter after a backward pass."""
-    found: list[float] = []
+    ratios: list[float] = []
     finish = Gradients.finish
 
     def counting(self: Gradients) -> None:
         assert self.storage is None or all(p.grad is None for p in self.parameters)
         finish(self)
-        found.append(self.nbytes / sum(p.numel() for p in self.parameters))
+        plain = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
+        nbytes = self.storage.nbytes if self.storage is not None else plain
+        ratios.append(nbytes / sum(p.numel() for p in self.parameters))
 
     Gradients.finish = counting
     try:
-        return losses(config), found[-1]
+        return losses(config), ratios[-1]
     finally:
         Gradients.finish = finish
 

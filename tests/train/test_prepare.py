@@ -23,7 +23,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("model", {"vocab": 7}, "vocabulary has 7 entries, the tokenizer 256"),
     ("pipeline", {"forward": "int9"}, "pipeline.forward: codec is 'int9'; allowed: fp32"),
     ("pipeline", {"backward": "GroupInt(bits=1)"}, "pipeline.backward: bits is 1; allowed"),
-    ("pipeline", {"backward": "SubspaceQuant(directions=33)"}, r"pipeline.backward: rank is 33, .* to 32"),
+    ("pipeline", {"backward": "SubspaceQuant(directions=33)"}, r"pipeline.backward: directions is 33, .* to 32"),
     ("pipeline", {"forward": "SubspaceQuant(directions='auto')"}, r"pipeline.warmup_steps is 0, and .*forw"),
     ("pipeline", {"microbatches": 1}, "pipeline.microbatches is 1; allowed with 1F1B"),
     ("run", {"output": "{folder}/empty.txt/run"}, "run.output '.*' cannot be written to: Not a dir"),
