@@ -110,7 +110,10 @@ class Recorder:
 
     def __init__(self, folder: Path, *, start: int, steps: int, tensorboard: bool, progress: bool) -> None:
         path = folder / "metrics.jsonl"
-        _keep_steps_before(path, start)
+        before = [line for line in read_metrics(path) if line["step"] < start]
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
+        part.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._board = _open_board(folder / "tensorboard", start) if tensorboard else None
         self._display = _Display(start, steps) if progress else None
@@ -169,13 +172,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             path, "s" * (len(bad) > 1), ", ".join(bad), "are" if len(bad) > 1 else "is",
         )  # fmt: skip
     return lines
-
-
-def _keep_steps_before(path: Path, start: int) -> None:
-    kept = [line for line in read_metrics(path) if line["step"] < start]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    part.replace(path)
 
 
 def _open_board(folder: Path, start: int) -> SummaryWriter | None:

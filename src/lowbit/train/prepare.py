@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import lowbit
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, check_schedule, planned_settings, saved_policies
-from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
+from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
 from lowbit.train.checkpoints.manifest import (
     MANIFEST,
     OLDER,
@@ -31,7 +32,7 @@ from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
-from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
+from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
@@ -68,11 +69,6 @@ class Prepared:
         """Dtype of matrix products; None: as the weights. To be asked for where a rank computes."""
         return choose_autocast(self.config.run.precision, self.device)
 
-    @property
-    def boundary_dtype(self) -> torch.dtype:
-        """Dtype of the activations that stages pass to their boundaries."""
-        return stock_dtype(self.config.pipeline)
-
     def manifest(self, attempt: str, *, rank: int, ranks: int) -> Manifest:
         """The fields that the manifests of all of this rank's checkpoints share; to be called where it computes.
 
@@ -82,7 +78,8 @@ class Prepared:
         precision = "fp32" if self.autocast is None else "bf16"
         return Manifest(
             rank=rank, ranks=ranks, attempt=attempt, layout=layout_of(self.config, self.layout),
-            identity=self.identity | {"run.precision": precision}, versions=versions(),
+            identity=self.identity | {"run.precision": precision},
+            versions={"lowbit": lowbit.__version__, "torch": torch.__version__},
         )  # fmt: skip
 
 

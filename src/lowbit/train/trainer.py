@@ -19,6 +19,7 @@ from lowbit.ranks.objects import gather_json
 from lowbit.ranks.sums import Sums
 from lowbit.train import optim
 from lowbit.train.activations import compress
+from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.gradients import Gradients
@@ -176,7 +177,7 @@ class Trainer:
         modules = {
             stage: StageModule(
                 model, layers=self.layout.layers_of(stage), first=stage == 0, last=stage == self.layout.stages - 1,
-                autocast=prepared.autocast, boundary_dtype=prepared.boundary_dtype,
+                autocast=prepared.autocast, boundary_dtype=stock_dtype(config.pipeline),
             ).to(prepared.device)
             for stage in self.layout.stages_of(self.replicas.place)
         }  # fmt: skip

@@ -180,18 +180,14 @@ class Search:
         known = self._reasons.get(step, {})
         reasons = [f"{share} {reason}" for share, reason in sorted(known.items())]
         for key, copies in ((key, copies) for key, copies in self._copies.items() if key[0] == step):
-            absent = sorted(set(range(self._ranks[key])) - copies.keys())
-            absent = [rank for rank in absent if f"rank-{rank}" not in known]
+            absent = [r for r in range(self._ranks[key]) if r not in copies and f"rank-{r}" not in known]
+            saved = self._verified.get(key)
             for rank in absent[:_NAMED]:
-                reasons.append(f"rank-{rank}{self._held_by(key, rank)} is on no rank's disk")
+                held = f" ({parameters_at(saved.first.layout, rank)})" if saved is not None and saved.shares else ""
+                reasons.append(f"rank-{rank}{held} is on no rank's disk")
             if more := absent[_NAMED:]:
                 reasons.append(f"{len(more)} more up to rank-{more[-1]} are on no rank's disk")
         return ", ".join(reasons)
-
-    def _held_by(self, key: tuple[int, str], rank: int) -> str:
-        """The part of the model in a rank's share (" (layers 0 to 3)"), if that is known."""
-        saved = self._verified.get(key)
-        return f" ({parameters_at(saved.first.layout, rank)})" if saved is not None and saved.shares else ""
 
 
 def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
