@@ -146,7 +146,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
     return found, same, chosen, other, warned
 
 
-def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_path: Path):
+def test_evaluations_leave_training_alone(ranks: Ranks, tmp_path: Path):
     pipeline = {"forward": AUTO, "backward": "SubspaceQuant(directions=32)", "warmup_steps": 2}
     config = tiny(tmp_path, pipeline=pipeline)
     outcomes = ranks.run(_evaluates_in_between, config, timeout=LIMIT)

@@ -32,7 +32,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("section", "values", "message"), WRONG, ids=lambda v: str(v)[:30])
-def test_what_can_not_work_is_one_line_before_any_process_starts(
+def test_wrong_settings_are_one_line_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section, values, message
 ):
     if "cuda" in values.values() and torch.cuda.is_available():
@@ -90,7 +90,7 @@ def test_what_lowbit_did_not_make_is_never_overwritten(
     assert [Path(name).read_text() for name in foreign] == ["precious"] * len(foreign)
 
 
-def test_a_run_of_an_older_version_is_not_gone_on_with(tmp_path: Path):
+def test_checkpoints_of_an_older_version_are_refused(tmp_path: Path):
     config = tiny(tmp_path, run={"overwrite": False, "resume": True})
     share = Path(config.run.output) / "checkpoints" / "step-00000003" / "rank-0"
     share.mkdir(parents=True)
