@@ -25,7 +25,7 @@ _OVER = object()
 
 
 class Exchange:
-    """Reads tensors from this rank's disk, or receives them from the rank that has the share on its own.
+    """Reads tensors from this rank's disk, or receives them from a rank that has the share on its disk.
 
     All ranks go through all transfers in the same order, a piece to each receiver in turn: so there is no deadlock, and
     no wait is longer than one piece for every rank takes. All together may exceed the time limit.
