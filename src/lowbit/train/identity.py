@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.train.activations import written_out
@@ -100,6 +102,11 @@ def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         "layers": list(layout.layer_counts),
         "rows": config.rows,
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of lowbit and PyTorch. Another version may resume a run, but may round differently."""
+    return {"lowbit": lowbit.__version__, "torch": torch.__version__}
 
 
 def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:

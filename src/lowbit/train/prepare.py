@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import lowbit
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, check_schedule, planned_settings, saved_policies
@@ -32,7 +31,7 @@ from lowbit.train.device import choose_autocast, choose_backend, choose_device
 from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
-from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity
+from lowbit.train.identity import changes_between, check_allowed, layout_of, refuse, run_identity, versions
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, hidden_size, longest_sequence, vocabulary
 from lowbit.train.replicas import all_reduce_codec, ranks_of_pipeline
@@ -78,8 +77,7 @@ class Prepared:
         precision = "fp32" if self.autocast is None else "bf16"
         return Manifest(
             rank=rank, ranks=ranks, attempt=attempt, layout=layout_of(self.config, self.layout),
-            identity=self.identity | {"run.precision": precision},
-            versions={"lowbit": lowbit.__version__, "torch": torch.__version__},
+            identity=self.identity | {"run.precision": precision}, versions=versions(),
         )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class Manifest:
         attempt: the same in all shares that belong together: a name of the processes that wrote them.
         layout: of the model over ranks and stages (`lowbit.train.identity.layout_of`).
         identity: all that losses depend on, by configuration key (`lowbit.train.identity`).
-        versions: of lowbit and PyTorch; others may resume the run, but may round differently.
+        versions: of lowbit and PyTorch.
         changes: of the identity, layout and versions when runs resumed, oldest first.
         codecs: state of the codecs at boundaries, without its tensors (`lowbit.train.checkpoints.state`).
         aliases: for parameters that are copies, the name of the original.
