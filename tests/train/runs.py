@@ -43,10 +43,10 @@ def again(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
 
 def losses(config: TrainConfig) -> list[float]:
     """Train as a rank; the loss of every step, then the held-out losses."""
-    found: list[float] = []
-    summary = train(config, on_step=lambda metrics: found.append(metrics.loss))
+    training: list[float] = []
+    summary = train(config, on_step=lambda metrics: training.append(metrics.loss))
     assert summary.held_out_loss is not None
-    return [*found, summary.held_out_loss]
+    return [*training, summary.held_out_loss]
 
 
 def curve(config: TrainConfig) -> list[tuple[int, float, float]]:

@@ -41,7 +41,7 @@ def test_bits_are_one_number_or_one_for_each_stage():
     ({"group": 12}, r"activations\.group is 12"),
     ({"rounding": "up"}, r"activations\.rounding is 'up'"),
 ])  # fmt: skip
-def test_what_can_not_be_is_one_line(wrong: dict[str, Any], says: str):
+def test_wrong_bits_are_one_line(wrong: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says):
         saved_policies(from_mapping({"activations": wrong}).activations, 2, {})
 

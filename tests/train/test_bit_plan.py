@@ -22,7 +22,7 @@ def planned(folder: Path, *stages: dict[str, int], **sections: dict[str, Any]) -
     """A run of two ranks with a plan that was made for it."""
     config = tiny(folder, **sections)
     plan = BitPlan(stages=stages or (LOW, HIGH), group=32)
-    settings = planned_settings(config, prepare(config, ranks=2).plan, 256)
+    settings = planned_settings(config, prepare(config, ranks=2).layout, 256)
     replace(plan, made_for=settings).write(folder / "plan.json")
     return again(config, activations={"plan": str(folder / "plan.json")})
 

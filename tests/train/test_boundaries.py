@@ -32,7 +32,7 @@ def test_gradients_without_a_name_get_what_belongs_to_the_activations():
 
 
 @pytest.mark.parametrize(
-    ("forward", "backward", "width", "told"),
+    ("forward", "backward", "width", "expected"),
     [
         ("subspace", "", 32, ["forward: .* 12.1 bits .*, and 4.3 w", "backward: .* 13.1 .* 5.3 w"]),
         ("subspace", "", 128, []),
@@ -40,11 +40,11 @@ def test_gradients_without_a_name_get_what_belongs_to_the_activations():
         ("SubspaceQuant(directions='auto')", "int8", 32, []),
     ],
 )
-def test_more_directions_than_pay_are_told_once(forward: str, backward: str, width: int, told: list[str]):
+def test_too_many_directions_are_one_warning(forward: str, backward: str, width: int, expected: list[str]):
     pipeline = PipelineConfig(forward=(forward,), backward=(backward,))
     lines = costly(make_codecs(pipeline, 3), (2, 256, width))
-    assert len(lines) == len(told)
-    assert all(re.match(f"pipeline.{text}", line) for text, line in zip(told, lines, strict=True))
+    assert len(lines) == len(expected)
+    assert all(re.match(f"pipeline.{text}", line) for text, line in zip(expected, lines, strict=True))
 
 
 def test_stock_boundaries_have_their_dtype_whatever_the_codecs():

@@ -55,7 +55,7 @@ def test_numbers_of_a_launcher_are_checked(machine, monkeypatch, name: str, text
         choose_device("cuda", ranks=2)
 
 
-def test_devices_that_stay_unused_are_said(machine, caplog: pytest.LogCaptureFixture):
+def test_unused_devices_are_a_warning(machine, caplog: pytest.LogCaptureFixture):
     machine(devices=1, here=2)
     with caplog.at_level(logging.WARNING):
         choose_device("auto", ranks=2)
@@ -99,13 +99,13 @@ def test_slow_networks_get_gloo(machine, backend, boundary, here, devices, nccl,
         ("auto", "stock-bf16", CUDA, 1, True, r"or NCCL \(NCCL needs a device for each rank"),
     ],
 )
-def test_what_no_backend_can_do_is_said(machine, backend, boundary, device, devices, nccl, message):
+def test_impossible_backends_are_errors(machine, backend, boundary, device, devices, nccl, message):
     machine(devices=devices, here=4, nccl=nccl)
     with pytest.raises(ConfigError, match=message):
         choose_backend(config(backend, boundary), device, ranks=4)
 
 
-def test_a_run_is_told_its_place(tmp_path: Path):
+def test_the_backend_follows_the_device(tmp_path: Path):
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="allowed on the CPU: auto or gloo"):
             prepare(tiny(tmp_path, run={"backend": "nccl"}), ranks=2)

@@ -20,8 +20,8 @@ ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
 
 def _evaluated(config: TrainConfig, bytes_of_rounds: list[int]) -> Any:
     """Batches, losses for each size of rounds, and for each what a rank did in turn: "send", or "wait" to receive."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    trainer = Trainer(prepare(config, ranks=ranks, rank=rank))
+    ranks = dist.get_world_size()
+    trainer = Trainer(prepare(config, ranks=ranks))
     events: list[str] = []
     isend, irecv = dist.isend, dist.irecv
 

@@ -17,18 +17,9 @@ from tests.train.runs import again, tiny
 
 LOCAL = {"output", "device", "backend", "threads", "timeout_seconds", "checkpoint_every", "keep", "resume"}
 LOCAL |= {
-    "supervise",
-    "restarts",
-    "rejoin_seconds",
-    "checksums",
-    "allow_change",
-    "overwrite",
-    "eval_every",
-    "eval_batches",
-    "tensorboard",
-    "progress",
-    "save_model",
-}
+    "supervise", "restarts", "rejoin_seconds", "checksums", "allow_change", "overwrite", "eval_every", "eval_batches",
+    "tensorboard", "progress", "save_model",
+}  # fmt: skip
 TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome
 LAYOUT = {"ranks", "data_parallel", "stages_per_rank", "schedule"}
 
@@ -79,7 +70,7 @@ def test_a_name_means_what_it_did_when_the_checkpoint_was_written(
     assert "bits=2" in str(change.after)
 
 
-def test_a_format_that_is_no_more_is_another(tmp_path: Path):
+def test_a_removed_format_is_a_change(tmp_path: Path):
     now = identity(tiny(tmp_path))
     gone = Change("pipeline.forward", ["Quant9(bits=9)"], now["pipeline.forward"])
     assert changes_between(now | {gone.key: gone.before}, now, step=2) == [gone]

@@ -127,11 +127,10 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
 
 def _evaluates_in_between(config: TrainConfig) -> Any:
     """Losses without codecs and with them in and after the warm-up; whether training went on as without them."""
-    rank = dist.get_rank()
     states, found, chosen = [], [], {}
     for often in (True, False):
         with mock.patch.object(loop.log, "warning") as warning:
-            trainer = Run(Trainer(prepare(config, ranks=2, rank=rank))).trainer
+            trainer = Run(Trainer(prepare(config, ranks=2))).trainer
         for step in range(4):
             trainer.step(step)
             if step == 1:
@@ -147,7 +146,7 @@ def _evaluates_in_between(config: TrainConfig) -> Any:
     return found, same, chosen, other, warned
 
 
-def test_evaluations_leave_training_alone_and_a_rank_is_told(ranks: Ranks, tmp_path: Path):
+def test_evaluations_leave_training_alone(ranks: Ranks, tmp_path: Path):
     pipeline = {"forward": AUTO, "backward": "SubspaceQuant(directions=32)", "warmup_steps": 2}
     config = tiny(tmp_path, pipeline=pipeline)
     outcomes = ranks.run(_evaluates_in_between, config, timeout=LIMIT)

@@ -31,7 +31,7 @@ def test_gradients_between_pipelines_count():
     assert "gradients 8.00" in describe(metrics)
 
 
-def test_what_autograd_keeps_is_told():
+def test_bytes_of_saved_activations_are_shown():
     metrics = step_metrics(
         step=0, loss=2.0, lr=0.1, grad_norm=1.0, tokens=512, seconds=2.0, ranks=2, work=Work(),
         bytes_activations=2_500_000,
@@ -93,7 +93,7 @@ def test_progress_says_what_matters(tmp_path, capsys):
         recorder.record(_metrics(step))
     recorder.record_evaluation(10, {"held_out_loss": 3.0, "held_out_loss_codecs": 3.5})
     recorder.close()
-    told = capsys.readouterr().err
-    assert "step 10/10  loss 2.5000  256 tok/s  bits 4.00 fwd 7.00 bwd  0.0 MB/step saved" in told
-    assert "held out loss 3.0000, held out loss codecs 3.5000" in told
-    assert describe(_metrics(0)) in told
+    shown = capsys.readouterr().err
+    assert "step 10/10  loss 2.5000  256 tok/s  bits 4.00 fwd 7.00 bwd  0.0 MB/step saved" in shown
+    assert "held out loss 3.0000, held out loss codecs 3.5000" in shown
+    assert describe(_metrics(0)) in shown

@@ -22,7 +22,7 @@ def compiled(config: TrainConfig) -> set[int]:
 
     GroupInt._encode = note
     try:
-        Trainer(prepare(config, ranks=dist.get_world_size(), rank=dist.get_rank()))
+        Trainer(prepare(config, ranks=dist.get_world_size()))
         dist.barrier()  # or a rank that leaves early disturbs one that is not ready yet
     finally:
         GroupInt._encode = encode

@@ -22,24 +22,24 @@ def _step(step: int, *, seconds: float = 1.0, nbytes: int = 500) -> StepMetrics:
 
 def _summary(steps: list[StepMetrics], **pipeline: object) -> Summary:
     config = TrainConfig(pipeline=PipelineConfig(warmup_steps=3, **pipeline), run=RunConfig(steps=20))  # pyright: ignore[reportArgumentType]
-    plan = make_layout(config.pipeline, ranks=2, layers=8)
-    return summarize(config, plan, steps, {"held_out_loss": 2.0}, chosen=CHOSEN, model=None)
+    layout = make_layout(config.pipeline, ranks=2, layers=8)
+    return summarize(config, layout, steps, {"held_out_loss": 2.0}, chosen=CHOSEN, model=None)
 
 
 def test_pace_and_bits_are_those_of_the_settled_run():
     warmup = [_step(step, seconds=9.0, nbytes=4000) for step in range(3)]
     settled = [_step(3, seconds=50.0), *(_step(step) for step in range(4, 20))]
-    found = _summary(warmup + settled)
-    assert (found.seconds_per_step, found.tokens_per_second) == (1.0, 2048)
-    assert (found.bits_forward, found.bytes_per_step) == (4.0, 1000)
-    assert found.bytes_sent == 3 * 8000 + 17 * 1000
-    assert found.loss == sum(range(10, 20)) / 10
-    assert (found.held_out_loss, found.held_out_loss_codecs) == (2.0, None)
+    summary = _summary(warmup + settled)
+    assert (summary.seconds_per_step, summary.tokens_per_second) == (1.0, 2048)
+    assert (summary.bits_forward, summary.bytes_per_step) == (4.0, 1000)
+    assert summary.bytes_sent == 3 * 8000 + 17 * 1000
+    assert summary.loss == sum(range(10, 20)) / 10
+    assert (summary.held_out_loss, summary.held_out_loss_codecs) == (2.0, None)
     stock = _summary(warmup + settled, boundary="stock-fp32")
     assert stock.bits_forward != 4.0  # it has no warm-up to leave out
 
 
-def test_what_the_gradients_travelled_in_is_told():
+def test_the_summary_has_the_backward_formats():
     (backward,) = _summary([], forward="SubspaceQuant(directions=8)").backward
     assert parse(backward) == SubspaceQuant(directions=8, bits=4)
     assert _summary([], backward="int6").backward == ("int6",)

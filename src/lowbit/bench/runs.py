@@ -80,7 +80,7 @@ class Runs:
 
 
 def _trainer(config: dict[str, Any]) -> Trainer:
-    return Trainer(prepare(from_mapping(config), ranks=dist.get_world_size(), rank=dist.get_rank()))
+    return Trainer(prepare(from_mapping(config), ranks=dist.get_world_size()))
 
 
 if __name__ == "__main__":

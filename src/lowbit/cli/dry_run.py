@@ -31,7 +31,7 @@ def dry_run(config: TrainConfig) -> None:
     """
     check_torch()
     ranks = int(os.environ.get("WORLD_SIZE", config.ranks))
-    prepared = prepare(config, ranks=ranks, rank=int(os.environ.get("RANK", "0")))
+    prepared = prepare(config, ranks=ranks)
     if os.environ.get("RANK", "0") != "0":
         return
     print(to_toml(config, meanings=False))

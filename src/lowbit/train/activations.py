@@ -1,4 +1,4 @@
-"""Bits of the saved activations of each stage, from the configuration or from the plan that it names."""
+"""Bits of the saved activations of each stage, from the configuration or the plan file that it names."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
     """The policy of each stage; None: PyTorch saves activations as they are.
 
     Args:
-        config: bits, or the file of a plan.
-        stages: of the run.
-        settings: of the run, from `planned_settings`, for which a plan must have been made.
+        config: bits, or the file of a plan. stages: of the run.
+        settings: of the run (`planned_settings`); a plan must have been made for the same.
 
     Raises:
-        ConfigError: bits or groups that no codec has, lists of another length than there are stages, a file that holds
-            no plan or one for another run, bits beside a plan.
+        ConfigError: bits or groups that no codec has, lists of the wrong length, a file without a plan or with one for
+            another run, bits beside a plan.
     """
     if config.plan:
         _check_made_for(config.plan, stages, settings)
@@ -46,7 +45,7 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
 
 
 def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[str, Any]:
-    """Settings of a run that its memory depends on, by name: a plan records them, and a run compares its own.
+    """Settings that the memory of a run depends on, by name: a plan records them, and a run compares its own.
 
     Args:
         layout: of the pipeline. vocab: entries of the embedding.
@@ -68,10 +67,10 @@ def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[st
 
 
 def written_out(config: ActivationsConfig) -> ActivationsConfig:
-    """The same with the bits of every stage in place of the plan's file.
+    """The configuration with the bits of every stage instead of the plan file.
 
     Raises:
-        ConfigError: the file holds no plan, or there are bits beside it.
+        ConfigError: a file without a plan, or bits beside it.
     """
     if not config.plan:
         return config
@@ -87,12 +86,12 @@ def written_out(config: ActivationsConfig) -> ActivationsConfig:
 
 
 def check_schedule(policies: Policies, schedule: str) -> None:
-    """Check that this PyTorch can split the backward pass of modules that save few bits.
+    """Check that this PyTorch can run the schedule with compressed activations.
 
-    Before 2.13 it frees what a `torch.autograd.Function` has saved between the passes for inputs and for weights.
+    Before 2.13 it frees the saved tensors of a `torch.autograd.Function` between the passes for inputs and for weights.
 
     Raises:
-        ConfigError: it cannot, and the schedule does so.
+        ConfigError: a schedule that splits the backward pass, with an older PyTorch.
     """
     if any(policies) and schedule in _SPLITTING and version() < _SPLITS_SINCE:
         raise ConfigError(
@@ -102,7 +101,7 @@ def check_schedule(policies: Policies, schedule: str) -> None:
 
 
 def compress(module: nn.Module, policy: LayerAware | None, device: torch.device) -> None:
-    """Let a stage's module save activations by the policy; kernels are compiled before a peer waits."""
+    """Make a stage's module compress its saved activations; compiles the kernels before a peer waits."""
     if policy is None:
         return
     compress_saved_(module, policy)

@@ -55,7 +55,7 @@ def backward_formats(pipeline: PipelineConfig) -> tuple[str, ...]:
 
 
 def in_full(pipeline: PipelineConfig) -> PipelineConfig:
-    """The same formats as `repr` writes them, for files: what a name or a default stands for may change.
+    """The configuration with formats as `repr` writes them, for files: the meaning of names and defaults may change.
 
     A stock stage has no codecs; for it, the configuration is returned as it is.
 
@@ -95,19 +95,19 @@ def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> Non
 
 
 def costly(codecs: Codecs, shape: tuple[int, ...]) -> list[str]:
-    """A warning for each format whose directions take more than half of its messages.
+    """A warning for each codec whose directions take more than half of its messages.
 
     Args:
         shape: of a micro-batch's activations, (rows, sequence, width).
     """
-    found: list[str] = []
+    warnings: list[str] = []
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in dict.fromkeys(each):
             if isinstance(codec, StatefulCodec) and (advice := codec.advice(shape)):
-                found.append(f"pipeline.{name}: {advice}")
-    return found
+                warnings.append(f"pipeline.{name}: {advice}")
+    return warnings
 
 
 def stock_dtype(pipeline: PipelineConfig) -> torch.dtype:
-    """Dtype of activations before a boundary takes them: bfloat16 only where a stock stage is to send that."""
+    """Dtype of activations before the boundary: bfloat16 for "stock-bf16", otherwise float32."""
     return torch.bfloat16 if pipeline.boundary == "stock-bf16" else torch.float32

@@ -1,7 +1,6 @@
-"""The whole of a training run as one frozen value, in seven sections.
+"""The configuration of a training run: one frozen value in seven sections.
 
-Every value is checked when a section is made; what needs files or other sections is checked by
-`lowbit.train.prepare`.
+A section checks its values when it is made; `lowbit.train.prepare` checks them against files, ranks and the model.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(ge=1, le=1_000_000)]
 
-FAMILIES, BOUNDARIES = get_args(Family), get_args(Boundary)
+FAMILIES = get_args(Family)
 SCHEDULES = {name.lower(): name for name in get_args(Schedule)}
 FULL_PRECISION = "fp32"
 
 
 def _schedule(name: Any) -> Any:
-    """A schedule's name as PyTorch writes it, however it is capitalized."""
+    """A schedule's name in PyTorch's capitalization."""
     return SCHEDULES.get(name.lower(), name) if isinstance(name, str) else name
 
 
 @section("model")
 class ModelConfig:
-    """What is trained: a causal language model from a few numbers, or a local folder to start from."""
+    """The model: a causal language model of these sizes, or pretrained from a local folder."""
 
     family: Family = "llama"
     """Architecture; not used with `pretrained`."""
@@ -57,9 +56,9 @@ class ModelConfig:
     vocab: NonNegative = 0
     """Entries of the embedding; 0: as many as the tokenizer has."""
     tied: bool | None = None
-    """Embedding and output share their weights; absent: as the family does it."""
+    """Whether embedding and output share their weights; absent: the family's usual."""
     dropout: Share = 0.0
-    """Probability, everywhere the family has one."""
+    """Probability of dropout, wherever the family has it."""
 
     def __post_init__(self) -> None:
         if self.dim % self.heads or (self.family != "gpt2" and self.dim // self.heads % 2):
@@ -76,20 +75,19 @@ class DataConfig:
     """Text, cut into windows of `sequence` tokens that keep their number, the sample id, for the whole run."""
 
     text: tuple[str, ...] = ()
-    """Files, folders (every file below) or glob patterns. Nothing here and no `dataset`: the sources of Python's own
-    standard library, which every machine has."""
+    """Files, folders (all files below) or glob patterns; absent, without `dataset`: Python's standard library."""
     dataset: str = ""
     """A folder that `datasets.save_to_disk` wrote, or a name on the Hugging Face hub."""
     dataset_config: str = ""
-    """Which configuration of the dataset."""
+    """Configuration of the dataset."""
     dataset_split: str = "train"
-    """Which split of the dataset."""
+    """Split of the dataset."""
     column: str = "text"
-    """Which column of the dataset holds the text."""
+    """Column of the dataset that holds the text."""
     held_out: tuple[str, ...] = ()
     """Like `text`, for evaluation; absent: the last `held_out_share` of the tokens."""
     held_out_share: Annotated[float, Field(ge=0, le=0.9)] = 0.05
-    """Share of the tokens that is kept for evaluation."""
+    """Share of the tokens that is held out for evaluation."""
     tokenizer: str = "bytes"
     """"bytes" (256 tokens, no files) or a local folder with a Hugging Face tokenizer."""
     sequence: Positive = 256
@@ -97,7 +95,7 @@ class DataConfig:
     batch: Positive = 8
     """Windows in a step, over all micro-batches."""
     max_bytes: Positive = 16_000_000
-    """Read no more text than this."""
+    """Most bytes of text to read."""
 
     def __post_init__(self) -> None:
         if self.text and self.dataset:
@@ -108,11 +106,10 @@ class DataConfig:
 
 @section("pipeline")
 class PipelineConfig:
-    """How the model is cut, and what travels between the stages."""
+    """How the model is cut into stages, and the formats of what they exchange."""
 
     ranks: Positive = 2
-    """Processes of a pipeline; `lowbit train` starts `ranks` times `data_parallel`. Under torchrun its processes count,
-    divided by `data_parallel`."""
+    """Processes of each pipeline; under torchrun, its number of processes divided by `data_parallel` counts instead."""
     data_parallel: Positive = 1
     """Equal pipelines side by side, each with its own share of every batch."""
     stages_per_rank: Positive = 1
@@ -120,57 +117,53 @@ class PipelineConfig:
     schedule: Annotated[Schedule, BeforeValidator(_schedule)] = "1F1B"
     """A schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
-    """Pieces of the batch."""
+    """Micro-batches of a step."""
     forward: tuple[str, ...] = ("tah-quant",)
     """Codecs of activations, by name ("tah-quant", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
     boundaries, or a list with one for each."""
     backward: tuple[str, ...] = ()
-    """Codecs of gradients, in the same notation. Absent: what fits each of `forward`
-    (`lowbit.codecs.backward_codec`): "fp32" and "bf16" travel alike both ways, "subspace" comes back as
-    "subspace-backward", all else in 6 bits."""
+    """Codecs of gradients, in the same notation. Absent: the default for each of `forward`
+    (`lowbit.codecs.backward_codec`): itself for "fp32" and "bf16", "subspace-backward" for "subspace", else 6 bits."""
     warmup_steps: NonNegative | None = None
-    """Steps at full precision first. Absent: min(100, steps / 4) from scratch, where the early signal is small beside
-    the noise of few bits; none when a `model.pretrained` is fine-tuned. A codec that leaves something to choose, such
-    as "SubspaceQuant(directions='auto')", is settled in the last of them and needs one at least."""
+    """First steps at full precision. Absent: min(100, steps / 4) from scratch, 0 with `model.pretrained`. A codec with
+    an open parameter, such as "SubspaceQuant(directions='auto')", chooses it in the last of them and needs one."""
     boundary: Boundary = "lowbit"
-    """lowbit, or PyTorch's own stage, which sends float32 or bfloat16, to compare with."""
+    """lowbit, or for comparison PyTorch's own stage, which sends float32 or bfloat16."""
 
 
 @section("activations")
 class ActivationsConfig:
-    """What activations are kept in between forward and backward (`lowbit.activations.compress_saved_`).
+    """Bits of saved activations (`lowbit.activations.compress_saved_`).
 
     Each of the first four is a number for all stages, or a list with one for each stage: late stages of a pipeline hold
     fewer micro-batches.
     """
 
     bits: tuple[int, ...] = (16,)
-    """2 to 8 for all layer types that have none of their own; 16: nothing is compressed there."""
+    """2 to 8, or 16 (uncompressed), for all layer types without bits of their own."""
     norm: tuple[int, ...] = ()
-    """2 to 8, or 16 (as they are), for norms; absent: as `bits`, at least 8."""
+    """2 to 8, or 16, for norms; absent: as `bits`, at least 8."""
     mlp: tuple[int, ...] = ()
-    """2 to 8, or 16 (as they are), for gated activations; absent: as `bits`."""
+    """2 to 8, or 16, for gated activations; absent: as `bits`."""
     linear: tuple[int, ...] = ()
-    """2 to 8, or 16 (as they are), for the inputs of linear layers; absent: as `bits`."""
+    """2 to 8, or 16, for the inputs of linear layers; absent: as `bits`."""
     group: int = 64
     """Elements for each scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How values between two levels are rounded."""
     plan: str = ""
-    """File that `lowbit plan memory` wrote, with the bits of every stage; all settings above but `rounding` are then
-    left at their defaults."""
+    """File of `lowbit plan memory` with the bits of every stage, instead of all settings above but `rounding`."""
 
 
 @section("gradients")
 class GradientsConfig:
-    """What gradients are kept in until the optimizer's step, and what they travel in between pipelines."""
+    """Formats of gradients until the optimizer's step, and between pipelines."""
 
     storage: str = FULL_PRECISION
-    """"fp32" (PyTorch's `.grad`), or a codec by name or in full, such as "fp8": each micro-batch is added to what is
-    stored, and the optimizer sees full precision a parameter at a time (`lowbit.gradients.GradientStorage`)."""
+    """"fp32" (PyTorch's `.grad`), or a codec such as "fp8", in which micro-batches are added up; the optimizer gets one
+    parameter at a time in full precision (`lowbit.gradients.GradientStorage`)."""
     all_reduce: str = "fp8"
-    """Codec, by name or in full, in which gradients are averaged over `pipeline.data_parallel` pipelines
-    (`lowbit.collectives.all_reduce`)."""
+    """Codec in which gradients are averaged over `pipeline.data_parallel` pipelines."""
 
 
 @section("optimizer")
@@ -180,7 +173,7 @@ class OptimizerConfig:
     lr: NonNegativeFloat = 1e-3
     """The highest learning rate."""
     lr_end: Share = 0.1
-    """Share of the learning rate that is left at the last step."""
+    """Learning rate of the last step, as a share of `lr`."""
     lr_warmup_steps: NonNegative = 20
     """Steps in which the learning rate rises."""
     beta1: Decay = 0.9
@@ -188,16 +181,16 @@ class OptimizerConfig:
     beta2: Decay = 0.95
     """Decay of the moving average of squared gradients."""
     eps: Share = 1e-8
-    """Added to the root of that average before gradients are divided by it."""
+    """Added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.1
     """Decay of matrices; vectors (norms, biases) have none."""
     clip: NonNegativeFloat = 1.0
-    """Largest norm of all gradients together, over all stages; 0: no clipping."""
+    """Largest norm of the gradients of all stages together; 0: no clipping."""
 
 
 @section("run")
 class RunConfig:
-    """Where, how long, how exact, how often to write."""
+    """Where to train, for how long, and what to write."""
 
     output: str = "runs/train"
     """Folder for metrics, checkpoints and the trained model."""
@@ -206,11 +199,9 @@ class RunConfig:
     seed: NonNegative = 0
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What computes; auto: CUDA if each rank of a machine has a device to itself; cuda: the ranks of a machine take its
-    devices in turn."""
+    """auto: CUDA if each rank of a machine has a device of its own; cuda: its ranks take its devices in turn."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What carries messages between GPUs: gloo (for slow networks), nccl (for fast ones; a device for each rank), or
-    auto: NCCL within a machine, Gloo between machines."""
+    """Between GPUs: gloo (slow networks), nccl (fast ones, one device a rank); auto: NCCL within a machine only."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of matrix products (weights stay in float32); auto: bf16 where the device computes in it."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
@@ -218,25 +209,23 @@ class RunConfig:
     timeout_seconds: Seconds = 120.0
     """Longest wait for a peer before it counts as gone."""
     supervise: bool = False
-    """Train in processes of their own, and start them again from the newest checkpoint when a rank, a machine or a
-    link fails; implies `resume`."""
+    """Restart the ranks from the newest checkpoint when a rank, a machine or a link fails; implies `resume`."""
     restarts: NonNegative = 5
     """Attempts in a row without a new checkpoint before a supervised run gives up."""
     rejoin_seconds: Seconds = 600.0
-    """Longest wait of a supervised run for ranks that have not come (back) yet."""
+    """Longest wait of a supervised run for ranks to join, at the start and after a failure."""
     checksums: bool = True
-    """8 bytes behind each message tell if it arrived as it was sent; if not, the run ends with an error that names the
-    sender."""
+    """8 bytes with each message; one that arrives damaged ends the run with an error that names the sender."""
     checkpoint_every: NonNegative = 100
     """Steps between checkpoints; 0: none."""
     keep: Annotated[int, Field(ge=2)] = 2
     """How many checkpoints stay."""
     resume: bool | Literal["auto"] = False
-    """Go on from the newest intact checkpoint in `output`; auto: where there is none, begin."""
+    """Resume from the newest intact checkpoint in `output`; auto: without one, begin at step 0."""
     allow_change: tuple[str, ...] = ()
     """Keys, such as "run.steps", that may differ from the run that is resumed."""
     overwrite: bool = False
-    """Throw away what lowbit has made in `output`."""
+    """Remove what earlier runs wrote into `output`."""
     eval_every: NonNegative = 0
     """Steps between evaluations; 0: at the end only."""
     eval_batches: NonNegative = 32
@@ -275,10 +264,9 @@ class TrainConfig:
     run: RunConfig = RunConfig()
 
     def __post_init__(self) -> None:
-        pieces = self.pipeline.microbatches * self.pipeline.data_parallel
-        if self.data.batch % pieces:
-            several = self.pipeline.data_parallel > 1
-            times = f" times data_parallel ({self.pipeline.data_parallel})" if several else ""
+        replicas = self.pipeline.data_parallel
+        if self.data.batch % (self.pipeline.microbatches * replicas):
+            times = f" times data_parallel ({replicas})" if replicas > 1 else ""
             raise ConfigError(
                 f"data.batch is {self.data.batch}; "
                 f"allowed: a multiple of pipeline.microbatches ({self.pipeline.microbatches}){times}"
@@ -296,13 +284,13 @@ class TrainConfig:
 
     @property
     def codec_warmup_steps(self) -> int:
-        """Steps at full precision, with the default worked out."""
+        """`pipeline.warmup_steps`, or its default."""
         if self.pipeline.warmup_steps is not None:
             return self.pipeline.warmup_steps
         return 0 if self.model.pretrained else min(100, self.run.steps // 4)
 
     def to_json(self) -> str:
-        """The configuration as text that `from_mapping(json.loads(...))` reads back."""
+        """JSON; `from_mapping(json.loads(...))` reads it back."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 

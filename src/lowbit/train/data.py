@@ -1,7 +1,7 @@
-"""Tokens, cut into numbered windows that come in a fixed, seeded order.
+"""Tokens, cut into numbered windows in a seeded order.
 
-Every rank computes from the seed and the number of a step which sample ids the step has. Nothing about the data has to
-be sent, and a run that resumes at step N sees exactly the samples that it would have seen.
+Every rank computes the sample ids of a step from the seed and the number of the step. So nothing about the data is
+sent, and a run that resumes at step N sees exactly the samples that it would have seen.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Windows:
 
 
 class Order:
-    """Which samples each step has: every epoch is a new permutation, and samples that fill no batch are left out of it.
+    """The samples of each step: every epoch is a new permutation, without the rest that fills no batch.
 
     Args:
         samples: their number. batch: samples of a step. seed: of the permutations.
@@ -75,7 +75,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Everything a run reads: the training windows, the held-out windows and their tokenizer."""
+    """The training windows, the held-out windows and their tokenizer."""
 
     train: Windows
     held_out: Windows
@@ -167,7 +167,7 @@ def _read(path: Path) -> np.ndarray | None:
 
 
 def _write(path: Path, tokens: np.ndarray) -> None:
-    """Write so that another rank never sees half a file, and nothing that lowbit did not make is replaced."""
+    """Write so that another rank never sees half a file; a file that lowbit did not make stays."""
     folder = RunFolder(path.parent.parent)
     part = path.with_suffix(f".{os.getpid()}.npy")
     names = [f"{path.parent.name}/{file.name}" for file in (part, path)]

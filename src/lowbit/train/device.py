@@ -66,7 +66,7 @@ def choose_device(name: str, ranks: int, *, key: str = "run.device") -> torch.de
 
 
 def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str:
-    """What carries messages between the ranks' devices: "gloo" or "nccl". Between CPUs it is always Gloo.
+    """The backend of messages between the ranks' devices: "gloo" or "nccl"; between CPUs always Gloo.
 
     Raises:
         ConfigError: a backend that the device, the number of devices or the kind of boundary rules out.
@@ -96,7 +96,7 @@ def choose_backend(config: TrainConfig, device: torch.device, ranks: int) -> str
 
 
 def choose_autocast(precision: str, device: torch.device) -> torch.dtype | None:
-    """bfloat16 if asked for, or if the device has it: CPUs without it emulate it, 60 times slower than float32."""
+    """bfloat16 if configured, or if the device has it: other CPUs emulate it, 60 times slower than float32."""
     if precision == "auto":
         if device.type == "cuda":
             return torch.bfloat16 if torch.cuda.is_bf16_supported() else None

@@ -1,4 +1,4 @@
-"""Loss on held-out text, through the pipeline, with any codecs at the boundaries or none."""
+"""Held-out loss, computed by the pipeline with any codecs at the boundaries or none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule, next_token_loss
 
 _ROUND_BYTES = 1 << 27
-"""Of a round's activations in float32 that cross to or from a rank; up to two rounds arrive and two leave at a time."""
+"""Of a round's float32 activations that a rank sends or receives; up to two rounds arrive and two leave at a time."""
 _SUMS_BYTES = 16
 
 
@@ -46,11 +46,11 @@ class _Arriving:
 
 @dataclass(frozen=True)
 class _Round:
-    """Batches that pass the pipeline together.
+    """Batches that pass each stage one after the other, before the next stage.
 
     Attributes:
-        arriving: activations that this rank has not taken yet, by stage and number of the batch.
-        sums: of each batch, as the last stage sends them; own_sums: the same, on the rank of the last stage.
+        arriving: activations that this rank has yet to receive, by stage and number of the batch.
+        sums: of each batch, from the rank of the last stage; own_sums: the same, on that rank.
         sent: messages that may still be on their way.
     """
 
@@ -62,17 +62,17 @@ class _Round:
 
 
 class Evaluation:
-    """Forward passes outside the training schedule, so that its codecs' states and counters stay as they are.
+    """Forward passes outside the training schedule, which change neither its codecs' states nor its counters.
 
     Args:
         modules: this rank's, by stage.
-        stages: this rank's pipeline stages, whose codecs may have learned something that evaluation uses.
+        stages: this rank's pipeline stages, whose codecs may have states that evaluation uses.
         width: elements of an activation; device: where the modules are.
-        group: of the pipeline, apart from the training traffic; Gloo carries it, wherever the modules are.
+        group: of the pipeline, not that of the training traffic; Gloo, wherever the modules are.
         timeout: seconds after which a peer that does not answer is an error. checksums: of what crosses.
 
     Raises:
-        DamagedError: (in `loss`) what a neighbour sent did not arrive as it was.
+        DamagedError: (in `loss`) a message arrived damaged.
         PeerError: (in `loss`) a neighbour ended or does not answer.
     """
 
@@ -120,7 +120,7 @@ class Evaluation:
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """No dropout, and float32 activations for the codecs whatever the training boundary sends."""
+        """No dropout, and float32 activations for the codecs, whatever the boundary dtype of training."""
         before = [(module, module.training, module.boundary_dtype) for module in self._modules.values()]
         for module in self._modules.values():
             module.eval()
@@ -148,15 +148,15 @@ class Evaluation:
             assert current is not None
             self._pass(current, codecs)
             begun.append(current)
-            # So that no wait is longer than a batch takes somewhere, however long a round is: on a V, the first rank
-            # ends one round before it begins the next, and the others wait for its sums meanwhile.
+            # A V's first rank ends a round before it begins the next; the others wait for its sums meanwhile, so that
+            # no wait is longer than a batch takes on some rank.
             while len(begun) > (not self._layout.v_shaped):
                 yield from self._close(begun.popleft())
         for each in begun:
             yield from self._close(each)
 
     def _open(self, windows: Windows, ids: Sequence[Tensor], codecs: Sequence[Codec]) -> _Round:
-        """A round; posts receives for all that arrives here, in the order in which each neighbour sends it."""
+        """Begin a round: post receives for all activations and sums, in the order of each neighbour's sends."""
         batches = [_Batch(*windows.batch(each), tuple(each.tolist())) for each in ids]
         arriving = {
             (leg[0], index): self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
@@ -192,7 +192,7 @@ class Evaluation:
                     current.sent.append(self._send(leg[-1], batch, x, codecs[leg[-1]]))
 
     def _close(self, done: _Round) -> Iterator[Tensor]:
-        """The sums of a round's batches; by then, all that was sent in it has been taken."""
+        """The sums of a round's batches; waits until all messages of the round have been sent."""
         yield from done.own_sums
         for message in done.sums:
             yield message.wait().view(torch.float64)
@@ -214,10 +214,7 @@ class Evaluation:
         return self._messages.send(payload, self._layout.rank_of(boundary + 1))
 
     def _session(self, boundary: int, codec: Codec, shape: Sequence[int], *, outgoing: bool) -> Session:
-        """The training's session if shapes share it; otherwise a fresh one, whose state belongs to this batch.
-
-        During the warm-up, which has taught nothing yet, it is one at full precision instead.
-        """
+        """Training's session if shapes share it (float32 during the warm-up, when it is empty), otherwise a new one."""
         stage = self._stages.get(boundary if outgoing else boundary + 1)
         same = stage is not None and stage.forward_codec(outgoing=outgoing) == codec
         if stage is not None and same and isinstance(codec, StatefulCodec) and codec.shared_by(shape) is not None:

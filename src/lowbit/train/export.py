@@ -1,4 +1,4 @@
-"""The trained model: gathered from all ranks, written as Hugging Face reads it, and tried on a prompt."""
+"""The trained model: gathered from all ranks, written as Hugging Face reads it, and continued from a prompt."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gather_weights(modules: dict[int, StageModule], messages: Messages | None = 
 
 
 def _receive_all(weights: dict[str, Tensor], messages: Messages, rank: int) -> Iterator[None]:
-    """Add a rank's weights; stops after each piece."""
+    """Add a rank's weights; yields after each piece."""
     for name, shape, dtype in messages.receive_json(rank, "names of weights"):
         if dtype not in _DTYPES or name in weights:
             raise ValueError(f"rank {rank} of the pipeline has {name} in {dtype}; allowed: new names in {_DTYPES}")

@@ -1,8 +1,7 @@
 """The folder of a run: which files in it lowbit made, so that it never removes or replaces any other.
 
-Names are written to `lowbit-run.jsonl` before the files are made, a line at a time, by all processes that write into
-the folder. Nothing else ever counts as lowbit's own, whatever its name. The same file is locked while a run writes into
-the folder.
+All processes that write into the folder append the names of files to `lowbit-run.jsonl` before they make them. Only
+these files count as lowbit's own. A run locks `lowbit-run.jsonl` while it writes into the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 
 MARK = "lowbit-run.jsonl"
 KEPT = "cache/"
-"""What stays when a folder is cleared: it depends on text and tokenizer only, and its names identify both."""
+"""Stays when a folder is cleared: its files depend on text and tokenizer only, and are named by a digest of both."""
 
 PATIENCE_SECONDS = 5.0
 """How long a run waits for the one before to end: a process that was killed may take a moment."""
@@ -38,18 +37,14 @@ _LOCKED: dict[tuple[int, int], int] = {}  # descriptors that hold this process's
 
 
 class RunFolder:
-    """A folder with a record of the files that lowbit made in it.
-
-    Args:
-        path: the folder, which exists as soon as something is made in it.
-    """
+    """A folder with a record of the files that lowbit made in it. It need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def marked(self) -> bool:
-        """Whether lowbit has made anything here, as far as it has a record."""
+        """Whether there is a record."""
         return (self.path / MARK).is_file()
 
     def made(self) -> set[str]:
@@ -63,29 +58,26 @@ class RunFolder:
         return names
 
     def foreign(self, names: Iterable[str]) -> list[str]:
-        """Those of these files that exist and that lowbit did not make."""
+        """The files among `names` that exist and that lowbit did not make."""
         made = self.made()
         return [name for name in names if name not in made and os.path.lexists(self.path / name)]
 
     def note(self, *names: str) -> None:
-        """Record that these files, and folders ("model/"), are about to be made.
-
-        Parent folders that do not exist yet are recorded with them.
-        """
+        """Record files and folders ("model/") that are about to be made, with parent folders that do not exist yet."""
         folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents}
         new = sorted(f for f in folders if f != "./" and not (self.path / f).exists())
         self._append({"made": [*new, *names]})
 
     def lock(self, patience: float = PATIENCE_SECONDS) -> str:
-        """Keep other runs out of the folder until `unlock`, or until this process ends in whatever way.
+        """Keep other runs out of the folder until `unlock` or the end of this process, which may lock it repeatedly.
 
-        A process may lock a folder that it has locked. A disk without locks is warned of in the log.
+        On a disk without locks it logs a warning.
 
         Args:
             patience: seconds to wait for another run to end.
 
         Returns:
-            Who has it locked ("process 7 on host"); empty if this process has now.
+            The process that has locked it ("process 7 on host"); empty if this one has.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = self._open()
@@ -98,13 +90,13 @@ class RunFolder:
         return ""
 
     def in_use(self, patience: float = PATIENCE_SECONDS) -> str:
-        """Who else has the folder locked; empty if nobody has. Nothing is made or changed."""
+        """The other process that has locked the folder; empty if none has. Changes nothing."""
         if not self.marked:
             return ""
         try:
             descriptor = os.open(self.path / MARK, os.O_RDWR)
         except OSError:
-            return ""  # whoever writes here will find out
+            return ""  # writing here raises the error
         try:
             free = _identity(descriptor) in _LOCKED or self._try_lock(descriptor, patience)
         finally:
@@ -112,16 +104,16 @@ class RunFolder:
         return "" if free else self._holder()
 
     def unlock(self) -> None:
-        """Let other runs in again, if this process has the folder locked."""
+        """Release the lock, if this process holds it."""
         with contextlib.suppress(OSError):
             status = (self.path / MARK).stat()
             if (held := _LOCKED.pop((status.st_dev, status.st_ino), None)) is not None:
                 os.close(held)
 
     def clear(self) -> None:
-        """Remove what lowbit made, and folders of its own that are empty then. Several processes may do so at once.
+        """Remove lowbit's files, and its folders that are empty then; cached token ids (`KEPT`) and the record stay.
 
-        Cached token ids (`KEPT`) stay, and so does the record, which is locked.
+        Several processes may do so at once.
         """
         made = {name for name in self.made() if not name.startswith(KEPT)}
         for path in (self.path / name for name in made if not name.endswith("/")):
@@ -141,12 +133,12 @@ class RunFolder:
             self._append({"made": [], "cleared": True})
 
     def out_of_reach(self) -> list[str]:
-        """Files that lowbit made and that `clear` cannot remove, because a symbolic link leads out of the folder."""
+        """Files of lowbit that `clear` does not remove, because a symbolic link leads out of the folder."""
         files = [name for name in self.made() if not name.endswith("/") and os.path.lexists(self.path / name)]
         return sorted(name for name in files if not self._is_inside(self.path / name))
 
     def staging(self, name: str) -> Path:
-        """A new, empty folder for `adopt`; one that an earlier attempt left is emptied.
+        """An empty folder for `adopt`; one of an earlier attempt is emptied.
 
         Raises:
             FileExistsError: there is one that lowbit did not make.
@@ -162,10 +154,10 @@ class RunFolder:
         return path
 
     def adopt(self, staging: Path, name: str) -> None:
-        """Move all files of a staging folder into the folder `name`, and remove what lowbit had there before.
+        """Move all files of a staging folder into the folder `name`, and remove lowbit's older files there.
 
         Raises:
-            FileExistsError: a file of that name is not lowbit's; then nothing was moved.
+            FileExistsError: a file in the way is not lowbit's; then nothing was moved.
         """
         sources = {
             f"{name}/{path.relative_to(staging).as_posix()}": path
@@ -203,7 +195,7 @@ class RunFolder:
             os.close(descriptor)
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The content of the record, without lines that are not as lowbit writes them."""
+        """The lines of the record that are JSON objects."""
         lines: list[dict[str, Any]] = []
         if self.marked:  # a pipe, for example, would block
             with contextlib.suppress(OSError):
@@ -236,7 +228,7 @@ class RunFolder:
         return printable(f"process {known[-1]['process']} on {known[-1]['host']}")
 
     def _is_inside(self, path: Path) -> bool:
-        """Whether no symbolic link in the path leads out of the folder."""
+        """Whether a path stays in the folder when symbolic links are followed."""
         try:
             return path.parent.resolve().is_relative_to(self.path.resolve())
         except (OSError, RuntimeError):  # links that form a circle
@@ -249,7 +241,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _is_inside(name: object) -> bool:
-    """Whether a recorded name is one that a disk could have, inside the folder."""
+    """Whether a recorded name is a possible path inside the folder."""
     if not isinstance(name, str) or name in ("", ".", "/") or "\0" in name:
         return False
     try:

@@ -41,8 +41,8 @@ class Gradients:
     """The phases of a step, for gradients in `.grad` and for stored ones.
 
     Args:
-        parameters: of this rank. codec: of their stored gradients, None for `.grad`.
-        microbatches: whose gradients are averaged.
+        parameters: of this rank. codec: of their stored gradients; None: `.grad`.
+        microbatches: of a step, whose gradients are averaged.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], codec: Codec | None, *, microbatches: int) -> None:
@@ -54,15 +54,8 @@ class Gradients:
             for parameter in self.parameters[:1]:  # kernels are compiled before a peer waits
                 self.storage.codec.add(codec.encode(parameter), parameter)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradients between micro-batches."""
-        if self.storage is not None:
-            return self.storage.nbytes
-        return sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
-
     def finish(self) -> None:
-        """After the last backward pass: take the mean over micro-batches, as the schedule itself does in `.grad`."""
+        """After the last backward pass: take the mean over micro-batches; in `.grad`, the schedule does so."""
         if self.storage is not None:
             self.storage.absorb()
             self.storage.scale_(1 / self.microbatches)
@@ -98,15 +91,15 @@ class Gradients:
 
     @contextlib.contextmanager
     def in_full(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Put these parameters' gradients into `.grad` inside the `with` block, and store what it leaves there."""
+        """Put these parameters' gradients into `.grad` for the `with` block, and store them again after it."""
         if self.storage is None:
             yield
             return
-        some = list(parameters)
-        for parameter in some:
+        selected = list(parameters)
+        for parameter in selected:
             parameter.grad = self.storage.gradient(parameter)
         yield
-        for parameter in some:
+        for parameter in selected:
             if parameter.grad is not None:
                 self.storage.put(parameter, parameter.grad)
                 parameter.grad = None

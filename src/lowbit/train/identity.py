@@ -1,4 +1,4 @@
-"""The identity of a run: all that its losses depend on, by configuration key; and what differs when it resumes."""
+"""The identity of a run: all that its losses depend on, by configuration key; and its changes when a run resumes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIXED = (
 """Keys that no resume may change: the weights of a checkpoint belong to these."""
 
 NOT_RECORDED = "not recorded"
-"""Stands for a value that a checkpoint does not have."""
+"""In place of a value that a checkpoint does not have."""
 
 _FORMATS = ("pipeline.forward", "pipeline.backward", "gradients.storage", "gradients.all_reduce")
 _LONGEST = 500  # characters of a value in a message
@@ -40,7 +40,7 @@ _BLOCKS, _BLOCK_BYTES = 16, 1 << 16  # of a file of pretrained weights, to disti
 
 
 class Change(NamedTuple):
-    """A key whose value differs from the checkpoint's."""
+    """A key whose value is not the checkpoint's."""
 
     key: str
     before: Any
@@ -56,10 +56,10 @@ class Change(NamedTuple):
 
 
 def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, Any]:
-    """All that losses depend on but the layout of the ranks, by configuration key, as JSON can hold it.
+    """All that losses depend on but the layout of the ranks, by configuration key, as JSON values.
 
-    None stands for what has no effect in this run, such as the format between pipelines where there is one pipeline.
-    `run.precision`, which depends on the device that a rank computes on, is added by the ranks.
+    None: the key has no effect in this run, such as `gradients.all_reduce` with a single pipeline. Ranks replace
+    `run.precision`, which depends on the device that they compute on.
     """
     model, pipeline, storage = config.model, config.pipeline, config.gradients.storage
     lowbit_stages = pipeline.boundary == "lowbit"
@@ -92,7 +92,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
 
 
 def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
-    """Where the parts of the model are, as manifests record it; a resume may change all of it."""
+    """Layout of the model over ranks and stages, for manifests; a resume may change all of it."""
     pipeline = config.pipeline
     return {
         "pipeline.ranks": layout.ranks,
@@ -105,14 +105,14 @@ def layout_of(config: TrainConfig, layout: Layout) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of lowbit and PyTorch. Another version is the same run, but may round differently."""
+    """Versions of lowbit and PyTorch. Another version may resume a run, but may round differently."""
     return {"lowbit": lowbit.__version__, "torch": torch.__version__}
 
 
 def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step: int) -> list[Change]:
-    """Keys whose values mean something else, for a run that resumes after `step` steps.
+    """Keys whose values differ in meaning, for a run that resumes after `step` steps.
 
-    A key that has no effect in either run is the same, and so is a warm-up that is over by then.
+    Keys that have no effect in one of the runs do not count, nor does a warm-up that is over by then.
     """
     changes = []
     for key, value in after.items():
@@ -130,7 +130,7 @@ def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
     """Check `run.allow_change`.
 
     Raises:
-        ConfigError: a key that is not compared, or that no resume may change.
+        ConfigError: a key that a resume does not compare or may not change.
     """
     known = list(known)
     for key in keys:
@@ -146,7 +146,7 @@ def check_allowed(keys: Iterable[str], known: Iterable[str]) -> None:
 
 
 def refuse(where: str, changes: Sequence[Change], allowed: Iterable[str]) -> str:
-    """The message for a run that differs in more than it is allowed to; empty if it does not."""
+    """The message for changes that are not allowed; empty without any."""
     refused = [change for change in changes if change.key in FIXED or change.key not in set(allowed)]
     if not refused:
         return ""
@@ -176,7 +176,7 @@ def pretrained_digest(folder: str) -> str:
 
 
 def _short(text: str) -> str:
-    """A value, which may come from a foreign file, made safe and short for a message."""
+    """A value, perhaps of a foreign file, in printable characters and cut to a length for messages."""
     text = printable(text)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -200,7 +200,7 @@ def _once(formats: tuple[str, ...]) -> list[str]:
 
 
 def _same_formats(was: Any, value: Any) -> bool:
-    """Whether names of formats, or lists of names, mean the same."""
+    """Whether two names of formats, or two lists of names, mean the same formats."""
     texts = (was, value) if isinstance(value, list) else ([was], [value])
     try:
         before, after = ([text if text == FULL_PRECISION else parse(text) for text in each] for each in texts)

@@ -1,4 +1,4 @@
-"""Which rank holds which stages, and which stages hold which layers: arithmetic, known before any process starts."""
+"""Which rank holds which stages, and which stage holds which layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Layout:
 
     Args:
         ranks: processes; stages_per_rank: stages on each of them.
-        v_shaped: stages run down the ranks and back up (rank 0 has the first and the last), instead of round and round.
+        v_shaped: stages go down the ranks and back up (rank 0 has the first and the last), instead of in laps.
         layer_counts: decoder layers of each stage.
     """
 
@@ -53,7 +53,7 @@ class Layout:
 
 
 def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
-    """Cut `layers` decoder layers into stages for `ranks` processes, as the schedule needs them.
+    """Cut `layers` decoder layers into stages for `ranks` processes.
 
     If they do not divide evenly, the first stages get one layer more: the last one computes the output matrix.
 
@@ -75,7 +75,7 @@ def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
 
 
 def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
-    """What a rank held in a run whose manifests have this layout (`lowbit.train.identity.layout_of`), in words."""
+    """The part of the model on a rank, in words; `layout` is that of manifests (`lowbit.train.identity.layout_of`)."""
     recorded = Layout(
         ranks=layout["pipeline.ranks"], stages_per_rank=layout["pipeline.stages_per_rank"],
         v_shaped=layout["pipeline.schedule"] in _V_SHAPED, layer_counts=tuple(layout["layers"]),
@@ -90,7 +90,7 @@ def parameters_at(layout: Mapping[str, Any], rank: int) -> str:
 
 
 def _check_schedule(pipeline: PipelineConfig, ranks: int) -> None:
-    """Raise what the schedule classes would raise, before anything starts."""
+    """Raise here, in terms of the configuration, what PyTorch's schedules would refuse later."""
     name, per_rank, microbatches = pipeline.schedule, pipeline.stages_per_rank, pipeline.microbatches
     stages = ranks * per_rank
     rounds = max(1, microbatches // ranks)

@@ -1,4 +1,4 @@
-"""A whole run on one rank: training, evaluation, checkpoints, and everything that it writes into its folder."""
+"""A whole run on one rank: training, evaluation, checkpoints and the files that it writes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         CheckpointError: there is none to resume from, or another run uses the folder; TransientError: none can be
             written.
     """
-    rank, ranks = world()
-    prepared = prepare(config, ranks=ranks, rank=rank)
+    _, ranks = world()
+    prepared = prepare(config, ranks=ranks)
     run = config.run
     if run.threads or ranks > 1:
         torch.set_num_threads(run.threads or threads_per_rank(ranks))
@@ -63,7 +63,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
 
 
 class Run:
-    """A run from the step that it begins with; to be made on every rank. It has the folder locked until it ends.
+    """A run from the step that it begins with; to be made on every rank. Its folder stays locked until it ends.
 
     Raises:
         CheckpointError: there is no checkpoint to resume from, or another run uses the folder.
@@ -86,7 +86,7 @@ class Run:
             raise
 
     def finish(self, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
-        """All steps that are left, the final evaluation, and the saved model."""
+        """Run the remaining steps and the final evaluation, and save the model."""
         run, trainer = self.config.run, self.trainer
         history: list[StepMetrics] = []
         recorder = None
@@ -117,7 +117,7 @@ class Run:
     def _begin(self) -> int:
         """Restore the newest checkpoint, or clear the output folder; returns the step to start with."""
         run, trainer = self.config.run, self.trainer
-        # Rank 0 alone: machines may have the folder in common.
+        # Rank 0 alone: several machines may share the folder.
         holder = self.folder.lock() if trainer.rank == 0 else ""
         raise_everywhere(IN_USE.format(str(self.output), holder) if holder else "", trainer.side)
         done = 0
@@ -149,7 +149,8 @@ class Run:
         losses = self._evaluate(self.config.run.steps, recorder)
         model = self.output / "model" if self.config.run.save_model else None
         if model is not None:
-            weights = self._gather_weights() if trainer.replicas.index == 0 else {}
+            first = trainer.replicas.index == 0
+            weights = export.gather_weights(trainer.modules, self._messages("saving")) if first else {}
             together(partial(self._save_model, weights), trainer.side)
         summary = summarize(
             self.config, trainer.layout, history, losses, chosen=trainer.chosen(), model=model,
@@ -161,11 +162,8 @@ class Run:
         dist.barrier(group=trainer.side)
         return summary
 
-    def _gather_weights(self) -> dict[str, Tensor]:
-        return export.gather_weights(self.trainer.modules, self._messages("saving"))
-
     def _save_model(self, weights: dict[str, Tensor]) -> None:
-        """Write the trained model, on rank 0; the others may have to wait for longer than the time limit."""
+        """Write the trained model on rank 0, which may take longer than the time limit."""
         if self.trainer.rank == 0:
             staging = self.folder.staging("model")
             export.save_model(staging, weights, self.trainer.model_config, self.trainer.prepared.data.tokenizer)
@@ -199,7 +197,7 @@ class Run:
                 log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
 
     def _measure_distance(self) -> float | None:
-        """The longest round trip between neighbours of a pipeline, in seconds; warns where it costs much."""
+        """The longest round trip between neighbours of a pipeline, in seconds; warns of a costly layout."""
         layout = self.trainer.layout
         if layout.ranks == 1:
             return None

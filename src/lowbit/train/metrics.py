@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
     from torch.utils.tensorboard import SummaryWriter
 
 
 @dataclass
 class Work:
-    """What one step cost on this rank.
+    """Time and traffic of one step on this rank.
 
-    Seconds of codecs include those of checksums. Bytes and elements are those that the rank sent over boundaries, and
-    of gradients to other pipelines; an all-reduce sends 2 (W - 1) / W elements for each of the tensor's.
+    Seconds of codecs include those of checksums. Bytes and elements are those sent over boundaries, and of gradients to
+    other pipelines: an all-reduce over W of them sends 2 (W - 1) / W elements for each element of the tensor.
     """
 
     forward_bytes: int = 0
@@ -43,12 +43,12 @@ class StepMetrics:
         step: counted from 0. loss: mean over the batch, in nats. lr: learning rate. grad_norm: before clipping.
         tokens_per_second: of the whole batch, over the whole step.
         bits_forward, bits_backward: bits sent for each element that crossed a boundary; None if nothing did.
-        bits_gradients: of gradients between pipelines, likewise.
+        bits_gradients: the same for gradients between pipelines.
         bytes_sent: over all boundaries, both ways, and between pipelines. bytes_saved: compared with float32.
-        bytes_activations: peak that autograd saved, on the rank with most; counted in the first step of a run with
-            `[activations]`, and the same in all others; None without.
-        seconds: the whole step; compute_seconds, codec_seconds, wait_seconds: shares of it, mean over the ranks.
-        checksum_seconds: of making and checking checksums, a part of codec_seconds.
+        bytes_activations: peak of the saved activations, on the rank with most; None if none are compressed. Counted
+            in the first step, and the same in all others.
+        seconds: of the step; compute_seconds, codec_seconds, wait_seconds: its parts, mean over the ranks.
+        checksum_seconds: part of codec_seconds.
     """
 
     step: int
@@ -104,13 +104,16 @@ class Recorder:
     """Writes metrics of a run; on rank 0 only.
 
     Args:
-        folder: of the run; start: the step it begins with: an earlier attempt's lines from there on are dropped.
-        steps: in the whole run; tensorboard, progress: what to write and show.
+        folder: of the run. start: step that it begins with; lines that an earlier attempt wrote for this step or later
+            ones are dropped. steps: of the whole run. tensorboard, progress: whether to write curves, show progress.
     """
 
     def __init__(self, folder: Path, *, start: int, steps: int, tensorboard: bool, progress: bool) -> None:
         path = folder / "metrics.jsonl"
-        _keep_steps_before(path, start)
+        before = [line for line in read_metrics(path) if line["step"] < start]
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
+        part.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._board = _open_board(folder / "tensorboard", start) if tensorboard else None
         self._display = _Display(start, steps) if progress else None
@@ -136,7 +139,7 @@ class Recorder:
         self.say(f"step {step}: {shown}")
 
     def say(self, text: str) -> None:
-        """Show a line above the progress."""
+        """Print a line above the progress."""
         if self._display is not None:
             self._display.say(text)
 
@@ -150,7 +153,7 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, without a last one that a crash cut short; others are left out with a warning."""
+    """The lines of a `metrics.jsonl` but for an unfinished last one; damaged lines are left out with a warning."""
     if not path.exists():
         return []
     lines, bad = [], []
@@ -171,13 +174,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _keep_steps_before(path: Path, start: int) -> None:
-    kept = [line for line in read_metrics(path) if line["step"] < start]
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    part.replace(path)
-
-
 def _open_board(folder: Path, start: int) -> SummaryWriter | None:
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -193,23 +189,22 @@ class _Display:
     def __init__(self, start: int, steps: int) -> None:
         self._steps, self._every = steps, max(1, steps // 10)
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             console = Console(stderr=True)
             columns = [MofNCompleteColumn(), TextColumn("{task.description}", markup=False)]
-            if console.width >= 110:  # the metrics of a step are worth more than the bar
+            if console.width >= 110:  # a narrow terminal shows the metrics without a bar
                 columns.append(BarColumn(24))
             self._progress = Progress(*columns, TimeRemainingColumn(compact=True), console=console)
-            self._task = self._progress.add_task("", total=steps, completed=start)
+            self._progress.add_task("", total=steps, completed=start)
             self._progress.start()
 
     def show(self, metrics: StepMetrics) -> None:
         text = describe(metrics)
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=metrics.step + 1, description=text)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=metrics.step + 1, description=text)
         elif (metrics.step + 1) % self._every == 0 or metrics.step + 1 == self._steps:
             self.say(f"step {metrics.step + 1}/{self._steps}  {text}")
 
@@ -217,8 +212,7 @@ class _Display:
         if self._progress is not None:
             self._progress.console.print(text, highlight=False)
         else:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+            sys.stderr.write(f"{text}\n")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -226,7 +220,7 @@ class _Display:
 
 
 def describe(metrics: StepMetrics) -> str:
-    """A step in one line: loss, speed, bits each way, and bytes saved."""
+    """A step in one line: loss, speed, bits per element and bytes saved."""
     text = f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tok/s"
     if metrics.bits_forward is not None and metrics.bits_backward is not None:
         text += f"  bits {metrics.bits_forward:.2f} fwd {metrics.bits_backward:.2f} bwd"

@@ -1,4 +1,4 @@
-"""Checks everything that can be wrong with a run, before a process group or process exists."""
+"""All checks of a run that need no peers, before a process group or another process exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lowbit.codecs import Codec
 from lowbit.config import ConfigError
 from lowbit.train.activations import Policies, check_schedule, planned_settings, saved_policies
-from lowbit.train.boundaries import Codecs, check_codecs, make_codecs, stock_dtype
+from lowbit.train.boundaries import Codecs, check_codecs, make_codecs
 from lowbit.train.checkpoints.manifest import (
     MANIFEST,
     OLDER,
@@ -46,9 +46,9 @@ class Prepared:
     """A configuration with all that follows from it on this machine.
 
     Attributes:
-        layout: of each pipeline. codecs: of its boundaries; activations: what its stages save, by stage.
+        layout: of each pipeline. codecs: of its boundaries; activations: policies of saved activations, by stage.
         storage: codec of stored gradients, if any; all_reduce: of gradients between pipelines.
-        vocab: entries of the embedding. identity: what losses depend on (`lowbit.train.identity`).
+        vocab: entries of the embedding. identity: all that losses depend on (`lowbit.train.identity`).
     """
 
     config: TrainConfig
@@ -65,19 +65,14 @@ class Prepared:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Dtype of matrix products; None: as the weights. Only asked for where a rank computes."""
+        """Dtype of matrix products; None: as the weights. To be asked for where a rank computes."""
         return choose_autocast(self.config.run.precision, self.device)
 
-    @property
-    def boundary_dtype(self) -> torch.dtype:
-        """Dtype of the activations that stages hand to their boundaries."""
-        return stock_dtype(self.config.pipeline)
-
     def manifest(self, attempt: str, *, rank: int, ranks: int) -> Manifest:
-        """What the manifests of all this rank's checkpoints have in common; to be called where the rank computes.
+        """The fields that the manifests of all of this rank's checkpoints share; to be called where it computes.
 
         Args:
-            attempt: the same on all ranks, and never again. ranks: of the whole run.
+            attempt: unique name of this attempt, the same on all ranks. ranks: of the whole run.
         """
         precision = "fp32" if self.autocast is None else "bf16"
         return Manifest(
@@ -86,8 +81,8 @@ class Prepared:
         )  # fmt: skip
 
 
-def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
-    """Check a configuration for a number of ranks, and read its text.
+def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
+    """Check a configuration for a run of so many ranks, and read its text.
 
     Raises:
         ConfigError: anything that would keep the run from starting, in one line.
@@ -120,7 +115,7 @@ def prepare(config: TrainConfig, *, ranks: int, rank: int = 0) -> Prepared:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Check that `run.output` can be written to, and that nothing is in the way that lowbit did not make.
+    """Check that `run.output` can be written to, and that no file that lowbit did not make is in the way.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -161,7 +156,7 @@ def check_output(config: TrainConfig) -> None:
 
 
 def left_behind(output: Path) -> str:
-    """The message for a run that begins with step 0 beside shares that a later resume would take for its own."""
+    """The message for a run that begins with step 0 beside shares of an older run; empty if there are none."""
     share = next((share for share in _shares(output / FOLDER) if (share / MANIFEST).exists()), None)
     if share is None:
         return ""
@@ -171,18 +166,18 @@ def left_behind(output: Path) -> str:
 
 
 def _launched() -> bool:
-    """Whether this is a rank among others, which together check what concerns all of them."""
+    """Whether this is one of several ranks, which compare what concerns all of them together."""
     return "RANK" in os.environ or dist.is_initialized()
 
 
 def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
-    """Files that lowbit did not make, where it is to write or looks for its own."""
+    """Files that lowbit did not make, at paths that this run would write or read."""
     files = [*FILES]
     if config.run.save_model:
         present = (folder.path / "model").iterdir() if (folder.path / "model").is_dir() else ()
         files += [f"model/{path.name}" for path in present if MODEL_FILES.fullmatch(path.name)]
     files += [name for name in _FOLDERS if (folder.path / name).is_file()]
-    if not config.run.resume:  # a resume may well begin with shares that were brought here
+    if not config.run.resume:  # a resume may begin with shares that the user copied here
         files += [
             str(file.relative_to(folder.path))
             for step in steps_in(folder.path / FOLDER).values()
@@ -194,15 +189,16 @@ def _in_the_way(config: TrainConfig, folder: RunFolder) -> list[str]:
 
 def _refuse_older(folder: Path) -> None:
     """Raise if every share that a resume could begin with has a format that is not read."""
-    reasons = []
-    for share in _shares(folder):
+    shares = _shares(folder)
+    for share in shares:
         try:
             read_manifest(share)
             return
         except DamagedError as error:
-            reasons.append((share, str(error)))
-    if reasons and all(reason == OLDER for _, reason in reasons):
-        raise ConfigError(f"checkpoint {reasons[0][0]} {OLDER}; allowed: a new run in another folder")
+            if str(error) != OLDER:
+                return
+    if shares:
+        raise ConfigError(f"checkpoint {shares[0]} {OLDER}; allowed: a new run in another folder")
 
 
 def _shares(folder: Path) -> list[Path]:
@@ -211,7 +207,7 @@ def _shares(folder: Path) -> list[Path]:
 
 
 def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
-    """Compare with the manifests here, if all ranks are on this machine. Otherwise the ranks do so together."""
+    """Compare with the newest manifest in this folder; ranks of several machines do so together instead."""
     folder, run = Path(config.run.output) / FOLDER, config.run
     known = {key: value for key, value in identity.items() if key != "run.precision"}
     shares = _shares(folder)
@@ -221,7 +217,7 @@ def _check_resume(config: TrainConfig, identity: dict[str, Any]) -> None:
         try:
             manifest = read_manifest(share)
         except DamagedError:
-            continue  # the ranks together see what else there is
+            continue  # the ranks look for an intact one
         changes = changes_between(manifest.identity, known, step=manifest.step)
         if problem := refuse(f"checkpoint {share.parent}", changes, run.allow_change):
             raise ConfigError(problem)

@@ -17,7 +17,7 @@ from lowbit.ranks.groups import new_group
 from lowbit.train.config import GradientsConfig
 from lowbit.train.metrics import Work
 
-_WARM = 1 << 10  # elements that are coded once, so that kernels are compiled before a peer waits
+_WARM = 1 << 10  # elements that are encoded once, to compile kernels before a peer waits
 
 
 def all_reduce_codec(config: GradientsConfig) -> Codec:
@@ -106,13 +106,13 @@ class Replicas:
         )  # fmt: skip
 
     def note_traffic(self, work: Work) -> None:
-        """Add what this rank has sent since the last call."""
+        """Add the gradients that this rank has sent since the last call."""
         work.gradient_bytes += self._sent_bytes
         work.gradient_elements += self._sent_elements
         self._sent_bytes = self._sent_elements = 0.0
 
 
 def _own_group(memberships: list[list[int]], timeout: float) -> dist.ProcessGroup:
-    """The group that this rank is in; every rank has to make all of them."""
+    """This rank's group of several, all of which every rank must make."""
     groups = [new_group(members, timeout=timeout) for members in memberships]
     return next(group for group in groups if group is not None)

@@ -77,12 +77,12 @@ def train_single_process(
     before_step: Callable[[int, Tensor], None] | None = None,
     after_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
-    """Train a model in place; sees the same samples in the same order as `lowbit train` with this seed.
+    """Train a model in place, on the same samples in the same order as `lowbit train` with this seed.
 
     Args:
-        model: a Hugging Face causal language model, in training mode, on its device. What boundaries carry and what
-            autograd saves is up to the caller: `emulate_(model, ...)`, `compress_saved_(model, ...)`.
-        windows: the text. samples: train on so many of them, again in every epoch; 0: all.
+        model: a Hugging Face causal language model, in training mode, on its device. The caller prepares low-bit
+            boundaries and saved activations: `emulate_(model, ...)`, `compress_saved_(model, ...)`.
+        windows: the text. samples: number of windows to train on, the same in every epoch; 0: all.
         optimizer: learning rates, weight decay and clipping; `lr_warmup_steps=0, lr_end=1` keeps `lr` constant.
         steps: optimizer steps. batch: windows of a step. seed: of their order.
         autocast: dtype of matrix products; None: as the weights.

@@ -1,4 +1,4 @@
-"""Pipeline stages and their schedule: the one place that chooses between our stages and PyTorch's."""
+"""Pipeline stages and their schedule: with lowbit's stages or, for comparison, PyTorch's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COUNTED = (  # by the traffic of a stage
 
 
 class StockStage(PipelineStage):
-    """PyTorch's own stage, to compare with; it measures how long it computes (on GPUs: launches that)."""
+    """PyTorch's own stage, which measures how long it computes (on GPUs: how long it launches kernels)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +51,7 @@ class Pipeline:
     Args:
         modules: this rank's modules by stage, on `device`.
         codecs: of the boundaries.
-        storage: takes the gradients out of `.grad`; then the schedule does not divide them by the micro-batches.
+        storage: of the gradients, instead of `.grad`; the schedule then does not divide them by the micro-batches.
         group: the ranks of this pipeline; None: the default group.
     """
 
@@ -93,7 +93,7 @@ class Pipeline:
             inputs, targets: int64 (batch, sequence). ids: sample ids, int64 (batch,).
 
         Returns:
-            Mean loss over the micro-batches (0.0 on ranks without the last stage), and what the step cost.
+            Mean loss over the micro-batches (0.0 on ranks without the last stage), and the work of the step.
         """
         losses: list[Tensor] = []
         for stage in self.lowbit_stages.values():
@@ -130,17 +130,17 @@ class Pipeline:
         )
 
     def _compile_kernels(self) -> None:
-        """Use the codecs of this rank's boundaries once, so that no step's time includes compilation."""
+        """Use the codecs of this rank's boundaries once, so that no step waits for compilation."""
         width = next(iter(self.modules.values())).width
         shape = torch.Size((self.config.rows, self.config.data.sequence, width))
         for boundary in {each for index in self.modules for each in (index - 1, index)}:
             if 0 <= boundary < self.layout.stages - 1 and self.layout.crosses(boundary):
                 for codec in (self.codecs.forward[boundary], self.codecs.backward[boundary]):
-                    if codec.settled:  # its lanes do so for one that the warm-up settles
+                    if codec.settled:  # lanes compile those that the warm-up settles
                         warm_up(codec, shape, stock_dtype(self.config.pipeline), self.device)
 
     def _work(self, seconds: float) -> Work:
-        """What a step of so many seconds cost on this rank."""
+        """Work of a step that took `seconds`."""
         work = Work()
         if self.config.pipeline.boundary == "lowbit":
             for traffic in (stage.traffic for stage in self.lowbit_stages.values()):
@@ -178,7 +178,7 @@ def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> Non
 
 
 def _examples(module: StageModule, rows: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Shape and dtype of a micro-batch on either side of a stage, so that no trial run is needed to find them."""
+    """Meta tensors like a stage's input and output for a micro-batch; they save PyTorch a trial run."""
     floats: Any = {"device": "meta", "requires_grad": True}
     ids = torch.empty(rows, sequence, dtype=torch.int64, device="meta")
     activations = torch.empty(rows, sequence, module.width, dtype=module.boundary_dtype, **floats)

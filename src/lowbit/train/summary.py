@@ -1,4 +1,4 @@
-"""The outcome of a run in a few numbers."""
+"""The summary of a run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Summary:
     """The outcome of a run; `summary.json` holds the same.
 
     Attributes:
-        steps: of the whole run; steps_here: done by this call (fewer after a resume).
+        steps: of the whole run; steps_here: those of this call (fewer after a resume).
         loss: mean training loss of the last 10 steps of this call, in nats; None without steps.
         held_out_loss: with float32 at the boundaries; None without held-out text.
         held_out_loss_codecs: with the configured codecs at the boundaries; None with a single stage, too.
-        tokens_per_second, seconds_per_step: from the median step that used the codecs (the warm-up and the first step,
-            which sets things up, are left out if others remain).
+        tokens_per_second, seconds_per_step: of the median step, without the warm-up and the step after it if others
+            remain.
         bits_forward, bits_backward, bits_gradients, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means
             over the same steps, as in `StepMetrics`.
         bytes_activations: as in `StepMetrics`.
         bytes_sent, bytes_saved, seconds: totals over all steps of this call.
         boundary, forward, backward: kind and formats of the boundaries; ranks, stages, schedule: the pipeline.
         model: folder of the trained model; None if it was not saved.
-        chosen: formats that the warm-up settled, in this call or before a resume, in full, by boundary, direction and
-            tensor, such as "boundary 0 forward, tensor 0, width 256".
-        changes: what was changed when the run resumed: step, key, before and after, oldest first.
+        chosen: formats that the warm-up settled, in full, by boundary, direction and tensor, such as "boundary 0
+            forward, tensor 0, width 256".
+        changes: settings that a resume changed: step, key, before and after, oldest first.
         round_trip_seconds: the longest between neighbours of a pipeline, measured at the start; None on one rank.
     """
 
@@ -80,39 +80,29 @@ def summarize(
     changes: Sequence[dict[str, Any]] = (),
     round_trip: float | None = None,
 ) -> Summary:
-    """A summary of these steps."""
-    # It loads PyTorch, which the command line, for example, does not need to read a summary.
+    """The summary of a run with these steps and held-out losses."""
+    # Imported here: it loads PyTorch, which reading a summary does not need.
     from lowbit.train.boundaries import backward_formats
 
     settled = _settled(config, history)
     seconds = statistics.median(m.seconds for m in settled) if settled else None
     means: dict[str, Any] = {name: _mean(settled, name) for name in ("bits_forward", "bits_backward", "bits_gradients")}
     means |= {name: _mean(settled, name) or 0.0 for name in ("compute_seconds", "codec_seconds", "wait_seconds")}
+    totals: dict[str, Any] = {
+        name: sum(getattr(m, name) for m in history) for name in ("bytes_sent", "bytes_saved", "seconds")
+    }
     return Summary(
-        steps=config.run.steps,
-        steps_here=len(history),
+        steps=config.run.steps, steps_here=len(history),
         loss=statistics.fmean(m.loss for m in history[-_LAST:]) if history else None,
-        held_out_loss=losses.get("held_out_loss"),
-        held_out_loss_codecs=losses.get("held_out_loss_codecs"),
+        held_out_loss=losses.get("held_out_loss"), held_out_loss_codecs=losses.get("held_out_loss_codecs"),
         tokens_per_second=config.data.batch * config.data.sequence / seconds if seconds else None,
-        seconds_per_step=seconds,
-        bytes_per_step=_mean(settled, "bytes_sent") or 0.0,
+        seconds_per_step=seconds, bytes_per_step=_mean(settled, "bytes_sent") or 0.0,
         bytes_activations=history[-1].bytes_activations if history else None,
-        bytes_sent=sum(m.bytes_sent for m in history),
-        bytes_saved=sum(m.bytes_saved for m in history),
-        seconds=sum(m.seconds for m in history),
-        boundary=config.pipeline.boundary,
-        forward=config.pipeline.forward,
-        backward=backward_formats(config.pipeline),
-        ranks=layout.ranks,
-        stages=layout.stages,
-        schedule=config.pipeline.schedule,
-        model=None if model is None else str(model),
-        chosen=chosen,
-        changes=list(changes),
-        round_trip_seconds=round_trip,
-        **means,
-    )
+        boundary=config.pipeline.boundary, forward=config.pipeline.forward, backward=backward_formats(config.pipeline),
+        ranks=layout.ranks, stages=layout.stages, schedule=config.pipeline.schedule,
+        model=None if model is None else str(model), chosen=chosen, changes=list(changes),
+        round_trip_seconds=round_trip, **means, **totals,
+    )  # fmt: skip
 
 
 def read_summary(path: Path) -> Summary:
@@ -124,7 +114,7 @@ def read_summary(path: Path) -> Summary:
 
 
 def _settled(config: TrainConfig, history: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
-    """The steps that show the run's usual speed."""
+    """The steps after the warm-up and the one that sets the codecs up, if there are any."""
     warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
     after = [m for m in history if m.step >= warmup]
     return after[1:] or after or history

@@ -46,8 +46,8 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
     if not config.run.resume:
         config = _resuming(config)
     one_rank = "RANK" in os.environ or config.ranks == 1
-    rank, ranks = world() if one_rank else (0, config.ranks)
-    prepare(config, ranks=ranks, rank=rank)
+    ranks = world()[1] if one_rank else config.ranks
+    prepare(config, ranks=ranks)
     checkpoints = Path(config.run.output) / "checkpoints"
     attempts = Attempts(config.run.restarts, newest_step(checkpoints))
     while True:

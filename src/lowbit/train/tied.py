@@ -17,9 +17,9 @@ from lowbit.train.replicas import Replicas
 
 
 class TiedWeights:
-    """Keeps the two copies of a tied embedding equal. It does nothing if none is tied, or one stage has both.
+    """Keeps the two copies of a tied embedding equal; does nothing if it is not tied, or with a single stage.
 
-    Every rank makes one, since process groups are made together.
+    To be made on every rank, since process groups are.
 
     Args:
         modules: this rank's modules, by stage.
@@ -27,7 +27,7 @@ class TiedWeights:
         tied: whether the model ties its embedding.
 
     Attributes:
-        copies: those of the weight that this rank has.
+        copies: of the weight, on this rank.
     """
 
     def __init__(self, modules: dict[int, StageModule], layout: Layout, replicas: Replicas, *, tied: bool) -> None:
@@ -48,7 +48,7 @@ class TiedWeights:
             self.copies.append(modules[last].head.weight)  # pyright: ignore
 
     def counted_elsewhere(self, parameter: nn.Parameter, module: StageModule) -> bool:
-        """Whether this is the last stage's copy, whose weight counts with the first stage."""
+        """Whether this is the last stage's copy: norms count the first stage's."""
         return not module.first and any(parameter is copy for copy in self.copies)
 
     def sum_gradients(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """What the recipe needs of a tokenizer. size: entries of the vocabulary."""
+    """Tokenizer of the recipe. size: entries of the vocabulary."""
 
     size: int
 

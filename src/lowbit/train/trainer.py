@@ -1,4 +1,4 @@
-"""One rank's part of the training: its stages of the model, its share of the data, and its optimizer."""
+"""Training on one rank: its stages of the model, its share of the data, and its optimizer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lowbit.ranks.objects import gather_json
 from lowbit.ranks.sums import Sums
 from lowbit.train import optim
 from lowbit.train.activations import compress
+from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.gradients import Gradients
@@ -36,13 +37,13 @@ _LOCAL = {  # settings that may differ between machines
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradients are not finite; the weights have not been touched by it."""
+    """The loss or the gradients are not finite; the weights are as before the step."""
 
     on_all_ranks = True
 
 
 class Trainer:
-    """One rank's part of the training, which touches no files; to be made on every rank.
+    """Trains on one rank and writes no files; to be made on every rank.
 
     Raises:
         AgreementError: ranks with different configurations, texts or versions.
@@ -53,9 +54,9 @@ class Trainer:
         run, data, device = self.config.run, self.config.data, prepared.device
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # for NCCL and kernels, which are not told a device
+            torch.cuda.set_device(device)  # NCCL and kernels use the current device
         self._agree()
-        self.side = new_group(timeout=run.timeout_seconds)  # for everything but the training traffic
+        self.side = new_group(timeout=run.timeout_seconds)  # all messages but the training traffic
         self.replicas = Replicas(
             self.layout.ranks, self.config.pipeline.data_parallel, codec=prepared.all_reduce,
             timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
@@ -78,7 +79,9 @@ class Trainer:
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
         self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
-        self._saved_bytes: int | None = None  # by autograd, at most, on any rank; the same in every step
+        self._saved_bytes: int | None = (
+            None  # peak of the saved activations, on the rank with most; the same in every step
+        )
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
 
     def step(self, step: int) -> StepMetrics:
@@ -126,7 +129,7 @@ class Trainer:
         return losses
 
     def chosen(self) -> dict[str, str]:
-        """Formats that the warm-up has settled, by pipeline, boundary, direction and tensor; the same on all ranks."""
+        """Formats that the warm-up settled, by pipeline, boundary, direction and tensor; the same on all ranks."""
         codecs = self.prepared.codecs
         if all(codec.settled for codec in (*codecs.forward, *codecs.backward)):
             return {}
@@ -136,7 +139,7 @@ class Trainer:
         return dict(sorted(item for each in gather_json(own, self.side) for item in each.items()))
 
     def _pass(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
-        """Forward and backward; with compressed activations, the first call counts the bytes that autograd saves."""
+        """Forward and backward; if activations are compressed, the first call counts their bytes."""
         if not any(self.prepared.activations) or self._saved_bytes is not None:
             return self.pipeline.step(inputs, targets, ids)
         with counted(nn.ModuleList(self.modules.values())) as saved:
@@ -147,7 +150,7 @@ class Trainer:
         return loss, work
 
     def _sum_over_ranks(self, loss: float, work: Work) -> tuple[float, float, Work]:
-        """Loss, norm of all gradients, and costs over all ranks."""
+        """Loss, norm of the gradients, and work over all ranks."""
         squares = optim.squared_norm(self.gradients.of(self.counted))
         sums = [loss, squares, *astuple(work)]
         loss, squares, *costs = self._sums.of(torch.tensor(sums, dtype=torch.float64)).tolist()
@@ -155,7 +158,7 @@ class Trainer:
         return loss / replicas, math.sqrt(squares / replicas), Work(*costs)
 
     def _agree(self) -> None:
-        """Stop before the first byte if a rank has another configuration, text or version."""
+        """Compare configuration, text and versions of all ranks before the first byte."""
         facts = {"text": self.prepared.data.fingerprint()}
         facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
         facts["backend"] = self.prepared.backend
@@ -174,7 +177,7 @@ class Trainer:
         modules = {
             stage: StageModule(
                 model, layers=self.layout.layers_of(stage), first=stage == 0, last=stage == self.layout.stages - 1,
-                autocast=prepared.autocast, boundary_dtype=prepared.boundary_dtype,
+                autocast=prepared.autocast, boundary_dtype=stock_dtype(config.pipeline),
             ).to(prepared.device)
             for stage in self.layout.stages_of(self.replicas.place)
         }  # fmt: skip

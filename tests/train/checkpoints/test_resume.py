@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, launch, run, train
 from lowbit.train import prepare as preparation
-from lowbit.train.checkpoints import resume
+from lowbit.train.checkpoints import exchange
 from lowbit.train.checkpoints.manifest import newest_step
 from lowbit.train.checkpoints.search import Search
 from lowbit.train.summary import read_summary
@@ -91,7 +91,7 @@ def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path, family: str):
 
 def _resume_on_two_disks(config: TrainConfig) -> None:
     rank = dist.get_rank()
-    with mock.patch.object(resume, "_PIECE_BYTES", 100):
+    with mock.patch.object(exchange, "_PIECE_BYTES", 100):
         train(again(config, run=RESUME | {"output": f"{config.run.output}-{rank}", "steps": 4}))
 
 
@@ -118,15 +118,15 @@ def _exchange_slowly(folder: Path, limit: float) -> list[str]:
     group = dist.new_group(timeout=timedelta(seconds=limit))
     found = Search(folder / str(rank) / "checkpoints", group).newest()
     assert found is not None
-    pass_on = resume._Exchange._pass_on
+    pass_on = exchange.Exchange._pass_on
 
     def slowly(*args: Any) -> None:
         time.sleep(0.3 * (rank == 0))
         pass_on(*args)
 
     names = [(0, name) for name in found.shares[0].tensors] if rank == 1 else []
-    with mock.patch.object(resume, "_PIECE_BYTES", 100), mock.patch.object(resume._Exchange, "_pass_on", slowly):
-        got = resume._Exchange(found, folder / str(rank) / "checkpoints", rank, group).run(names)
+    with mock.patch.object(exchange, "_PIECE_BYTES", 100), mock.patch.object(exchange.Exchange, "_pass_on", slowly):
+        got = exchange.Exchange(found, folder / str(rank) / "checkpoints", rank, group).run(names)
     return [name for _, name in got]
 
 

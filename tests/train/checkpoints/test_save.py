@@ -18,7 +18,7 @@ from lowbit.train.checkpoints import save as saving
 from lowbit.train.checkpoints import search, share
 from lowbit.train.checkpoints.manifest import MANIFEST, TENSORS, Manifest, newest_step, step_name
 from lowbit.train.checkpoints.save import Checkpoints
-from lowbit.train.checkpoints.search import Found, Search
+from lowbit.train.checkpoints.search import SavedStep, Search
 from lowbit.train.checkpoints.share import Reader
 from lowbit.train.checkpoints.state import Snapshot
 from lowbit.train.folder import MARK, RunFolder
@@ -43,11 +43,11 @@ def save(folder: Path, steps: list[int], **changes: Any) -> None:
         checkpoints.save(step, snapshot, run_manifest(ranks, **changes))
 
 
-def newest(folder: Path) -> tuple[Found | None, list[str]]:
+def newest(folder: Path) -> tuple[SavedStep | None, list[str]]:
     """What a search finds, and what it warns of."""
     with mock.patch.object(search.log, "warning") as warning:
-        found = Search(folder / "checkpoints", None).newest()
-    return found, [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        saved = Search(folder / "checkpoints", None).newest()
+    return saved, [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
 def shares(folder: Path) -> list[str]:
@@ -66,9 +66,9 @@ def alone():
 def test_the_last_ones_are_kept(tmp_path: Path, alone: None):
     save(tmp_path, [2, 4, 6])
     assert shares(tmp_path) == ["step-00000004/rank-0", "step-00000006/rank-0"]
-    found, warned = newest(tmp_path)
-    assert found is not None
-    assert (found.step, found.holders, warned) == (6, {0: 0}, [])
+    saved, warned = newest(tmp_path)
+    assert saved is not None
+    assert (saved.step, saved.holders, warned) == (6, {0: 0}, [])
     assert newest_step(tmp_path / "checkpoints") == 6
 
 
@@ -97,12 +97,12 @@ def _damage(share: Path, how: str) -> str:
 @pytest.mark.parametrize("how", ["flip", "cut", "manifest", "pickle"])
 def test_a_damaged_step_is_skipped_and_none_intact_is_an_error(tmp_path: Path, alone: None, how: str):
     save(tmp_path, [2, 4])
-    told = _damage(tmp_path / "checkpoints" / step_name(4) / "rank-0", how)
-    found, warned = newest(tmp_path)
-    assert found is not None
-    assert found.step == 2
+    reason = _damage(tmp_path / "checkpoints" / step_name(4) / "rank-0", how)
+    saved, warned = newest(tmp_path)
+    assert saved is not None
+    assert saved.step == 2
     [line] = warned
-    assert line.startswith(f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {told}")
+    assert line.startswith(f"checkpoint {tmp_path}/checkpoints/step-00000004 is skipped: rank-0 {reason}")
     _damage(tmp_path / "checkpoints" / step_name(2) / "rank-0", how)
     with pytest.raises(saving.CheckpointError, match=r"is intact: step-00000004: rank-0 h.*; step-00000002: "):
         newest(tmp_path)
@@ -133,7 +133,7 @@ def test_what_a_foreign_checkpoint_holds_is_never_executed(tmp_path: Path, alone
     assert (tmp_path / "executed").exists(), "it would have"
 
 
-def test_what_others_put_there_stays(tmp_path: Path, alone: None):
+def test_files_of_others_stay(tmp_path: Path, alone: None):
     save(tmp_path, [2, 4])
     folder = tmp_path / "checkpoints"
     (folder / "notes.txt").write_text("mine")
@@ -162,9 +162,9 @@ def test_only_shares_that_belong_together_count(ranks: Ranks, tmp_path: Path):
     assert ranks.run(newest, tmp_path) == [(None, [])] * 2
     ranks.run(save, tmp_path, [2, 4])
     shutil.rmtree(tmp_path / "checkpoints" / step_name(4) / "rank-1")
-    (found, warned), (other, silent) = ranks.run(newest, tmp_path)
-    assert found == other
-    assert (found.step, found.holders, silent) == (2, {0: 0, 1: 1}, [])
+    (saved, warned), (other, silent) = ranks.run(newest, tmp_path)
+    assert saved == other
+    assert (saved.step, saved.holders, silent) == (2, {0: 0, 1: 1}, [])
     assert "step-00000004 is skipped: rank-1 is on no rank's disk" in warned[0]
     ranks.run(partial(save, attempt="b"), tmp_path, [4])
     first = tmp_path / "checkpoints" / step_name(4) / "rank-0"
@@ -192,14 +192,14 @@ def test_a_step_counts_from_the_first_share_that_is_in_its_place(
 ):
     """By then all are on the disks: a crash in between loses nothing, and one before that leaves no half of a step."""
     ranks.run(_save_up_to, tmp_path, last)
-    for found, warned in ranks.run(newest, tmp_path):
-        assert (found and found.step, warned) == (step, [])
+    for saved, warned in ranks.run(newest, tmp_path):
+        assert (saved and saved.step, warned) == (step, [])
     ranks.run(save, tmp_path, [2])
     assert ranks.run(newest, tmp_path)[0][0].step == 2
     assert shares(tmp_path) == ["step-00000002/rank-0", "step-00000002/rank-1"]
 
 
-def _newest_of_two_disks(folder: Path) -> Found | None:
+def _newest_of_two_disks(folder: Path) -> SavedStep | None:
     return newest(folder / f"disk-{dist.get_rank()}")[0]
 
 
@@ -210,9 +210,9 @@ def test_disks_of_several_machines_are_one(ranks: Ranks, tmp_path: Path):
     one, two = (tmp_path / f"disk-{i}" / "checkpoints" / step_name(2) for i in range(2))
     shutil.rmtree(two / "rank-1")
     _damage(one / "rank-0", "flip")
-    found, other = ranks.run(_newest_of_two_disks, tmp_path)
-    assert found == other
-    assert found.holders == {0: 1, 1: 0}
+    saved, other = ranks.run(_newest_of_two_disks, tmp_path)
+    assert saved == other
+    assert saved.holders == {0: 1, 1: 0}
     _damage(two / "rank-0", "cut")
     for outcome in ranks.outcomes(_newest_of_two_disks, tmp_path):
         assert outcome.kind == "CheckpointError"
@@ -222,8 +222,8 @@ def test_disks_of_several_machines_are_one(ranks: Ranks, tmp_path: Path):
 def test_of_many_shares_that_are_missing_a_few_are_named(tmp_path: Path, alone: None):
     layout = manifest().layout | {"pipeline.ranks": 1, "pipeline.data_parallel": 1 << 16}
     save(tmp_path, [2], ranks=1 << 16, layout=layout | {"layers": [1]})
-    found, warned = newest(tmp_path)
-    assert found is not None
+    saved, warned = newest(tmp_path)
+    assert saved is not None
     assert "rank-4 (" in warned[0]
     assert "65531 more up to rank-65535 are on no rank's disk; the whole" in warned[0]
     assert len(warned[0]) < 1000
@@ -232,13 +232,13 @@ def test_of_many_shares_that_are_missing_a_few_are_named(tmp_path: Path, alone: 
 def test_of_equal_pipelines_one_suffices(ranks: Ranks, tmp_path: Path):
     layout = manifest().layout | {"pipeline.data_parallel": 2}
     ranks.run(partial(save, layout=layout, ranks=4), tmp_path, [2])
-    found = ranks.run(newest, tmp_path)[0]
-    assert found[0].step == 2
+    saved = ranks.run(newest, tmp_path)[0]
+    assert saved[0].step == 2
     expected = (
         "rank-2 (the embedding, layers 0 to 1) is on no rank's disk, "
         "rank-3 (layers 2 to 2, the output matrix) is on no rank's disk; the whole model is"
     )
-    assert expected in found[1][0]
+    assert expected in saved[1][0]
     for path in tmp_path.glob("checkpoints/*/rank-1"):
         shutil.rmtree(path)
     for outcome in ranks.outcomes(newest, tmp_path):
@@ -284,8 +284,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path, alone: None):
         with pytest.raises(saving.TransientError, match=r"step 4, .*: No space left on device"):
             Checkpoints(small, rank=0, keep=2).save(4, big, run_manifest(1))
         assert shares(small) == ["step-00000002/rank-0"]
-        found, _ = newest(small)
-        assert found is not None
+        saved, _ = newest(small)
+        assert saved is not None
         assert Reader(small / "checkpoints" / step_name(2) / "rank-0")("model/a")[0, 0] == 2
     finally:
         subprocess.run(["umount", str(small)], check=True)

@@ -1,6 +1,6 @@
 """The manifest of a share: JSON that reveals a change to any of its bits. Needs no PyTorch.
 
-What a foreign manifest holds is checked for its type, and none of it is ever executed.
+The types of all values in a foreign manifest are checked; nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 2
-"""Number of the format; PyTorch's own, of older versions, counts as 1."""
+"""Number of the format; 1 was PyTorch's own, of older versions."""
 
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 FILES = (MANIFEST, TENSORS)
@@ -32,7 +32,7 @@ _MOST_BYTES = 64 << 20  # of a manifest
 
 
 class DamagedError(ValueError):
-    """A share is not what was written; the text says how, without its path, and is safe to print."""
+    """A share is not as it was written; the text says how, without its path, and is safe to print."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
@@ -45,17 +45,17 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one rank's share of a step is. The fields with a default are those of a step.
+    """Describes one rank's share of a step. The fields with a default differ from step to step.
 
     Attributes:
         step: steps done. rank: whose share; ranks: of the whole run, each of which wrote one.
         attempt: the same in all shares that belong together: a name of the processes that wrote them.
-        layout: where the parts of the model were (`lowbit.train.identity.layout_of`).
+        layout: of the model over ranks and stages (`lowbit.train.identity.layout_of`).
         identity: all that losses depend on, by configuration key (`lowbit.train.identity`).
         versions: of lowbit and PyTorch.
         changes: of the identity, layout and versions when runs resumed, oldest first.
         codecs: state of the codecs at boundaries, without its tensors (`lowbit.train.checkpoints.state`).
-        aliases: other names in the whole model of a parameter that this share has.
+        aliases: for parameters that are copies, the name of the original.
         files: length and SHA-256 by name. tensors: dtype, shape and CRC-32 of the bytes by name.
     """
 
@@ -105,7 +105,7 @@ class Manifest:
         return manifest
 
     def _conditions(self) -> Iterator[bool]:
-        """Conditions that every manifest of lowbit meets, for all fields that are used."""
+        """Conditions that every manifest of lowbit meets, for all fields in use."""
         for entry in self.tensors.values():
             yield isinstance(entry["dtype"], str) and isinstance(entry["crc32"], int)
             yield all(type(n) is int and n >= 0 for n in entry["shape"])
@@ -135,10 +135,10 @@ def seal(values: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """The values that `seal` was given.
+    """The inverse of `seal`.
 
     Raises:
-        DamagedError: these are not, to the last bit, the bytes that `seal` writes for it.
+        DamagedError: `seal` would not write exactly these bytes.
     """
     try:
         values = json.loads(data)
@@ -152,7 +152,7 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def read_manifest(share: Path) -> Manifest:
-    """The manifest of a share, which need not have the tensors that it lists.
+    """The manifest of a share, whose tensors are not checked.
 
     Raises:
         DamagedError: there is none, it was changed, or it has another format.
@@ -185,11 +185,7 @@ def read_manifest_bytes(share: Path) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise for a file that may block or act when it is read.
-
-    Raises:
-        DamagedError: it is a pipe or device. OSError: there is none.
-    """
+    """Raise DamagedError for a pipe or device, which may block or act when it is read; OSError if there is no file."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise DamagedError(f"has a {path.name} that is no regular file")
 
@@ -210,15 +206,14 @@ def shares_in(step: Path) -> dict[int, Path]:
 
 
 def staged_in(step: Path) -> dict[int, Path]:
-    """Folders of shares that still wait for those of other ranks, by rank."""
+    """Folders of shares that were not moved to their places, by rank."""
     return _numbered(step, _STAGED)
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step that a resume most likely begins with, from manifests alone; None if there is none.
+    """The step that a resume will probably begin with, from manifests alone; None if there is none.
 
-    The newest step whose shares are all in this folder. If no step has all of them, because machines have a disk each,
-    the newest step with any.
+    The newest step with all shares in this folder; if none has all, as on several machines, the newest with any.
     """
     newest = None
     for step, path in reversed(steps_in(folder).items()):

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its share, and all shares take their places together."""
+"""Saving: every rank writes its share; once all have done so, each moves its own to its place."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _BEAT_SECONDS = 1.0
 
 
 class CheckpointError(ConfigError):
-    """A run cannot begin with the checkpoints in its folder, nor can another attempt. The same text on every rank."""
+    """A run cannot begin with the checkpoints in its folder, nor would a retry help. The same text on every rank."""
 
     on_all_ranks = True
 
 
 class TransientError(CheckpointError):
-    """A checkpoint could not be written or sent, because of a full disk for example; another attempt may succeed."""
+    """A checkpoint could not be written or sent, because of a full disk for example; a retry may succeed."""
 
 
 class Checkpoints:
@@ -50,14 +50,14 @@ class Checkpoints:
     def save(self, step: int, snapshot: Snapshot, run: Manifest, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's share of a step, and drop steps older than the last `keep`.
 
-        A share takes its place only when those of all ranks are on their disks. So if any of them is seen in its place
-        after a crash, the step is complete, and `Search` moves the others there.
+        A share moves to its place only when those of all ranks are on their disks. So if any of them is in its place
+        after a crash, the step is complete, and `Search` moves the others.
 
         Args:
-            step: steps done so far. run: the fields of the manifest that all steps have in common.
+            step: steps done so far. run: the manifest but for the fields of a step.
 
         Raises:
-            TransientError: a rank could not write its share. Older steps stay; of this step no share does.
+            TransientError: a rank could not write its share. Older steps stay; all shares of this one are removed.
         """
         target = self.folder / step_name(step) / f"rank-{self.rank}"
         manifest = replace(run, step=step, rank=self.rank, codecs=snapshot.codecs, aliases=snapshot.aliases)
@@ -85,7 +85,7 @@ class Checkpoints:
         self._drop_older_than(step)
 
     def _clear_the_way(self, target: Path) -> None:
-        """Move aside a folder in the share's place that this run did not make, such as a copied checkpoint."""
+        """Rename a folder in the share's place that this run did not make, such as a copied checkpoint."""
         names = {path.name for path in target.iterdir()} if target.is_dir() else set()
         if names - set(FILES) or (names and self._output.foreign(self._files(target))):
             aside = (target.with_name(f"{target.name}.kept-{i}") for i in range(1, 1000))
@@ -116,9 +116,9 @@ class Checkpoints:
 
 
 def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What `work` returns on each rank, as JSON can hold it; to be called on every rank.
+    """Results of `work` on each rank, which JSON must be able to hold; to be called on every rank.
 
-    It runs beside an exchange of signs of life, so that it may take longer than the group's time limit.
+    `work` runs on a thread while ranks exchange signs of life, so it may take longer than the group's time limit.
     """
     outcome: dict[str, Any] = {}
 
@@ -132,7 +132,7 @@ def together(work: Callable[[], Any], group: dist.ProcessGroup | None = None) ->
     thread.start()
     while True:
         thread.join(_BEAT_SECONDS)
-        done = not thread.is_alive()  # asked once, or an error in between would be sent
+        done = not thread.is_alive()  # asked once: an error may come at any moment
         if "error" in outcome:
             raise outcome["error"]
         outcomes = gather_json(outcome if done else {}, group)

@@ -1,4 +1,4 @@
-"""Which step to resume from: the newest that all ranks together have intact, wherever its shares are."""
+"""Which step to resume from: the newest of which the ranks together have all shares intact, on whatever disks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NAMED = 4  # missing shares that a message names; of more, it gives the number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SavedStep:
     """A step to resume from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Found:
 
     @property
     def first(self) -> Manifest:
-        """That of the lowest rank, for what all have in common."""
+        """The manifest of the lowest rank, for the fields that all have in common."""
         return self.shares[min(self.shares)]
 
     @property
@@ -61,7 +61,7 @@ class Found:
 
     @property
     def sufficient(self) -> bool:
-        """Whether the whole model is there; of several pipelines with equal weights, one suffices."""
+        """Whether the shares hold the whole model; of several pipelines with equal weights, one suffices."""
         if not self.shares:
             return False
         places = self.first.layout["pipeline.ranks"]
@@ -69,14 +69,14 @@ class Found:
 
 
 class _Copy(NamedTuple):
-    """A share as one rank sees it; the same `where` means the same bytes on the same disk."""
+    """A share as one rank sees it; copies with the same `where` are the same bytes on the same disk."""
 
     holder: int
     where: str
 
 
 class Search:
-    """Looks through the disks of all ranks; to be made and used on every rank.
+    """Searches the disks of all ranks; to be made and used on every rank.
 
     Args:
         folder: of checkpoints on this rank's disk; it need not exist.
@@ -85,10 +85,10 @@ class Search:
     def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         self._folder, self._group = folder, group
         self._rank = dist.get_rank(group)
-        self._reasons: dict[int, dict[str, str]] = {}  # what is wrong, by step, then by share
+        self._reasons: dict[int, dict[str, str]] = {}  # of damage, by step, then by share
         self._ranks: dict[tuple[int, str], int] = {}  # that wrote a step, by step and attempt
         self._copies: dict[tuple[int, str], dict[int, list[_Copy]]] = {}
-        self._verified: dict[tuple[int, str], Found] = {}
+        self._verified: dict[tuple[int, str], SavedStep] = {}
         _commit_remaining(folder, group)
         for holder, inventory in enumerate(gather_json(_inventory(folder), group)):
             for step, rank, share in inventory:
@@ -99,11 +99,11 @@ class Search:
                 self._ranks[key] = share["ranks"]
                 self._copies.setdefault(key, {}).setdefault(rank, []).append(_Copy(holder, share["where"]))
 
-    def newest(self) -> Found | None:
+    def newest(self) -> SavedStep | None:
         """The newest intact step; None if no rank has any step, intact or not.
 
-        That is one with all shares. If there is none, one with at least the whole model: of several pipelines, all but
-        one may be missing. Each step that is skipped is logged in a line, on rank 0.
+        Intact is a step with all shares; if there is none, one with the whole model, without some of several pipelines.
+        Rank 0 logs a line for each step that is skipped.
 
         Raises:
             CheckpointError: there are steps, and none is intact.
@@ -112,11 +112,11 @@ class Search:
             return None
         newest_first = sorted(self._copies, reverse=True)
         for key in newest_first:
-            if len(self._copies[key]) == self._ranks[key] and (found := self._verify(key)).complete:
-                return self._report(found)
+            if len(self._copies[key]) == self._ranks[key] and (saved := self._verify(key)).complete:
+                return self._report(saved)
         for key in newest_first:
-            if (found := self._verify(key)).sufficient:
-                return self._report(found)
+            if (saved := self._verify(key)).sufficient:
+                return self._report(saved)
         reasons = "; ".join(f"{step_name(step)}: {self._why(step)}" for step in self._steps())
         raise_everywhere(
             f"no checkpoint in {self._folder} is intact: {reasons}; "
@@ -129,14 +129,14 @@ class Search:
         """All steps of which a rank has anything, the newest first."""
         return sorted({step for step, _ in self._copies} | self._reasons.keys(), reverse=True)
 
-    def _verify(self, key: tuple[int, str]) -> Found:
-        """Have every share of a step read by a rank that sees it; if it is damaged there, by one with another copy."""
+    def _verify(self, key: tuple[int, str]) -> SavedStep:
+        """Let ranks read every share of a step; if one is damaged, a rank that sees another copy reads that."""
         if key in self._verified:
             return self._verified[key]
         step, ranks = key[0], dist.get_world_size(self._group)
         shares: dict[int, Manifest] = {}
         holders: dict[int, int] = {}
-        # First the rank that wrote a share, if it sees it; else they take turns.
+        # The rank that wrote a share reads it if it sees it; otherwise ranks take turns.
         waiting = {
             rank: sorted(copies, key=lambda copy, rank=rank: (copy.holder - rank) % ranks)
             for rank, copies in self._copies[key].items()
@@ -151,11 +151,11 @@ class Search:
                 else:
                     shares[rank], holders[rank] = Manifest.from_values(outcome), chosen[rank].holder
                     del waiting[rank]
-        self._verified[key] = Found(step=step, shares=dict(sorted(shares.items())), holders=holders)
+        self._verified[key] = SavedStep(step=step, shares=dict(sorted(shares.items())), holders=holders)
         return self._verified[key]
 
     def _read(self, step: int, ranks: list[int]) -> list[tuple[int, Any]]:
-        """Manifests of these ranks' shares on this disk, or what is wrong with them."""
+        """Manifests of these ranks' shares on this disk, or their damage in words."""
         outcomes: list[tuple[int, Any]] = []
         for rank in ranks:
             try:
@@ -165,37 +165,33 @@ class Search:
                 outcomes.append((rank, str(error)))
         return outcomes
 
-    def _report(self, found: Found) -> Found:
-        """Log, on one rank, what was skipped."""
+    def _report(self, saved: SavedStep) -> SavedStep:
+        """Log, on rank 0, which steps are skipped and which shares are missing."""
         if self._rank == 0:
-            for step in (step for step in self._steps() if step > found.step):
+            for step in (step for step in self._steps() if step > saved.step):
                 log.warning("checkpoint %s is skipped: %s", self._folder / step_name(step), self._why(step))
-            if not found.complete:
-                path = self._folder / step_name(found.step)
-                log.warning("checkpoint %s: %s; the whole model is in the others", path, self._why(found.step))
-        return found
+            if not saved.complete:
+                path = self._folder / step_name(saved.step)
+                log.warning("checkpoint %s: %s; the whole model is in the others", path, self._why(saved.step))
+        return saved
 
     def _why(self, step: int) -> str:
-        """What keeps a step from being intact."""
+        """Why a step is not intact."""
         known = self._reasons.get(step, {})
         reasons = [f"{share} {reason}" for share, reason in sorted(known.items())]
         for key, copies in ((key, copies) for key, copies in self._copies.items() if key[0] == step):
-            absent = sorted(set(range(self._ranks[key])) - copies.keys())
-            absent = [rank for rank in absent if f"rank-{rank}" not in known]
+            absent = [r for r in range(self._ranks[key]) if r not in copies and f"rank-{r}" not in known]
+            saved = self._verified.get(key)
             for rank in absent[:_NAMED]:
-                reasons.append(f"rank-{rank}{self._held_by(key, rank)} is on no rank's disk")
+                held = f" ({parameters_at(saved.first.layout, rank)})" if saved is not None and saved.shares else ""
+                reasons.append(f"rank-{rank}{held} is on no rank's disk")
             if more := absent[_NAMED:]:
                 reasons.append(f"{len(more)} more up to rank-{more[-1]} are on no rank's disk")
         return ", ".join(reasons)
 
-    def _held_by(self, key: tuple[int, str], rank: int) -> str:
-        """What a rank had of the model (" (layers 0 to 3)"), if that is known."""
-        found = self._verified.get(key)
-        return f" ({parameters_at(found.first.layout, rank)})" if found is not None and found.shares else ""
-
 
 def _commit_remaining(folder: Path, group: dist.ProcessGroup | None) -> None:
-    """Move the remaining shares of a step to their places, if a crash came when some were there already."""
+    """Move the remaining shares of a step to their places, if a crash came after the first was moved."""
     own = [(step, share["attempt"]) for step, _, share in _inventory(folder) if "attempt" in share]
     begun = {tuple(key) for keys in gather_json(own, group) for key in keys}
     for step, path in steps_in(folder).items():
@@ -221,7 +217,7 @@ def _inventory(folder: Path) -> list[tuple[int, int, dict[str, Any]]]:
 
 
 def _where(share: Path) -> str:
-    """Text that is the same for two ranks only if they see the same bytes on the same disk."""
+    """Text that is equal on two ranks only if they see the same bytes on the same disk."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else f"{os.uname().nodename} {os.getpid()}"
     status = (share / MANIFEST).stat()

@@ -39,8 +39,8 @@ def stage_share(target: Path, manifest: Manifest, tensors: Mapping[str, Tensor])
     One tensor at a time is copied to the CPU; contiguous CPU tensors are not copied.
 
     Args:
-        target: the share's folder, which stays as it is.
-        manifest: of these tensors, but for `files` and `tensors`.
+        target: the share's folder, which does not change yet.
+        manifest: of these tensors, without `files` and `tensors`.
 
     Raises:
         OSError: the disk is full, for example. What was written is removed again.
@@ -75,27 +75,24 @@ def commit_share(target: Path) -> None:
 
 
 def staged(target: Path) -> Path:
-    """Where a share waits until all ranks have written theirs."""
+    """Folder of a share until all ranks have written theirs."""
     return target.with_name(f".{target.name}")
 
 
 def remove_share(share: Path) -> None:
-    """Remove what lowbit writes into a share's folder, and the folder.
+    """Remove a share: the files that lowbit writes, and the folder.
 
     Raises:
-        OSError: the folder holds something else, which stays.
+        OSError: the folder holds other files, which stay.
     """
     if share.is_dir():
-        for name in FILES:
+        for name in FILES:  # the manifest first: without it, the folder is no share
             (share / name).unlink(missing_ok=True)
         share.rmdir()
 
 
 def drop_share(share: Path) -> None:
-    """Remove a share, and its step's folder if it is empty then. Other files stay. Several ranks may do so at once.
-
-    The manifest goes first: without it, a share is none.
-    """
+    """Remove a share, and its step's folder if it is empty then. Other files stay. Several ranks may do so at once."""
     with contextlib.suppress(OSError):  # it holds something else, or another rank was faster
         remove_share(share)
     with contextlib.suppress(OSError):  # another share is still there
@@ -106,7 +103,7 @@ def verify_share(share: Path) -> Manifest:
     """Read every byte of a share.
 
     Raises:
-        DamagedError: something is not as it was written, is missing, or was added.
+        DamagedError: a file was changed or added, or is missing.
     """
     manifest = read_manifest(share)
     try:
@@ -174,7 +171,7 @@ def _flush_folder(path: Path) -> None:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a file in safetensors' format; returns what the manifest says of the file, and of each tensor."""
+    """Write a file in safetensors' format; returns the manifest's `files` and `tensors`."""
     # Large elements first, so that each tensor begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header, entries, end = {}, {}, 0

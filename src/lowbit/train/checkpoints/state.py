@@ -1,4 +1,4 @@
-"""What a rank writes into a checkpoint, by names that mean the same in any layout of the pipeline.
+"""Tensors and codec states of a rank in a checkpoint, by names that mean the same in any layout of the pipeline.
 
 model/NAME, optimizer/NAME/KEY        a parameter by its name in the whole model, and AdamW's moments of it
 random/cpu, random/cuda               generators of the rank
@@ -21,10 +21,10 @@ from lowbit.train.stages import Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a rank writes.
+    """The content of a rank's share.
 
     Attributes:
-        tensors: by name; weights and moments themselves, no copies.
+        tensors: by name; weights and moments are not copied.
         codecs: for each end of a boundary whose codec has state: its place, its format, and values that are no tensors.
         aliases: for parameters that are copies, the name of the original.
     """
@@ -49,18 +49,18 @@ class End:
 
     @property
     def prefix(self) -> str:
-        """What the names of its tensors begin with."""
+        """Prefix of the names of its tensors."""
         side = "out" if self.outgoing else "in"
         return f"codecs/after layer {self.after_layer} {self.direction} {side}/"
 
     @property
     def other(self) -> End:
-        """The same on the other side of the boundary."""
+        """The end on the other side of the boundary."""
         return End(self.after_layer, self.direction, not self.outgoing)
 
 
 def ends_of(layout: Layout, codecs: Codecs, stage: int) -> Iterator[tuple[str, End, str]]:
-    """For each way in and out of a stage: the name of its lane, its end, and its format in full."""
+    """Name of the lane, end, and format in full of each direction of each boundary of a stage."""
     for boundary in (stage - 1, stage):
         if not 0 <= boundary < layout.stages - 1:
             continue
@@ -99,7 +99,7 @@ def restore(
     *,
     steps: int,
 ) -> None:
-    """Load what `collect` has collected.
+    """Load a snapshot.
 
     Args:
         tensors: by the names of a `Snapshot`; generators may be missing.
