@@ -36,13 +36,6 @@ PUBLIC = {
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
-    "lowbit.ops": (
-        "apart backend block_float8_decode block_float8_encode feature_int4_decode feature_int4_encode "
-        "feature_int4_sum gated_backward gated_encode gated_recompute group_int_decode group_int_encode implementation "
-        "norm_backward norm_encode norm_recompute subspace_coefficients_decode subspace_coefficients_encode "
-        "subspace_follow subspace_inverse subspace_renew subspace_rest_decode subspace_rest_encode "
-        "tah_quant_decode tah_quant_encode"
-    ),
     "lowbit.plan": "InFlight MemoryPlan StageCost actions_of in_flight order_of plan_bits",
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.report": (
