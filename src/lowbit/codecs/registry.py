@@ -1,4 +1,4 @@
-"""Which formats there are: lowbit's own, found by their folders, and those of installed packages, by entry points.
+"""The registry of formats: lowbit's own, found by their folders, and those of installed packages, by entry points.
 
 Each folder beside this file is a format: its `codec.py` holds the codec class and, in `SHORT_NAMES`, what short names
 stand for. Another package adds formats in its pyproject.toml, each by a short name, and a class in full as well:
@@ -30,18 +30,18 @@ Factory = Callable[..., Any]
 @functools.cache
 def formats() -> Mapping[str, type[Codec]]:
     """The codec class of each of lowbit's own formats, by the name of its folder."""
-    found = {}
+    codecs = {}
     for folder in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if folder.ispkg:
             module = importlib.import_module(f"{__package__}.{folder.name}.codec")
             own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
-            (found[folder.name],) = (c for c in own if issubclass(c, Codec))
-    return found
+            (codecs[folder.name],) = (c for c in own if issubclass(c, Codec))
+    return codecs
 
 
 @functools.cache
 def short_names() -> dict[str, Factory]:
-    """What makes each codec that has a short name, of lowbit's own."""
+    """The factory of each of lowbit's own short names."""
     modules = (inspect.getmodule(codec) for codec in formats().values())
     return {name: factory for module in modules for name, factory in getattr(module, "SHORT_NAMES", {}).items()}
 
@@ -49,8 +49,8 @@ def short_names() -> dict[str, Factory]:
 @functools.cache
 def classes() -> dict[str, type[Codec]]:
     """lowbit's own codec classes that can be named in full, by their names: those with a short name."""
-    made = {type(factory()) for factory in short_names().values()}
-    return {codec.__name__: codec for codec in formats().values() if codec in made}
+    named = {type(factory()) for factory in short_names().values()}
+    return {codec.__name__: codec for codec in formats().values() if codec in named}
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def outside() -> tuple[EntryPoint, ...]:
 
 
 def named(name: str) -> Factory | None:
-    """What makes the codec with a short name, or a class by its name; None: nothing has that name.
+    """The factory with a short name, or a class by its name; None if nothing has that name.
 
     Raises:
         ValueError: two have that name, or an entry point of that name cannot be loaded or is no codec.

@@ -1,4 +1,4 @@
-"""Sessions: a codec at work on the messages of one shape, and what it keeps between them."""
+"""Sessions: the messages of one shape, and the state that a codec keeps between them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Session:
     """Messages of one shape, in one direction of one boundary. This one, for stateless formats, keeps nothing.
 
     Both ends open the same session and pass it the same keys in the same order, so that their states stay equal. Where
-    the codec's format takes more bytes than the tensor in its own dtype, that one travels, and nothing is remembered of
-    it. Subclasses implement `_encode` and `_decode` for all others.
+    the format takes more bytes than the tensor in its own dtype, the tensor travels unchanged and nothing is kept.
+    Subclasses implement `_encode` and `_decode` for all others.
     """
 
     def __init__(self, codec: Codec, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
@@ -59,8 +59,7 @@ class Session:
         """
         check_float("x", x)
         if x.shape != self.shape:
-            found, expected = tuple(x.shape), tuple(self.shape)
-            raise ValueError(f"x has shape {found}; this session is for {expected}")
+            raise ValueError(f"x has shape {tuple(x.shape)}; this session is for {tuple(self.shape)}")
         size = self.nbytes(key)
         if out is None:
             out = torch.empty(size, dtype=torch.uint8, device=x.device)

@@ -1,7 +1,7 @@
-"""What operators on payloads share: how they are declared, their layouts, and building blocks of CPU and GPU kernels.
+"""How operators on payloads are declared, the layout of payloads, and building blocks of CPU and GPU kernels.
 
-An operator belongs to a room, a package such as `lowbit.codecs.group_int`, that holds side by side its definition in
-plain PyTorch (`reference.py`) and, under the same name, the numba kernel (`cpu.py`) and the Triton kernel (`gpu.py`).
+A package such as `lowbit.codecs.group_int` holds an operator's definition in plain PyTorch (`reference.py`) and, under
+the same name, its numba kernel (`cpu.py`) and its Triton kernel (`gpu.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what operators are given, before any backend computes with it."""
+"""Checks of operators' arguments, before any backend computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_bytes(name: str, payload: Tensor, nbytes: int, device: torch.device) -
 
 
 def check_shapes(shape: Sequence[int], device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise unless all tensors, by name, are numbers of this shape, contiguous and not empty; None is not looked at."""
+    """Raise unless all tensors, by name, are numbers of this shape, contiguous and not empty; None is skipped."""
     for name, x in tensors.items():
         if x is None:
             continue

@@ -1,4 +1,4 @@
-"""How an operator is declared, once, at its definition; and which backend computes it.
+"""Declaration of operators, and the choice of the backend that computes them.
 
 Operators fill or read tensors that the caller allocated, so they allocate no output and work on posted buffers. All of
 them are registered with `torch.library`, with their checks as fake implementation, so that `torch.compile` knows them.
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "cpu", "gpu")
 NEEDS = {"cpu": "numba", "gpu": "Triton"}
-HOMES = {"cpu": "cpu", "cuda": "gpu"}  # whose kernels a device has; others: nobody's
+HOMES = {"cpu": "cpu", "cuda": "gpu"}  # the backend of each type of device
 
 _chosen: contextvars.ContextVar[str] = contextvars.ContextVar("lowbit_backend", default="auto")
 _modules: dict[str, ModuleType | ImportError] = {}  # of kernels, or why they cannot be imported
@@ -37,9 +37,9 @@ def backend(name: str) -> Iterator[None]:
     """Compute operators with one backend inside a `with` block (this thread or task only).
 
     Args:
-        name: "auto" (the fastest there is, a missing one logged once), "reference" (plain PyTorch), "cpu" (numba) or
-            "gpu" (Triton). The last two are an error where they are missing or the tensor is elsewhere; Triton's
-            interpreter (TRITON_INTERPRET=1 in the environment) takes CPU tensors as well.
+        name: "auto" (the fastest that is installed; a missing one is logged once), "reference" (plain PyTorch), "cpu"
+            (numba) or "gpu" (Triton). The last two are an error where they are missing or the tensor is elsewhere;
+            Triton's interpreter (TRITON_INTERPRET=1 in the environment) takes CPU tensors as well.
 
     Raises:
         ValueError: another name.
@@ -55,7 +55,7 @@ def backend(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def apart(device: torch.device) -> Iterator[None]:
-    """Apart from the model's computation: no graph, and no autocast, which would round inside the codec."""
+    """Compute without autograd and without autocast, which would round inside the codec."""
     with torch.no_grad():
         if not torch.is_autocast_enabled(device.type):
             yield
@@ -65,13 +65,13 @@ def apart(device: torch.device) -> Iterator[None]:
 
 
 class Operator:
-    """A function on payloads, registered as `torch.ops.lowbit.<room>_<function>`; calling it goes through PyTorch.
+    """A function on payloads, registered as `torch.ops.lowbit.<package>_<function>`; calls go through PyTorch.
 
     A call checks its arguments, copies payloads that do not begin at a multiple of 16 bytes, which kernels read as
     words and vectors, and runs what `implementation` finds, `apart`.
 
     Attributes:
-        name: of the room and the function, such as "group_int_encode".
+        name: of the package and the function, such as "group_int_encode".
         definition: the function itself, in plain PyTorch.
     """
 
@@ -106,7 +106,7 @@ class Operator:
 
 
 def operator(*, writes: str | Sequence[str], check: Callable[..., None]) -> Callable[[Callable[..., None]], Operator]:
-    """Declare an operator at its definition in plain PyTorch, `reference.py` of its room.
+    """Declare an operator at its definition in plain PyTorch, in its package's `reference.py`.
 
     Parameters are annotated, and those called `payload...` hold bytes (uint8).
 
@@ -126,7 +126,7 @@ def implementation(definition: Operator | Callable[..., None], device: torch.dev
     the checks take tens of microseconds, which is as long as the work on a small message takes.
 
     Args:
-        definition: an operator, or a function of a room's reference that only callers like these use.
+        definition: an operator, or a function of a `reference.py` that only such callers use.
 
     Raises:
         RuntimeError: the `backend` that was asked for is missing, or `device` is not one of its own.
@@ -175,12 +175,12 @@ def _launching() -> Any:
 
 
 def _is_aligned(payload: Any) -> bool:
-    """Of a payload, a list of them, or None."""
+    """Whether a payload, or each of a list, begins where kernels read words; None counts as aligned."""
     if isinstance(payload, list | tuple):
         return all(map(_is_aligned, payload))
     return payload is None or payload.data_ptr() % ALIGNMENT == 0
 
 
 def _aligned(payload: Any) -> Any:
-    """A copy that begins where kernels want it."""
+    """An aligned copy of a payload or of a list of payloads."""
     return [p.clone() for p in payload] if isinstance(payload, list | tuple) else payload.clone()

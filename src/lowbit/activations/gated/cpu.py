@@ -15,7 +15,7 @@ from lowbit.activations.gated.reference import ACTIVATIONS
 from lowbit.codecs.group_int.cpu import decode_groups, decode_scratch, encode_groups, encode_scratch, parts
 from lowbit.codecs.group_int.reference import group_int_layout
 from lowbit.kernels.cpu.jit import helper, kernel, operation
-from lowbit.kernels.cpu.lines import LINE, NO, element, give, room, take, zero_gaps
+from lowbit.kernels.cpu.lines import LINE, NO, element, output_line, read_line, write_line, zero_gaps
 from lowbit.kernels.cpu.memory import get_float, put_float
 from lowbit.kernels.cpu.runs import ONE
 from lowbit.kernels.cpu.threads import over_rows
@@ -43,7 +43,7 @@ def encode(
     seeds = (seed or 0) % 2**32, ((seed or 0) + 1) % 2**32
     _run(
         _forward, gate, *element(gate), *element(up), *element(out),
-        *parts(payload_gate, out, bits, group), *parts(payload_up, out, bits, group),
+        parts(payload_gate, out, bits, group), parts(payload_up, out, bits, group),
         False, seed is not None, *seeds,
         activation=activation, gated=up is not None, bits=bits, group=group,
     )  # fmt: skip
@@ -56,7 +56,7 @@ def recompute(
     """out = act(gate') * up'."""
     _run(
         _forward, out, *element(None), *element(None), *element(out),
-        *parts(payload_gate, out, bits, group), *parts(payload_up, out, bits, group),
+        parts(payload_gate, out, bits, group), parts(payload_up, out, bits, group),
         True, False, 0, 0,
         activation=activation, gated=payload_up is not None, bits=bits, group=group,
     )  # fmt: skip
@@ -71,7 +71,7 @@ def backward(
     _run(
         _backward, grad_out, *element(grad_out),
         *element(grad_gate), *element(grad_up), *element(out),
-        *parts(payload_gate, grad_gate, bits, group), *parts(payload_up, grad_gate, bits, group),
+        parts(payload_gate, grad_gate, bits, group), parts(payload_up, grad_gate, bits, group),
         activation=activation, gated=payload_up is not None, bits=bits, group=group,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def _run(kernel, like: Tensor, *arguments, activation: str, gated: bool, bits: i
 @kernel
 def _forward(
     gate, gate_kind, up, up_kind, out, out_kind,
-    gate_scales, gate_mids, gate_codes, up_scales, up_mids, up_codes,
+    gate_parts, up_parts,
     decoding, stochastic, gate_seed, up_seed,
     total, activation, gated, bits, group, at_once, scratch, start, stop,
 ) -> None:  # fmt: skip
@@ -106,36 +106,30 @@ def _forward(
         count = min(last * group, total) - begin
         x, y = gate_line, up_line
         if decoding:
-            decode_groups(
-                gate_scales, gate_mids, gate_codes, x - 4 * begin, LINE, total,
-                bits, group, NO, NO, rest, first, last,
-            )  # fmt: skip
+            decode_groups(*gate_parts, x - 4 * begin, LINE, total, bits, group, NO, NO, rest, first, last)
             if gated:
-                decode_groups(
-                    up_scales, up_mids, up_codes, y - 4 * begin, LINE, total,
-                    bits, group, NO, NO, rest, first, last,
-                )  # fmt: skip
+                decode_groups(*up_parts, y - 4 * begin, LINE, total, bits, group, NO, NO, rest, first, last)
         else:
-            x = take(gate, gate_kind, begin, count, gate_line)
+            x = read_line(gate, gate_kind, begin, count, gate_line)
             encode_groups(
-                x - 4 * begin, LINE, total, gate_scales, gate_mids, gate_codes,
+                x - 4 * begin, LINE, total, *gate_parts,
                 bits, group, NO, stochastic, gate_seed, at_once, rest, first, last,
             )  # fmt: skip
             if gated:
-                y = take(up, up_kind, begin, count, up_line)
+                y = read_line(up, up_kind, begin, count, up_line)
                 encode_groups(
-                    y - 4 * begin, LINE, total, up_scales, up_mids, up_codes,
+                    y - 4 * begin, LINE, total, *up_parts,
                     bits, group, NO, stochastic, up_seed, at_once, rest, first, last,
                 )  # fmt: skip
-        to = room(out, out_kind, begin, out_line)
+        to = output_line(out, out_kind, begin, out_line)
         _put_values(activation, x, y, count, to)
-        give(to, out, out_kind, begin, count)
+        write_line(to, out, out_kind, begin, count)
 
 
 @kernel
 def _backward(
     grad_out, kind, grad_gate, gate_kind, grad_up, up_kind, out, out_kind,
-    gate_scales, gate_mids, gate_codes, up_scales, up_mids, up_codes,
+    gate_parts, up_parts,
     total, activation, gated, bits, group, at_once, scratch, start, stop,
 ) -> None:  # fmt: skip
     size = 4 * at_once * group
@@ -146,22 +140,16 @@ def _backward(
     for first in range(start, stop, at_once):
         last, begin = min(first + at_once, stop), first * group
         count = min(last * group, total) - begin
-        decode_groups(
-            gate_scales, gate_mids, gate_codes, x - 4 * begin, LINE, total,
-            bits, group, NO, NO, rest, first, last,
-        )  # fmt: skip
+        decode_groups(*gate_parts, x - 4 * begin, LINE, total, bits, group, NO, NO, rest, first, last)
         if gated:
-            decode_groups(
-                up_scales, up_mids, up_codes, y - 4 * begin, LINE, total,
-                bits, group, NO, NO, rest, first, last,
-            )  # fmt: skip
-        g = take(grad_out, kind, begin, count, grad_line)
-        to_gate = room(grad_gate, gate_kind, begin, gate_line)
-        to_up, to = room(grad_up, up_kind, begin, up_line), room(out, out_kind, begin, out_line)
+            decode_groups(*up_parts, y - 4 * begin, LINE, total, bits, group, NO, NO, rest, first, last)
+        g = read_line(grad_out, kind, begin, count, grad_line)
+        to_gate = output_line(grad_gate, gate_kind, begin, gate_line)
+        to_up, to = output_line(grad_up, up_kind, begin, up_line), output_line(out, out_kind, begin, out_line)
         _put_gradients(activation, x, y, g, count, to_gate, to_up, to)
-        give(to_gate, grad_gate, gate_kind, begin, count)
-        give(to_up, grad_up, up_kind, begin, count)
-        give(to, out, out_kind, begin, count)
+        write_line(to_gate, grad_gate, gate_kind, begin, count)
+        write_line(to_up, grad_up, up_kind, begin, count)
+        write_line(to, out, out_kind, begin, count)
 
 
 @helper

@@ -86,21 +86,18 @@ def _encode(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    there = group * GROUP < numel
+    exists = group * GROUP < numel
     x = eighths.load(gate, at, v, keep, count, j, RAGGED)
     encode_parts(
-        x, payload_gate, group, there, at, count, j, v, keep, gate_seed, mids_16, codes_16,
+        x, payload_gate, group, exists, at, count, j, v, keep, gate_seed, mids_16, codes_16,
         BITS, GROUP, False, STOCHASTIC, RAGGED,
     )  # fmt: skip
     zero_gaps(payload_gate, mids_16, codes_16, scales_end, mids_end)
-    z = ()
-    for k in tl.static_range(8):
-        value, _ = activate(x[k], ACTIVATION)
-        z = z + (value,)
+    z = [activate(part, ACTIVATION)[0] for part in x]
     if GATED:
         y = eighths.load(up, at, v, keep, count, j, RAGGED)
         encode_parts(
-            y, payload_up, group, there, at, count, j, v, keep, up_seed, mids_16, codes_16,
+            y, payload_up, group, exists, at, count, j, v, keep, up_seed, mids_16, codes_16,
             BITS, GROUP, False, STOCHASTIC, RAGGED,
         )  # fmt: skip
         zero_gaps(payload_up, mids_16, codes_16, scales_end, mids_end)
@@ -119,11 +116,11 @@ def _recompute(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    there = group * GROUP < numel
-    x = decode_parts(payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+    exists = group * GROUP < numel
+    x = decode_parts(payload_gate, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     y = x
     if GATED:
-        y = decode_parts(payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+        y = decode_parts(payload_up, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     z = ()
     for k in tl.static_range(8):
         value, _ = activate(x[k], ACTIVATION)
@@ -141,12 +138,12 @@ def _backward(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    there = group * GROUP < numel
+    exists = group * GROUP < numel
     g = eighths.load(grad_out, at, v, keep, count, j, RAGGED)
-    x = decode_parts(payload_gate, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+    x = decode_parts(payload_gate, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     y = x
     if GATED:
-        y = decode_parts(payload_up, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
+        y = decode_parts(payload_up, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, False)
     of_gate, of_up, product = (), (), ()
     for k in tl.static_range(8):
         value, slope = activate(x[k], ACTIVATION)

@@ -19,7 +19,7 @@ from lowbit.codecs.group_int import cpu as group_int
 from lowbit.codecs.group_int.cpu import decode_groups, decode_scratch, encode_groups, encode_scratch, parts
 from lowbit.codecs.group_int.reference import group_int_layout
 from lowbit.kernels.cpu.jit import helper, kernel, summing
-from lowbit.kernels.cpu.lines import LINE, NO, element, give, room, take, zero_gaps
+from lowbit.kernels.cpu.lines import LINE, NO, element, output_line, read_line, write_line, zero_gaps
 from lowbit.kernels.cpu.memory import get_float, put_float
 from lowbit.kernels.cpu.runs import ONE, ZERO
 from lowbit.kernels.cpu.threads import over_rows
@@ -44,7 +44,7 @@ def encode(
     def work(scratch: Tensor, start: int, stop: int) -> None:
         _forward(
             mode, *element(x), *element(out), x.numel(), x.shape[1],
-            *parts(payload, x, bits, group), bits, group, seed is not None, (seed or 0) % 2**32,
+            parts(payload, x, bits, group), bits, group, seed is not None, (seed or 0) % 2**32,
             factor.data_ptr(), added.data_ptr(), eps, centred,
             scratch.data_ptr(), start, stop,
         )  # fmt: skip
@@ -62,7 +62,7 @@ def recompute(
     def work(scratch: Tensor, start: int, stop: int) -> None:
         _forward(
             DECODE, *element(None), *element(out), out.numel(), out.shape[1],
-            *parts(payload, out, bits, group), bits, group, False, 0,
+            parts(payload, out, bits, group), bits, group, False, 0,
             factor.data_ptr(), added.data_ptr(), eps, centred,
             scratch.data_ptr(), start, stop,
         )  # fmt: skip
@@ -87,7 +87,7 @@ def backward(
             sums[start] = partial
         _backward(
             *element(grad_out), *element(grad_x), *element(out), grad_x.numel(), channels,
-            *parts(payload, grad_x, bits, group), bits, group,
+            parts(payload, grad_x, bits, group), bits, group,
             factor.data_ptr(), added.data_ptr(), partial.data_ptr(), eps, centred,
             scratch.data_ptr(), start, stop,
         )  # fmt: skip
@@ -126,7 +126,7 @@ def _line(channels: int, group: int) -> int:
 @kernel
 def _forward(
     mode, source, kind, out, out_kind, total, channels,
-    scales, mids, codes, bits, group, stochastic, seed,
+    parts, bits, group, stochastic, seed,
     factor, added, eps, centred, scratch, start, stop,
 ) -> None:  # fmt: skip
     size = 4 * (channels + 2 * group)
@@ -135,26 +135,26 @@ def _forward(
     for row in range(start, stop):
         begin = row * channels
         if mode == DECODE:
-            x = _decoded(line, scales, mids, codes, begin, channels, total, bits, group, rest)
+            x = _decoded(line, parts, begin, channels, total, bits, group, rest)
         else:
-            x = take(source, kind, begin, channels, line)
+            x = read_line(source, kind, begin, channels, line)
         if mode == ENCODE:
             first = begin // group
             encode_groups(
-                x - 4 * begin, LINE, total, scales, mids, codes, bits, group, NO,
+                x - 4 * begin, LINE, total, *parts, bits, group, NO,
                 stochastic, seed, per_block, rest, first, first + channels // group,
             )  # fmt: skip
         mean = _mean(x, channels) if centred else ZERO
         inverse = _inverse_root(_squares(x, channels, mean), channels, eps)
-        to = room(out, out_kind, begin, out_line)
+        to = output_line(out, out_kind, begin, out_line)
         _put_affine(x, channels, mean, inverse, factor, added, to)
-        give(to, out, out_kind, begin, channels)
+        write_line(to, out, out_kind, begin, channels)
 
 
 @kernel
 def _backward(
     grad_out, kind, grad_x, x_kind, out, out_kind, total, channels,
-    scales, mids, codes, bits, group,
+    parts, bits, group,
     factor, added, sums, eps, centred, scratch, start, stop,
 ) -> None:  # fmt: skip
     size = 4 * (channels + 2 * group)
@@ -163,13 +163,13 @@ def _backward(
     weight_sum, bias_sum = sums, sums + 4 * channels
     for row in range(start, stop):
         begin = row * channels
-        x = _decoded(line, scales, mids, codes, begin, channels, total, bits, group, rest)
-        g = take(grad_out, kind, begin, channels, grad_line)
+        x = _decoded(line, parts, begin, channels, total, bits, group, rest)
+        g = read_line(grad_out, kind, begin, channels, grad_line)
         mean = _mean(x, channels) if centred else ZERO
         inverse = _inverse_root(_squares(x, channels, mean), channels, eps)
         along = _weighted(x, g, factor, channels, mean) * inverse / np.float32(channels)
         level = dot(g, factor, channels) / np.float32(channels) if centred else ZERO
-        to_x = room(grad_x, x_kind, begin, x_line)
+        to_x = output_line(grad_x, x_kind, begin, x_line)
         for j in range(channels):
             normal = (get_float(x, j) - mean) * inverse
             grad = get_float(g, j)
@@ -177,19 +177,19 @@ def _backward(
             put_float(bias_sum, j, get_float(bias_sum, j) + grad)
             grad = grad * get_float(factor, j) - level - normal * along
             put_float(to_x, j, grad * inverse)
-        give(to_x, grad_x, x_kind, begin, channels)
+        write_line(to_x, grad_x, x_kind, begin, channels)
         if out_kind >= 0:
-            to = room(out, out_kind, begin, out_line)
+            to = output_line(out, out_kind, begin, out_line)
             _put_affine(x, channels, mean, inverse, factor, added, to)
-            give(to, out, out_kind, begin, channels)
+            write_line(to, out, out_kind, begin, channels)
 
 
 @helper
-def _decoded(line, scales, mids, codes, begin, count, total, bits, group, rest) -> Any:
+def _decoded(line, parts, begin, count, total, bits, group, rest) -> Any:
     """Where the `count` decoded elements from `begin` on are, in a line that has room for two groups more."""
     first, last = begin // group, (begin + count - 1) // group + 1
     start = line - 4 * first * group
-    decode_groups(scales, mids, codes, start, LINE, total, bits, group, NO, NO, rest, first, last)
+    decode_groups(*parts, start, LINE, total, bits, group, NO, NO, rest, first, last)
     return start + 4 * begin
 
 

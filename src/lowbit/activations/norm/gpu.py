@@ -9,8 +9,6 @@ lie in two rows, payloads are made and decoded apart, in a launch of their own.
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
@@ -23,14 +21,13 @@ from lowbit.codecs.group_int import gpu as group_int
 from lowbit.codecs.group_int.gpu import decode_parts, encode_parts, zero_gaps
 from lowbit.codecs.group_int.reference import group_int_layout
 from lowbit.kernels.gpu import eighths
-from lowbit.kernels.gpu.launch import ends, launch, power_of_two_from, starts
+from lowbit.kernels.gpu.launch import ends, launch, power_of_two_from, starts, warn_once
 from lowbit.kernels.gpu.numbers import widened
 from lowbit.kernels.layout import ceil_div
 
-log = logging.getLogger(__name__)
-
 PLAIN, ENCODE, DECODE = (tl.constexpr(i) for i in range(3))
 WIDEST = 32768  # channels that the registers of a program hold
+TOO_WIDE = f"norms over {{}} channels take the slow reference path: a GPU's program holds {WIDEST} of them"
 LEAST = 2048  # elements of a program
 PROGRAMS = 512  # that sum up gradients of parameters: some for each multiprocessor
 ANY_GROUP = 64  # how rows are cut that have no groups of their own
@@ -136,16 +133,10 @@ def _is_whole(x: Tensor, group: int) -> bool:
 
 
 def _is_wide(x: Tensor) -> bool:
-    if x.shape[1] > WIDEST:
-        _say_wide(x.shape[1])
-    return x.shape[1] > WIDEST
-
-
-@functools.cache
-def _say_wide(channels: int) -> None:
-    log.warning(
-        "norms over %d channels take the slow reference path: a GPU's program holds %d of them", channels, WIDEST
-    )
+    channels = x.shape[1]
+    if channels > WIDEST:
+        warn_once(TOO_WIDE.format(channels))
+    return channels > WIDEST
 
 
 def _shape(rows: int, channels: int, group: int) -> tuple[int, int, dict[str, int | bool]]:
@@ -164,12 +155,12 @@ def _lanes(
     """Of a block of rows: numbers of groups, which exist; columns, elements, lanes that exist, elements of groups."""
     slot = tl.arange(0, ROWS * GROUPS)
     row, part = (slot // GROUPS).to(tl.int64) + block * ROWS, slot % GROUPS
-    there = (row < rows) & (part * GROUP < channels)
+    exists = (row < rows) & (part * GROUP < channels)
     j = tl.arange(0, WIDTH)[None, :]
     column = (part * GROUP)[:, None] + j
     count = tl.minimum(channels - part * GROUP, GROUP)[:, None]
-    keep = there[:, None] & (j < GROUP // 8) & (j < count)
-    return (row * (channels // GROUP) + part, there, column, (row * channels)[:, None] + column, keep, count, j)
+    keep = exists[:, None] & (j < GROUP // 8) & (j < count)
+    return (row * (channels // GROUP) + part, exists, column, (row * channels)[:, None] + column, keep, count, j)
 
 
 @triton.jit
@@ -178,15 +169,6 @@ def _over_row(values, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     sums = tl.sum(tl.reshape(tl.sum(values, axis=1), (ROWS, GROUPS)), axis=1)
     spread = tl.broadcast_to(sums[:, None], (ROWS, GROUPS))
     return tl.reshape(spread, (ROWS * GROUPS,))[:, None]
-
-
-@triton.jit
-def _there(k: tl.constexpr, keep, count, j, GROUP: tl.constexpr, RAGGED: tl.constexpr):
-    """Which elements of an eighth exist."""
-    if RAGGED:
-        return keep & (k * (GROUP // 8) + j < count)
-    else:
-        return keep
 
 
 @triton.jit
@@ -201,30 +183,24 @@ def _normal(
         for k in tl.static_range(8):
             total += parts[k]
         mean = _over_row(total, ROWS, GROUPS) / size
-        left = ()
+        centred = ()
         for k in tl.static_range(8):
-            there = _there(k, keep, count, j, GROUP, RAGGED)
-            left = left + (tl.where(there, parts[k] - mean, 0.0),)
+            exists = eighths.present(k, GROUP // 8, keep, count, j, RAGGED)
+            centred = centred + (tl.where(exists, parts[k] - mean, 0.0),)
     else:
-        left = parts
+        centred = parts
     squares = tl.zeros(keep.shape, tl.float32)
     for k in tl.static_range(8):
-        squares = tl.fma(left[k], left[k], squares)
+        squares = tl.fma(centred[k], centred[k], squares)
     inverse = tl.rsqrt(_over_row(squares, ROWS, GROUPS) / size + eps)
-    normal = ()
-    for k in tl.static_range(8):
-        normal = normal + (left[k] * inverse,)
-    return normal, inverse
+    return [part * inverse for part in centred], inverse
 
 
 @triton.jit
-def _decoded(payload, group, there, j, keep, mids_16, codes_16, BITS: tl.constexpr, GROUP: tl.constexpr):
+def _decoded(payload, group, exists, j, keep, mids_16, codes_16, BITS: tl.constexpr, GROUP: tl.constexpr):
     """Eight float32 tensors, 0 where there is nothing."""
-    found = decode_parts(payload, group, there, j, GROUP // 8, keep, mids_16, codes_16, BITS, GROUP, False)
-    parts = ()
-    for k in tl.static_range(8):
-        parts = parts + (tl.where(keep, found[k], 0.0),)
-    return parts
+    parts = decode_parts(payload, group, exists, j, GROUP // 8, keep, mids_16, codes_16, BITS, GROUP, False)
+    return [tl.where(keep, part, 0.0) for part in parts]
 
 
 @triton.jit
@@ -235,11 +211,11 @@ def _affine(
     out = ()
     for k in tl.static_range(8):
         y, to = normal[k], column + k * (GROUP // 8)
-        there = _there(k, keep, count, j, GROUP, RAGGED)
+        exists = eighths.present(k, GROUP // 8, keep, count, j, RAGGED)
         if WEIGHT:
-            y = y * (widened(tl.load(weight + to, mask=there, other=0.0)) + offset)
+            y = y * (widened(tl.load(weight + to, mask=exists, other=0.0)) + offset)
         if BIAS:
-            y = y + widened(tl.load(bias + to, mask=there, other=0.0))
+            y = y + widened(tl.load(bias + to, mask=exists, other=0.0))
         out = out + (y,)
     return out
 
@@ -254,14 +230,14 @@ def _forward(
     BITS: tl.constexpr, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    group, there, column, at, keep, count, j = _lanes(tl.program_id(0), rows, channels, GROUP, ROWS, GROUPS, WIDTH)
+    group, exists, column, at, keep, count, j = _lanes(tl.program_id(0), rows, channels, GROUP, ROWS, GROUPS, WIDTH)
     if MODE == DECODE:
-        parts = _decoded(payload, group, there, j, keep, mids_16, codes_16, BITS, GROUP)
+        parts = _decoded(payload, group, exists, j, keep, mids_16, codes_16, BITS, GROUP)
     else:
         parts = eighths.load(x, at, GROUP // 8, keep, count, j, RAGGED)
     if MODE == ENCODE:
         encode_parts(
-            parts, payload, group, there, at, count, j, GROUP // 8, keep, seed, mids_16, codes_16,
+            parts, payload, group, exists, at, count, j, GROUP // 8, keep, seed, mids_16, codes_16,
             BITS, GROUP, False, STOCHASTIC, False,
         )  # fmt: skip
         zero_gaps(payload, mids_16, codes_16, scales_end, mids_end)
@@ -282,13 +258,13 @@ def _backward(
     ROWS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     size = channels.to(tl.float32)
-    nothing = tl.zeros((ROWS * GROUPS, WIDTH), tl.float32)
-    of_weight = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    zeros = tl.zeros((ROWS * GROUPS, WIDTH), tl.float32)
+    of_weight = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     of_bias = of_weight
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        group, there, column, at, keep, count, j = _lanes(block, rows, channels, GROUP, ROWS, GROUPS, WIDTH)
+        group, exists, column, at, keep, count, j = _lanes(block, rows, channels, GROUP, ROWS, GROUPS, WIDTH)
         if MODE == DECODE:
-            parts = _decoded(payload, group, there, j, keep, mids_16, codes_16, BITS, GROUP)
+            parts = _decoded(payload, group, exists, j, keep, mids_16, codes_16, BITS, GROUP)
         else:
             parts = eighths.load(x, at, GROUP // 8, keep, count, j, RAGGED)
         normal, inverse = _normal(parts, channels, eps, keep, count, j, CENTRED, GROUP, ROWS, GROUPS, RAGGED)
@@ -301,7 +277,7 @@ def _backward(
             again = _affine(normal, weight, bias, offset, column, keep, count, j, WEIGHT, BIAS, GROUP, RAGGED)
             eighths.store(again, out, at, GROUP // 8, keep, count, j, RAGGED)
         scaled = _affine(grads, weight, bias, offset, column, keep, count, j, WEIGHT, False, GROUP, RAGGED)
-        along, level = nothing, nothing
+        along, level = zeros, zeros
         for k in tl.static_range(8):
             along = tl.fma(scaled[k], normal[k], along)
             level += scaled[k]
@@ -311,11 +287,8 @@ def _backward(
             of_x = of_x + (scaled[k] - normal[k] * along,)
         if CENTRED:
             level = _over_row(level, ROWS, GROUPS) / size
-            of_x = _less(of_x, level)
-        result = ()
-        for k in tl.static_range(8):
-            result = result + (of_x[k] * inverse,)
-        eighths.store(result, grad_x, at, GROUP // 8, keep, count, j, RAGGED)
+            of_x = [part - level for part in of_x]
+        eighths.store([part * inverse for part in of_x], grad_x, at, GROUP // 8, keep, count, j, RAGGED)
     if OF_WEIGHT:
         _put_sums(of_weight, weight_sums, channels, GROUP, ROWS, GROUPS, WIDTH)
     if OF_BIAS:
@@ -325,21 +298,13 @@ def _backward(
 @triton.jit
 def _added(sums, grads, normal):
     """Sums plus products, or plus gradients as they are."""
-    found = ()
+    out = ()
     for k in tl.static_range(8):
         if normal is None:
-            found = found + (sums[k] + grads[k],)
+            out = out + (sums[k] + grads[k],)
         else:
-            found = found + (tl.fma(grads[k], normal[k], sums[k]),)
-    return found
-
-
-@triton.jit
-def _less(parts, level):
-    found = ()
-    for k in tl.static_range(8):
-        found = found + (parts[k] - level,)
-    return found
+            out = out + (tl.fma(grads[k], normal[k], sums[k]),)
+    return out
 
 
 @triton.jit

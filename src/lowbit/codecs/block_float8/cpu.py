@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from lowbit.codecs.block_float8.reference import (
 from lowbit.kernels.cpu import formulas
 from lowbit.kernels.cpu.formulas import INTEGER_BITS, MAGNITUDE, TO_INTEGER, constant, shaped
 from lowbit.kernels.cpu.jit import helper, kernel, operation
-from lowbit.kernels.cpu.lines import FLOAT32, KINDS, add, narrow, sections, widen
+from lowbit.kernels.cpu.lines import FLOAT32, KINDS, add, narrow, sections, widen, zero_gaps
 from lowbit.kernels.cpu.memory import F32, I8, I32, I64, get_byte, get_float, put_byte, put_float
 from lowbit.kernels.cpu.operations import bits_float
 from lowbit.kernels.cpu.threads import over_rows
@@ -37,8 +36,8 @@ E4M3, E5M2 = FORMATS["e4m3"], FORMATS["e5m2"]
 def encode(x: Tensor, payload: Tensor, format: str, block: int, seed: int | None, accumulate: bool) -> None:
     """The reference's bytes."""
     layout, form = block_float8_layout(x.numel(), block), FORMATS[format]
-    at, end = sections(payload, layout), layout.sizes["codes"]
-    ctypes.memset(payload.data_ptr() + end, 0, layout.offsets["scales"] - end)
+    at = sections(payload, layout)
+    zero_gaps(payload, layout)
 
     def work(start: int, stop: int) -> None:
         scratch = torch.empty(5 * block, dtype=torch.uint8)
@@ -69,14 +68,14 @@ def decode(payload: Tensor, out: Tensor, format: str, block: int, accumulate: bo
 def _largest(b: Any, x: Any, count: Any) -> Any:
     """The bits of the largest magnitude of `count` numbers, a multiple of `LANES`; NaN and Inf are the largest."""
     kind = ir.VectorType(I32, LANES)
-    found = cgutils.alloca_once_value(b, ir.Constant(kind, [0] * LANES))
+    largest = cgutils.alloca_once_value(b, ir.Constant(kind, [0] * LANES))
     with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
         bits = formulas.float_bits(b, formulas.load(b, x, b.mul(loop.index, I64(LANES)), F32, LANES))
         bits = b.and_(bits, constant(I32, MAGNITUDE, bits))
-        b.store(formulas.greater32(b, bits, b.load(found)), found)
+        b.store(formulas.greater32(b, bits, b.load(largest)), largest)
     name = f"llvm.vector.reduce.smax.v{LANES}i32"
     reduce = cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, [kind]), name)
-    return b.call(reduce, [b.load(found)])
+    return b.call(reduce, [b.load(largest)])
 
 
 def _encoder(form: Format, *, stochastic: bool) -> Any:

@@ -84,11 +84,11 @@ def _encode(
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    group, there, at, keep = _lanes(numel, BLOCK, GROUPS, WIDTH)
+    group, exists, at, keep = _lanes(numel, BLOCK, GROUPS, WIDTH)
     scales = section(payload, scales_16)
     y = widened(tl.load(x + at, mask=keep, other=0.0))
     if ACCUMULATE:
-        before = tl.load(scales + group, mask=there, other=0).to(tl.int32)
+        before = tl.load(scales + group, mask=exists, other=0).to(tl.int32)
         y = tl.where(keep, _decoded(payload, at, keep, before, BITS, LOWEST) + y, 0.0)
     largest = tl.max(bits_of(y) & 0x7FFFFFFF, axis=1)
     finite = largest < 0x7F800000
@@ -104,7 +104,7 @@ def _encode(
     code = ((exponent - LOWEST) << BITS) + integer
     code = tl.where(finite[:, None], code | ((bits_of(y) >> 24) & 0x80), 0)
     tl.store(payload + at, code.to(tl.uint8), mask=keep)
-    tl.store(scales + group, tl.where(finite, scale, NAN_SCALE_).to(tl.uint8), mask=there)
+    tl.store(scales + group, tl.where(finite, scale, NAN_SCALE_).to(tl.uint8), mask=exists)
     if tl.program_id(0) == 0:
         zero_gap(payload, numel, scales_16)
 
@@ -115,8 +115,8 @@ def _decode(
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    group, there, at, keep = _lanes(numel, BLOCK, GROUPS, WIDTH)
-    scale = tl.load(section(payload, scales_16) + group, mask=there, other=0).to(tl.int32)
+    group, exists, at, keep = _lanes(numel, BLOCK, GROUPS, WIDTH)
+    scale = tl.load(section(payload, scales_16) + group, mask=exists, other=0).to(tl.int32)
     y = _decoded(payload, at, keep, scale, BITS, LOWEST)
     if ACCUMULATE:
         y = widened(tl.load(out + at, mask=keep, other=0.0)) + y

@@ -74,8 +74,8 @@ class FeatureInt4(Summable):
 
     def __post_init__(self) -> None:
         if not isinstance(self.ranges, Tensor) or self.ranges.dim() != 2 or not self.ranges.numel():
-            found = tuple(self.ranges.shape) if isinstance(self.ranges, Tensor) else self.ranges
-            raise ValueError(f"ranges is {found}; allowed: a tensor of (ranks, features)")
+            given = tuple(self.ranges.shape) if isinstance(self.ranges, Tensor) else self.ranges
+            raise ValueError(f"ranges is {given}; allowed: a tensor of (ranks, features)")
         ranks, size = self.ranges.shape
         _check_ranges("ranges", self.ranges, (ranks, size))
         _check_ranges("total", self.total, (size,))
@@ -196,10 +196,10 @@ class FeatureInt4(Summable):
 
     def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
         self._rows(out.shape)
-        scales, all_of_them = self._tables.on(out.device), list(payloads)
-        if len(all_of_them) != self.ranks:
-            raise ValueError(f"payloads are {len(all_of_them)}; allowed: {self.ranks}, one a rank")
-        reference.sum(all_of_them, out.view(-1, self.grain), scales.scale, scales.order, len(self.features), divisor)
+        scales, payloads = self._tables.on(out.device), list(payloads)
+        if len(payloads) != self.ranks:
+            raise ValueError(f"payloads are {len(payloads)}; allowed: {self.ranks}, one a rank")
+        reference.sum(payloads, out.view(-1, self.grain), scales.scale, scales.order, len(self.features), divisor)
 
     def _rows(self, shape: Sequence[int]) -> int:
         numel, size = math.prod(shape), self.grain
@@ -211,10 +211,10 @@ class FeatureInt4(Summable):
 
     def _like(self, **changes: object) -> FeatureInt4:
         """A codec that differs in what has been checked already, and shares the tables."""
-        made = object.__new__(FeatureInt4)
+        codec = object.__new__(FeatureInt4)
         for name, value in (vars(self) | changes).items():
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(codec, name, value)
+        return codec
 
 
 @dataclass(frozen=True)
@@ -227,19 +227,19 @@ class _Scales:
 
 
 class _Tables:
-    """What the operators want of the ranges, made once for all ranks' codecs."""
+    """Scales, inverses and the order of features, computed once for all ranks' codecs."""
 
     def __init__(self, ranges: Tensor, total: Tensor, features: tuple[int, ...]) -> None:
         self._ranges, self._total, self._features = ranges, total, features
-        self._made: dict[torch.device, _Scales] = {}
+        self._scales: dict[torch.device, _Scales] = {}
         self._whole: _Tables | None = None
         self._digest = ""
 
     def on(self, device: torch.device) -> _Scales:
         """The tables on a device; copied there at the first use, which must not be inside a CUDA graph's capture."""
-        if device not in self._made:
-            self._made[device] = self._on(device)
-        return self._made[device]
+        if device not in self._scales:
+            self._scales[device] = self._on(device)
+        return self._scales[device]
 
     @torch.inference_mode(False)
     def _on(self, device: torch.device) -> _Scales:
@@ -260,10 +260,10 @@ class _Tables:
     def digest(self) -> str:
         """Hexadecimal, of the contents."""
         if not self._digest:
-            found = hashlib.sha256(repr((tuple(self._ranges.shape), self._features)).encode())
+            digest = hashlib.sha256(repr((tuple(self._ranges.shape), self._features)).encode())
             for tensor in (self._ranges, self._total):
-                found.update(tensor.contiguous().numpy().tobytes())
-            self._digest = found.hexdigest()
+                digest.update(tensor.contiguous().numpy().tobytes())
+            self._digest = digest.hexdigest()
         return self._digest
 
 

@@ -77,10 +77,10 @@ def _place(rows, features, outliers, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _coded(x, inverse, row, feature, features, keep, there):
+def _coded(x, inverse, row, feature, features, keep, exists):
     """Codes of the features (1, WIDTH) of some rows as bits, and which of them are beyond."""
     y = widened(tl.load(x + row * features + feature, mask=keep, other=0.0))
-    v = y * tl.load(inverse + feature, mask=there, other=0.0)
+    v = y * tl.load(inverse + feature, mask=exists, other=0.0)
     beyond = keep & ((tl.abs(v) < BEYOND_) == 0)
     v = tl.minimum(tl.maximum(v, -LIMIT_ * 1.0), LIMIT_ * 1.0)
     finite = (bits_of(y) & 0x7FFFFFFF) < 0x7F800000
@@ -109,9 +109,9 @@ def _encode(
         count = tl.sum(over.to(tl.int64)) + tl.sum(over_too.to(tl.int64))
     else:
         j = (-1 - column) * WIDTH + lane
-        there = j < outliers
-        feature = tl.load(order + rest + j, mask=there, other=0)
-        keep = (row < rows) & there
+        exists = j < outliers
+        feature = tl.load(order + rest + j, mask=exists, other=0)
+        keep = (row < rows) & exists
         y = widened(tl.load(x + row * features + feature, mask=keep, other=0.0))
         finite = (bits_of(y) & 0x7FFFFFFF) < 0x7F800000
         y = tl.where(finite, tl.minimum(tl.maximum(y, -MOST), MOST), y)
@@ -170,9 +170,9 @@ def _decode(
         _give(z, out, row, high, features, keep & second, divisor, DIVIDE, ACCUMULATE)
     else:
         j = (-1 - column) * WIDTH + lane
-        there = j < outliers
-        feature = tl.load(order + rest + j, mask=there, other=0)
-        keep = (row < rows) & there
+        exists = j < outliers
+        feature = tl.load(order + rest + j, mask=exists, other=0)
+        keep = (row < rows) & exists
         at = row * outliers + j
         bits = tl.load(payloads[0].to(tl.pointer_type(tl.int16)) + at, mask=keep, other=0)
         y = of_bits(bits.to(tl.int32) << 16)

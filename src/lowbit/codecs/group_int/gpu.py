@@ -15,7 +15,6 @@ from lowbit.kernels.gpu.launch import ends, launch, power_of_two_from, starts, w
 from lowbit.kernels.gpu.numbers import (
     bits_of,
     code_below,
-    code_of,
     inverse_of,
     number_of,
     of_bits,
@@ -73,7 +72,7 @@ def lanes(numel, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def encode_parts(
-    parts, payload, group, there, at, count, j, v, keep, seed, mids_16, codes_16,
+    parts, payload, group, exists, at, count, j, v, keep, seed, mids_16, codes_16,
     BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, STOCHASTIC: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -103,44 +102,41 @@ def encode_parts(
     limit = tl.where(finite, top, 0.0)
 
     scales = payload.to(tl.pointer_type(tl.int16))
-    tl.store(scales + group, tl.where(finite, bits_of(scale) >> 16, NAN_SCALE_).to(tl.int16), mask=there)
+    tl.store(scales + group, tl.where(finite, bits_of(scale) >> 16, NAN_SCALE_).to(tl.int16), mask=exists)
     if not SYMMETRIC:
         mids = section(payload, mids_16).to(tl.pointer_type(tl.int16))
-        tl.store(mids + group, tl.where(finite, m, 0.0).to(tl.int16), mask=there)
-    codes = ()
-    for k in tl.static_range(8):
-        if STOCHASTIC:
+        tl.store(mids + group, tl.where(finite, m, 0.0).to(tl.int16), mask=exists)
+    if STOCHASTIC:
+        codes = ()
+        for k in tl.static_range(8):
             random = uniform(at + k * v, seed)
             code = code_below(parts[k], inverse[:, None], shift[:, None], limit[:, None], random)
-        else:
-            code = code_of(parts[k], inverse[:, None], shift[:, None], limit[:, None])
-        if RAGGED:
-            code = tl.where(k * v + j < count, code, 0)
-        codes = codes + (code,)
+            if RAGGED:
+                code = tl.where(k * v + j < count, code, 0)
+            codes = codes + (code,)
+    else:
+        codes = eighths.codes_of(parts, inverse[:, None], shift[:, None], limit[:, None], v, count, j, RAGGED)
     to = section(payload, codes_16) + (group * BITS * (GROUP // 8))[:, None] + j
     eighths.store_codes(to, codes, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
 
 
 @triton.jit
 def decode_parts(
-    payload, group, there, j, v, keep, mids_16, codes_16,
+    payload, group, exists, j, v, keep, mids_16, codes_16,
     BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """Inverse of `encode_parts`: eight float32 tensors."""
     scales = payload.to(tl.pointer_type(tl.int16))
-    scale = of_bits(tl.load(scales + group, mask=there, other=0).to(tl.int32) << 16)
+    scale = of_bits(tl.load(scales + group, mask=exists, other=0).to(tl.int32) << 16)
     if SYMMETRIC:
         offset = tl.full(group.shape, -(2.0 ** (BITS - 1) - 1), tl.float32)
     else:
         mids = section(payload, mids_16).to(tl.pointer_type(tl.int16))
-        m = tl.load(mids + group, mask=there, other=0).to(tl.float32)
+        m = tl.load(mids + group, mask=exists, other=0).to(tl.float32)
         offset = m * (2.0**BITS / 256) - (2.0**BITS - 1) / 2
     start = section(payload, codes_16) + (group * BITS * (GROUP // 8))[:, None] + j
     codes = eighths.load_codes(start, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
-    y = ()
-    for k in tl.static_range(8):
-        y = y + ((number_of(codes[k]) + offset[:, None]) * scale[:, None],)
-    return y
+    return [(number_of(code) + offset[:, None]) * scale[:, None] for code in codes]
 
 
 @triton.jit
@@ -158,10 +154,10 @@ def _encode(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    there = group * GROUP < numel
+    exists = group * GROUP < numel
     parts = eighths.load(x, at, v, keep, count, j, RAGGED)
     encode_parts(
-        parts, payload, group, there, at, count, j, v, keep, seed, mids_16, codes_16,
+        parts, payload, group, exists, at, count, j, v, keep, seed, mids_16, codes_16,
         BITS, GROUP, SYMMETRIC, STOCHASTIC, RAGGED,
     )  # fmt: skip
     zero_gaps(payload, mids_16, codes_16, scales_end, mids_end)
@@ -174,6 +170,6 @@ def _decode(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     group, at, count, j, v, keep = lanes(numel, GROUP, GROUPS, WIDTH, RAGGED)
-    there = group * GROUP < numel
-    y = decode_parts(payload, group, there, j, v, keep, mids_16, codes_16, BITS, GROUP, SYMMETRIC)
+    exists = group * GROUP < numel
+    y = decode_parts(payload, group, exists, j, v, keep, mids_16, codes_16, BITS, GROUP, SYMMETRIC)
     eighths.store_numbers(y, out, at, v, keep, count, j, RAGGED, ACCUMULATE)

@@ -119,14 +119,14 @@ def follow(
 
 def _scale(x: Tensor) -> float:
     """What brings tokens to at most 1; 0 where they are of no use."""
-    found: list[float] = []
+    magnitudes: list[float] = []
     start, (rows, channels) = x.data_ptr(), x.shape
 
     def work(first: int, last: int) -> None:
-        found.append(_farthest(start + 4 * first * channels, (last - first) * channels))
+        magnitudes.append(_farthest(start + 4 * first * channels, (last - first) * channels))
 
     over_rows(work, rows, x.nbytes)
-    most = np.float32(max(found))
+    most = np.float32(max(magnitudes))
     return float(ONE / most) if SMALLEST <= most <= FAR else 0.0
 
 
@@ -280,20 +280,20 @@ def _follow(
     slots, lengths, codes, count, rank, channels,
     directions, digest, header, next_directions, next_digest, number, training,
 ) -> None:  # fmt: skip
-    own, there = _digest(slots, lengths, codes, count, channels), True
+    own, fits = _digest(slots, lengths, codes, count, channels), True
     taken = np.zeros(rank, np.uint8)
     for m in range(count):
         slot = np.int64(np.int16(get_half(slots, m)))
-        there = there and -1 <= slot < rank
-        if there and slot >= 0:
-            there = taken[slot] == 0
+        fits = fits and -1 <= slot < rank
+        if fits and slot >= 0:
+            fits = taken[slot] == 0
             taken[slot] = 1
-    own = own if there else -1
+    own = own if fits else -1
     for i in range(rank * channels):
         put_float(next_directions, i, get_float(directions, i))
     for m in range(count):
         slot = np.int64(np.int16(get_half(slots, m)))
-        if there and slot >= 0:
+        if fits and slot >= 0:
             length = get_float(lengths, m)
             for j in range(channels):
                 q = np.float32(np.int8(get_byte(codes, m * channels + j)))

@@ -7,9 +7,6 @@ A program takes whole tokens: of coefficients a lane for each, of the remainder 
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 import triton
 import triton.language as tl
@@ -24,21 +21,20 @@ from lowbit.codecs.subspace_quant.reference_basis import follow, invert, renew
 from lowbit.kernels.exact import LARGEST, SMALLEST, octave_rounding
 from lowbit.kernels.gpu import eighths
 from lowbit.kernels.gpu.lanes import lanes, row_maximum, step_of
-from lowbit.kernels.gpu.launch import launch, power_of_two_from, starts, warps_for
-from lowbit.kernels.gpu.numbers import bits_of, code_of, inverse_of, number_of, of_bits, round_signed, section
+from lowbit.kernels.gpu.launch import launch, power_of_two_from, starts, warn_once, warps_for
+from lowbit.kernels.gpu.numbers import bits_of, inverse_of, number_of, of_bits, round_signed, section
 from lowbit.kernels.layout import ceil_div
 
 __all__ = [
     "coefficients_decode", "coefficients_encode", "follow", "invert", "renew", "rest_decode", "rest_encode",
 ]  # fmt: skip
 
-log = logging.getLogger(__name__)
-
 LARGEST_, SMALLEST_, FARTHEST_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, FARTHEST))
 ZERO_STEP_, NAN_STEP_ = tl.constexpr(ZERO_STEP), tl.constexpr(NAN_STEP)
 COEFFICIENTS = 4096  # that a program holds in registers
 ELEMENTS, GROUPS = 16384, 256  # the same, of the remainder; but one token at least
 WIDEST = 1 << 17  # elements of a token, its groups rounded up: more do not fit into a program's registers
+TOO_WIDE = f"tokens of {{}} elements in groups of {{}} take the slow reference path: the kernels hold up to {WIDEST}"
 
 
 def coefficients_encode(c: Tensor, unit: Tensor, payload: Tensor, out: Tensor, geo: SubspaceGeometry) -> None:
@@ -57,7 +53,7 @@ def rest_encode(x: Tensor, c: Tensor, directions: Tensor, payload: Tensor, geo: 
     """The reference's bytes, but for the last bits of sums."""
     shape = _group_shape(geo)
     if shape is None:
-        _say_wide(geo.channels, geo.group)
+        warn_once(TOO_WIDE.format(geo.channels, geo.group))
         reference.rest_encode(x, c, directions, payload, geo)
         return
     launch(
@@ -70,23 +66,13 @@ def rest_decode(payload: Tensor, c: Tensor, directions: Tensor, out: Tensor, geo
     """The reference's numbers, but for the last bits of sums."""
     shape = _group_shape(geo)
     if shape is None:
-        _say_wide(geo.channels, geo.group)
+        warn_once(TOO_WIDE.format(geo.channels, geo.group))
         reference.rest_decode(payload, c, directions, out, geo)
         return
     # The remainder may be added in place, so that nothing else of this size is needed.
     base = torch.mm(c, directions, out=out if out.dtype == torch.float32 else None)
     places = starts(geo.layout, "exponents", "steps", "codes")
     launch(_decode_rest, *shape, payload, base, out, geo.rows, *places, BITS=geo.bits)
-
-
-@functools.cache
-def _say_wide(channels: int, group: int) -> None:
-    log.warning(
-        "tokens of %d elements in groups of %d take the slow reference path: the kernels hold up to %d",
-        channels,
-        group,
-        WIDEST,
-    )
 
 
 def _row_shape(geo: SubspaceGeometry) -> tuple[int, int, dict[str, int]]:
@@ -180,7 +166,7 @@ def _encode_rest(
     ROWS: tl.constexpr, LANES: tl.constexpr, RP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     RAGGED: tl.constexpr = C % GROUP > 0
-    first, row, t, there, j, at, count, v, keep = lanes(rows, C, GROUP, G, ROWS, LANES, WIDTH)
+    first, row, t, exists, j, at, count, v, keep = lanes(rows, C, GROUP, G, ROWS, LANES, WIDTH)
     tokens = eighths.load(x, at, v, keep, count, j, RAGGED)
     bases = eighths.load(base, at, v, keep, count, j, RAGGED)
     parts = ()
@@ -189,22 +175,17 @@ def _encode_rest(
     low, high, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
     extent = tl.maximum(tl.minimum(high, LARGEST_), -tl.maximum(low, -LARGEST_))
     octave = (bits_of(tl.maximum(extent * 2.0 ** (1 - BITS), SMALLEST_)) + ROUNDING) >> 19
-    octave = tl.where(finite & there & (extent > 0), octave, 0)
+    octave = tl.where(finite & exists & (extent > 0), octave, 0)
     exponent = row_maximum(octave, row, G, ROWS, LANES, RP) >> 4
     below = tl.minimum(tl.maximum(exponent * 16 + 15 - octave, 0), NAN_STEP_ - 1)
     below = tl.where(octave > 0, below, ZERO_STEP_)
     inverse = inverse_of(of_bits(step_of(below, exponent)))
     top = tl.where(octave > 0, 2.0**BITS - 1, 0.0)
 
-    tl.store(section(payload, exponents_16) + first + row, exponent.to(tl.uint8), mask=there & (t == 0))
+    tl.store(section(payload, exponents_16) + first + row, exponent.to(tl.uint8), mask=exists & (t == 0))
     steps = section(payload, steps_16) + first * G + tl.arange(0, LANES)
-    tl.store(steps, tl.where(finite, below, NAN_STEP_).to(tl.uint8), mask=there)
-    codes = ()
-    for k in tl.static_range(8):
-        code = code_of(parts[k], inverse[:, None], (2.0**BITS - 1) / 2, top[:, None])
-        if RAGGED:
-            code = tl.where(k * v + j < count, code, 0)
-        codes = codes + (code,)
+    tl.store(steps, tl.where(finite, below, NAN_STEP_).to(tl.uint8), mask=exists)
+    codes = eighths.codes_of(parts, inverse[:, None], (2.0**BITS - 1) / 2, top[:, None], v, count, j, RAGGED)
     start = _codes_start(first, row, t, C, GROUP, G, ROW_BYTES, BITS, LANES)
     to = section(payload, codes_16) + start + j
     eighths.store_codes(to, codes, v, tl.full((1, 1), BITS, tl.int32), keep, BITS)
@@ -218,11 +199,11 @@ def _decode_rest(
     ROWS: tl.constexpr, LANES: tl.constexpr, RP: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     RAGGED: tl.constexpr = C % GROUP > 0
-    first, row, t, there, j, at, count, v, keep = lanes(rows, C, GROUP, G, ROWS, LANES, WIDTH)
+    first, row, t, exists, j, at, count, v, keep = lanes(rows, C, GROUP, G, ROWS, LANES, WIDTH)
     exponents = section(payload, exponents_16) + first + row
-    exponent = tl.load(exponents, mask=there, other=0).to(tl.int32)
+    exponent = tl.load(exponents, mask=exists, other=0).to(tl.int32)
     steps = section(payload, steps_16) + first * G + tl.arange(0, LANES)
-    below = tl.load(steps, mask=there, other=0).to(tl.int32)
+    below = tl.load(steps, mask=exists, other=0).to(tl.int32)
     step = of_bits(tl.where(below == NAN_STEP_, 0x7FC00000, step_of(below, exponent)))
     start = _codes_start(first, row, t, C, GROUP, G, ROW_BYTES, BITS, LANES)
     at_codes = section(payload, codes_16) + start + j

@@ -1,4 +1,4 @@
-"""What an end of a `SubspaceQuant` boundary knows, and how it tells that a message is the next one."""
+"""The state of one end of a `SubspaceQuant` boundary, and the check that a message is the next one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lowbit.kernels import implementation
 
 
 class Headers:
-    """What arrives and what should have: compared by the host as soon as it knows, which waits for no GPU."""
+    """Received and expected headers, which the host compares once they have arrived, without waiting for a GPU."""
 
     def __init__(self) -> None:
         self._coming: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
-    def compare(self, found: Tensor, expected: Tensor) -> bool:
-        """Take two headers; raise for those that have arrived: on the CPU these, on a GPU those before, as a rule.
+    def compare(self, received: Tensor, expected: Tensor) -> bool:
+        """Take two headers and check those that have arrived: on the CPU these, on a GPU usually earlier ones.
 
         Returns:
             Whether these have been compared.
         """
-        both, event = torch.stack([found, expected]), None
+        both, event = torch.stack([received, expected]), None
         if both.is_cuda:
             host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
             both, event = host.copy_(both, non_blocking=True), torch.cuda.Event()
@@ -41,11 +41,11 @@ class Headers:
             elif event is not None and not event.query():
                 return
             self._coming.popleft()
-            found, expected = both.tolist()
+            received, expected = both.tolist()
             # Below 0: wrong directions, which a sender may well announce itself.
-            if found != expected or min(expected) < 0:
+            if received != expected or min(expected) < 0:
                 raise ValueError(
-                    f"payload is {_told(found)}; this end expects {_told(expected)}: "
+                    f"payload is {_described(received)}; this end expects {_described(expected)}: "
                     "a message was lost, repeated or changed, or came in another order"
                 )
 
@@ -54,27 +54,26 @@ class Headers:
 
 
 class Memory:
-    """What an end knows: the directions, and how they came about."""
+    """The directions of one end, and the number and digest of the messages that brought them."""
 
     def __init__(self, directions: int, channels: int, device: torch.device) -> None:
-        self._empty = (directions, channels), device
+        self._shape, self._device = (directions, channels), device
         self.headers = Headers()
         self.reset()
 
     def reset(self) -> None:
-        """Nothing has passed yet."""
-        shape, device = self._empty
-        digest = torch.zeros((), dtype=torch.int64, device=device)
-        self.restore(torch.zeros(shape, dtype=torch.float32, device=device), 0, digest)
+        """Return to the state before the first message."""
+        digest = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.restore(torch.zeros(self._shape, dtype=torch.float32, device=self._device), 0, digest)
 
     def restore(self, directions: Tensor, messages: int, digest: Tensor) -> None:
-        """So many messages of training have passed; the digest is int64 ()."""
+        """Set the state after so many training messages; the digest is int64 ()."""
         self.directions, self.messages, self.digest = directions, messages, digest
         self._inverse: Tensor | None = None
         self.headers.clear()
 
     def inverse(self) -> Tensor:
-        """Of the directions' products with each other ; for use `apart`."""
+        """The inverse of the directions' products with each other; for use `apart`."""
         if self._inverse is None:
             count = len(self.directions)
             self._inverse = self.directions.new_empty(count, count)
@@ -82,7 +81,7 @@ class Memory:
         return self._inverse
 
     def keep(self, directions: Tensor, digest: Tensor, inverse: Tensor | None = None) -> None:
-        """A training message has passed."""
+        """Take over the state after a training message."""
         for old in (self.directions, self.digest, self._inverse):
             if old is not None and old.is_cuda:
                 # This stream may still have to read what another one allocated, and would be free to use again.
@@ -91,7 +90,7 @@ class Memory:
         self.messages += 1
 
 
-def _told(header: list[int]) -> str:
+def _described(header: list[int]) -> str:
     number, before, training, own = header
     kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
     new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the basis or twice in one place"

@@ -30,8 +30,8 @@ def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
     in_row = 0 if not geo.low else 1 if geo.allocation == "token" else geo.full
 
     def work(start: int, stop: int) -> None:
-        room = 4 * geo.channels + 5 * geo.tile + 8 * geo.flag_bytes
-        scratch = torch.empty(room, dtype=torch.uint8)
+        nbytes = 4 * geo.channels + 5 * geo.tile + 8 * geo.flag_bytes
+        scratch = torch.empty(nbytes, dtype=torch.uint8)
         _decode(
             at["exponents"], at["scales"], at["mids"], at["pivots"], at["codes"],
             geo.row_bytes, geo.saved, at["widths"], geo.flag_bytes, geo.scope_rows, geo.low, geo.low_last, in_row,

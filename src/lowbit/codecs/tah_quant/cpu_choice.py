@@ -19,17 +19,17 @@ def choose(keys, candidates, low, flags):
     for i in range(candidates):
         below, most = lesser32(below, get_int(keys, i)), greater32(most, get_int(keys, i))
     # At most `fewer` < low keys are <= below, and at least `low` are <= most.
-    below, most, fewer, found = np.int64(below) - 1, np.int64(most), 0, candidates
-    while most - below > 1 and found != low:
+    below, most, fewer, at_most = np.int64(below) - 1, np.int64(most), 0, candidates
+    while most - below > 1 and at_most != low:
         middle = (below + most) >> 1
         count = np.int32(0)
         for i in range(candidates):
             count = add32(count, get_int(keys, i) <= middle)
         if count >= low:
-            most, found = middle, np.int64(count)
+            most, at_most = middle, np.int64(count)
         else:
             below, fewer = middle, np.int64(count)
-    if found == low:
+    if at_most == low:
         for i in range(candidates):
             put_byte(flags, i, get_int(keys, i) <= most)
     else:

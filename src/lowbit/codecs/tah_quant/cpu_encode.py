@@ -84,7 +84,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
         geo.scope_rows, geo.scopes, geo.low, geo.low_last, geo.flag_bytes, geo.row_bytes, geo.saved,
         *(at[name] for name in ("exponents", "scales", "mids", "pivots", "widths", "codes")),
     )  # fmt: skip
-    room = 4 * geo.channels + 20 * geo.tiles + 5 * geo.tile + 8
+    nbytes = 4 * geo.channels + 20 * geo.tiles + 5 * geo.tile + 8
 
     def notes(rows: int, scopes: int) -> tuple[Tensor, ...]:
         """Room for half ranges, middles, keys and flags of so many tokens in so many scopes."""
@@ -93,7 +93,7 @@ def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
         return *tiles, keys, torch.zeros(scopes * geo.flag_bytes * 8, dtype=torch.uint8)
 
     def run(work: Any, kept: tuple[Tensor, ...], start: int, stop: int) -> None:
-        scratch = torch.empty(room, dtype=torch.uint8)
+        scratch = torch.empty(nbytes, dtype=torch.uint8)
         work(message, *(t.data_ptr() for t in kept), scratch.data_ptr(), start, stop)
 
     if geo.allocation == "token":  # a scope is a whole sequence: more than a cache holds, and perhaps the only one

@@ -54,8 +54,8 @@ def put_token_key(x, channels, tile, tiles, low, high, key, sums) -> None:
         _put_sums(x + 4 * t * tile, count, scale, sums, sums + 4)
         total += get_int(sums, 0)
         terms += get_int(sums, 1)
-    found = _key(np.float32(max(total, 1)), np.float32(terms))
-    put_int(key, 0, found if are_finite(least, most) else KEY_INFINITY)
+    entropy = _key(np.float32(max(total, 1)), np.float32(terms))
+    put_int(key, 0, entropy if are_finite(least, most) else KEY_INFINITY)
 
 
 @helper
@@ -72,13 +72,13 @@ def _put_sums(x, count, scale, total, terms) -> None:
     if count == 64:
         entropy_sums_64(x, scale, total, terms)
         return
-    some, some_terms = np.int32(0), np.int32(0)
+    integers, weighted = np.int32(0), np.int32(0)
     for j in range(count):
-        found = level(get_float(x, j), scale)
-        some = add32(some, float_bits(found) - INTEGER_BITS)
-        some_terms = add32(some_terms, float_bits(weighted_log(found)) - 0x49000000)
-    put_int(total, 0, some)
-    put_int(terms, 0, some_terms)
+        scaled = level(get_float(x, j), scale)
+        integers = add32(integers, float_bits(scaled) - INTEGER_BITS)
+        weighted = add32(weighted, float_bits(weighted_log(scaled)) - 0x49000000)
+    put_int(total, 0, integers)
+    put_int(terms, 0, weighted)
 
 
 @helper

@@ -9,8 +9,6 @@ each token's entropy, the choice, the codes. Decoding is always one.
 
 from __future__ import annotations
 
-import functools
-import logging
 from typing import Any
 
 import torch
@@ -27,10 +25,9 @@ from lowbit.codecs.tah_quant.reference import MID_LIMIT, MID_SHARE, MID_UNITS, N
 from lowbit.kernels.exact import LARGEST, SMALLEST
 from lowbit.kernels.gpu import eighths
 from lowbit.kernels.gpu.lanes import lanes, row_maximum, step_of
-from lowbit.kernels.gpu.launch import ends, launch, power_of_two_from, starts, warps_for
+from lowbit.kernels.gpu.launch import ends, launch, power_of_two_from, starts, warn_once, warps_for
 from lowbit.kernels.gpu.numbers import (
     bits_of,
-    code_of,
     entropy_key,
     entropy_terms,
     inverse_of,
@@ -45,18 +42,17 @@ from lowbit.kernels.gpu.numbers import (
 )
 from lowbit.kernels.layout import ceil_div
 
-log = logging.getLogger(__name__)
-
 LARGEST_, SMALLEST_ = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 CHUNK = 4096
 WIDEST = 1 << 17  # elements of a token: more do not fit into a program's registers
+TOO_WIDE = f"tokens of {{}} elements take the slow reference path: the kernels hold up to {WIDEST}"
 
 
 def encode(x: Tensor, payload: Tensor, *settings: Any) -> None:
     """The reference's bytes."""
     geo, ratio = tah_geometry(x.shape, *settings), settings[-1] or 0.0
     if geo.channels > WIDEST:
-        _say_wide(geo.channels)
+        warn_once(TOO_WIDE.format(geo.channels))
         reference.encode.definition(x, payload, *settings)
         return
     if geo.low and geo.allocation == "token":
@@ -78,15 +74,10 @@ def decode(payload: Tensor, out: Tensor, *settings: Any) -> None:
     """The reference's numbers."""
     geo = tah_geometry(out.shape, *settings[:-1])
     if geo.channels > WIDEST:
-        _say_wide(geo.channels)
+        warn_once(TOO_WIDE.format(geo.channels))
         reference.decode.definition(payload, out, *settings)
         return
     launch(_decode, *_shape(geo), payload, out, geo.tile**-0.5, *_numbers(geo), ACCUMULATE=settings[-1])
-
-
-@functools.cache
-def _say_wide(channels: int) -> None:
-    log.warning("tokens of %d elements take the slow reference path: the kernels hold up to %d", channels, WIDEST)
 
 
 def _shape(geo: TAHGeometry) -> tuple[int, int, dict[str, Any]]:
@@ -132,17 +123,17 @@ def _encode(
     RP: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     RAGGED: tl.constexpr = C % TILE > 0
-    first, row, t, there, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
+    first, row, t, exists, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
     parts = eighths.load(x, at, v, keep, count, j, RAGGED)
     least, most, finite = eighths.extremes(parts, v, keep, count, j, RAGGED)
     index = first * T + tl.arange(0, NT)
 
-    candidate = there & (t < C // TILE)
+    candidate = exists & (t < C // TILE)
     if MODE == "tile":
         key = _tile_keys(parts, tl.maximum(most, -least), finite)
     if MID_WIDTH == 2:
         pivot = find_pivots(parts, finite & candidate, j, TILE // 8, ratio)
-        tl.store(section(payload, pivots_16) + index, pivot.to(tl.uint8), mask=there)
+        tl.store(section(payload, pivots_16) + index, pivot.to(tl.uint8), mask=exists)
         if tl.max(pivot, axis=0) > 0:
             parts = rotate_pivots(parts, pivot, j, TILE // 8, norm, WIDTH, NT)
             least, most, _ = eighths.extremes(parts, v, keep, count, j, RAGGED)
@@ -163,11 +154,11 @@ def _encode(
         bits = tl.where(flags > 0, LOW, HIGH)
         before = low_before(section(payload, widths_16), first, length, low, flag_bytes, False)
     if MODE == "token":
-        flags = load_flags(section(payload, widths_16), first, row, t, there, length, flag_bytes, C, TILE, True)
+        flags = load_flags(section(payload, widths_16), first, row, t, exists, length, flag_bytes, C, TILE, True)
         bits = tl.where(flags > 0, LOW, HIGH)
         before = low_before(section(payload, widths_16), first, length, low, flag_bytes, True)
 
-    exponent, below = _steps(extent, finite & there, bits, row, T, ROWS, NT, RP)
+    exponent, below = _steps(extent, finite & exists, bits, row, T, ROWS, NT, RP)
     step = of_bits(step_of(below, exponent))
     inverse, cells = inverse_of(step), power_of_two(bits)
     m = round_signed(mid * inverse * (UNITS * power_of_two(-bits)))
@@ -175,21 +166,16 @@ def _encode(
     shift = (cells - 1) * 0.5 - m * (cells * (1 / UNITS))
     top = tl.where(step > 0, cells - 1, 0.0)
 
-    tl.store(payload + first + row, exponent.to(tl.uint8), mask=there & (t == 0))
-    tl.store(section(payload, scales_16) + index, below.to(tl.uint8), mask=there)
+    tl.store(payload + first + row, exponent.to(tl.uint8), mask=exists & (t == 0))
+    tl.store(section(payload, scales_16) + index, below.to(tl.uint8), mask=exists)
     middle = tl.where(finite, m.to(tl.int32), NAN_MID)
     if MID_WIDTH == 1:
-        tl.store(section(payload, mids_16) + index, middle.to(tl.uint8), mask=there)
+        tl.store(section(payload, mids_16) + index, middle.to(tl.uint8), mask=exists)
     else:
         mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int16))
-        tl.store(mids + index, middle.to(tl.int16), mask=there)
-    codes = ()
-    for k in tl.static_range(8):
-        code = code_of(parts[k], inverse[:, None], shift[:, None], top[:, None])
-        if RAGGED:
-            code = tl.where(k * v + j < count, code, 0)
-        codes = codes + (code,)
-    start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, MODE == "token")
+        tl.store(mids + index, middle.to(tl.int16), mask=exists)
+    codes = eighths.codes_of(parts, inverse[:, None], shift[:, None], top[:, None], v, count, j, RAGGED)
+    start = code_offsets(first, bits, v, before, exists, C, TILE, T, HIGH, LOW, MODE == "token")
     eighths.store_codes(section(payload, codes_16) + start + j, codes, v, bits[:, None], keep, HIGH | LOW)
     if tl.program_id(0) == 0:
         zero_gap(payload, exponents_end, scales_16)
@@ -232,11 +218,11 @@ def _measure(x, keys, channels: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x += row * channels
     i = tl.arange(0, CHUNK)
-    most, nothing = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    most, nan = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for start in range(0, channels, CHUNK):
         part = widened(tl.load(x + start + i, mask=start + i < channels, other=0.0))
         most = tl.maximum(most, tl.abs(part))
-        nothing = tl.fma(part, 0.0, nothing)
+        nan = tl.fma(part, 0.0, nan)
     scale = magnitude_scale(tl.max(most, axis=0))
     total, terms = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
     for start in range(0, channels, CHUNK):
@@ -244,7 +230,7 @@ def _measure(x, keys, channels: tl.constexpr, CHUNK: tl.constexpr):
         some, more = entropy_terms(part, scale)
         total += some
         terms += more
-    finite = tl.sum(nothing, axis=0) == 0
+    finite = tl.sum(nan, axis=0) == 0
     tl.store(keys + row, entropy_key(tl.sum(total, axis=0), tl.sum(terms, axis=0), finite))
 
 
@@ -260,40 +246,38 @@ def _decode(
 ):  # fmt: skip
     RAGGED: tl.constexpr = C % TILE > 0
     BY_TOKEN: tl.constexpr = MODE == "token"
-    first, row, t, there, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
+    first, row, t, exists, j, at, count, v, keep = lanes(rows, C, TILE, T, ROWS, NT, WIDTH)
     index = first * T + tl.arange(0, NT)
     bits = tl.full((NT,), HIGH, tl.int32)
     before = tl.full((), 0, tl.int64)
     damaged = row < 0
     if MODE != "none":
         flags, before, intact = checked_flags(
-            section(payload, widths_16), first, row, t, there, length, low, low_last, flag_bytes, rows,
+            section(payload, widths_16), first, row, t, exists, length, low, low_last, flag_bytes, rows,
             C, TILE, ROWS, BY_TOKEN,
         )  # fmt: skip
         bits = tl.where(flags > 0, LOW, HIGH)
         damaged = intact == 0
-    start = code_offsets(first, bits, v, before, there, C, TILE, T, HIGH, LOW, BY_TOKEN)
+    start = code_offsets(first, bits, v, before, exists, C, TILE, T, HIGH, LOW, BY_TOKEN)
     codes = eighths.load_codes(section(payload, codes_16) + start + j, v, bits[:, None], keep, HIGH | LOW)
 
-    exponent = tl.load(payload + first + row, mask=there, other=0).to(tl.int32)
-    below = tl.load(section(payload, scales_16) + index, mask=there, other=0).to(tl.int32)
+    exponent = tl.load(payload + first + row, mask=exists, other=0).to(tl.int32)
+    below = tl.load(section(payload, scales_16) + index, mask=exists, other=0).to(tl.int32)
     if MID_WIDTH == 1:
         mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int8))
     else:
         mids = (section(payload, mids_16)).to(tl.pointer_type(tl.int16))
-    m = tl.load(mids + index, mask=there, other=0).to(tl.int32)
+    m = tl.load(mids + index, mask=exists, other=0).to(tl.int32)
     damaged |= m == NAN_MID
     if MID_WIDTH == 2:
-        pivot = tl.load(section(payload, pivots_16) + index, mask=there, other=0).to(tl.int32)
+        pivot = tl.load(section(payload, pivots_16) + index, mask=exists, other=0).to(tl.int32)
         turned = (pivot >= 128) & (pivot < 128 + TILE) & (t < C // TILE)
         damaged |= (pivot > 0) & (turned == 0)
         pivot = tl.where(turned, pivot, 0)
     step = of_bits(tl.where(damaged, 0x7FC00000, step_of(below, exponent)))
     cells = power_of_two(bits)
     offset = m.to(tl.float32) * (cells * (1 / UNITS)) - (cells - 1) * 0.5
-    y = ()
-    for k in tl.static_range(8):
-        y = y + ((number_of(codes[k]) + offset[:, None]) * step[:, None],)
+    y = [(number_of(code) + offset[:, None]) * step[:, None] for code in codes]
     if MID_WIDTH == 2:  # noqa: SIM102, because the other condition is not known to the compiler
         if tl.max(pivot, axis=0) > 0:
             y = restore_pivots(y, pivot, j, TILE // 8, norm, WIDTH, NT)

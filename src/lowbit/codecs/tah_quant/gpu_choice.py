@@ -12,9 +12,9 @@ SHORT = tl.constexpr(1024)
 
 
 @triton.jit
-def ordered(key, there):
+def ordered(key, exists):
     """int32 keys as unsigned numbers in the same order; what is not there comes last."""
-    return tl.where(there, key.to(tl.uint32, bitcast=True) ^ 0x80000000, 0xFFFFFFFF)
+    return tl.where(exists, key.to(tl.uint32, bitcast=True) ^ 0x80000000, 0xFFFFFFFF)
 
 
 @triton.jit
@@ -59,8 +59,8 @@ def bitmap(flags, SIZE: tl.constexpr):
 
 @triton.jit
 def _load_keys(keys, start, per_scope):
-    there = start + tl.arange(0, CHUNK) < per_scope
-    return ordered(tl.load(keys + start + tl.arange(0, CHUNK), mask=there, other=0), there)
+    exists = start + tl.arange(0, CHUNK) < per_scope
+    return ordered(tl.load(keys + start + tl.arange(0, CHUNK), mask=exists, other=0), exists)
 
 
 @triton.jit(do_not_specialize=["low", "flag_bytes", "per_scope"])

@@ -31,8 +31,8 @@ def find_pivots(parts, finite, j, v: tl.constexpr, ratio):
         position += tl.where(top, k * v + j, 0)
     only = tl.sum(equal, axis=1) == 1
     other = tl.max(second, axis=1)
-    found = only & (first >= other * ratio) & (first < ROTATABLE_) & finite
-    return tl.where(found, tl.sum(position, axis=1) + 128, 0)
+    is_pivot = only & (first >= other * ratio) & (first < ROTATABLE_) & finite
+    return tl.where(is_pivot, tl.sum(position, axis=1) + 128, 0)
 
 
 @triton.jit
@@ -63,25 +63,15 @@ def _butterfly(x, HALF: tl.constexpr, WIDTH: tl.constexpr, NT: tl.constexpr):
 @triton.jit
 def rotated(parts, norm, WIDTH: tl.constexpr, NT: tl.constexpr):
     """Normalised Walsh-Hadamard transform, in the reference's order of steps."""
-    out = ()
-    for k in tl.static_range(8):
-        x = parts[k]
-        if WIDTH > 1:
-            x = _butterfly(x, 1, WIDTH, NT)
-        if WIDTH > 2:
-            x = _butterfly(x, 2, WIDTH, NT)
-        if WIDTH > 4:
-            x = _butterfly(x, 4, WIDTH, NT)
-        if WIDTH > 8:
-            x = _butterfly(x, 8, WIDTH, NT)
-        out = out + (x,)
-    out = _across(out, 1)
-    out = _across(out, 2)
-    out = _across(out, 4)
-    scaled = ()
-    for k in tl.static_range(8):
-        scaled = scaled + (out[k] * norm,)
-    return scaled
+    if WIDTH > 1:
+        parts = [_butterfly(x, 1, WIDTH, NT) for x in parts]
+    if WIDTH > 2:
+        parts = [_butterfly(x, 2, WIDTH, NT) for x in parts]
+    if WIDTH > 4:
+        parts = [_butterfly(x, 4, WIDTH, NT) for x in parts]
+    if WIDTH > 8:
+        parts = [_butterfly(x, 8, WIDTH, NT) for x in parts]
+    return [x * norm for x in _across(_across(_across(parts, 1), 2), 4)]
 
 
 @triton.jit
@@ -99,18 +89,19 @@ def _across(parts, STEP: tl.constexpr):
 @triton.jit
 def rotate_pivots(parts, pivot, j, v: tl.constexpr, norm, WIDTH: tl.constexpr, NT: tl.constexpr):
     """Tiles with a pivot have it swapped to the front and are rotated."""
-    turned = rotated(swapped(parts, pivot, j, v), norm, WIDTH, NT)
-    out = ()
-    for k in tl.static_range(8):
-        out = out + (tl.where(pivot[:, None] > 0, turned[k], parts[k]),)
-    return out
+    return _with_pivot(pivot, rotated(swapped(parts, pivot, j, v), norm, WIDTH, NT), parts)
 
 
 @triton.jit
 def restore_pivots(parts, pivot, j, v: tl.constexpr, norm, WIDTH: tl.constexpr, NT: tl.constexpr):
     """Inverse of `rotate_pivots`."""
-    turned = swapped(rotated(parts, norm, WIDTH, NT), pivot, j, v)
+    return _with_pivot(pivot, swapped(rotated(parts, norm, WIDTH, NT), pivot, j, v), parts)
+
+
+@triton.jit
+def _with_pivot(pivot, parts, others):
+    """Eighths of tiles with a pivot from `parts`, of the others from `others`."""
     out = ()
     for k in tl.static_range(8):
-        out = out + (tl.where(pivot[:, None] > 0, turned[k], parts[k]),)
+        out = out + (tl.where(pivot[:, None] > 0, parts[k], others[k]),)
     return out

@@ -33,7 +33,7 @@ def store_bitmap(
 
 @triton.jit
 def load_flags(
-    widths, first, row, t, there, length, flag_bytes,
+    widths, first, row, t, exists, length, flag_bytes,
     C: tl.constexpr, TILE: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Flags of a program's tiles, from their bitmaps."""
@@ -44,14 +44,14 @@ def load_flags(
     else:
         scope = tl.program_id(0).to(tl.int64)
         candidate = row * full + t
-        there = there & (t < full)
-    byte = tl.load(widths + scope * flag_bytes + candidate // 8, mask=there, other=0).to(tl.int32)
+        exists = exists & (t < full)
+    byte = tl.load(widths + scope * flag_bytes + candidate // 8, mask=exists, other=0).to(tl.int32)
     return (byte >> (candidate % 8).to(tl.int32)) & 1
 
 
 @triton.jit
 def checked_flags(
-    widths, first, row, t, there, length, low, low_last, flag_bytes, rows,
+    widths, first, row, t, exists, length, low, low_last, flag_bytes, rows,
     C: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """`load_flags` of a payload from elsewhere, `low_before`, and whether each tile's scope is intact.
@@ -59,7 +59,7 @@ def checked_flags(
     It is if it has the number of flags that the geometry gives it. If not, its first candidates take their places:
     where codes lie follows from the flags, and with another number of them would be beyond the payload.
     """
-    flags = load_flags(widths, first, row, t, there, length, flag_bytes, C, TILE, BY_TOKEN)
+    flags = load_flags(widths, first, row, t, exists, length, flag_bytes, C, TILE, BY_TOKEN)
     full: tl.constexpr = C // TILE
     if BY_TOKEN:
         token = first + row
@@ -78,7 +78,7 @@ def checked_flags(
         before = low_before(widths, first, length, low, flag_bytes, False)
         given = tl.where(tl.program_id(0) == tl.num_programs(0) - 1, low_last, low)
         intact = (tl.sum(flags, axis=0) == given) | (row < 0)
-        chosen = there & (t < full) & (row * full + t < given)
+        chosen = exists & (t < full) & (row * full + t < given)
         flags = tl.where(intact, flags, chosen.to(tl.int32))
     return flags, before, intact
 
@@ -95,7 +95,7 @@ def low_before(widths, first, length, low, flag_bytes, BY_TOKEN: tl.constexpr):
 
 @triton.jit
 def code_offsets(
-    first, bits, v, before, there, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
+    first, bits, v, before, exists, C: tl.constexpr, TILE: tl.constexpr, T: tl.constexpr,
     HIGH: tl.constexpr, LOW: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Where each tile's codes begin in their section: (NT, 1) int64."""
@@ -103,11 +103,11 @@ def code_offsets(
         ragged: tl.constexpr = (C % TILE + 7) // 8
         eighths: tl.constexpr = C // TILE * (TILE // 8) + ragged
         saved: tl.constexpr = (eighths if BY_TOKEN else TILE // 8) * (HIGH - LOW)
-        size = tl.where(there, bits * tl.sum(v, axis=1), 0)
+        size = tl.where(exists, bits * tl.sum(v, axis=1), 0)
         start = first * (eighths * HIGH) - before * saved
         return (start + (tl.cumsum(size, axis=0) - size))[:, None]
     else:  # in eighths, so that the compiler sees that they are aligned
-        size = tl.where(there, bits, 0)
+        size = tl.where(exists, bits, 0)
         saved: tl.constexpr = (T if BY_TOKEN else 1) * (HIGH - LOW)
         start = first * (T * HIGH) - before * saved
         return ((start + (tl.cumsum(size, axis=0) - size)) * (TILE // 8))[:, None]

@@ -99,9 +99,9 @@ def decode(
     low, intact_R = _checked_flags(payload, geo)
     bits_RT = torch.where(_spread(low, geo), low_bits, high_bits)
 
-    kept = _byte_mask(bits_RT, geo)
-    bytes_RTK = torch.zeros(kept.shape, dtype=torch.uint8, device=payload.device)
-    bytes_RTK[kept] = layout.section(payload, "codes")
+    mask_RTK = _byte_mask(bits_RT, geo)
+    bytes_RTK = torch.zeros(mask_RTK.shape, dtype=torch.uint8, device=payload.device)
+    bytes_RTK[mask_RTK] = layout.section(payload, "codes")
     codes_RTE = torch.where(
         (bits_RT == low_bits)[..., None], _tile_codes(bytes_RTK, geo, low_bits), _tile_codes(bytes_RTK, geo, high_bits)
     )
@@ -112,10 +112,10 @@ def decode(
     step_RT = torch.where((mid_RT == NAN_MID[width]) | ~intact_R[:, None], math.nan, step_RT)
     if pivot:
         pivot_RT = layout.section(payload, "pivots").view(geo.rows, geo.tiles)
-        there_RT = (pivot_RT >= 128) & (pivot_RT.int() < 128 + geo.tile)
-        there_RT[:, geo.full :] = False
-        step_RT = torch.where((pivot_RT > 0) & ~there_RT, math.nan, step_RT)
-        pivot_RT = torch.where(there_RT, pivot_RT, 0)
+        valid_RT = (pivot_RT >= 128) & (pivot_RT.int() < 128 + geo.tile)
+        valid_RT[:, geo.full :] = False
+        step_RT = torch.where((pivot_RT > 0) & ~valid_RT, math.nan, step_RT)
+        pivot_RT = torch.where(valid_RT, pivot_RT, 0)
     levels_RT = torch.exp2(bits_RT.float())
     offset_RT = mid_RT.float() * (levels_RT / MID_UNITS[width])
     centered_RTE = codes_RTE.float() - ((levels_RT - 1) / 2)[..., None]

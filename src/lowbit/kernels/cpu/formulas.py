@@ -1,16 +1,24 @@
 """Elementwise formulas as LLVM instructions on float32 and 32-bit integers: each step with one rounding, as written.
 
-Every function takes a builder and operands, numbers or vectors of them alike.
+Every function takes a builder and operands, numbers or vectors of them alike. Annotated with numba's types it is also a
+function for kernels, in `lowbit.kernels.cpu.operations`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from llvmlite import ir
+from numba.types import float32, int32, uint8, uint16, uint64
 
 from lowbit.kernels.cpu.memory import F32, I8, I16, I32, I64, pointer
 from lowbit.kernels.exact import BEND, LOG2_COEFFICIENTS, TILT
+
+Float = Annotated[Any, float32]
+Int = Annotated[Any, int32]
+Byte = Annotated[Any, uint8]
+Half = Annotated[Any, uint16]
+Word = Annotated[Any, uint64]
 
 MAGNITUDE = 0x7FFFFFFF
 TO_INTEGER = 2.0**23  # adding it rounds 0 <= v < 2^23 to nearest even, into the low bits
@@ -29,106 +37,106 @@ def constant(kind: ir.Type, value: float, like: Any) -> ir.Constant:
     return ir.Constant(shape, [value] * shape.count if isinstance(shape, ir.VectorType) else value)
 
 
-def float_bits(b: Any, x: Any) -> Any:
+def float_bits(b: Any, x: Float) -> Int:
     """The bits of float32 numbers."""
     return b.bitcast(x, shaped(I32, x))
 
 
-def bits_float(b: Any, bits: Any) -> Any:
+def bits_float(b: Any, bits: Int) -> Float:
     """The float32 numbers with these bits."""
     return b.bitcast(bits, shaped(F32, bits))
 
 
-def order_key(b: Any, x: Any) -> Any:
+def order_key(b: Any, x: Float) -> Int:
     """Integers in the order of float32 numbers, NaN beyond the infinities: minima vectorise, those of floats do not."""
     return _flip(b, float_bits(b, x))
 
 
-def key_value(b: Any, key: Any) -> Any:
+def key_value(b: Any, key: Int) -> Float:
     """The float32 numbers of order keys."""
     return bits_float(b, _flip(b, key))
 
 
-def lesser(b: Any, x: Any, y: Any) -> Any:
+def lesser(b: Any, x: Float, y: Float) -> Float:
     """The smaller of two numbers; `y` if either is NaN."""
     return b.select(b.fcmp_ordered("<", x, y), x, y)
 
 
-def greater(b: Any, x: Any, y: Any) -> Any:
+def greater(b: Any, x: Float, y: Float) -> Float:
     """The larger of two numbers; `y` if either is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
-def lesser32(b: Any, i: Any, j: Any) -> Any:
+def lesser32(b: Any, i: Int, j: Int) -> Int:
     """The smaller of two integers."""
     return b.select(b.icmp_signed("<", i, j), i, j)
 
 
-def greater32(b: Any, i: Any, j: Any) -> Any:
+def greater32(b: Any, i: Int, j: Int) -> Int:
     """The larger of two integers."""
     return b.select(b.icmp_signed(">", i, j), i, j)
 
 
-def add32(b: Any, i: Any, j: Any) -> Any:
+def add32(b: Any, i: Int, j: Int) -> Int:
     """The sum in 32 bits: one in 64 would halve the speed of a loop."""
     return b.add(i, j)
 
 
-def truncate(b: Any, x: Any) -> Any:
+def truncate(b: Any, x: Float) -> Int:
     """Towards zero, to a 32-bit integer."""
     return b.fptosi(x, shaped(I32, x))
 
 
-def magnitude(b: Any, x: Any) -> Any:
+def magnitude(b: Any, x: Float) -> Float:
     """|x|."""
     return bits_float(b, b.and_(float_bits(b, x), constant(I32, MAGNITUDE, x)))
 
 
-def power_of_two(b: Any, exponent: Any) -> Any:
+def power_of_two(b: Any, exponent: Int) -> Float:
     """2^exponent, for normal numbers."""
     return bits_float(b, b.shl(b.add(exponent, constant(I32, 127, exponent)), _i32(23, exponent)))
 
 
-def round_signed(b: Any, v: Any) -> Any:
+def round_signed(b: Any, v: Float) -> Float:
     """The nearest integer, ties to even, of |v| < 2^22."""
     return b.fsub(b.fadd(v, _f32(TO_SIGNED, v)), _f32(TO_SIGNED, v))
 
 
-def round_bf16(b: Any, x: Any) -> Any:
+def round_bf16(b: Any, x: Float) -> Float:
     """The nearest bfloat16 of a finite number, ties to even, as float32."""
     return bits_float(b, b.and_(_carry(b, float_bits(b, x), 16), _i32(-0x10000, x)))
 
 
-def code(b: Any, v: Any, top: Any) -> Any:
+def code(b: Any, v: Float, top: Float) -> Byte:
     """Round to nearest even and cut to [0, top], as bytes."""
     rounded = b.fadd(_cut(b, v, top), _f32(TO_INTEGER, v))
     return b.trunc(float_bits(b, rounded), shaped(I8, v))
 
 
-def code_below(b: Any, v: Any, top: Any) -> Any:
+def code_below(b: Any, v: Float, top: Float) -> Byte:
     """Round down and cut to [0, top], as bytes."""
     return b.fptoui(_cut(b, v, top), shaped(I8, v))
 
 
-def restored(b: Any, codes: Any, offset: Any, step: Any) -> Any:
+def restored(b: Any, codes: Byte, offset: Float, step: Float) -> Float:
     """(codes + offset) * step. The sum is exact, so it may stand for the two in the formats' formulas."""
     numbers = b.sitofp(b.zext(codes, shaped(I32, codes)), shaped(F32, codes))
     return b.fmul(b.fadd(numbers, offset), step)
 
 
-def level(b: Any, x: Any, scale: Any) -> Any:
+def level(b: Any, x: Float, scale: Float) -> Float:
     """2^23 + |x| * scale, the product rounded to an integer (see `lowbit.kernels.exact.entropy`)."""
     return b.fadd(b.fmul(magnitude(b, x), scale), _f32(TO_INTEGER, x))
 
 
-def weighted_log(b: Any, level: Any) -> Any:
+def weighted_log(b: Any, level: Float) -> Float:
     """2^19 + a log2(a), the product rounded to 1/16, for a level 2^23 + a."""
     a = b.fsub(level, _f32(TO_INTEGER, level))
     # Numbers from 2^19 on are multiples of 1/16. For a = 0 the logarithm is -127 here, and the product 0.
     return b.fadd(b.fmul(a, quick_log2(b, a)), _f32(2.0**19, a))
 
 
-def log2(b: Any, x: Any) -> Any:
+def log2(b: Any, x: Float) -> Float:
     """`lowbit.kernels.exact.log2`."""
     bits = float_bits(b, x)
     exponent = b.sub(b.ashr(bits, _i32(23, x)), _i32(127, x))
@@ -151,23 +159,23 @@ def quick_log2(b: Any, x: Any) -> Any:
     return b.fadd(straight, b.fmul(b.fsub(t, b.fmul(t, t)), bend))
 
 
-def steps_below(b: Any, octave: Any, top: Any) -> Any:
+def steps_below(b: Any, octave: Int, top: Int) -> Int:
     """How many sixteenths of an octave a step lies below the top of its token, as a byte; 255 for no step."""
     below = b.sub(top, octave)
     below = lesser32(b, greater32(b, below, _i32(0, below)), _i32(254, below))
-    nothing = b.icmp_signed("==", octave, _i32(0, octave))
-    return b.select(nothing, _i32(255, below), below)
+    is_zero = b.icmp_signed("==", octave, _i32(0, octave))
+    return b.select(is_zero, _i32(255, below), below)
 
 
-def step_below(b: Any, below: Any, top: Any) -> Any:
+def step_below(b: Any, below: Int, top: Int) -> Float:
     """`lowbit.kernels.exact.octave_steps`."""
     octave = greater32(b, b.sub(top, below), _i32(16, below))
-    nothing = b.icmp_signed("==", below, _i32(255, below))
+    is_zero = b.icmp_signed("==", below, _i32(255, below))
     step = bits_float(b, b.shl(octave, _i32(19, octave)))
-    return b.select(nothing, _f32(0, below), step)
+    return b.select(is_zero, _f32(0, below), step)
 
 
-def uniform(b: Any, index: Any, seed: Any) -> Any:
+def uniform(b: Any, index: Word, seed: Word) -> Float:
     """Numbers in [0, 1) with 24 bits: the reference's hash of 64-bit integers."""
     above = b.mul(b.trunc(b.lshr(index, I64(32)), I32), I32(0x9E3779B9))
     h = b.xor(b.trunc(index, I32), b.add(b.trunc(seed, I32), above))
@@ -177,12 +185,12 @@ def uniform(b: Any, index: Any, seed: Any) -> Any:
     return b.fmul(b.sitofp(b.lshr(h, I32(8)), F32), F32(2.0**-24))
 
 
-def byte_of_flags(b: Any, flags: Any) -> Any:
+def byte_of_flags(b: Any, flags: Word) -> Byte:
     """Eight bytes, each 0 or 1, as the bits of one."""
     return b.trunc(b.lshr(b.mul(flags, I64(0x0102040810204080)), I64(56)), I8)
 
 
-def flags_of_byte(b: Any, bits: Any) -> Any:
+def flags_of_byte(b: Any, bits: Byte) -> Word:
     """Inverse of `byte_of_flags`."""
     spread = b.mul(b.zext(bits, I64), I64(0x0101010101010101))
     chosen = b.and_(spread, I64(0x8040201008040201))
@@ -190,18 +198,18 @@ def flags_of_byte(b: Any, bits: Any) -> Any:
     return b.and_(b.lshr(carried, I64(7)), I64(0x0101010101010101))
 
 
-def from_bf16(b: Any, half: Any) -> Any:
+def from_bf16(b: Any, half: Half) -> Float:
     """Exactly."""
     return b.bitcast(b.shl(b.zext(half, I32), I32(16)), F32)
 
 
-def to_bf16(b: Any, x: Any) -> Any:
+def to_bf16(b: Any, x: Float) -> Half:
     """Round to nearest even."""
     rounded = b.lshr(_carry(b, float_bits(b, x), 16), I32(16))
     return b.trunc(b.select(b.fcmp_unordered("uno", x, x), I32(0x7FC0), rounded), I16)
 
 
-def from_fp16(b: Any, half: Any) -> Any:
+def from_fp16(b: Any, half: Half) -> Float:
     """Exactly, subnormal numbers too, whatever the mode for them."""
     h = b.zext(half, I32)
     sign = b.shl(b.and_(h, I32(0x8000)), I32(16))
@@ -213,7 +221,7 @@ def from_fp16(b: Any, half: Any) -> Any:
     return b.bitcast(b.or_(bits, sign), F32)
 
 
-def to_fp16(b: Any, x: Any) -> Any:
+def to_fp16(b: Any, x: Float) -> Half:
     """Round to nearest even; what is finite stays finite."""
     bits = b.bitcast(x, I32)
     sign = b.and_(b.lshr(bits, I32(16)), I32(0x8000))
@@ -227,7 +235,7 @@ def to_fp16(b: Any, x: Any) -> Any:
     return b.trunc(b.or_(h, sign), I16)
 
 
-def overflown(b: Any, x: Any) -> Any:
+def overflown(b: Any, x: Float) -> Float:
     """Inf for what rounds to more than float16 holds."""
     beyond = b.fcmp_ordered(">=", magnitude(b, x), _f32(65520, x))
     infinity = b.or_(b.and_(float_bits(b, x), _i32(-0x80000000, x)), _i32(0x7F800000, x))

@@ -31,7 +31,7 @@ def sections(payload: Tensor, layout: Layout) -> dict[str, int]:
 
 
 def element(x: Tensor | None) -> tuple[int, int]:
-    """Address and kind of a tensor; for None, what makes `room` choose the line and `give` write nothing."""
+    """Address and kind of a tensor; of None, a kind for which `write_line` writes nothing."""
     return (0, -1) if x is None else (x.data_ptr(), KINDS[x.dtype])
 
 
@@ -71,8 +71,8 @@ def narrow(line, y, kind, start, count, accumulate) -> None:
 
 
 @helper
-def take(x, kind, start, count, line) -> Any:
-    """Where the `count` elements from `start` on are as float32 numbers: in place, or converted to a line."""
+def read_line(x, kind, start, count, line) -> Any:
+    """The address of `count` elements from `start` on as float32 numbers: in place, or converted to a line."""
     if kind == FLOAT32:
         return x + 4 * start
     widen(x, kind, start, count, line)
@@ -80,14 +80,14 @@ def take(x, kind, start, count, line) -> Any:
 
 
 @helper
-def room(y, kind, start, line) -> Any:
-    """Where float32 numbers that `give` is to write may be computed."""
+def output_line(y, kind, start, line) -> Any:
+    """The address to compute float32 numbers at that `write_line` then writes."""
     return y + 4 * start if kind == FLOAT32 else line
 
 
 @helper
-def give(line, y, kind, start, count) -> None:
-    """Write what was computed in the `room` of the elements from `start` on; beyond float16 they become Inf."""
+def write_line(line, y, kind, start, count) -> None:
+    """Write an `output_line` to the elements from `start` on; beyond float16 they become Inf."""
     if kind == BFLOAT16:
         for j in range(count):
             put_half(y, start + j, to_bf16(get_float(line, j)))

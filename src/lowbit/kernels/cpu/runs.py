@@ -1,4 +1,4 @@
-"""What both formats do to a run of elements that shares one scale: a group, or a tile.
+"""Coding of a run of elements that share one scale: a group, or a tile.
 
 Arguments are addresses: `x`, `y`, `s` of float32 numbers, `codes` of scratch with a byte for each element of a run.
 """
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from lowbit.kernels import exact
 from lowbit.kernels.cpu.jit import helper
 from lowbit.kernels.cpu.memory import get_byte, get_float, put_byte, put_float, put_int
 from lowbit.kernels.cpu.operations import code, greater32, lesser32, order_key, restored
 from lowbit.kernels.cpu.words import decode_words, encode_64, encode_words, extremes_64
 
-LARGEST = np.float32(2.0**126)
-SMALLEST = np.float32(2.0**-126)
+LARGEST, SMALLEST = np.float32(exact.LARGEST), np.float32(exact.SMALLEST)
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 KEY_INFINITY, KEY_MINUS_INFINITY = 0x7F800000, 0x807FFFFF - 2**32
 

@@ -97,20 +97,20 @@ def entropy_sums_64(b: Any, x: Any, scale: Any, total: Any, terms: Any) -> None:
     for i in range(0, 64, AT_ONCE):
         levels = formulas.level(b, _floats(b, x, I64(i), AT_ONCE), formulas.spread(b, scale, AT_ONCE))
         logs = formulas.weighted_log(b, levels)
-        for n, found in enumerate((levels, logs)):
-            sums[n] = b.add(sums[n], _reduced(b, "add", formulas.float_bits(b, found)))
+        for n, values in enumerate((levels, logs)):
+            sums[n] = b.add(sums[n], _reduced(b, "add", formulas.float_bits(b, values)))
     for bits, value, target in zip((INTEGER_BITS, 0x49000000), sums, (total, terms), strict=True):
         b.store(b.sub(value, I32(64 * bits)), b.inttoptr(target, ir.PointerType(I32)))
 
 
 def _planes(bits: int, parts: int) -> list[tuple[int, int, int, int]]:
     """Of each plane: width, bits of a code below it, its length and its start in bytes for each byte of a part."""
-    done, found = 0, []
+    done, planes = 0, []
     for width in (8, 4, 2, 1):
         if bits & width:
-            found.append((width, done, parts * width // 8, parts * done // 8))
+            planes.append((width, done, parts * width // 8, parts * done // 8))
             done += width
-    return found
+    return planes
 
 
 def _codes(b: Any, x: Any, inverse: Any, shift: Any, top: Any) -> Any:

@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lowbit.kernels.gpu.numbers import narrowed, rounded, widened
+from lowbit.kernels.gpu.numbers import code_of, narrowed, rounded, widened
+
+
+@triton.jit
+def present(k: tl.constexpr, v, keep, count, j, RAGGED: tl.constexpr):
+    """Which elements of eighth k exist."""
+    if RAGGED:
+        return keep & (k * v + j < count)
+    else:
+        return keep
 
 
 @triton.jit
@@ -24,9 +33,7 @@ def load(x, at, v, keep, count, j, RAGGED: tl.constexpr):
     """
     parts = ()
     for k in tl.static_range(8):
-        mask = keep
-        if RAGGED:
-            mask = keep & (k * v + j < count)
+        mask = present(k, v, keep, count, j, RAGGED)
         parts = parts + (widened(tl.load(x + at + k * v, mask=mask, other=0.0)),)
     return parts
 
@@ -36,22 +43,34 @@ def extremes(parts, v, keep, count, j, RAGGED: tl.constexpr):
     """Minimum and maximum of each run, and whether it holds neither NaN nor Inf."""
     low = tl.full(parts[0].shape, float("inf"), tl.float32)
     high = tl.full(parts[0].shape, float("-inf"), tl.float32)
-    nothing = tl.zeros(parts[0].shape, tl.float32)
+    nan = tl.zeros(parts[0].shape, tl.float32)
     for k in tl.static_range(8):
         x = parts[k]
-        nothing = tl.fma(x, 0.0, nothing)  # 0, or NaN once there is NaN or Inf
+        nan = tl.fma(x, 0.0, nan)  # 0, or NaN once there is NaN or Inf
         if RAGGED:
-            there = keep & (k * v + j < count)
-            low = tl.minimum(low, tl.where(there, x, float("inf")))
-            high = tl.maximum(high, tl.where(there, x, float("-inf")))
+            exists = present(k, v, keep, count, j, RAGGED)
+            low = tl.minimum(low, tl.where(exists, x, float("inf")))
+            high = tl.maximum(high, tl.where(exists, x, float("-inf")))
         else:
             low = tl.minimum(low, x)
             high = tl.maximum(high, x)
     if not RAGGED:
         low = tl.where(keep, low, float("inf"))
         high = tl.where(keep, high, float("-inf"))
-    finite = tl.sum(nothing, axis=1) == 0
+    finite = tl.sum(nan, axis=1) == 0
     return tl.min(low, axis=1), tl.max(high, axis=1), finite
+
+
+@triton.jit
+def codes_of(parts, inverse, shift, top, v, count, j, RAGGED: tl.constexpr):
+    """Codes of eight float32 tensors, 0 for elements that do not exist (see `numbers.code_of`)."""
+    codes = ()
+    for k in tl.static_range(8):
+        code = code_of(parts[k], inverse, shift, top)
+        if RAGGED:
+            code = tl.where(k * v + j < count, code, 0)
+        codes = codes + (code,)
+    return codes
 
 
 @triton.jit
@@ -105,8 +124,8 @@ def add_plane(codes, at, v, done, keep, P: tl.constexpr):
 @triton.jit
 def load_codes(at, v, bits, keep, WIDTHS: tl.constexpr):
     """Inverse of `store_codes`: eight int32 tensors."""
-    nothing = tl.zeros(keep.shape, tl.int32)
-    codes = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    zeros = tl.zeros(keep.shape, tl.int32)
+    codes = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     if WIDTHS & 8:
         codes = add_plane(codes, at, v, bits * 0, keep & ((bits & 8) > 0), 8)
     if WIDTHS & 4:
@@ -122,9 +141,7 @@ def load_codes(at, v, bits, keep, WIDTHS: tl.constexpr):
 def store_numbers(y, out, at, v, keep, count, j, RAGGED: tl.constexpr, ACCUMULATE: tl.constexpr):
     """Write eight float32 tensors to `out`, or add them, rounding once (see `lowbit.kernels.exact.store`)."""
     for k in tl.static_range(8):
-        mask = keep
-        if RAGGED:
-            mask = keep & (k * v + j < count)
+        mask = present(k, v, keep, count, j, RAGGED)
         value, to = y[k], out + at + k * v
         if ACCUMULATE:
             value = widened(tl.load(to, mask=mask, other=0.0)) + value
@@ -135,7 +152,5 @@ def store_numbers(y, out, at, v, keep, count, j, RAGGED: tl.constexpr, ACCUMULAT
 def store(y, out, at, v, keep, count, j, RAGGED: tl.constexpr):
     """Write eight float32 tensors to `out`; beyond float16 they become Inf."""
     for k in tl.static_range(8):
-        mask = keep
-        if RAGGED:
-            mask = keep & (k * v + j < count)
+        mask = present(k, v, keep, count, j, RAGGED)
         tl.store(out + at + k * v, rounded(y[k], out.dtype.element_ty), mask=mask)

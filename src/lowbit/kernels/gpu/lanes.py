@@ -21,7 +21,7 @@ def lanes(
     first = tl.program_id(0).to(tl.int64) * ROWS
     i = tl.arange(0, NT)
     row, t = i // T, i % T
-    there = (row < ROWS) & (first + row < rows)
+    exists = (row < ROWS) & (first + row < rows)
     j = tl.arange(0, WIDTH)[None, :]
     at = ((first + row) * C + t * TILE)[:, None] + j
     count = tl.full((NT, 1), TILE, tl.int32)
@@ -29,7 +29,7 @@ def lanes(
     if C % TILE > 0:
         count = tl.where(t < C // TILE, TILE, C % TILE)[:, None]
         v = (count + 7) // 8
-    return first, row, t, there, j, at, count, v, there[:, None] & (j < v)
+    return first, row, t, exists, j, at, count, v, exists[:, None] & (j < v)
 
 
 @triton.jit

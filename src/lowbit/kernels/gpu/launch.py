@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from triton import knobs
 
 from lowbit.kernels.layout import ALIGNMENT, Layout
+
+log = logging.getLogger(__name__)
 
 INTERPRETED: bool = knobs.runtime.interpret
 
@@ -33,6 +36,12 @@ def launch(kernel: Any, programs: int, warps: int, shape: dict[str, Any], *argum
     tensor = next(a for a in arguments if isinstance(a, Tensor))
     with torch.cuda.device(tensor.device if tensor.is_cuda else -1):
         kernel[(programs,)](*arguments, **settings, **shape, num_warps=warps, enable_fp_fusion=False)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log that an operator takes the slow reference path, the first time."""
+    log.warning(message)
 
 
 def starts(layout: Layout, *names: str) -> tuple[int, ...]:
