@@ -282,7 +282,7 @@ def payload_bytes() -> int:
 
 @contextlib.contextmanager
 def _on_stream(job: _Job) -> Iterator[None]:
-    """Work on CUDA goes to a stream of its own that waits for what the caller had queued."""
+    """Put work on CUDA on a stream of its own that waits for the caller's work so far."""
     if job.event is None or job.stream is None:
         yield
         return

@@ -36,7 +36,7 @@ _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKey
 def agree(
     group: dist.ProcessGroup | None, facts: Facts | str, timeout: float = 120.0, *, topic: str = "configuration"
 ) -> None:
-    """Wait for all ranks of a group and compare what they state; to be called by each of them.
+    """Wait for all ranks of a group and compare their facts; every rank calls this.
 
     Args:
         group: the ranks concerned; None: the default group.
@@ -76,7 +76,7 @@ class Agreement:
 
         Args:
             facts: of all members that this rank speaks for, by their numbers.
-            names: what to call each member in errors; numbers count from 0.
+            names: of all members, for errors; numbers count from 0.
 
         Returns:
             The facts of all members, by number.
@@ -103,7 +103,7 @@ class Agreement:
             self._conclude(names)
 
     def forget(self) -> None:
-        """Leave nothing in the store after `look`; what `exchange` leaves goes with a later one."""
+        """Delete the board after `look`; that of an `exchange` is deleted in a later one."""
         self._store.delete_key(self._key)
 
     def linger(self) -> None:

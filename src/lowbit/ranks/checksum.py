@@ -26,7 +26,7 @@ from lowbit.ranks.errors import PeerError
 CHECKSUM_BYTES = 8
 """Bytes that follow the payload in a message."""
 SECRET = "LOWBIT_SECRET"
-"""Environment variable with what all ranks of a run know and nobody else does."""
+"""Environment variable with the secret of a run, which all of its ranks know."""
 _WORD = 8  # bytes that the checksum on a device takes at a time
 _LOW_HALF = 0xFFFFFFFF
 _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -46,7 +46,7 @@ class Checksums:
     A message is uint8, one dimension, contiguous: the payload and `room` bytes behind it.
 
     Args:
-        topic: what the messages are about; those of other topics do not fit.
+        topic: of the messages; those of other topics do not fit.
         enabled: False: messages are payloads and nothing else.
 
     Attributes:
@@ -117,7 +117,7 @@ class Verdicts:
 
 
 def damaged(about: str, rank: int) -> DamagedError:
-    """The error about a message: what it is and who sent it, in words, and the sender's rank in the group."""
+    """The error about a message. about: the message and its sender, in words; rank: the sender's in the group."""
     return DamagedError(
         f"{about} is damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message "
         "of another step or place",

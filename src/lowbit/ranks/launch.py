@@ -102,7 +102,7 @@ def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Si
         for process in processes:
             process.listen(turn)
         if failed is None and (failed := _first_failed(processes)) is not None:
-            if alarm is not None and failed.killed_or_stopped:  # else it has told the others itself
+            if alarm is not None and failed.killed_or_stopped:  # otherwise it sounds the alarm itself
                 from lowbit.ranks.peers import Cause
 
                 alarm.sound(Cause(failed.rank, failed.outcome()))
