@@ -42,14 +42,14 @@ class Ranks:
         self._ready = [False] * size
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150) -> list[Any]:
-        """What `function(*args)` returned on each rank. Fails the test if it failed on any."""
+        """The results of `function(*args)` on all ranks. Fails the test if it failed on any."""
         outcomes = self.outcomes(function, *args, ranks=ranks, timeout=timeout)
         failures = {r: o for r, o in enumerate(outcomes) if isinstance(o, Failure)}
         assert not failures, "\n".join(f"rank {r}: {f.kind}: {f.text}\n{f.trace}" for r, f in failures.items())
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 150) -> list[Any]:
-        """What `function(*args)` returned on each rank, or the `Failure` that it met there."""
+        """The results of `function(*args)` on all ranks; a `Failure` where it failed."""
         self.start(ranks)
         self._runs += 1
         for rank in range(ranks):

@@ -12,6 +12,7 @@ from torch import Tensor
 from lowbit.codecs import GroupInt
 from lowbit.collectives import AgreementError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
 from lowbit.ranks.checksum import CHECKSUM_BYTES
+from tests.collectives.traffic import sent_bytes
 from tests.damage import Flip, Replay, on_the_way, secret
 from tests.processes import Ranks
 
@@ -84,29 +85,19 @@ def with_settings(checksums: dict[int, bool], secrets: dict[int, str], transport
 
 @pytest.mark.parametrize("transport", ["messages", "collectives"])
 def test_ranks_must_agree_on_checksums_and_secret(ranks: Ranks, transport: str):
-    found = ranks.run(with_settings, {1: False}, {}, transport)
-    assert found == ["the ranks do not agree:\n  checksums: on on rank 0; off on rank 1"] * 2
-    found = ranks.run(with_settings, {}, {1: "another"}, transport, ranks=3)
-    assert len(set(found)) == 1
-    assert "LOWBIT_SECRET: one with digest" in found[0]
-    assert "on rank 0, rank 2" in found[0] or "on rank 0 and rank 2" in found[0]
+    errors = ranks.run(with_settings, {1: False}, {}, transport)
+    assert errors == ["the ranks do not agree:\n  checksums: on on rank 0; off on rank 1"] * 2
+    errors = ranks.run(with_settings, {}, {1: "another"}, transport, ranks=3)
+    assert len(set(errors)) == 1
+    assert "LOWBIT_SECRET: one with digest" in errors[0]
+    assert "on rank 0, rank 2" in errors[0] or "on rank 0 and rank 2" in errors[0]
     assert ranks.run(with_settings, {0: False, 1: False}, {}, transport) == ["", ""]
 
 
 def bytes_and_sums(checksums: bool) -> tuple[list[int], list[Tensor]]:
-    """What a rank sends and gets."""
-    sent: list[int] = []
-    isend = dist.isend
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel())
-        return isend(tensor, *args, **kwargs)
-
-    dist.isend = counted
-    try:
+    """The bytes of each message that a rank sends, and the sums that it gets."""
+    with sent_bytes() as sent:
         sums = [called(kind, checksums=checksums) for kind in MESSAGES]
-    finally:
-        dist.isend = isend
     for kind in ("two_shot", "one_shot"):
         how: Any = {"algorithm": kind, "chunk": 2000, "small": 0, "checksums": checksums}
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -14,6 +14,7 @@ from lowbit.codecs import FeatureInt4, GroupInt
 from lowbit.collectives import all_gather, all_reduce, all_reduce_bytes, calls, reduce_scatter
 from lowbit.collectives.algorithms import ONE_SHOT_BYTES, choose
 from lowbit.collectives.shards import Shards
+from tests.collectives.traffic import sent_bytes
 from tests.processes import Ranks
 
 SIZE = 72
@@ -101,23 +102,13 @@ def auto_is_one_of_the_two(codec: FeatureInt4, rank: int, ranks: int) -> None:
 
 
 def bytes_are_known(codec: FeatureInt4, rank: int, ranks: int) -> None:
-    sent: list[int] = []
-    isend = dist.isend
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel())
-        return isend(tensor, *args, **kwargs)
-
-    dist.isend = counted
-    try:
+    with sent_bytes() as sent:
         for algorithm in ("one_shot", "two_shot"):
             sent.clear()
             how: Any = {"algorithm": algorithm, "chunk": 1040, "small": 0}
             all_reduce(part(rank, 37), codec, **how)
             expected = all_reduce_bytes(37 * SIZE, codec, rank=rank, ranks=ranks, **how)
             assert sum(sent) == expected
-    finally:
-        dist.isend = isend
 
 
 def one_question_for_all_layers(rank: int, ranks: int) -> None:

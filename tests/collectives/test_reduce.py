@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant
 from lowbit.collectives import PeerError, all_gather, all_reduce, all_reduce_bytes, reduce_scatter
+from tests.collectives.traffic import sent_bytes
 from tests.processes import Ranks
 
 INT8 = GroupInt(bits=8, group=128, symmetric=True)
@@ -79,15 +80,7 @@ def test_bytes_that_travel_are_known_before(ranks: Ranks, count: int):
 
 
 def bytes_are_known() -> None:
-    sent: list[int] = []
-    isend = dist.isend
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel())
-        return isend(tensor, *args, **kwargs)
-
-    dist.isend = counted
-    try:
+    with sent_bytes() as sent:
         for numel, algorithm in ((40_001, "two_shot"), (17, "two_shot"), (9001, "one_shot")):
             sent.clear()
             all_reduce(data(dist.get_rank(), numel), INT8, algorithm=algorithm, **PIECES)
@@ -95,8 +88,6 @@ def bytes_are_known() -> None:
                 numel, INT8, rank=dist.get_rank(), ranks=dist.get_world_size(), algorithm=algorithm, **PIECES
             )
             assert sum(sent) == expected, (numel, algorithm)
-    finally:
-        dist.isend = isend
 
 
 def test_small_tensors_are_summed_exactly_by_pytorch(ranks: Ranks):

@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lowbit.collectives import PeerError
-from lowbit.ranks.alarm import Alarm, Cause
 from lowbit.ranks.errors import first_line
 from lowbit.ranks.groups import default_group
 from lowbit.ranks.meeting import AloneError
-from lowbit.ranks.peers import AbsentError, Peers
+from lowbit.ranks.peers import AbsentError, Alarm, Cause, Peers
 from lowbit.ranks.process import ALONE
 from lowbit.train.worker import exit_code
 from tests.processes import Failure, Ranks

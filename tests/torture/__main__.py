@@ -1,4 +1,4 @@
-"""Hurt real runs at random moments, and see what becomes of them.
+"""Disturb real runs at random moments, and check how they end.
 
     python -m tests.torture --trials 100                            # or: make torture ARGS="--trials 100"
     python -m tests.torture --trials 100 --supervise --json FILE    # runs that look after themselves
@@ -7,8 +7,8 @@
     python -m tests.torture.report FILE ...                         # what `--json` wrote, as a table in Markdown
 
 Each trial has two hosts with a real network of their own between them, and a real `lowbit train` for each rank.
-Trials of one `--seed` are the same each time but for what the machine makes of their moments. What failed trials left
-stays in `--folder`. Exits with 1 if one failed. Needs root, for the small disks that run full.
+Trials of one `--seed` are the same each time, except for the speed of the machine. The files of failed trials stay in
+`--folder`. Exits with 1 if one failed. Needs root, for the small disks that run full.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def _references(pool: ProcessPoolExecutor, shapes: set[str], folder: Path) -> di
 
 
 def _write(asked: argparse.Namespace, rows: list[report.Row], seconds: float) -> None:
-    told = {"command": "torture", "seed": asked.seed, "jobs": asked.jobs, "seconds": round(seconds)}
-    asked.json.write_text(json.dumps(told | {"rows": rows}, indent=2) + "\n")
+    header = {"command": "torture", "seed": asked.seed, "jobs": asked.jobs, "seconds": round(seconds)}
+    asked.json.write_text(json.dumps(header | {"rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

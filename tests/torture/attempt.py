@@ -1,4 +1,4 @@
-"""One start of a whole run: its processes on their hosts, when and how they ended, and what they left."""
+"""One start of a whole run: its processes on their hosts, when and how they ended, and their files."""
 
 from __future__ import annotations
 

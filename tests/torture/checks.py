@@ -1,4 +1,4 @@
-"""What a trial must have shown: in time, one clear line each, nothing lost, and the same losses to the last bit."""
+"""Checks of a trial: ranks end in time with one clear line each, nothing is lost, and losses are bit-identical."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Reference:
         """Where another run is not the same, bit for bit."""
         if summary is None:
             return [f"did not finish: {len(curve)} of {STEPS} steps"]
-        found = [
+        differences = [
             f"step {ours[0]}: loss, norm {theirs[1:]} instead of {ours[1:]}"
             for ours, theirs in zip(self.curve, curve, strict=False)
             if ours != theirs
         ][:1]
         if len(curve) != len(self.curve):
-            found.append(f"{len(curve)} lines of metrics instead of {len(self.curve)}")
+            differences.append(f"{len(curve)} lines of metrics instead of {len(self.curve)}")
         for name in ("held_out_loss", "held_out_loss_codecs"):
             if getattr(summary, name) != getattr(self, name):
-                found.append(f"{name} {getattr(summary, name)} instead of {getattr(self, name)}")
-        return found
+                differences.append(f"{name} {getattr(summary, name)} instead of {getattr(self, name)}")
+        return differences
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class Ending:
 
 
 def endings(attempt: Attempt, fault: Fault) -> list[Ending]:
-    """Of all ranks that the fault has left a voice."""
+    """The endings of all ranks that the fault has not silenced."""
     return [_ending(attempt, fault, r) for r in range(attempt.shape.ranks) if r not in fault.silenced]
 
 
@@ -95,57 +95,57 @@ def _could_know(attempt: Attempt, fault: Fault, rank: int) -> float:
     return fault.began
 
 
-def complaints(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]:
-    """What is wrong with the ends of a run that nobody supervised, of which not all ranks have finished."""
-    said = []
-    for end in found:
+def complaints(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[str]:
+    """Problems of an unsupervised run in which not all ranks have finished."""
+    problems = []
+    for end in ends:
         if end.seconds is None:
-            said.append(f"hang: rank {end.rank} did not end by itself")
+            problems.append(f"hang: rank {end.rank} did not end by itself")
         elif end.seconds > LIMIT:
-            said.append(f"late: rank {end.rank} ended after {end.seconds:.1f} s")
+            problems.append(f"late: rank {end.rank} ended after {end.seconds:.1f} s")
         if end.code is not None and end.code < 0:
-            said.append(f"crash: rank {end.rank} ended by signal {-end.code}")
+            problems.append(f"crash: rank {end.rank} ended by signal {-end.code}")
         if end.code and end.code > 0 and len(end.errors) != 1:
-            said.append(f"words: rank {end.rank} said {len(end.errors)} error lines")
+            problems.append(f"words: rank {end.rank} said {len(end.errors)} error lines")
         if end.noise:
-            said.append(f"noise: rank {end.rank} printed {len(end.noise)} more lines: {end.noise[-1][:100]}")
+            problems.append(f"noise: rank {end.rank} printed {len(end.noise)} more lines: {end.noise[-1][:100]}")
     if attempt.curve():  # all had met: then the cause can be known
-        said += _about_causes(attempt, fault, [end for end in found if end.errors])
-    return said
+        problems += _about_causes(attempt, fault, [end for end in ends if end.errors])
+    return problems
 
 
-def gave_up(found: list[Ending]) -> list[str]:
-    """What is wrong with the ends of supervised ranks whose peers do not come back."""
-    said = []
-    for end in found:
+def gave_up(ends: list[Ending]) -> list[str]:
+    """Problems of supervised ranks whose peers do not come back."""
+    problems = []
+    for end in ends:
         last, limit = (end.errors or ["nothing"])[-1], LIMIT + REJOIN_GONE + GRACE
         if end.seconds is None:
-            said.append(f"hang: rank {end.rank} did not give up by itself")
+            problems.append(f"hang: rank {end.rank} did not give up by itself")
         elif end.seconds > limit:
-            said.append(f"late: rank {end.rank} gave up after {end.seconds:.1f} s")
+            problems.append(f"late: rank {end.rank} gave up after {end.seconds:.1f} s")
         if end.code is not None and end.code < 1:
-            said.append(f"crash: rank {end.rank} ended with {end.code}")
+            problems.append(f"crash: rank {end.rank} ended with {end.code}")
         if "not all machines came back in time. The same command goes on from" not in last:
-            said.append(f"words: the last of rank {end.rank}: {last[:300]}")
-    return said
+            problems.append(f"words: the last of rank {end.rank}: {last[:300]}")
+    return problems
 
 
-def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[str]:
-    """Those that can hear each other must say the same, and it must name whom the fault has hit."""
-    said = []
+def _about_causes(attempt: Attempt, fault: Fault, ends: list[Ending]) -> list[str]:
+    """Ranks that hear each other must give the same cause, and it must name a rank that the fault has hit."""
+    problems = []
     cut = fault.trial.fault in ("cut", "cut5")
     if fault.trial.fault == "stop20":  # which wakes up when the others are gone, with what they knew
-        found = [end for end in found if end.rank != fault.trial.victim]
+        ends = [end for end in ends if end.rank != fault.trial.victim]
     host = attempt.shape.host
     # Ranks hear each other through rank 0, which keeps the store: those without it find the cause each for itself.
     hit = {r for r in range(attempt.shape.ranks) if host(r) == 1} if cut else set()
     if fault.trial.victim == 0 and fault.trial.fault in ("kill", "stop", "stop20"):
-        hit = {end.rank for end in found}
-    sides = [[e for e in found if e.rank not in hit], *([e] for e in found if e.rank in hit)]
+        hit = {end.rank for end in ends}
+    sides = [[e for e in ends if e.rank not in hit], *([e] for e in ends if e.rank in hit)]
     for side in filter(None, sides):
         causes = _causes(side)
         if len(causes) > 1:
-            said.append(f"causes: {len(causes)} different ones: {' | '.join(sorted(causes))[:300]}")
+            problems.append(f"causes: {len(causes)} different ones: {' | '.join(sorted(causes))[:300]}")
         if fault.trial.fault == "nan":
             guilty = ["nan", "inf"]
         elif cut:
@@ -155,12 +155,12 @@ def _about_causes(attempt: Attempt, fault: Fault, found: list[Ending]) -> list[s
         else:
             guilty = [f"rank {fault.trial.victim}"]
         if blind := [c for c in causes if not any(re.search(rf"\b{g}\b", c) for g in guilty)]:
-            said.append(f"blame: {blind[0][:200]} (names none of {', '.join(guilty)})")
-    return said
+            problems.append(f"blame: {blind[0][:200]} (names none of {', '.join(guilty)})")
+    return problems
 
 
 def _causes(side: list[Ending]) -> set[str]:
-    """What ranks said; one that failed itself does not say of which rank it speaks, nor others with which type."""
+    """The causes that ranks gave, made comparable: a failed rank omits its number, the others omit the type."""
     others = {re.sub(r"^(rank \d+ failed: )\w+: ", r"\1", end.errors[-1]) for end in side}
     own = {end.errors[-1]: f"rank {end.rank} failed: {end.errors[-1]}" for end in side}
     return others - {text for text, full in own.items() if full in others}

@@ -22,7 +22,7 @@ class Fault:
 
     Attributes:
         began, ended: by the monotonic clock; None before. A fault that lasts has no end.
-        silenced: ranks that can not be expected to say anything.
+        silenced: ranks that cannot be expected to report anything.
     """
 
     def __init__(self, trial: Trial, attempt: Attempt) -> None:

@@ -1,4 +1,4 @@
-"""What is tried: the faults, the shapes of a run, and the trials that a seed stands for."""
+"""The faults, the shapes of a run, and the trials of a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what came of the trials, here and as Markdown.
+"""The table of the outcomes, for a terminal and as Markdown.
 
 python -m tests.torture.report FILE ...    # what `python -m tests.torture --json FILE` has written, together
 """
@@ -29,12 +29,12 @@ _COLUMNS = (
 
 def main() -> None:
     """Print the table of the files that the command line names, and how long their trials took."""
-    found = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
-    if not found:
+    files = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    if not files:
         sys.exit("error: no file; allowed: one or more that `python -m tests.torture --json` wrote")
-    rows = [row for file in found for row in file["rows"]]
+    rows = [row for file in files for row in file["rows"]]
     print(markdown(rows))
-    seconds = sum(file["seconds"] for file in found)
+    seconds = sum(file["seconds"] for file in files)
     passed = sum(row["passed"] for row in rows)
     print(f"\n{passed} of {len(rows)} trials passed, in {seconds / 60:.1f} minutes.")
 

@@ -1,4 +1,4 @@
-"""One trial from start to end: a run, its fault, what the ranks say of it, and the run that goes on."""
+"""One trial from start to end: a run, its fault, the ends of its ranks, and the run that resumes it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PATIENCE = 30.0  # seconds after which something that should have ended counts a
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a trial.
+    """The outcome of a trial.
 
     Attributes:
-        wrong: what it should not have shown; empty: passed.
+        wrong: its problems; empty: passed.
         began: seconds into the run when the fault came; steps: done by then, and `steps_after` before the run ended.
         finished: the run reached its end in spite of the fault.
         to_error: seconds until the last survivor ended. to_recovery: seconds until the next new step, where the run is
@@ -87,7 +87,7 @@ def reference(shape: Shape, folder: Path) -> Reference:
 
 
 def run(trial: Trial, expected: Reference, folder: Path) -> Outcome:
-    """Carry out a trial. What it leaves in `folder` explains a failure."""
+    """Carry out a trial, whose files in `folder` explain a failure."""
     began = time.monotonic()
     while True:
         with contextlib.suppress(_TooLate):

@@ -1,4 +1,4 @@
-"""What several ranks do together: sums in few bits, agreeing before they talk, finding out who died."""
+"""Sums over ranks in few bits; agreement before the first byte; errors that name the rank that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in few bits: what is coded, sent, summed and decoded, in which order. Nothing here knows how bytes travel."""
+"""Algorithms of sums in few bits: the order of coding, sending, adding and decoding, whatever carries the bytes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ AHEAD = 2
 
 
 def choose(ranks: int, nbytes: int) -> Literal["one_shot", "two_shot"]:
-    """What "auto" means for a payload of so many bytes: the same on all ranks, for nothing else is looked at.
+    """The algorithm of "auto" for a payload of `nbytes`: the same on all ranks, since nothing else decides.
 
     Two ranks send the same bytes either way, and one_shot codes once. Among more, two_shot sends 2 / ranks of
-    one_shot's bytes, and takes a second round trip, which small messages do not earn
-    (docs/results/tensor-parallel.md).
+    one_shot's bytes, but takes a second round trip, too slow for small messages (docs/results/tensor-parallel.md).
     """
     return "one_shot" if ranks <= 2 or nbytes <= ONE_SHOT_BYTES else "two_shot"
 
@@ -38,18 +37,18 @@ def two_shot(
     """Replace `x` by the sum over all ranks, divided by `divisor`: two quantizations, whatever the number of ranks.
 
     Every rank codes its share of each shard for the rank that owns the shard (all-to-all), which adds them up in
-    float32 in the order of the ranks, and codes the sum for everybody (all-gather). The owner decodes its own sum, and
-    its own share, like everybody else's: results are bit-identical on all ranks. Chunks go through all of it one behind
-    the other, so that coding and summing overlap with sending.
+    float32 in the order of the ranks, and codes the sum for everybody (all-gather). The owner decodes its own sum and
+    share, too: results are bit-identical on all ranks. Chunks follow each other, so that coding and summing overlap
+    with sending.
 
     Args:
-        x: flat, contiguous, float32, bfloat16 or float16. errors: float32 like `x`; filled with what quantization took
-            from this rank's contribution, and, in its own shard, from the sum: added to this rank's next contribution,
-            it makes up for both. Zero where it is not finite.
+        x: flat, contiguous, float32, bfloat16 or float16.
+        errors: float32 like `x`; filled with the quantization error of this rank's contribution and, in its own shard,
+            of the sum: added to this rank's next contribution, it makes up for both. Zero where it is not finite.
     """
     rank, ranks = exchange.rank, exchange.ranks
     shards, whole = Shards(numel=x.numel(), ranks=ranks, chunk=chunk, grain=codec.grain), codec.whole()
-    # All receives first: a sender can begin only when it knows of the receive, and what tells it so would queue behind
+    # All receives first: a sender begins only when it knows of the receive, and that notice would queue behind
     # everything that this rank sends to it.
     _open_scatter(codec, exchange, shards)
     for k in range(shards.chunks):
@@ -103,7 +102,7 @@ def reduce_scatter(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, 
 
 
 def all_gather(x: Tensor, out: Tensor, codec: Summable, exchange: Exchange, *, chunk: int) -> None:
-    """Write what every rank's `x` (n elements) decodes to, one after the other, to `out` (ranks * n elements)."""
+    """Write every rank's `x` (n elements), coded and decoded, one after the other to `out` (ranks * n elements)."""
     shards = Shards(numel=x.numel(), ranks=1, chunk=chunk, grain=codec.grain)
     _gather(x, codec, exchange, shards, None)
     for k in range(shards.chunks):
@@ -122,7 +121,7 @@ def _open_scatter(codec: Summable, exchange: Exchange, shards: Shards) -> None:
 def _scatter(x: Tensor, codec: Summable, exchange: Exchange, shards: Shards, k: int, errors: Tensor | None) -> None:
     """Code chunk k of every rank's shard of `x` and send it there, on lane k."""
     mine = codec.part(exchange.rank)
-    for step in range(1, exchange.ranks + 1):  # each rank begins with another, and itself comes last
+    for step in range(1, exchange.ranks + 1):  # each rank begins with its successor and ends with itself
         to = (exchange.rank + step) % exchange.ranks
         piece = shards.piece(to, k)
         if piece.stop > piece.start:
@@ -149,7 +148,7 @@ def _total(x: Tensor, shards: Shards) -> Tensor:
 def _add_up(
     out: Tensor, codec: Summable, exchange: Exchange, lane: int, divisor: int, scratch: Tensor | None = None
 ) -> Tensor:
-    """Decode what all ranks sent on a lane and write its sum to `out`, in the order of the ranks.
+    """Decode the payloads of a lane and write their sum to `out`, in the order of the ranks.
 
     `scratch`: at least as many float32 elements, where `out` is not float32.
     """
@@ -167,5 +166,5 @@ def _encode(x: Tensor, piece: slice, codec: Summable, box: Tensor, errors: Tenso
 
 
 def _finite(x: Tensor) -> Tensor:
-    """A step that met NaN or infinity must not spoil the ones after it."""
+    """Set NaN and infinity to zero: they must not spoil later steps."""
     return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,8 +1,8 @@
-"""Calls on a process group, one after the other on a thread of their own, with proof that all ranks make the same ones.
+"""Calls on a process group: one after the other on a thread of their own, and the same ones on all ranks.
 
 Before the first byte of a new kind of call (shape, dtype, codec, algorithm, ...) all ranks agree on it. Later calls of
-that kind do not talk about it again; but a call that takes long looks whether another rank is in a different one, so
-that a program that goes separate ways ends with the same error on all ranks instead of waiting for its time limit.
+that kind need no agreement; but a call that takes long looks whether another rank is in a different one, so that ranks
+whose programs diverge get the same error instead of waiting for the time limit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from lowbit.ranks.failure import FailureBoard
 from lowbit.ranks.groups import rank_names
 
 _IDLE = 5.0  # seconds after which the threads of a queue that is not used end
-_SLOW = 2.0  # seconds after which a call looks whether the others are in the same one
-_LOOK = 0.5  # seconds between two looks
+_SLOW, _LOOK = 2.0, 0.5  # seconds after which a call looks whether the others are in the same one, and looks again
 _LAST = 5.0  # seconds that the end of the process waits for a call
 
 TIMEOUT = 120.0
-"""Seconds in which a missing or failed peer is an error."""
+"""Seconds after which a missing or failed peer is an error."""
 
 Transport = Literal["auto", "messages", "collectives"]
 
@@ -48,13 +47,12 @@ class Call:
 
     Args:
         facts: all that must be equal on all ranks; "collective": its name.
-        group: the ranks; device: where payloads live.
-        timeout: seconds in which the failure of a peer is to be noticed.
-        work: the algorithm. What it has sent is waited for behind it.
+        group: the ranks. device: of the payloads. timeout: seconds in which the failure of a peer is noticed.
+        work: the algorithm; the queue waits for its sends afterwards.
         transport: "auto": messages where they have tags, which is Gloo between CPUs.
-        layer: name of the layer that makes this call. Calls that differ in it alone share an agreement, and a rank in
-            another layer is noticed: by the messages' tags or, without messages, by the checksums.
         checksums: whether a checksum follows every payload.
+        layer: that makes this call. Calls that differ in it alone share an agreement; the messages' tags, or without
+            messages the checksums, reveal a rank in another layer.
     """
 
     facts: Mapping[str, str]
@@ -75,9 +73,9 @@ class Call:
 
     @property
     def stated(self) -> dict[str, str]:
-        """What the ranks compare of calls of this kind."""
-        how = {"transport": "messages" if self.as_messages else "collectives"}
-        return {**self.facts, **how, "checksums": "on" if self.checksums else "off"}
+        """The facts that define the kind of this call."""
+        transport = "messages" if self.as_messages else "collectives"
+        return {**self.facts, "transport": transport, "checksums": "on" if self.checksums else "off"}
 
 
 @dataclass
@@ -86,10 +84,10 @@ class _Job:
     number: int
     future: concurrent.futures.Future[None]
     inference: bool
-    event: torch.cuda.Event | None = None  # on CUDA: what the caller has queued, then the work, is done
+    event: torch.cuda.Event | None = None  # on CUDA: the caller's work so far, then this work, is done
     stream: torch.cuda.Stream | None = None
     started: float = 0.0
-    compared: Agreement | None = None  # what it is, with the other ranks
+    compared: Agreement | None = None  # with the other ranks, about what this call is
 
     def agreement(self) -> Agreement:
         return Agreement(self.call.group, f"collective call {self.number}", self.call.timeout)
@@ -100,10 +98,7 @@ class _Job:
 
 
 class Pending:
-    """A call that is under way.
-
-    Do not touch its tensors before `wait` has returned.
-    """
+    """A call that is under way; do not touch its tensors before `wait` has returned."""
 
     def __init__(self, job: _Job) -> None:
         self._future, self._device = job.future, job.call.device
@@ -134,16 +129,12 @@ class Pending:
 
 
 class CallQueue:
-    """All calls of this process on one group, in the order in which they were made.
-
-    Holds no reference to the group: it lives in a table whose keys are groups.
-    """
+    """All calls of this process on one group, in order. Holds no reference to the group, under which it is kept."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._running = False
         self._current: _Job | None = None
         self._calls = 0
         self._kinds: set[str] = set()
@@ -161,26 +152,21 @@ class CallQueue:
                 self._streams[call.device] = job.stream
                 job.event = torch.cuda.Event()
                 job.event.record(torch.cuda.current_stream(call.device))
-            pending = Pending(job)
             self._calls += 1
             self._jobs.put(job)
-            if not self._running:
-                self._running = True
-                self._start()
-        return pending
-
-    def _start(self) -> None:
-        ended = threading.Event()
-        self._threads = [
-            threading.Thread(target=target, args=(ended,), name=f"lowbit-{name}", daemon=True)
-            for name, target in (("calls", self._work), ("watch", self._watch))
-        ]
-        _busy.add(self)
-        for thread in self._threads:
-            thread.start()
+            if self not in _busy:
+                _busy.add(self)
+                ended = threading.Event()
+                self._threads = [
+                    threading.Thread(target=target, args=(ended,), name=f"lowbit-{name}", daemon=True)
+                    for name, target in (("calls", self._work), ("watch", self._watch))
+                ]
+                for thread in self._threads:
+                    thread.start()
+        return Pending(job)
 
     def end(self) -> None:
-        """Let the threads end, unless they are held up by a peer."""
+        """End the threads, unless a peer holds them up."""
         self._jobs.put(None)
         for thread in self._threads:
             thread.join(_LAST)
@@ -201,13 +187,12 @@ class CallQueue:
                 continue
             with self._lock:
                 if self._jobs.empty():
-                    self._running = False
                     _busy.discard(self)
                     ended.set()
                     return
 
     def _do(self, job: _Job) -> BaseException | None:
-        """Do the work; its error, if any."""
+        """Do the work; returns its error, if any."""
         job.started = time.monotonic()
         self._current = job
         try:
@@ -256,11 +241,11 @@ class CallQueue:
                     self._look(job)
 
     def _look(self, job: _Job) -> None:
-        """End a call that others contradict. It stays blocked, but whoever waits for it learns why."""
+        """End a call that others contradict: its thread stays blocked, but its caller gets the error."""
         if job.compared is None:
             job.compared = job.agreement()
             self._slow.append(job.compared)
-            while len(self._slow) > 2:  # the call before the last one is over on all ranks
+            while len(self._slow) > 2:  # earlier calls are over on all ranks
                 self._slow.pop(0).forget()
         elif job.compared not in self._slow:  # all ranks have agreed on it, or are about to
             return
@@ -273,12 +258,12 @@ class CallQueue:
 
 _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CallQueue] = weakref.WeakKeyDictionary()
 _queues_lock = threading.Lock()
-_busy: set[CallQueue] = set()  # those with threads, also when their group is gone
+_busy: set[CallQueue] = set()  # those with threads, even after the end of their group
 
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is inside PyTorch when the interpreter ends would take the process down with an abort."""
+    """A thread that is inside PyTorch when the interpreter ends would abort the process."""
     for calls in list(_busy):
         calls.end()
 
@@ -290,14 +275,14 @@ def queue_of(group: dist.ProcessGroup) -> CallQueue:
 
 
 def payload_bytes() -> int:
-    """Bytes of memory for payloads that this process keeps for later calls, on all groups."""
+    """Bytes that this process keeps for payloads of later calls, on all groups."""
     with _queues_lock:
         return sum(calls.scratch.nbytes() for calls in _queues.values())
 
 
 @contextlib.contextmanager
 def _on_stream(job: _Job) -> Iterator[None]:
-    """Work on CUDA goes to a stream of its own that waits for what the caller had queued."""
+    """Put work on CUDA on a stream of its own that waits for the caller's work so far."""
     if job.event is None or job.stream is None:
         yield
         return
@@ -310,7 +295,4 @@ def _on_stream(job: _Job) -> Iterator[None]:
 def _settle(future: concurrent.futures.Future[None], error: BaseException | None) -> None:
     """Set the outcome, unless it is known already."""
     with contextlib.suppress(concurrent.futures.InvalidStateError):
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+        future.set_result(None) if error is None else future.set_exception(error)

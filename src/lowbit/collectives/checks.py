@@ -22,10 +22,10 @@ def described(x: Tensor) -> str:
 
 
 def check_summable(codec: object) -> Summable:
-    """The codec, if flat pieces of any tensor can go through it in any order.
+    """The codec, if it can code flat pieces of any tensor in any order.
 
     Raises:
-        TypeError: it is none, keeps something between messages, or is made for tokens of activations.
+        TypeError: it is no codec, keeps something between messages, or is made for tokens of activations.
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
@@ -61,10 +61,10 @@ def check_call(
     timeout: object = TIMEOUT,
     checksums: object = True,
 ) -> Summable:
-    """The codec of a collective with these arguments, whatever its tensors; None: a group that is not known yet.
+    """Check the arguments of a collective, except its tensors; returns the codec. group: None if not known yet.
 
     Raises:
-        TypeError, ValueError: an argument that the collective would refuse.
+        TypeError, ValueError: an argument that is not allowed.
     """
     summable = check_summable(codec)
     check_checksums(checksums)
@@ -86,8 +86,11 @@ def check_call(
     return summable
 
 
-def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: int = 1) -> None:
-    """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`."""
+def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: int = 1, *, written: bool) -> None:
+    """Raise unless the codec, which may be made for so many ranks and for whole rows, can code `x`.
+
+    written: whether the call writes to `x`, which the caller's mode may forbid.
+    """
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} is {kind}; allowed: a tensor of {', '.join(map(str, FLOATS))}")
@@ -101,10 +104,11 @@ def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: i
         )
     if codec.device not in (None, x.device):
         raise ValueError(f"{name} is on {x.device}; allowed with a codec that counts there: {codec.device}")
+    if written:
+        _check_written(name, x)
 
 
-def check_written(name: str, x: Tensor) -> None:
-    """Raise unless the caller's mode may write to `x`."""
+def _check_written(name: str, x: Tensor) -> None:
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} was made in inference mode, which is off; allowed: other tensors, or a call inside that mode"
@@ -112,14 +116,14 @@ def check_written(name: str, x: Tensor) -> None:
 
 
 def check_errors(errors: Tensor | None, tensor: Tensor, node_size: int) -> None:
-    """Raise unless what quantization takes from `tensor` can be written to `errors`."""
+    """Raise unless the quantization errors of `tensor` can be written to `errors`."""
     if errors is None:
         return
     if node_size > 1:
         raise ValueError(f"errors is given and node_size is {node_size}; allowed: one of the two")
     if errors.dtype != torch.float32 or errors.shape != tensor.shape or not errors.is_contiguous():
         raise ValueError(f"errors is {described(errors)}; allowed: contiguous float32 {tuple(tensor.shape)}")
-    check_written("errors", errors)
+    _check_written("errors", errors)
 
 
 def check_pair(part_name: str, part: Tensor, whole_name: str, whole: Tensor, ranks: int) -> None:

@@ -1,10 +1,10 @@
 """How the payloads of a collective travel: as messages with receives posted early, or by PyTorch's collectives.
 
-An exchange has a number of lanes. On a lane every rank sends a payload to every rank (itself included) and takes what
-every rank sent to it. `MessageExchange` makes each of these a message: Gloo then uses both directions of a link at
-once, starts as soon as the first chunk is coded, and says which peer failed. Other backends match messages by their
-order alone, so `CollectiveExchange` makes each lane one all-to-all or all-gather, in the same order on every rank.
-Behind each payload travels its checksum, if there are any (`lowbit.ranks.checksum`).
+An exchange has lanes. On a lane every rank sends a payload to every rank (itself included) and takes one from each.
+`MessageExchange` makes each of these a message: Gloo then uses both directions of a link at once, starts as soon as the
+first chunk is coded, and shows which peer failed. Other backends match messages by their order alone, so
+`CollectiveExchange` makes each lane one all-to-all or all-gather, in the same order on every rank. A checksum follows
+each payload (`lowbit.ranks.checksum`), unless the call has none.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ _TAG_BASE = 1 << 30  # above the tags of pipeline stages
 
 @dataclass(frozen=True)
 class Marks:
-    """What tells the messages of a call from all others.
-
-    Args:
-        checksums: of this call. about: the call, for errors. names: of the ranks.
-    """
+    """Identity of a call's messages. checksums: of this call; about: the call, names: of the ranks, for errors."""
 
     checksums: Checksums
     about: str
     names: Sequence[str]
 
     def message(self, lane: int, source: int) -> str:
-        """A message, for errors."""
+        """Name a message, for errors."""
         return f"{self.about}, lane {lane}: the message from {self.names[source]}"
 
 
@@ -60,7 +56,7 @@ class _Lane:
 
 
 class Exchange(ABC):
-    """The payloads of one call. Each lane is `open`, then `box` and `send` for every receiver, then `take`.
+    """The payloads of one call. For each lane: `open`, then `box` and `send` for every receiver, then `take`.
 
     Args:
         group: the ranks. device: of the payloads. scratch: memory for them. marks: of the call.
@@ -79,7 +75,7 @@ class Exchange(ABC):
             number: of the lane. incoming: bytes from each rank. outgoing: bytes to each rank, or a single number if all
                 get the same payload.
         """
-        # All ranks find the same longest row: one of the two lists has the bytes of every rank.
+        # The longest row is the same on all ranks: one of the two lists has the bytes of every rank.
         longest = max(*incoming, *outgoing)
         slot = -(-(longest + self._checksums.room) // ALIGN) * ALIGN if longest else 0
         rows = [self._scratch.take(slot * n, self._device) for n in (self.ranks, len(outgoing))]
@@ -93,14 +89,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self, lane: int, to: int = 0) -> None:
-        """Send what is in the box; to everybody on a lane where all get the same."""
+        """Send the payload in the box; to everybody on a lane where all get the same."""
 
     @abstractmethod
     def take(self, lane: int, source: int) -> Tensor:
         """Wait for the payload from a rank: uint8, as many bytes as announced.
 
         Raises:
-            DamagedError: it is not what was sent; an exchange may leave that to `finish`.
+            DamagedError: it did not arrive as it was sent; an exchange may leave that to `finish`.
         """
 
     @abstractmethod
@@ -108,15 +104,15 @@ class Exchange(ABC):
         """Wait until everything that this rank sent has left.
 
         Raises:
-            DamagedError: something that was taken is not what was sent.
+            DamagedError: a payload that was taken did not arrive as it was sent.
         """
 
     @abstractmethod
     def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
-        """Where a message to a rank is made, and the bytes of its payload."""
+        """The row for a message to a rank, and the bytes of its payload."""
 
     def _place(self, lane: int, source: int, to: int) -> tuple[int, int, int]:
-        """What a message's checksum says that it is; the same `to` for all on a lane where all get the same."""
+        """The place of a message for its checksum; the same `to` for all on a lane where all get the same."""
         return lane, source, -1 if self._lanes[lane].same_for_all else to
 
 
@@ -124,8 +120,7 @@ class MessageExchange(Exchange):
     """A message with a tag for each lane and pair of ranks.
 
     Args:
-        group: of a backend with tags (Gloo). device, scratch, marks: as for `Exchange`.
-        board: finds out who failed.
+        group: of a backend with tags (Gloo). device, scratch, marks: as for `Exchange`. board: finds out who failed.
         number: of this kind of call and layer, from 0 to 32767: part of the tags, so that others cannot take its bytes.
     """
 
@@ -149,7 +144,7 @@ class MessageExchange(Exchange):
                 lane.arriving[source] = work
 
     def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
-        if lane.same_for_all or to == self.rank:  # from where this rank takes it itself
+        if lane.same_for_all or to == self.rank:  # this rank takes it from the same row
             return lane.incoming[self.rank], lane.sizes_in[self.rank]
         return lane.outgoing[to], lane.sizes_out[to]
 
@@ -187,7 +182,7 @@ class MessageExchange(Exchange):
 class CollectiveExchange(Exchange):
     """A collective of PyTorch's for each lane, on any backend; rows are padded to the longest.
 
-    Checksums are made and compared where the payloads are, and the host looks at the outcome in `finish`.
+    Checksums are computed and compared on the payloads' device; the host reads the outcomes in `finish`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
@@ -227,5 +222,5 @@ class CollectiveExchange(Exchange):
         return row[:size]
 
     def finish(self) -> None:
-        """What has been taken has also left; but whether it was intact is looked at here."""
+        """Raise if a payload was damaged; all that was taken has also left."""
         self._verdicts.settle()

@@ -14,15 +14,7 @@ from lowbit.codecs.sums import Summable
 from lowbit.collectives import algorithms
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT, Call, Pending, Transport, queue_of
-from lowbit.collectives.checks import (
-    check_call,
-    check_errors,
-    check_pair,
-    check_summable,
-    check_tensor,
-    check_written,
-    described,
-)
+from lowbit.collectives.checks import check_call, check_errors, check_pair, check_summable, check_tensor, described
 from lowbit.collectives.exchange import Exchange
 from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.shards import Shards
@@ -53,48 +45,44 @@ def all_reduce(
     """Replace a tensor, in place, by its sum or mean over all ranks; bit-identical on all of them.
 
     Quantizes and sums as AGoQ (arXiv 2605.00539) does: partial sums are float32, in the order of the ranks, and never
-    travel in 8 bits more than once. Bytes that each of W ranks sends, for n elements of b bits: two_shot
-    2 (W - 1) / W n b / 8, PyTorch's own all-reduce with b for 32; one_shot (W - 1) n b / 8, so it is for two ranks or
-    for tensors so small that a second round trip costs more than the bytes. Each message, a chunk for a rank, has 8
-    bytes more, its checksum.
+    travel in 8 bits more than once. Each of W ranks sends, for n elements of b bits, 2 (W - 1) / W n b / 8 bytes by
+    two_shot, as PyTorch's own all-reduce with 32 for b, and (W - 1) n b / 8 by one_shot, which is for two ranks or for
+    tensors so small that a second round trip costs more than the bytes. Each message (a chunk for a rank) has a
+    checksum of 8 bytes more.
 
-    Deviations and additions: chunks are coded while others travel; a tensor of fewer than `small` elements goes through
-    PyTorch's own all-reduce in float32, without the codec; nodes may be told apart. With one rank the tensor stays as
-    it is. NaN or infinity in a group of any rank's elements is NaN there on all.
+    Deviations and additions: chunks are coded while others travel; PyTorch's own all-reduce sums a tensor of fewer than
+    `small` elements in float32, without the codec; sums inside a node may differ from those between nodes. With one
+    rank the tensor stays as it is. NaN or infinity in a group of any rank's elements is NaN there on all.
 
-    Calls on one group go through a thread of its own one after the other. Gloo sends them as messages beside whatever
-    else the group does; on other backends a call with `async_op` must not overlap other uses of the group: give it one
-    of its own. Payload memory is kept between calls: two_shot takes (3 + 1 / W) n b / 8 bytes for the largest tensor.
+    Calls on one group run one after the other on a thread. Gloo sends them as messages beside whatever else the group
+    does; on other backends a call with `async_op` must not overlap other uses of the group: give it one of its own.
+    Payload memory is kept between calls: two_shot takes (3 + 1 / W) n b / 8 bytes for the largest tensor.
 
     Args:
         tensor: float32, bfloat16 or float16, any shape and strides; the same shape and dtype on all ranks.
         codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`; or `FeatureInt4`
             for as many ranks, of any rank's part: shards and chunks are then whole rows.
-        group: the ranks; None: the default group.
-        op: "sum" or "avg". algorithm: "two_shot", "one_shot", or "auto": by ranks and bytes alone, one_shot for two
-            ranks and for small payloads.
-        async_op: return at once; the tensor must not be touched before `wait()` on what is returned.
+        group: the ranks; None: the default group. op: "sum" or "avg".
+        algorithm: "two_shot", "one_shot", or "auto": one_shot for two ranks and for small payloads.
+        async_op: return at once a `Pending`; the tensor must not be touched before its `wait()`.
         node_size: so many successive ranks share a node, a divisor of the ranks. Sums inside a node are PyTorch's, in
             float32, and each element leaves a node once, coded. 1: no nodes.
         chunk: most elements of a chunk, a multiple of 16. small: see above.
-        timeout: seconds in which a missing or failed peer is an error.
-        errors: float32, contiguous, shape of `tensor`: filled with what quantization took from this rank's part, for
+        timeout: seconds after which a missing or failed peer is an error.
+        errors: float32, contiguous, shape of `tensor`: filled with the quantization error of this rank's part, for
             error feedback: add it to the next tensor. Zeros for small tensors. Not with nodes.
         transport: "messages" (Gloo between CPUs), PyTorch's "collectives", or "auto", the first where it works.
-        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks. What
-            PyTorch itself adds up (small tensors, sums inside a node) has none. With messages, nothing that is damaged
-            is decoded; else `tensor` may hold what came of it by the time that the error is raised.
-
-    Returns:
-        A `Pending` with `wait()`; None without `async_op`.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks. Sums
+            by PyTorch itself (small tensors, inside a node) have none. With messages, nothing damaged is decoded;
+            otherwise `tensor` may already hold the damage when the error is raised.
 
     Raises:
         TypeError: a codec that cannot be summed, a tensor of another dtype.
-        ValueError: an argument that cannot be.
+        ValueError: another argument that is not allowed.
         AgreementError: the ranks do not make the same call; the same text on all of them.
-        DamagedError: what a rank sent did not arrive as it was.
-        PeerError: a rank ended or does not answer. The group is of no use any more. With the transport "collectives" it
-            is PyTorch's own RuntimeError, which does not say who.
+        DamagedError: a payload did not arrive as it was sent.
+        PeerError: a rank ended or does not answer. The group cannot be used any more. With the transport "collectives"
+            it is PyTorch's own RuntimeError, which does not name the rank.
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
@@ -102,8 +90,7 @@ def all_reduce(
         codec, group, op=op, algorithm=algorithm, transport=transport, node_size=node_size, small=small, chunk=chunk,
         timeout=timeout, checksums=checksums,
     )  # fmt: skip
-    check_tensor("tensor", tensor, codec, ranks, node_size)
-    check_written("tensor", tensor)
+    check_tensor("tensor", tensor, codec, ranks, node_size, written=True)
     check_errors(errors, tensor, node_size)
     flat = tensor.detach().reshape(-1)  # the tensor itself where it is contiguous, else a copy
     rest = None if errors is None else errors.view(-1)
@@ -153,9 +140,9 @@ def all_reduce_bytes(
     small: int = SMALL,
     checksums: bool = True,
 ) -> int:
-    """Bytes that a rank sends in an `all_reduce` of so many elements, without nodes: known without data.
+    """Bytes that a rank sends in an `all_reduce` of `numel` elements, without nodes; other arguments as there.
 
-    For small tensors, which PyTorch sums in float32: what a ring sends. Other arguments are those of `all_reduce`.
+    Small tensors, which PyTorch sums in float32, count as much as a ring sends.
     """
     if ranks == 1 or numel < max(1, small):
         return 2 * (ranks - 1) * 4 * numel // ranks
@@ -188,7 +175,7 @@ def reduce_scatter(
     """Write this rank's share of the sum or mean of everybody's input; one quantization, sums in float32.
 
     As `torch.distributed.reduce_scatter_tensor`: rank r gets elements r n to (r + 1) n - 1 of the sum, in row-major
-    order. Bytes that each of W ranks sends, with b bits an element: (W - 1) n b / 8, and 8 for each message's checksum.
+    order. Each of W ranks sends (W - 1) n b / 8 bytes, with b bits per element, and 8 for each message's checksum.
     With one rank the input is copied.
 
     Args:
@@ -219,11 +206,10 @@ def all_gather(
     transport: Transport = "auto",
     checksums: bool = True,
 ) -> Pending | None:
-    """Write everybody's input, one after the other, as the codec lets it through: the same on all ranks.
+    """Write the decoded inputs of all ranks, one after the other: the same on all ranks.
 
-    As `torch.distributed.all_gather_into_tensor`. Bytes that each of W ranks sends, for n elements of b bits:
-    (W - 1) n b / 8, and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank
-    the input is copied.
+    As `torch.distributed.all_gather_into_tensor`. Each of W ranks sends (W - 1) n b / 8 bytes for n elements of b bits,
+    and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank it is copied.
 
     Args:
         output: W n elements, any float dtype. input: n elements.
@@ -253,14 +239,13 @@ def _copying_call(
     transport: Transport,
     checksums: bool,
 ) -> Call:
-    """A call that leaves its input as it is. part_and_whole: which of "output" and "input" is a rank's share."""
+    """A call that does not change its input. part_and_whole: which of "output" and "input" is a rank's share."""
     ranks, (part, whole) = dist.get_world_size(group), part_and_whole
     codec = check_call(codec, group, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
     tensors = {"output": output, "input": input}
     for name, x in tensors.items():
-        check_tensor(name, x, codec, ranks)
+        check_tensor(name, x, codec, ranks, written=name == "output")
     check_pair(part, tensors[part], whole, tensors[whole], ranks)
-    check_written("output", output)
     flat, target = input.detach().reshape(-1), output.detach().reshape(-1)
 
     def work(exchange: Exchange) -> None:
@@ -278,7 +263,7 @@ def _copying_call(
 
 
 def _started(call: Call, async_op: bool) -> Pending | None:
-    """A call that is under way, or None behind it."""
+    """Queue a call; waits for it unless `async_op`."""
     pending = queue_of(call.group).submit(call)
     return pending if async_op else pending.wait()
 

@@ -1,4 +1,4 @@
-"""Memory for payloads that is kept between calls: fresh pages would cost more than coding what goes into them."""
+"""Memory for payloads that is kept between calls: touching fresh pages would take longer than coding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEAST = 1 << 20  # bytes of a block
 
 
 class Scratch:
-    """As much memory as the largest call needed: where that took several blocks, the next call gets a single one."""
+    """As much memory as the largest call needed: if it took several blocks, the next call gets a single one."""
 
     def __init__(self) -> None:
         self._blocks: dict[torch.device, list[Tensor]] = {}
@@ -28,7 +28,7 @@ class Scratch:
             used[:] = [0] * len(used)
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """So many bytes, aligned, until the next `reset`."""
+        """Return `nbytes` bytes, aligned, for use until the next `reset`."""
         size = -(-nbytes // ALIGN) * ALIGN
         blocks, used = self._blocks.setdefault(device, []), self._used.setdefault(device, [])
         for i, block in enumerate(blocks):

@@ -1,14 +1,13 @@
-"""All ranks prove, before the first byte, that they mean the same by what they are about to send.
+"""All ranks compare, before the first byte, what they are about to send.
 
 Peers that disagree on a format do not fail: they wait for bytes that never come, or decode garbage. So each of them
 states facts ("boundary 0 forward codec" is such and such) and compares them with everybody else's. The facts travel
-through the store of the process group, not through a collective: the store has time limits of its own, can tell who is
+through the store of the process group, not through a collective: the store has time limits of its own, shows who is
 missing, and does not need the data path whose use is being agreed on.
 
 An agreement is a board in the store. Each rank appends one line, which waits for no answer, and reads the board until
-all have. The order of the lines decides: a rank that gives up appends a line, too, and the agreement has failed if that
-line comes before the last statement. So no rank is special, and all conclude the same. For ranks that start together it
-takes at most two round trips to the store, however many they are.
+all have. A rank that gives up appends a line, too: the agreement has failed if it comes before the last statement. So
+no rank is special, and all conclude the same. Ranks that start together need at most two round trips to the store.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from lowbit.ranks.errors import AgreementError
 from lowbit.ranks.groups import default_group, next_round, rank_names
 from lowbit.ranks.statements import Facts, Ledger, Statements, listed
-from lowbit.ranks.store import Board, BoundedStore
+from lowbit.ranks.store import Board, BoundedStore, wait_until
 
 _LINGER = 5.0  # seconds that a rank stays, after an error, so that all others can read the same
 _GRACE = 1.0  # seconds that members in conflict wait for others, to show the whole of it
@@ -37,7 +36,7 @@ _ledgers: weakref.WeakKeyDictionary[dist.ProcessGroup, Ledger] = weakref.WeakKey
 def agree(
     group: dist.ProcessGroup | None, facts: Facts | str, timeout: float = 120.0, *, topic: str = "configuration"
 ) -> None:
-    """Wait for all ranks of a group and compare what they state; to be called by each of them.
+    """Wait for all ranks of a group and compare their facts; every rank calls this.
 
     Args:
         group: the ranks concerned; None: the default group.
@@ -77,7 +76,7 @@ class Agreement:
 
         Args:
             facts: of all members that this rank speaks for, by their numbers.
-            names: what to call each member in errors; numbers count from 0.
+            names: of all members, for errors; numbers count from 0.
 
         Returns:
             The facts of all members, by number.
@@ -104,7 +103,7 @@ class Agreement:
             self._conclude(names)
 
     def forget(self) -> None:
-        """Leave nothing in the store after `look`; what `exchange` leaves goes with a later one."""
+        """Delete the board after `look`; that of an `exchange` is deleted in a later one."""
         self._store.delete_key(self._key)
 
     def linger(self) -> None:
@@ -112,11 +111,14 @@ class Agreement:
 
         After an `exchange` whose outcome is an error; to be called by every rank.
         """
-        deadline = time.monotonic() + _LINGER
+
+        def all_left() -> bool:
+            statements = self._read()
+            return statements.came <= statements.left
+
         with contextlib.suppress(RuntimeError):  # the store has gone already
             self._board.append(left=self._rank)
-            while not (statements := self._read()).came <= statements.left and time.monotonic() < deadline:
-                time.sleep(_SHORTEST)
+            wait_until(all_left, _LINGER, pause=_SHORTEST)
 
     def give_up(self, why: str) -> None:
         """Instead of `exchange`: end it for the ranks that are waiting in it, with an error of this text."""

@@ -1,12 +1,12 @@
-"""Eight bytes behind every message, which say whether it arrived as it was sent, and as the message that was expected.
+"""Eight bytes behind every message tell whether it is the one that was sent, and the one that was expected.
 
-A checksum is made of the payload, of the message's place (sender, receiver and a counter that both ends count alike),
-and of the run's secret, if the environment variable LOWBIT_SECRET holds one. So bits that changed on the way are
-noticed, and so is a message of another step or place, and one that was made up by somebody who does not know the
-secret. This is no message authentication code: it does not withstand somebody who reads the traffic and computes.
+A checksum covers the payload, the message's place (sender, receiver and a counter that both ends count alike), and the
+run's secret, if the environment variable LOWBIT_SECRET holds one. So it reveals bits that changed on the way, a message
+of another step or place, and one from somebody who does not know the secret. It is no message authentication code:
+it does not withstand somebody who reads the traffic and computes.
 
-On the host the checksum is XXH3 (64 bits). What is on a device when it arrives (NCCL, and PyTorch's collectives) has
-one of plain integer operations there, which no host waits for: `Verdicts` keeps the outcomes, and looks at all at once.
+On the host the checksum is XXH3 (64 bits). Messages that arrive on a device (NCCL, and PyTorch's collectives) have one
+of plain integer operations there, which no host waits for: `Verdicts` keeps the outcomes and reads all at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowbit.ranks.errors import PeerError
 CHECKSUM_BYTES = 8
 """Bytes that follow the payload in a message."""
 SECRET = "LOWBIT_SECRET"
-"""Environment variable with what all ranks of a run know and nobody else does."""
+"""Environment variable with the secret of a run, which all of its ranks know."""
 _WORD = 8  # bytes that the checksum on a device takes at a time
 _LOW_HALF = 0xFFFFFFFF
 _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -46,7 +46,7 @@ class Checksums:
     A message is uint8, one dimension, contiguous: the payload and `room` bytes behind it.
 
     Args:
-        topic: what the messages are about; those of other topics do not fit.
+        topic: of the messages; those of other topics do not fit.
         enabled: False: messages are payloads and nothing else.
 
     Attributes:
@@ -56,7 +56,7 @@ class Checksums:
     def __init__(self, topic: str, *, enabled: bool = True) -> None:
         self.enabled = enabled
         self.room = CHECKSUM_BYTES if enabled else 0
-        self._base = xxhash.xxh3_64_intdigest(topic.encode(), seed=_key_of(_secret()))
+        self._base = xxhash.xxh3_64_intdigest(topic.encode(), seed=_key_of(run_secret()))
 
     def seal(self, message: Tensor, *place: int) -> None:
         """Fill the last bytes of a message on the host. `place`: which of the conversation's messages it is."""
@@ -92,7 +92,7 @@ class Checksums:
 
 
 class Verdicts:
-    """Outcomes on a device, which nobody has looked at yet."""
+    """Outcomes on a device that the host has not read yet."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, str, int]] = []
@@ -117,7 +117,7 @@ class Verdicts:
 
 
 def damaged(about: str, rank: int) -> DamagedError:
-    """The error about a message: what it is and who sent it, in words, and the sender's rank in the group."""
+    """The error about a message. about: the message and its sender, in words; rank: the sender's in the group."""
     return DamagedError(
         f"{about} is damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message "
         "of another step or place",
@@ -132,9 +132,9 @@ def agreed_facts(checksums: bool) -> dict[str, str]:
 
 def secret_facts() -> dict[str, str]:
     """Which secret this process has, so that ranks can compare it; nobody learns the secret from that."""
-    if not (secret := _secret()):
+    if not (secret := run_secret()):
         return {SECRET: "not set"}
-    key = hashlib.sha256(secret.encode()).digest()
+    key = hashlib.sha256(secret).digest()
     digest = hmac.new(key, b"lowbit: which secret is it", hashlib.sha256).hexdigest()
     return {SECRET: f"one with digest {digest[:12]}"}
 
@@ -150,24 +150,23 @@ def sealed_bytes(nbytes: int, checksums: bool = True) -> int:
     return nbytes + CHECKSUM_BYTES if nbytes and checksums else nbytes
 
 
-def _secret() -> str:
-    return os.environ.get(SECRET, "")
+def run_secret() -> bytes:
+    """The run's secret as this process was given it; empty without one."""
+    return os.environ.get(SECRET, "").encode()
 
 
 @functools.cache
-def _key_of(secret: str) -> int:
+def _key_of(secret: bytes) -> int:
     """64 bits of a secret; 0 without one."""
-    if not secret:
-        return 0
-    return int.from_bytes(hashlib.sha256(b"lowbit checksums" + secret.encode()).digest()[:8])
+    return int.from_bytes(hashlib.sha256(b"lowbit checksums" + secret).digest()[:8]) if secret else 0
 
 
 def _sum_words(payload: Tensor, seed: int) -> Tensor:
     """A checksum by PyTorch's integer operations, modulo 2^64: int64 (1,), the same on every device.
 
     Each word of 8 bytes is mixed so that each of its bits reaches the lower half, and counts with an odd weight of its
-    place: bits that change in one word are always noticed, others but for a chance in billions, and so are words that
-    change places.
+    place. A change within one word is always noticed; other changes, and words that swap places, are missed once in
+    billions.
     """
     if payload.storage_offset() % _WORD:
         payload = payload.clone()

@@ -1,4 +1,4 @@
-"""Who failed: from the neighbour that a rank sees fail to the rank that failed first.
+"""Find the rank that failed first, from the neighbour that a rank sees fail.
 
 When a rank ends, only its neighbours notice; they end in turn, and the next ones see *them* go. Each rank that gives up
 therefore writes on a board in the store of the process group, "I gave up on rank s", and follows the notes of others
@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.ranks.errors import AgreementError, PeerError, described
-from lowbit.ranks.store import Board, bounded
+from lowbit.ranks.store import Board, bounded, wait_until
 
 _CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
 _POLL = 0.05
@@ -31,9 +31,8 @@ class FailureBoard:
     """Notes about failed peers, in the store of a process group.
 
     Args:
-        group: the ranks concerned.
-        topic: unique among the boards of this group, and the same on every rank.
-        names: what to call each rank of the group in errors.
+        group: the ranks concerned. topic: unique among the boards of this group, and the same on every rank.
+        names: of the ranks of the group, for errors.
         timeout: seconds from the start of a wait in vain to the error.
     """
 
@@ -50,7 +49,7 @@ class FailureBoard:
 
     @property
     def patience(self) -> timedelta:
-        """How long a wait may last; the rest of the timeout is for finding out who is to blame."""
+        """Limit of a wait; the rest of the timeout is for finding out who is to blame."""
         return timedelta(seconds=0.8 * self._timeout)
 
     @contextlib.contextmanager
@@ -68,10 +67,10 @@ class FailureBoard:
             raise self.blame(peer, error) from error
 
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
-        """Write why this rank cannot go on, then end its connections, at which the others look for the reason.
+        """Write why this rank cannot go on, then end its connections, so that the others look for the reason.
 
         Args:
-            error: the reason, which is not written where this rank has blamed another. sever: ends the connections.
+            error: the reason; not written if this rank has blamed another. sever: ends the connections.
         """
         if self._blames:
             return sever()
@@ -136,14 +135,12 @@ class FailureBoard:
             self._linger(chain[-1], min(_LINGER, (0.1 if silent else 0.5) * self._timeout))
 
     def _linger(self, culprit: int, seconds: float) -> None:
-        """Stay until all others have read the notes: the store may live in this process."""
+        """Stay until all others have read the notes: the store may be in this process."""
         others = set(range(len(self._names))) - {culprit}
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not others <= self._read()[1]:
-            time.sleep(_POLL)
+        wait_until(lambda: others <= self._read()[1], seconds)
 
     def _read(self) -> tuple[dict[int, dict[str, Any]], set[int]]:
-        """The last note of each rank, and the ranks that have seen enough. Lines that no rank writes are ignored."""
+        """The last note of each rank, and the ranks that are done reading; malformed lines are ignored."""
         notes: dict[int, dict[str, Any]] = {}
         seen: set[int] = set()
         for line in self._board.entries():
@@ -171,8 +168,7 @@ class _Trace:
 
 def _within(seconds: float, call: Callable[[], None]) -> bool:
     """Whether calls of the store end well in time: it may be gone, or on a machine that no longer answers."""
-    try:
+    with contextlib.suppress(TimeoutError, RuntimeError):
         bounded(call, seconds)
-    except (TimeoutError, RuntimeError):
-        return False
-    return True
+        return True
+    return False

@@ -24,12 +24,12 @@ def default_group() -> dist.ProcessGroup:
 
 
 def rank_names(group: dist.ProcessGroup) -> list[str]:
-    """What errors call the ranks of a group: by their numbers in the whole job."""
+    """Names of the ranks of a group for errors, by their numbers in the whole job."""
     return [f"rank {rank}" for rank in dist.get_process_group_ranks(group)]
 
 
 def next_round(group: dist.ProcessGroup, name: str) -> int:
-    """0, 1, 2, ... for successive calls with a name: ranks that do the same things count alike."""
+    """0, 1, 2, ... for successive calls with a name: ranks that make the same calls count alike."""
     counter = _counters.setdefault(group, Counter())
     counter[name] += 1
     return counter[name] - 1

@@ -1,4 +1,4 @@
-"""Start the ranks of a run as local processes, wait for them, and tell which one failed first."""
+"""Start the ranks of a run as local processes, wait for them, and name the one that failed first."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from lowbit.ranks.process import FAILED, Process, Program
 
 if TYPE_CHECKING:
-    from lowbit.ranks.alarm import Alarm  # imports PyTorch, which whoever only reads a configuration need not wait for
+    from lowbit.ranks.peers import Alarm  # imports PyTorch, which a command that starts no ranks need not wait for
 
-_LAST_WORDS_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
+_ALARM_SECONDS = 7.0  # for the other ranks to read the alarm, and end by themselves
 _TERMINATE_SECONDS = 5.0
 _TURN_SECONDS = 0.05
-_LONGEST_TURN = 1.0  # of a turn that took longer, this process slept through the rest
+_LONGEST_TURN = 1.0  # a process that took longer was stopped for the rest
 
 
 class LaunchError(RuntimeError):
@@ -39,16 +39,15 @@ class LaunchError(RuntimeError):
 def start_all(program: Program, ranks: int) -> None:
     """Run all ranks of a run on this machine until they are done.
 
-    This process keeps the store that they meet in, on the loopback interface and on a port that the system chooses, and
-    gives them a secret: the store outlives them all, and nobody else can take part. Signals that would end this process
-    end them.
+    This process keeps their store, on the loopback interface and a port that the system chooses, and gives them a
+    secret: the store outlives them all, and nobody else can take part. Signals that would end this process end them.
 
     Raises:
         LaunchError: one of them failed; none is left.
     """
-    from lowbit.ranks.alarm import Alarm
     from lowbit.ranks.checksum import SECRET
     from lowbit.ranks.meeting import listen, new_secret
+    from lowbit.ranks.peers import Alarm
     from lowbit.ranks.store import of_attempt
 
     secret = new_secret()
@@ -63,7 +62,7 @@ def start_all(program: Program, ranks: int) -> None:
 
 
 def start_one(program: Program) -> None:
-    """Run the rank that the environment tells of, or the only one, in a process of its own until it is done.
+    """Run the rank in the environment, or the only one, in a process of its own until it is done.
 
     Raises:
         LaunchError: it failed.
@@ -84,15 +83,15 @@ def _watch(processes: list[Process], alarm: Alarm | None = None) -> None:
     finally:
         _stop(processes)
     if signals:
-        what = f"interrupted by {signals[0].name}"
+        reason = f"interrupted by {signals[0].name}"
     elif failed is None:
         return
     else:
         cause = None if failed.killed_or_stopped or alarm is None else alarm.read()[0]
-        what = cause.text if cause else failed.outcome()
+        reason = cause.text if cause else failed.outcome()
     code = failed.code or FAILED if failed else FAILED
     others = "; all ranks were ended" if len(processes) > 1 else ""
-    raise LaunchError(what + others, code, interrupted=bool(signals))
+    raise LaunchError(reason + others, code, interrupted=bool(signals))
 
 
 def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Signals]) -> Process | None:
@@ -103,17 +102,17 @@ def _wait(processes: list[Process], alarm: Alarm | None, signals: list[signal.Si
         for process in processes:
             process.listen(turn)
         if failed is None and (failed := _first_failed(processes)) is not None:
-            if alarm is not None and failed.killed_or_stopped:  # else it has told the others itself
-                from lowbit.ranks.alarm import Cause
+            if alarm is not None and failed.killed_or_stopped:  # otherwise it sounds the alarm itself
+                from lowbit.ranks.peers import Cause
 
                 alarm.sound(Cause(failed.rank, failed.outcome()))
-            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+            deadline = time.monotonic() + _ALARM_SECONDS
         time.sleep(_TURN_SECONDS)
     return _first_failed(processes) if failed is None else failed
 
 
 def _first_failed(processes: list[Process]) -> Process | None:
-    """A rank that ended badly; one that was killed rather than one that gave up because of it."""
+    """A rank that failed; one that was killed is preferred to one that gave up because of it."""
     bad = [process for process in processes if process.code]
     return min(bad, key=lambda process: not process.killed_or_stopped, default=None)
 

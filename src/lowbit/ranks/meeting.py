@@ -1,8 +1,8 @@
-"""Where the ranks of a run meet: one store, and proof that all who write there belong to the run.
+"""The ranks of a run meet at one store, and prove that they belong to the run.
 
 The store is torchrun's or our launcher's where one of them started this process. Otherwise rank 0 keeps it, at
-MASTER_ADDR and MASTER_PORT, and listens there only. A store takes whatever anybody writes. So before anything else each
-rank proves to all others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
+MASTER_ADDR and MASTER_PORT, and listens there only. Anybody can write to a store. So before anything else each rank
+proves to all others that it knows the run's secret, and nothing that ranks read there is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from functools import partial
 from torch._C._distributed_c10d import Store, TCPStore
 
 from lowbit.config import ConfigError
-from lowbit.ranks.checksum import SECRET
-from lowbit.ranks.store import bounded, of_attempt
+from lowbit.ranks.checksum import SECRET, run_secret
+from lowbit.ranks.store import bounded, of_attempt, wait_until
 
 log = logging.getLogger(__name__)
 
-_POLL = 0.05
 _kept: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives
 _LOOPBACK = ("127.", "localhost", "::1")
 
@@ -40,11 +39,6 @@ class AloneError(MeetingError):
     """Ranks did not come within the time that this one waits for them."""
 
     alone = True
-
-
-def run_secret() -> bytes:
-    """The run's secret as this process was given it; empty without one."""
-    return os.environ.get(SECRET, "").encode()
 
 
 def launcher_keeps_store() -> bool:
@@ -92,10 +86,10 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
 
 
 def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int = 0) -> Store:
-    """The store of this run, as `reach` finds it, where no other process has been this rank before.
+    """The store of this run, once one answers that no other process has used as this rank.
 
     A store that knows this rank belongs to an attempt that is about to end, or somebody started the rank twice: this
-    waits for another store.
+    tries again until another store takes its place.
 
     Args:
         timeout: seconds for each later call that waits. patience: seconds to wait for the store.
@@ -126,10 +120,10 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
 
 
 def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Store:
-    """The store of this run at MASTER_ADDR and MASTER_PORT: the part for this attempt.
+    """The store of this run at MASTER_ADDR and MASTER_PORT, in one try: the part for this attempt.
 
     Raises:
-        TimeoutError: nobody keeps a store there in time.
+        TimeoutError: no store answers there in time.
         ConfigError, MeetingError: as `meet`.
     """
     host, port = os.environ["MASTER_ADDR"], master_port()
@@ -176,41 +170,29 @@ def _proof(secret: bytes, run: bytes, rank: int) -> str:
     return hmac.new(secret, run + str(rank).encode(), hashlib.sha256).hexdigest()
 
 
-def _everybody(store: Store, what: str, rank: int, ranks: int, patience: float) -> list[bytes]:
-    """What every rank has written under a key of its own, in the order of the ranks, once all of them have."""
-    keys = [f"{what}/{r}" for r in range(ranks)]
-    deadline = time.monotonic() + patience
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
-            raise _alone(rank, ranks, patience, f"{missing} did not come")
-        time.sleep(_POLL)
+def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) -> list[bytes]:
+    """Wait until every rank has written its key of this name; returns the values in the order of the ranks."""
+    keys = [f"{name}/{r}" for r in range(ranks)]
+    if not wait_until(lambda: store.check(keys), patience):
+        missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
+        raise _alone(rank, ranks, patience, f"{missing} did not come")
     return [bytes(value) for value in store.multi_get(keys)]
 
 
 def _connected(host: str, port: int, timeout: float, patience: float) -> TCPStore:
-    """Connect to a store that answers; one that does not may be about to be replaced, and is tried again."""
-    deadline = time.monotonic() + patience
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            # PyTorch's own waiting for a listener fills the terminal.
-            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
-            # The kernel accepts for a process that was stopped: PyTorch then waits for ever for the first answer.
-            limit = max(0.1, min(timeout, deadline - time.monotonic()))
-            store = bounded(partial(_connect, host, port, limit), limit)
-        except (OSError, RuntimeError) as error:
-            if left <= 0:
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-                raise TimeoutError(f"nobody answers there ({reason})") from None
-            time.sleep(max(0.0, min(0.5, deadline - time.monotonic())))
-        else:
-            store.set_timeout(timedelta(seconds=timeout))
-            return store
-
-
-def _connect(host: str, port: int, timeout: float) -> TCPStore:
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    limit = max(0.1, min(timeout, patience))
+    wait = timedelta(seconds=limit)
+    connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=wait)
+    try:
+        # PyTorch's own waiting for a listener fills the terminal.
+        socket.create_connection((host, port), timeout=min(5.0, limit)).close()
+        # The kernel accepts for a process that was stopped: PyTorch then waits for ever for the first answer.
+        store = bounded(connect, limit)
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise TimeoutError(f"nobody answers there ({reason})") from None
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
 
 
 def _warn_without_secret() -> None:

@@ -1,7 +1,6 @@
-"""Single messages between two ranks, beside a pipeline's traffic: with a time limit, a checksum, and the peer's name.
+"""Single messages between two ranks, beside a pipeline's traffic, with a time limit and a checksum.
 
-Between two ranks of a group they arrive in the order in which they were sent, so both ends count them. Gloo carries
-them, from and to the CPU.
+They arrive in the order in which they were sent, so both ends count them. Gloo carries them, from and to the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from lowbit.ranks.checksum import Checksums, damaged
 from lowbit.ranks.failure import FailureBoard
 from lowbit.ranks.groups import default_group, next_round, rank_names
-from lowbit.ranks.objects import MOST_BYTES
+from lowbit.ranks.objects import MOST_BYTES, parse_json
 
 _SIZE_BYTES = 8
 _FIRST_TAG = 1 << 27  # away from the small ones that a program may use itself
@@ -34,10 +33,10 @@ class Sent:
     to: int
 
     def wait(self) -> None:
-        """Return when the peer has taken it.
+        """Return when the peer has received it.
 
         Raises:
-            PeerError: the peer ended, or did not take it in time.
+            PeerError: the peer ended, or did not receive it in time.
         """
         with self.board.blaming(self.to):
             self.work.wait(self.board.patience)
@@ -56,7 +55,7 @@ class Expected:
     name: str  # for errors
 
     def wait(self) -> Tensor:
-        """Return the payload when it has come: uint8, one dimension, on the CPU.
+        """Return the payload when it has arrived: uint8, one dimension, on the CPU.
 
         Raises:
             DamagedError: it did not arrive as it was sent.
@@ -70,12 +69,11 @@ class Expected:
 
 
 class Messages:
-    """The messages of one purpose; to be made by all ranks of the group, in the same order as others.
+    """The messages of one purpose; all ranks of the group make their objects in the same order.
 
     Args:
-        group: the ranks, over Gloo; None: the default group.
-        purpose: what they are about, for errors: "evaluation".
-        timeout: seconds after which a peer that does not come or answer is an error.
+        group: the ranks, over Gloo; None: the default group. purpose: for errors, such as "evaluation".
+        timeout: seconds after which a peer that does not answer is an error.
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
     """
 
@@ -88,7 +86,7 @@ class Messages:
         self._names = rank_names(self._group)
         self._board = FailureBoard(self._group, topic, self._names, timeout)
         self._checksums = Checksums(topic, enabled=checksums)
-        # Of its own, since messages may be expected long before they come, and after others of another purpose.
+        # A tag of its own: receives may be posted long before their messages arrive, after those of another purpose.
         self._tag = _FIRST_TAG + next_round(self._group, "messages")
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
@@ -115,7 +113,7 @@ class Messages:
         Gloo sends a message once its receive is posted: one that is not expected yet takes another round trip.
 
         Args:
-            nbytes: of its payload. source: a rank of the group. about: what it is, for errors.
+            nbytes: of its payload. source: a rank of the group. about: its name in errors.
 
         Raises:
             PeerError: the peer ended.
@@ -130,19 +128,16 @@ class Messages:
         return Expected(self._board, work, message, source, self._checksums, place, name)
 
     def receive(self, nbytes: int, source: int, about: str = "") -> Tensor:
-        """Expect the next message of a rank, and wait for it; all that was expected before counts as earlier.
-
-        Args, returns and raises: as `expect` and `Expected.wait`.
-        """
+        """Post the receive of a rank's next message and wait for it; as `expect` and `Expected.wait`."""
         return self.expect(nbytes, source, about).wait()
 
     def send_json(self, value: Any, to: int) -> None:
-        """Send what JSON can hold, and wait until it is taken; two messages, of 8 bytes and of the text.
+        """Send a value as JSON, and wait until the peer has it; two messages, of 8 bytes and of the text.
 
         Raises:
             TypeError: JSON cannot hold `value`.
             ValueError: a text of more than 64 MiB.
-            PeerError: the peer ended, or did not take it in time.
+            PeerError: the peer ended, or did not receive it in time.
         """
         text = json.dumps(value).encode()
         if len(text) > MOST_BYTES:
@@ -162,8 +157,4 @@ class Messages:
         size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
         if not 0 < size <= MOST_BYTES:
             raise ValueError(f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}")
-        text = self.receive(size, source, about).numpy().tobytes()
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self._names[source]} sent no JSON: {error}") from None
+        return parse_json(self.receive(size, source, about), f"{self._names[source]} sent no JSON")

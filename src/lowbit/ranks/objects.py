@@ -1,4 +1,4 @@
-"""Small values of all ranks, as JSON: nothing that a peer sends is ever unpickled."""
+"""Small values of all ranks as JSON: nothing that a peer sends is ever unpickled."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lowbit.ranks import pytorch
 from lowbit.ranks.groups import default_group
 
 MOST_BYTES = 64 << 20
-"""Largest text of one rank: what a peer announces decides how much memory is taken."""
+"""Largest text of one rank: a peer's announcement decides how much memory this rank takes."""
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks, in the order of the ranks; to be called by each of them.
+    """Return the values of all ranks, in the order of the ranks; every rank calls this.
 
     Two collectives of PyTorch's, in which every rank sends as many bytes as the longest text has. The group's own time
     limit applies.
 
     Args:
-        value: what JSON can hold: None, booleans, numbers (NaN and infinity, too), strings, lists and dictionaries with
-            strings as keys. Tuples arrive as lists.
+        value: None, booleans, numbers (NaN and infinity, too), strings, lists and dictionaries with strings as keys.
+            Tuples arrive as lists.
         group: the ranks; None: the default group.
 
     Raises:
@@ -42,14 +42,17 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
     texts = gather_tensor(padded, group)
-    return [_parsed(rank, texts[rank, :length]) for rank, length in enumerate(lengths)]
+    return [
+        parse_json(texts[rank, :length], f"what rank {rank} of the group stated is not JSON")
+        for rank, length in enumerate(lengths)
+    ]
 
 
 def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The tensors of all ranks, in the order of the ranks; to be called by each of them.
+    """Return the tensors of all ranks, in the order of the ranks; every rank calls this.
 
     Args:
-        x: of the same shape and dtype on all ranks (`gather_json` can tell), on any device.
+        x: of the same shape and dtype on all ranks, on any device.
         group: the ranks; None: the default group.
 
     Returns:
@@ -69,8 +72,9 @@ def _device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _parsed(rank: int, text: Tensor) -> Any:
+def parse_json(text: Tensor, problem: str) -> Any:
+    """Parse the bytes of a text on the CPU; `problem` begins the ValueError about a text that is no JSON."""
     try:
         return json.loads(text.numpy().tobytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"what rank {rank} of the group stated is not JSON: {error}") from None
+        raise ValueError(f"{problem}: {error}") from None

@@ -1,12 +1,12 @@
-"""Failure detection: heartbeats of all ranks, and a watchdog that ends what waits for too long.
+"""Failure detection: heartbeats of all ranks, an alarm with the first cause, and a watchdog that ends what hangs.
 
-Everything goes through the store that the ranks meet in. Two threads of each rank do all of it:
+Everything goes through the store that the ranks meet in. Each rank has two threads for it:
 
 - The beat writes a sign of life twice a second and reads the others' and the alarm. It alone calls the store, so a
   store that does not answer blocks nothing else.
 - The guard calls nothing that can block. It adds up for how long each peer and the store have been silent. Once that
-  is longer than the run's time limit allows, or an alarm is known and this process has not ended by itself, it prints
-  the reason and ends the process, whatever the other threads wait for, inside C++ too.
+  is longer than the run's time limit allows, or the alarm has sounded and this process has not ended by itself, it
+  prints the reason and ends the process, whatever the other threads wait for, inside C++ too.
 
 A process that was stopped for a while does not blame the others: silence is counted in the guard's own turns.
 """
@@ -14,36 +14,94 @@ A process that was stopped for a while does not blame the others: silence is cou
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import itertools
+import json
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-from lowbit.ranks.alarm import Alarm, Cause
 from lowbit.ranks.errors import AgreementError, PeerError, first_line
 from lowbit.ranks.meeting import launcher_keeps_store
 from lowbit.ranks.process import ALONE, FAILED
+from lowbit.ranks.store import Board
 
 _BEAT_SECONDS = 0.5
 _TURN_SECONDS = 0.2
-_LONGEST_TURN = 1.0  # of a turn that took longer, this process slept through the rest
+_LONGEST_TURN = 1.0  # a process that took longer was stopped for the rest
 _SHARE = 0.9  # of the time limit: silence that ends the run, so that it has ended when the limit is over
 _CLOSE_SECONDS = 0.5  # for each thread to end, unless the store holds it up
-_LAST_WORDS_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
+_GRACE_SECONDS = 5.0  # at most, from an alarm to the end of a process that is still blocked
+
+
+class Cause(NamedTuple):
+    """Why a run ends: the rank that failed first (-1: none in particular), and how, in a sentence.
+
+    `alone`: it waited for others in vain, as another attempt would.
+    """
+
+    rank: int
+    text: str
+    alone: bool = False
+
+    def signed(self, secret: bytes) -> str:
+        """The text that is written to the store."""
+        return json.dumps([*self, self._signature(secret)])
+
+    @classmethod
+    def read(cls, written: object, secret: bytes) -> Cause | None:
+        """Parse a signed text; None if nobody who knows the secret wrote it."""
+        with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+            rank, text, alone, signature = json.loads(written)  # pyright: ignore[reportArgumentType]
+            cause = cls(int(rank), str(text), bool(alone))
+            if hmac.compare_digest(cause._signature(secret), str(signature)):
+                return cause
+        return None
+
+    def _signature(self, secret: bytes) -> str:
+        return hmac.new(secret, json.dumps(self).encode(), hashlib.sha256).hexdigest()
+
+
+class Alarm:
+    """The board for causes and for the ranks that have read them; unsigned causes are ignored.
+
+    Args:
+        store: the part of a store for this attempt at the run (`store.of_attempt`). secret: of the run.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        self._board, self._secret = Board(store, "alarm"), secret
+
+    def sound(self, cause: Cause) -> Cause | None:
+        """Write a cause; returns the first one, with which all ranks end."""
+        self._board.append(cause=cause.signed(self._secret))
+        return self.read()[0]  # after an answer this process may end: the store has the line
+
+    def acknowledge(self, rank: int) -> None:
+        """Note that a rank knows the cause."""
+        self._board.append(read=rank)
+
+    def read(self) -> tuple[Cause | None, set[int]]:
+        """The first cause, if there is one, and the ranks that know it; one round trip."""
+        entries = self._board.entries()
+        causes = (Cause.read(entry["cause"], self._secret) for entry in entries if "cause" in entry)
+        readers = {entry["read"] for entry in entries if isinstance(entry.get("read"), int)}
+        return next((cause for cause in causes if cause), None), readers
 
 
 class AbsentError(PeerError):
-    """Another rank has waited for ranks that did not come, for as long as it may."""
+    """Another rank waited for ranks that did not come in time."""
 
 
 class Peers:
-    """This rank's beat and guard. All ranks make one each, on the same store.
+    """This rank's beat and guard; every rank has one, on the same store.
 
     Args:
         store: of this attempt; cloned for a connection of its own.
@@ -56,7 +114,7 @@ class Peers:
         self.rank, self.ranks = rank, ranks
         self._limit = _SHARE * timeout
         self._patience = min(4.0, max(3 * _BEAT_SECONDS, 0.15 * timeout))
-        self._grace = min(_LAST_WORDS_SECONDS, 1.0 + 0.1 * timeout)
+        self._grace = min(_GRACE_SECONDS, 1.0 + 0.1 * timeout)
         self._secret = secret
         self._store: Any = store  # PyTorch's stubs lack `clone`
         self._beats: dict[int, bytes] = {}
@@ -78,8 +136,8 @@ class Peers:
     def close(self) -> None:
         """Stop watching; the run is over.
 
-        A thread that is inside PyTorch when the interpreter ends can abort the process, so this waits for both; only
-        for a moment, since the store may never answer.
+        A thread that is inside PyTorch when the interpreter ends can abort the process, so this waits for both, but
+        not for long: the store may never answer.
         """
         self._closed.set()
         for thread in self._threads:
@@ -108,9 +166,9 @@ class Peers:
             self.close()
 
     def explain(self, error: BaseException) -> PeerError | None:
-        """Why a call failed; None where the error itself says it.
+        """Return the error that names the cause of a failed call; None where `error` does so itself.
 
-        Takes a few seconds at most, enough to hear the beat of a peer that lives. Afterwards all ranks that hear the
+        Takes a few seconds at most, enough to hear the beat of a peer that lives. Afterwards all ranks that reach the
         store know the cause.
         """
         names_ranks = isinstance(error, ConnectionError)
@@ -137,7 +195,7 @@ class Peers:
             self._read_by_all.wait(self._grace)
 
     def _silent_peer(self) -> Cause | None:
-        """The known cause, or the ranks whose beat has stopped; None if all others are alive."""
+        """The cause, if it is known, or the ranks whose beat has stopped; None if all others are alive."""
         deadline = time.monotonic() + self._patience + _BEAT_SECONDS
         while time.monotonic() < deadline and not self._store_lost:
             if self._known.wait(_TURN_SECONDS):

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, seen from the one that started it."""
+"""The process of one rank, as its launcher sees it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STARTUP_SECONDS = 30.0  # until the first sign of life: Python has to start
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What each rank of a run executes.
+    """The program of each rank of a run.
 
     Args:
         module: for `python -m`; it calls `lowbit.ranks.worker.work`.
@@ -40,7 +40,7 @@ class Process:
     """The process of a local rank, and for how long it has given no sign of life.
 
     Args:
-        program: what it executes. environment: variables beside this process's own.
+        program: to execute. environment: variables besides this process's own.
     """
 
     def __init__(self, program: Program, rank: int, environment: Mapping[str, str]) -> None:
@@ -48,11 +48,10 @@ class Process:
         self.hung, self._heard = False, False
         self._pulse, theirs = os.pipe()
         os.set_blocking(self._pulse, False)
-        together = os.environ | dict(environment) | {PULSE: str(theirs)}
-        together.setdefault("OMP_NUM_THREADS", str(program.threads))
+        variables = {"OMP_NUM_THREADS": str(program.threads), **os.environ, **environment, PULSE: str(theirs)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", program.module],
-            env=together,
+            env=variables,
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C reaches this process only, which passes it on once
@@ -60,7 +59,7 @@ class Process:
         )
         os.close(theirs)
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it is gone already: waiting for it will tell
+        with suppress(BrokenPipeError):  # it has ended already; its exit code shows how
             self.process.stdin.write(program.order + "\n")
             self.process.stdin.flush()
 

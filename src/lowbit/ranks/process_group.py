@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from lowbit.config import ConfigError
+from lowbit.ranks.checksum import run_secret
 from lowbit.ranks.groups import default_group, next_round
-from lowbit.ranks.meeting import MeetingError, meet, prove, run_secret
+from lowbit.ranks.meeting import MeetingError, meet, prove
 from lowbit.ranks.peers import Peers
 from lowbit.ranks.store import bounded
 
@@ -45,8 +46,8 @@ def world() -> tuple[int, int]:
     try:
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except ValueError:
-        found = f"RANK is {os.environ['RANK']!r} and WORLD_SIZE {os.environ['WORLD_SIZE']!r}"
-        raise ConfigError(f"{found}; allowed: integers") from None
+        text = f"RANK is {os.environ['RANK']!r} and WORLD_SIZE {os.environ['WORLD_SIZE']!r}; allowed: integers"
+        raise ConfigError(text) from None
     if not 0 <= rank < ranks:
         raise ConfigError(f"RANK is {rank}; allowed with WORLD_SIZE {ranks}: 0 to {ranks - 1}")
     return rank, ranks
@@ -54,16 +55,15 @@ def world() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def joined(timeout: float, *, backend: str = "gloo", patience: float | None = None) -> Iterator[None]:
-    """Be part of the default process group: the one there is, or one made from the environment for this block.
+    """Use the existing default process group, or make one from the environment for this block.
 
-    From the first contact on, every wait has a limit: calls of the group and of its store their own, and all else a
-    watchdog, which ends this process once another rank has been silent for `timeout` seconds or has failed
-    (`lowbit.ranks.peers`).
+    Every wait has a limit: calls of the group and of its store have their own; for all else a watchdog ends this
+    process once another rank has been silent for `timeout` seconds or has failed (`lowbit.ranks.peers`).
 
     Args:
-        timeout: seconds in which the failure of a peer is to end every rank: most of it for an operation that waits for
-            the peer, the rest to find out which one it was.
-        backend: for what lies on GPUs, "gloo" or "nccl"; beside it, Gloo carries what lies on the CPU.
+        timeout: seconds in which the failure of a peer ends every rank: most of it for an operation that waits for the
+            peer, the rest to find out which one it was.
+        backend: "gloo" or "nccl" for tensors on GPUs; Gloo carries those on the CPU in either case.
         patience: seconds to wait for all ranks to come; None: `timeout`.
 
     Raises:
@@ -78,21 +78,17 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
             yield
         return
     backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-    limit = timedelta(seconds=0.8 * timeout)
-    if ranks == 1 and "RANK" not in os.environ:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-        return
     patience = patience or timeout
-    store = meet(rank, ranks, timeout=timeout, patience=patience, number=next(_meetings))
-    _choose_interface()
+    alone = "RANK" not in os.environ
+    store = HashStore() if alone else meet(rank, ranks, timeout=timeout, patience=patience, number=next(_meetings))
+    # Left to itself Gloo takes the interface that the host's own name resolves to, which often leads nowhere.
+    if not alone and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
         with _watched(store, rank, ranks, timeout):
-            prove(store, rank, ranks, secret=run_secret(), patience=patience)
-            _connect(backend, PrefixStore("group", store), rank, ranks, limit)
+            if not alone:
+                prove(store, rank, ranks, secret=run_secret(), patience=patience)
+            _connect(backend, PrefixStore("group", store), rank, ranks, timedelta(seconds=0.8 * timeout))
             yield
     except BaseException:
         with contextlib.suppress(Exception):  # destructors of a broken group can wait for peers that are gone
@@ -126,17 +122,8 @@ def _watched(store: Store, rank: int, ranks: int, timeout: float) -> Iterator[No
         yield
 
 
-def _choose_interface() -> None:
-    """Tell Gloo which interface leads to the other ranks, unless the user does.
-
-    Left to itself it takes the one that the host's own name resolves to, which often leads nowhere.
-    """
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_towards(os.environ["MASTER_ADDR"])):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface that packets to an IPv4 host leave by; None if that cannot be told."""
+    """Name of the network interface by which packets leave to an IPv4 host; None if it cannot be found."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # no packet is sent
         address = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""What ranks state in an agreement, read from the lines of its board. Anybody may have written them."""
+"""The statements of ranks in an agreement, read from the lines of its board, which anybody may have written."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Facts = Mapping[str, str]
-"""What a member holds to be true, by name. Members need not state the same names, but the same values under them."""
+"""Values by name. Members may state different names, but must state the same values under common ones."""
 
 
 @dataclass(frozen=True)
 class _Statement:
-    """What one rank stated: how many members there are, names and facts of its own, and agreements that are over."""
+    """One rank's statement: the number of members, names and facts of its own, and agreements that are over."""
 
     count: int
     members: dict[int, tuple[str, Facts]]
@@ -35,11 +35,11 @@ class _Statement:
 
 @dataclass
 class Statements:
-    """What the lines of an agreement say, in their order.
+    """The lines of an agreement, in their order.
 
     Attributes:
-        ranks: what errors call the ranks of the group.
-        stated: what each rank stated, before the end. ended: why the agreement failed before all had; empty if not.
+        ranks: names of the ranks of the group, for errors.
+        stated: by rank, before the end. ended: why the agreement failed before all had stated something, or empty.
         came, left: ranks that stated anything, and those that know how it ended.
     """
 
@@ -84,21 +84,21 @@ class Statements:
 
     def members(self) -> dict[int, tuple[str, Facts]]:
         """Name and facts of each member."""
-        return {m: said for statement in self.stated.values() for m, said in statement.members.items()}
+        return {m: named for statement in self.stated.values() for m, named in statement.members.items()}
 
     def problem(self) -> str:
         """How the statements so far contradict each other; empty if they do not."""
-        said = sorted(
+        stated = sorted(
             (member, self.ranks[rank], *name_and_facts)
             for rank, statement in self.stated.items()
             for member, name_and_facts in statement.members.items()
         )
-        if problem := contradictions({name: facts for _, _, name, facts in said}):
+        if problem := contradictions({name: facts for _, _, name, facts in stated}):
             return problem
         counts = {self.ranks[rank]: {"members": str(s.count)} for rank, s in sorted(self.stated.items())}
         if problem := contradictions(counts):
             return problem
-        for (member, rank, name, _), (other, another, _, _) in itertools.pairwise(said):
+        for (member, rank, name, _), (other, another, _, _) in itertools.pairwise(stated):
             if member == other:
                 return f"{rank} and {another} both speak for {name}"
         return ""
@@ -111,10 +111,10 @@ class Statements:
 
 
 class Ledger:
-    """Which ranks have read the boards of a group's agreements: those that all have read can go.
+    """Tracks which ranks have read the boards of a group's agreements; a board that all have read can be deleted.
 
-    Each rank tells the others which agreements are over for it when it states something in the next one. So a board is
-    never deleted under a rank that has yet to read it, in whatever order threads go through their agreements.
+    Each statement of a rank lists the agreements that are over for it. So a board is never deleted under a rank that
+    has yet to read it, in whatever order threads go through their agreements.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Ledger:
         self._unread: dict[str, set[int]] = {}  # ranks that may still read a board, by its key
 
     def begin(self, key: str, ranks: int) -> list[str]:
-        """Note a board that `ranks` ranks will read; returns what is over, to be told to the others."""
+        """Note a board that `ranks` ranks will read; returns the agreements that are over, to state them."""
         with self._lock:
             self._unread[key] = set(range(ranks))
             over, self._over = self._over, []

@@ -1,9 +1,10 @@
-"""What ranks write for each other in the store that they share: calls with a limit, and boards of lines."""
+"""The store that the ranks share: calls with a time limit, and boards of lines that all ranks read."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,10 +22,9 @@ class BoundedStore:
 
     A call that reaches the limit stays blocked, on a thread of its own, and every later one fails at once.
 
-    Nothing here waits in the store for a key to come. PyTorch's TCPStore holds a lock of its connection meanwhile, so
-    that all other threads that use this store would wait as well; it prints two warnings each time such a wait ends
-    without the key; and `get` takes two round trips, one to wait and one to read, so that reading again and again what
-    is there is not later.
+    Nothing here waits in the store for a key. PyTorch's TCPStore locks its connection meanwhile, so that all other
+    threads that use this store would wait as well, and prints two warnings when such a wait fails. Polling is not
+    slower: `get` takes two round trips, one to wait and one to read.
 
     Args:
         group: whose store. seconds: limit of a call.
@@ -40,7 +40,7 @@ class BoundedStore:
         self._call(lambda: self._store.append(key, value))
 
     def read(self, key: str) -> bytes:
-        """What a key holds, or nothing; one round trip."""
+        """The value of a key, or nothing; one round trip."""
         return peek(self, key)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
@@ -107,17 +107,25 @@ def of_attempt(store: Store, attempt: str = "0/0") -> PrefixStore:
 
 
 def peek(store: Any, key: str) -> bytes:
-    """What a store holds under a key, or nothing; never waits for the key.
+    """The value of a key, or nothing; never waits for the key.
 
-    One round trip, where `check` takes one and `get` two: a `compare_set` that changes nothing says what is there, and
-    what it was told to expect if nothing is.
+    One round trip, where `check` takes one and `get` two: a `compare_set` that changes nothing returns the value, or
+    the one that it expected if there is none.
     """
     value = store.compare_set(key, _NOTHING, _NOTHING)
     return b"" if value == _NOTHING.encode() else value
 
 
+def wait_until(done: Callable[[], bool], seconds: float, *, pause: float = 0.05) -> bool:
+    """Ask again and again, until the answer is yes or the time is over; returns the last answer."""
+    deadline = time.monotonic() + seconds
+    while not (answer := done()) and time.monotonic() < deadline:
+        time.sleep(pause)
+    return answer
+
+
 def bounded(call: Callable[[], T], seconds: float) -> T:
-    """What a call returns or raises, on a thread of its own.
+    """Return or raise as a call does that runs on a thread of its own.
 
     Raises:
         TimeoutError: it took longer, and goes on.

@@ -1,7 +1,7 @@
-"""Sums over all ranks, once a step: one message to the first rank and one back, and nobody waits for more.
+"""Sums over all ranks, once a step: one message to the first rank and one back.
 
 The first rank of a pipeline is the last to finish a step and the first to begin the next. It has the others' numbers by
-then and goes on at once, while an all-reduce would take it several round trips to neighbours that may be far away.
+then and goes on at once; an all-reduce would take several round trips to neighbours that may be far away.
 """
 
 from __future__ import annotations

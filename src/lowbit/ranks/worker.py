@@ -1,7 +1,7 @@
-"""One rank, started by `lowbit.ranks.launch`: its order comes on standard input, which stays open meanwhile.
+"""One rank, started by `lowbit.ranks.launch`: its order comes on standard input, which stays open.
 
-When the launcher ends, for whatever reason, standard input closes and the rank ends too: none is left behind. The
-rank gives a sign of life on a pipe of its own twice a second, so that the launcher notices one that hangs.
+When the launcher ends, for whatever reason, standard input closes and the rank ends too. The rank gives a sign of life
+on a pipe of its own twice a second, so that the launcher notices one that hangs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _PULSE_SECONDS = 0.5
 
 
 def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> Never:
-    """Do what the order says, or print one line of error and exit with the code that tells its kind.
+    """Execute the order, or print one line of error and exit with the code of its kind.
 
     Args:
-        do: called with the order, JSON parsed. Imports that take long belong there: the launcher waits for signs of
-            life. exit_code: what an error means for another attempt (`lowbit.ranks.process`).
+        do: called with the parsed order. Imports that take long belong there: the launcher waits for signs of life.
+        exit_code: of an error (`lowbit.ranks.process`).
     """
     order = json.loads(sys.stdin.readline())
     for target in (_end_with_launcher, _pulse):
@@ -35,12 +35,11 @@ def work(do: Callable[[Any], object], exit_code: Callable[[Exception], int]) -> 
     except Exception as error:
         _complain(error)
         _end(exit_code(error))
-    # The others are done, too: killed in its destructors, it would be started again and wait for them.
-    _end(0)
+    _end(0)  # without destructors: a rank that is killed in them would be started again, and wait for the others
 
 
 def _complain(error: Exception) -> None:
-    """Say which rank failed, and why; where the cause is not a known kind of error, say where, too."""
+    """Print which rank failed, and why, with a traceback for an unexpected kind of error, and sound the alarm."""
     from lowbit.ranks.errors import AgreementError, PeerError
 
     names_its_cause = isinstance(error, AgreementError | PeerError) or hasattr(error, "on_all_ranks")
@@ -54,9 +53,10 @@ def _complain(error: Exception) -> None:
 
 
 def _sound_alarm(rank: int, text: str) -> None:
-    """Tell the launcher and the other ranks, where this rank failed before it watched them; the first cause counts."""
-    from lowbit.ranks.alarm import Alarm, Cause
-    from lowbit.ranks.meeting import launcher_keeps_store, reach, run_secret
+    """Tell the launcher and the other ranks, if this rank failed before it watched them; the first cause counts."""
+    from lowbit.ranks.checksum import run_secret
+    from lowbit.ranks.meeting import launcher_keeps_store, reach
+    from lowbit.ranks.peers import Alarm, Cause
 
     if not launcher_keeps_store():
         return

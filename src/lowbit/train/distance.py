@@ -1,4 +1,4 @@
-"""How far the ranks of a pipeline are apart, and whether its schedule crosses between them more often than needed."""
+"""Round trips between the ranks of a pipeline, and schedules that cross between ranks more often than needed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Pair = tuple[int, int]
 
 
 def round_trips(messages: Messages) -> dict[int, float]:
-    """Seconds of a round trip to each neighbour to which this rank starts it, by that rank.
+    """Measure seconds of a round trip to the next rank (from the last one to rank 0; of two ranks only the first).
 
-    Each rank starts one to the next, the last one to rank 0 (of two ranks only the first). The median of 5 messages of
-    8 bytes there and back. To be called by all ranks; pairs without a rank in common measure at the same time.
+    Returns the median of 5 messages of 8 bytes there and back, by the neighbour's rank. All ranks call this; pairs
+    without a rank in common measure at the same time.
 
     Raises:
         DamagedError, PeerError: as `Messages`.
@@ -32,7 +32,7 @@ def round_trips(messages: Messages) -> dict[int, float]:
     for first, second in sorted(pairs, key=lambda pair: pair[0] % 2):
         if messages.rank in (first, second):
             other = second if messages.rank == first else first
-            # One more, which is not counted: the peer may not have come, or posted its receive, before it.
+            # One more, which does not count: the peer may not be ready, or not have posted its receive.
             arriving = [messages.expect(_BYTES, other, "ping") for _ in range(_PINGS + 1)]
             times = _exchange(messages, arriving, other, starts=messages.rank == first)
             if messages.rank == first:

@@ -14,17 +14,17 @@ from lowbit.train.summary import Summary, read_summary
 
 
 def run(config: TrainConfig) -> Summary | None:
-    """Train as the configuration and the environment ask for.
+    """Train according to the configuration and the environment.
 
-    Under torchrun (RANK and its kind are set) this process is one rank of the run. Otherwise `config.ranks` processes
-    are started on this machine; with one rank this process trains by itself. With `run.supervise` this process trains
-    in processes of their own, and starts them again when they fail (`lowbit.train.supervise`).
+    Under torchrun (RANK etc. are set) this process is one rank of the run. Otherwise it starts `config.ranks` processes
+    on this machine, or trains by itself if there is one rank. With `run.supervise` it starts processes that train, and
+    starts them again when they fail (`lowbit.train.supervise`).
 
     Returns:
         The summary; None from a supervisor of a rank other than 0, whose machine has none.
 
     Raises:
-        ConfigError: what cannot work, before any process starts.
+        ConfigError: a configuration that cannot work, before any process starts.
         TorchVersionError: this PyTorch is not known to work.
         LaunchError: a local rank failed; all others have been ended.
         AgreementError, PeerError, DivergedError: as `lowbit.train.train`, where this process is a rank.
@@ -50,7 +50,7 @@ def run(config: TrainConfig) -> Summary | None:
         start_ranks(config)
     except LaunchError as error:
         step = newest_step(Path(config.run.output) / "checkpoints")
-        if step is None or error.code == USAGE:  # what cannot work is not mended by going on
+        if step is None or error.code == USAGE:  # resuming cannot help
             raise
         advice = f"{error}; --resume goes on from step {step}"
         raise LaunchError(advice, error.code, interrupted=error.interrupted) from None
@@ -63,7 +63,7 @@ def start_ranks(config: TrainConfig) -> None:
 
 
 def start_one_rank(config: TrainConfig) -> None:
-    """Run the rank that the environment tells of, or the only one, in its own process; `LaunchError` if it fails."""
+    """Run the rank in the environment, or the only one, in its own process; `LaunchError` if it fails."""
     start_one(_program(config))
 
 

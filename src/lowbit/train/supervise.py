@@ -36,13 +36,17 @@ def supervise(config: TrainConfig, start: Callable[[TrainConfig], None]) -> None
         config: of the run. start: runs the ranks of one attempt until they are done, or raises `LaunchError`.
 
     Raises:
-        ConfigError: what cannot work, before any process starts.
+        ConfigError: a configuration that cannot work, before any process starts.
         LaunchError: the last attempt's, and how to go on.
     """
     from lowbit.ranks.process_group import world
     from lowbit.train.prepare import prepare
 
-    _check()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "run.supervise is true under torchrun, which starts ranks again itself; "
+            "allowed: torchrun --max-restarts with run.resume=auto"
+        )
     if not config.run.resume:
         config = _resuming(config)
     one_rank = "RANK" in os.environ or config.ranks == 1
@@ -89,7 +93,7 @@ class Attempts:
         return min(_LONGEST_PAUSE, 2.0 ** (self.in_vain - 1))
 
     def give_up(self, code: int, step: int | None) -> str:
-        """Count an attempt that ended with this exit code and newest checkpoint; why to stop now, else empty."""
+        """Count an attempt that ended with this exit code and newest checkpoint; returns why to stop, or empty."""
         if step != self._step:
             self._step, self._diverged, self.in_vain = step, False, 0
         self.in_vain += 1
@@ -101,14 +105,6 @@ class Attempts:
         if code == DIVERGED and again:
             return "so did the attempt before, after the same checkpoint"
         return f"gave up after {self.in_vain} attempts" if self.in_vain > self._most else ""
-
-
-def _check() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError(
-            "run.supervise is true under torchrun, which starts ranks again itself; "
-            "allowed: torchrun --max-restarts with run.resume=auto"
-        )
 
 
 def _place(step: int | None) -> str:

@@ -21,7 +21,7 @@ def _train(config: dict[str, Any]) -> None:
 
 
 def exit_code(error: Exception) -> int:
-    """What an error means for another attempt."""
+    """The exit code of an error: it tells a supervisor whether another attempt can help."""
     from lowbit.config import ConfigError
     from lowbit.ranks.meeting import AloneError
     from lowbit.ranks.peers import AbsentError
