@@ -4,7 +4,7 @@ Speeds are gigabytes of input a second, from cold caches; a copy of the same ten
 copy moves every byte twice, coding less than that: so the share of the copy's rate counts bytes read and written.
 
 Formats with memory go through a session at either end, message after message; their error is the first message's, which
-knows nothing yet (`python -m benchmarks spectrum` lets them learn).
+knows nothing yet (`lowbit bench spectrum` lets them learn).
 """
 
 from __future__ import annotations

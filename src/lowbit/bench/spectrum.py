@@ -1,4 +1,4 @@
-"""`python -m benchmarks spectrum`: how much of what crosses a model's boundaries a few directions carry.
+"""`lowbit bench spectrum`: how much of what crosses a model's boundaries a few directions carry.
 
 The model of a checkpoint is run on a text, forward and backward, as it is: nothing is trained. What would cross each
 boundary goes through the sessions of every format, message after message, as in a pipeline.
@@ -248,7 +248,7 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 
 
 COMMAND = Command(
-    name="benchmarks spectrum",
+    name="bench spectrum",
     summary="How much of what crosses a model's boundaries a few directions carry, and what each format reaches.",
     settings=SpectrumBenchmark,
     measure=measure,
