@@ -41,7 +41,6 @@ def test_the_package_asks_for_the_same_versions():
         ["train", "--supervise"],
         ["demo", "--output", "demo"],
         ["bench", "pipeline", "--link", "unlimited"],
-        ["bench", "race", "--link", "unlimited"],
         ["bench", "gradients", "--link", "unlimited"],
         ["bench", "tensor-parallel", "--link", "unlimited"],
     ],
