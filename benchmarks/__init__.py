@@ -6,6 +6,5 @@ COMMANDS = {
     "race": "benchmarks.race",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
-    "spectrum": "benchmarks.spectrum",
 }
 """The module of each benchmark, which has its `COMMAND`."""

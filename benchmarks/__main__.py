@@ -6,7 +6,7 @@ from lowbit.cli import main
 from lowbit.cli.app import Group
 from lowbit.cli.reports import measurements
 
-BENCHMARKS = Group("Measure what only developers of lowbit ask.", partial(measurements, "benchmarks"))
+BENCHMARKS = Group("Measurements that only developers of lowbit need.", partial(measurements, "benchmarks"))
 
 if __name__ == "__main__":
     main(program="python -m benchmarks", command=BENCHMARKS)

@@ -1,7 +1,7 @@
-"""`python -m benchmarks activations`: how far few bits of saved activations turn a trained model's gradients.
+"""`python -m benchmarks activations`: error of a trained model's gradients by bits of saved activations.
 
-One model, trained at full precision first: gradients of random weights say little, because attention is still flat.
-Then every method's gradients of the same samples are compared with PyTorch's, layer type by layer type.
+The model is trained at full precision first: gradients of random weights say little, because attention is still flat.
+Then every method's gradients of the same samples are compared with PyTorch's, by layer type.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowbit.activations import LayerAware, compress_saved_, counted
 from lowbit.activations.counting import layer_type
 from lowbit.activations.structure import in_attention, linear_like
+from lowbit.bench.memory_run import modules_around
 from lowbit.bench.settings import Device, EachOnce, check_device
 from lowbit.bench.training import spread_evenly
 from lowbit.config import ConfigError, NonNegative, Positive, section
@@ -155,11 +156,10 @@ def _groups(model: nn.Module) -> dict[str, list[str]]:
     names = [name for name, _ in model.named_parameters()]
     groups: dict[str, list[str]] = {"all": names}
     for name in names:
-        parts = name.split(".")[:-1]
-        path = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+        path, module = modules_around(model, name), name.rpartition(".")[0]
         where = layer_type(path)
-        if linear_like(path[-1]) is not None and in_attention(".".join(parts), model):
-            where = parts[-1]
+        if linear_like(path[-1]) is not None and in_attention(module, model):
+            where = module.rpartition(".")[2]
         groups.setdefault(where, []).append(name)
     return groups
 
@@ -190,7 +190,7 @@ def _compressed(rows: Sequence[Row]) -> list[Row]:
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="benchmarks activations",
-    summary="How far few bits of saved activations turn a trained model's gradients.",
+    summary="Error of a trained model's gradients by bits of saved activations.",
     settings=ActivationsBenchmark,
     measure=measure,
     baselines=[Baseline(field="saved_vs_plain", value="saved_bytes", to={"method": PLAIN}, alike=("sequence",))],

@@ -1,12 +1,12 @@
 """`python -m benchmarks race`: seconds of training until each boundary format has reached the same held-out loss.
 
-A format can be fast and learn less from each step, or the other way round; AQ-SGD above all sends every sample at full
-precision at its first visit and few bits later. So what counts is the time to the same loss, when samples come again
-in every epoch: fine-tuning, the regime of both papers.
+A format can be fast and learn less from each step, or the reverse; AQ-SGD sends every sample at full precision at its
+first visit and in few bits later. So formats are compared by the time to the same loss in fine-tuning, the regime of
+both papers, where samples come again in every epoch.
 
-All have in common: the weights they start from, the samples and their order, the learning rate, the stage and its
-schedule, the format of the gradients, the link, and the processes in which they take turns. The clock of each runs in
-its own training steps only. Held-out loss is that of the model by itself, with full precision at the boundaries.
+All formats share starting weights, samples and their order, learning rate, stage and schedule, format of the gradients,
+link, and processes, in which they take turns. The clock of each runs in its own training steps only. The held-out loss
+is measured with full precision at the boundaries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, Pipeli
 
 @section()
 class RaceBenchmark:
-    """The course."""
+    """A race."""
 
     links: Links = (Link(100.0),)
     """A race on each: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
@@ -49,7 +49,7 @@ class RaceBenchmark:
     backward: str = ""
     """Format of the gradients beside few-bit activations that do not name their own; absent: the default."""
     model: ModelConfig = THIN_MODEL
-    """What is trained."""
+    """Model to train."""
     data: DataConfig = DataConfig(batch=32, sequence=128)
     """Text to fine-tune on; absent: Python's language reference."""
     pipeline: PipelineConfig = MANY_STAGES
@@ -89,7 +89,7 @@ def measure(settings: RaceBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
     """Race on every link.
 
     Yields:
-        Rows, one for each link and boundary: `boundary`, `forward`, `backward`, what `set_link` says of the link,
+        Rows, one for each link and boundary: `boundary`, `forward`, `backward`, the fields of `set_link`,
         `target_loss` (the lowest held-out loss that all boundaries of the link have reached), `seconds_to_loss` (of
         training, until then), `speedup_aq_sgd` and `speedup_fp32` (their seconds over these), `best_loss`, `seconds`
         (of all training), `bits_forward` and `bits_backward` (mean over the run), `megabytes` (sent by all ranks),
@@ -124,7 +124,7 @@ def measure(settings: RaceBenchmark, earlier: Sequence[Row]) -> Iterator[list[Ro
 
 @contextmanager
 def _not_timed(network: SlowLink | None) -> Iterator[None]:
-    """Lift the link's limits for what the clocks leave out, so that nobody has to wait for it."""
+    """Lift the link's limits during work that is not timed."""
     if network is None:
         yield
         return
@@ -138,7 +138,7 @@ class Racer:
     """One boundary's run, with its clock.
 
     Args:
-        settings: the course.
+        settings: of the race.
         boundary: the format.
         ranks: where it runs.
         folder: what the run writes to, and its name; beside it are the starting weights.
@@ -182,7 +182,7 @@ class Racer:
 
 
 def rows_of(racers: Sequence[Racer], about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one link: who was when at the lowest loss that all have reached."""
+    """Rows of one link, with the time at which each reached the lowest loss that all have reached."""
     rows = []
     for racer in racers:
         if steps := racer.steps:
@@ -204,7 +204,7 @@ def rows_of(racers: Sequence[Racer], about: Mapping[str, Any]) -> list[dict[str,
 
 
 COMMAND = Command(
-    name="race",
+    name="benchmarks race",
     summary="Seconds of training until each boundary format has reached the same held-out loss.",
     settings=RaceBenchmark,
     measure=measure,

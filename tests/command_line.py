@@ -9,11 +9,10 @@ from typing import NamedTuple
 from unittest import mock
 
 from lowbit.cli import main
-from lowbit.cli.app import COMMANDS, Command
 
 
 class Outcome(NamedTuple):
-    """What a command ended with."""
+    """Outcome of a command."""
 
     exit_code: int
     stdout: str
@@ -25,14 +24,14 @@ class Outcome(NamedTuple):
         return self.stdout + self.stderr
 
 
-def invoke(*words: str, columns: int = 160, command: Command = COMMANDS) -> Outcome:
-    """Run `lowbit`, or another command, with these words; an error that it lets through is `exception`, and code 1."""
+def invoke(*words: str, columns: int = 160) -> Outcome:
+    """Run `lowbit` with these words; an error that it lets through is `exception`, and code 1."""
     stdout, stderr = io.StringIO(), io.StringIO()
     code, exception = 0, None
     environment = {"COLUMNS": str(columns), "TERM": "dumb"}
     with mock.patch.dict(os.environ, environment), redirect_stdout(stdout), redirect_stderr(stderr):
         try:
-            main(words, command=command)
+            main(words)
         except SystemExit as end:
             code = int(end.code or 0)
         except Exception as error:

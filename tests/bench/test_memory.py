@@ -101,7 +101,7 @@ def test_rows_are_shown_and_drawn(settings: MemoryBenchmark, tmp_path: Path):
         fake(settings, m, 64) | dict.fromkeys(("saved_vs_bf16", "peak_vs_bf16", "time_vs_bf16"), 0.5) for m in METHODS
     ]
     text = shown(COMMAND, rows, tmp_path)
-    assert all(name in text for name in (*METHODS, "norm", "What the peak consists of"))
+    assert all(name in text for name in (*METHODS, "norm", "Parts of the peak"))
 
 
 def test_gradients_in_8_bits_are_a_quarter_and_a_step_is_that_of_adamw(monkeypatch: pytest.MonkeyPatch):

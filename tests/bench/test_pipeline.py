@@ -11,7 +11,6 @@ from lowbit.bench.recipes import recipe
 from lowbit.bench.workers import set_link, started
 from lowbit.codecs import SubspaceQuant, parse, parse_pair
 from lowbit.config import build
-from lowbit.config.section import vars_of
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.network.shape import burst_bytes
 from lowbit.ranks.checksum import CHECKSUM_BYTES
@@ -200,4 +199,4 @@ class FakeWorkers:
 )
 def test_bad_settings_are_refused(change: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        build(PipelineBenchmark, vars_of(TINY) | change)
+        build(PipelineBenchmark, change, base=TINY)

@@ -37,9 +37,9 @@ def test_draws_repeat_and_differ_by_seed():
 def test_capture_takes_what_leaves_each_stage_but_the_last():
     model = build_model(TINY, vocab=256, sequence=16, seed=0)
     inputs = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
-    sent = samples.capture(model, inputs, stages=3)
+    sent, gradients = samples.capture(model, inputs, stages=3)
     expected = model(input_ids=inputs, output_hidden_states=True).hidden_states[1:3]
-    assert len(sent) == 2
+    assert (len(sent), gradients) == (2, [])
     for found, wanted in zip(sent, expected, strict=True):
         assert torch.equal(found, wanted)
 

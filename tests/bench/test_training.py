@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from lowbit import kernels
 from lowbit.bench import training
 from lowbit.bench.convergence import ConvergenceBenchmark
+from lowbit.bench.replicas import Replicas
 from lowbit.bench.training import (
     Recipe,
-    Replicas,
     activation_policy,
     boundary_modules,
     codec_pair,

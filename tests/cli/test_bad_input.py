@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import BENCHMARKS
-from lowbit.cli.app import COMMANDS
 from tests.command_line import invoke
 
 LINES = [
@@ -35,7 +33,7 @@ LINES = [
     ),
     ("bench codecs --data real --activations text.pt", "activations are 'text.pt', which cannot"),
     ("bench codecs --data real --activations missing.pt", "missing.pt: No such file"),
-    ("benchmarks spectrum list text.txt", "list/config.json holds no JSON object"),
+    ("bench spectrum list text.txt", "list/config.json holds no JSON object"),
     ("plan memory --model.pretrained list", "list/config.json holds no JSON object"),
     ("bench codecs --json folder", "folder cannot be written: it is a folder or a device"),
     ("calibrate odd", "model is 'odd'; odd/config.json cannot be read: Validation error"),
@@ -58,9 +56,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("command", "line"), LINES)
 def test_bad_input_is_one_line(command: str, line: str):
-    words = command.split()
-    of_developers = words[0] == "benchmarks"
-    result = invoke(*words[of_developers:], columns=200, command=BENCHMARKS if of_developers else COMMANDS)
+    result = invoke(*command.split(), columns=200)
     assert result.exit_code == 2, (result.output, result.exception)
     assert line in result.stderr
     assert result.stderr.strip().startswith("error: ")  # after a bar of progress, where there was one

@@ -5,6 +5,7 @@ from __future__ import annotations
 COMMANDS = {
     "pipeline": "lowbit.bench.pipeline",
     "codecs": "lowbit.bench.codecs",
+    "spectrum": "lowbit.bench.spectrum",
     "gradients": "lowbit.bench.gradients",
     "tensor-parallel": "lowbit.bench.tensor_parallel",
     "convergence": "lowbit.bench.convergence",

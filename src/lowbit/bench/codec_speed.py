@@ -1,4 +1,4 @@
-"""How fast a codec is: its operations take turns with a copy, eager PyTorch, a checksum and a decoder layer."""
+"""Speed of a codec: its operations take turns with a copy, eager PyTorch, a checksum and a decoder layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD = 128  # width of a layer's attention heads, if the channels can be divided
 
 
 class Inputs:
-    """Equal tensors, more than the caches hold, with room for what is decoded to."""
+    """Equal tensors, more than the caches hold, and buffers for decoded ones."""
 
     def __init__(self, x: Tensor) -> None:
         self.count = timing.buffers_for(x.numel() * x.element_size(), x.device)
@@ -65,7 +65,7 @@ def speeds(codec: Codec, inputs: Inputs, rounds: int, *, reference: bool, layer:
 
 
 def _checksum(size: int, count: int, device: torch.device) -> timing.Operation:
-    """What a transport does to a payload of so many bytes at either end, on the host or on the GPU."""
+    """The checksum of a payload of `size` bytes, which a transport computes at either end, on the host or GPU."""
     checksums, room = Checksums("bench"), size + CHECKSUM_BYTES
     messages = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(count)]
     seal = checksums.seal_there if device.type == "cuda" else checksums.seal
@@ -88,7 +88,7 @@ def _without_session(codec: Codec, inputs: Inputs) -> tuple[timing.Operation, ti
 
 
 def _session_of(codec: Codec, inputs: Inputs) -> tuple[timing.Operation, timing.Operation, int]:
-    """The same of a codec with memory: what is decoded is what was encoded last, once."""
+    """The same of a codec with memory, which decodes each payload once, after encoding it."""
     xs, outs = inputs.tensors, inputs.outs
     sender, receiver = ends_of(codec, xs[0])
     sent: list[Tensor] = []

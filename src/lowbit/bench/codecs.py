@@ -1,10 +1,10 @@
-"""`lowbit bench codecs`: what formats cost in time, in bits and in accuracy, beside a copy and eager PyTorch.
+"""`lowbit bench codecs`: time, bits and accuracy of formats, beside a copy and eager PyTorch.
 
 Speeds are gigabytes of input a second, from cold caches; a copy of the same tensor takes its turn in every round. A
-copy moves every byte twice, coding less than that: so the share of the copy's rate counts bytes read and written.
+copy moves every byte twice, coding fewer bytes: the share of the copy's rate counts bytes read and written.
 
-Formats with memory go through a session at either end, message after message; their error is the first message's, which
-knows nothing yet (`python -m benchmarks spectrum` lets them learn).
+Formats with memory have a session at either end. Their error is that of the first message (`lowbit bench spectrum`
+measures later ones).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 Data = Literal["gaussian", "student-t", "outliers", "real"]
 FITTED = "feature-int4"
 EXTRA_NAMES: dict[str, Any] = {"tah-quant-token": dataclasses.replace(TAHQuant.published(), allocation="token")}
-"""Names besides those of `lowbit.codecs.parse` and `FITTED`. What is no codec, but has its `round_trip` and
-`bits_per_element`, is not timed."""
+"""Names besides those of `lowbit.codecs.parse` and `FITTED`; those of objects with only `round_trip` and
+`bits_per_element` are not timed."""
 
 
 @section()
 class CodecsBenchmark:
-    """What is measured."""
+    """Codecs and tensors."""
 
     codecs: tuple[str, ...] = (
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
@@ -52,7 +52,7 @@ class CodecsBenchmark:
     threads: Annotated[tuple[int, ...], EachOnce] = (1, 0)
     """Numbers of threads to measure with on the CPU; 0: all cores."""
     data: Annotated[tuple[Data, ...], EachOnce] = get_args(Data)
-    """What the tensors hold: gaussian, student-t (heavy tails anywhere), outliers (few large channels), real
+    """Values of the tensors: gaussian, student-t (heavy tails anywhere), outliers (few large channels), real
     (activations between the layers of a language model)."""
     shape: tuple[Positive, Positive, Positive] = (1, 1024, 4096)
     """Sequences, tokens and channels of a tensor; real activations keep their channels, and their tokens are repeated
@@ -139,7 +139,7 @@ def _accuracy(codec: Any, tensors: Sequence[Tensor]) -> dict[str, float]:
 
 
 def _crossed(codec: Any, x: Tensor) -> Tensor:
-    """What the other end sees of `x`; of a codec with memory, as its first message."""
+    """`x` as it arrives at the other end; as the first message of a codec with memory."""
     if not isinstance(codec, Codec) or not codec.stateful:
         return codec.round_trip(x)
     sender, receiver = ends_of(codec, x)
@@ -157,7 +157,7 @@ def codec_of(name: str) -> Any:
     """A codec by name.
 
     Raises:
-        ValueError: it is unknown, or it needs samples that come back or a warm-up, and this benchmark has neither.
+        ValueError: it is unknown, or needs samples that come back or a warm-up, which this benchmark lacks.
     """
     codec = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(codec, Codec) and codec.needs_key:
@@ -190,7 +190,7 @@ def _label(row: Row) -> str:
 
 
 def _speeds(rows: Sequence[Row]) -> list[Row]:
-    """Those with speeds, on the first kind of data."""
+    """Rows with speeds, of the first kind of data."""
     return [row for row in rows if row["data"] == rows[0]["data"] and "copy_gb_s" in row]
 
 
@@ -205,7 +205,7 @@ def _errors(rows: Sequence[Row]) -> list[Row]:
 
 
 def _few_bits(rows: Sequence[Row]) -> list[Row]:
-    """Those in the first dtype and number of threads, of formats below 6 bits if there are any."""
+    """Rows of the first dtype and number of threads; only those below 6 bits, if there are any."""
     rows = [row for row in rows if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
     return [row for row in rows if row["bits_per_element"] < 6] or rows
 
@@ -218,7 +218,7 @@ def _ways(rows: Sequence[Row]) -> list[Row]:
 
 COMMAND = Command(
     name="bench codecs",
-    summary="What formats cost in time, in bits and in accuracy, beside a copy and eager PyTorch.",
+    summary="Time, bits and accuracy of formats, beside a copy and eager PyTorch.",
     settings=CodecsBenchmark,
     measure=measure,
     tables=[
@@ -254,7 +254,7 @@ COMMAND = Command(
     ],
     charts=[
         Bars(
-            rows=_few_bits, title="What few bits lose", group="data", series=_label, y="relative_error",
+            rows=_few_bits, title="Relative error of few bits", group="data", series=_label, y="relative_error",
             label="relative error", width=7.5, height=4.8,
         ),
         Bars(

@@ -1,12 +1,11 @@
 """`lowbit bench convergence`: the same training run with every boundary format, over several seeds.
 
-Three regimes, because low-bit boundaries cost most early in training from scratch, where signals are small beside the
-noise: from scratch after some steps at full precision, from scratch without, and fine-tuning from a full-precision
+There are three regimes, because low-bit boundaries cost most early in training from scratch, where signals are small
+beside the noise: from scratch after a warm-up, from scratch without one, and fine-tuning from a full-precision
 checkpoint on another text at a small learning rate.
 
-Runs are compared in pairs: a seed sets weights and data order for every format, so what counts is the difference from
-the fp32 run of the same seed, and its spread over the seeds. Rows are written as runs finish; a repeated call skips
-them.
+A seed sets weights and data order for every format, so each run is compared with the fp32 run of its seed. Rows are
+written as runs finish; a repeated call skips them.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import torch
 from pydantic import Field
+from rich.console import Console
 
 from lowbit.bench.progress import step_bars
+from lowbit.bench.replicas import RANKS
 from lowbit.bench.settings import Device, EachOnce, check_device, check_width
-from lowbit.bench.training import RANKS, Recipe, activation_policy, codec_pair, gradient_codec, train
-from lowbit.bench.worker import serve, tell_progress
+from lowbit.bench.training import Recipe, activation_policy, codec_pair, gradient_codec
 from lowbit.bench.workers import Workers
 from lowbit.codecs import parse
 from lowbit.codecs.names import pair_name
-from lowbit.config import ConfigError, NonNegative, Positive, build, section
+from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.report import Baseline, Column, Command, Points, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
@@ -47,12 +46,11 @@ TITLES = {
 }
 REFERENCE = "fp32"
 PRETRAIN_SEED = 1234  # apart from the seeds that are compared
-_PROGRAM = "lowbit.bench.convergence"
 
 
 @section()
 class ConvergenceBenchmark:
-    """What is trained, on what, and with which boundaries."""
+    """Training runs that are compared."""
 
     regimes: Annotated[tuple[Regime, ...], EachOnce] = get_args(Regime)
     """scratch-warmup (from scratch, some steps at full precision first), scratch, finetune (from a full-precision
@@ -70,9 +68,9 @@ class ConvergenceBenchmark:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and data order."""
     model: ModelConfig = ModelConfig()
-    """What is trained; with `pretrained`, what is fine-tuned instead of a checkpoint trained here."""
+    """Model to train; with `pretrained`, that is fine-tuned instead of a checkpoint trained here."""
     data: DataConfig = DataConfig(sequence=128, batch=4)
-    """Text to train on from scratch, and for the checkpoint. The default leaves out what fine-tuning uses."""
+    """Text to train on from scratch, and for the checkpoint; the default leaves out the one for fine-tuning."""
     finetune_text: tuple[str, ...] = ()
     """Files or folders to fine-tune on; absent: Python's language reference (pydoc_data/topics.py)."""
     finetune_held_out: tuple[str, ...] = ()
@@ -84,11 +82,11 @@ class ConvergenceBenchmark:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the computation; bf16: by autocast."""
     stages: Annotated[int, Field(ge=2)] = 8
-    """How many the pipeline would have; it has one boundary fewer."""
+    """Of the emulated pipeline, which has one boundary fewer."""
     steps: Positive = 400
     """From scratch."""
     warmup_steps: NonNegative = 100
-    """So many of them at full precision, where the regime has a warm-up."""
+    """First steps at full precision, where the regime has a warm-up."""
     pretrain_steps: Positive = 400
     """Of the checkpoint that is fine-tuned."""
     finetune_steps: Positive = 120
@@ -119,7 +117,7 @@ class ConvergenceBenchmark:
 
 
 def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
-    """Check a boundary's formats against every regime that it is to run in.
+    """Check a boundary's formats against every regime.
 
     Raises:
         ConfigError: one needs a warm-up that the regimes lack, or cannot code the model's activations.
@@ -139,7 +137,7 @@ def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
 
 
 def _model(settings: ConvergenceBenchmark, regime: str) -> ModelConfig:
-    """From scratch, the model has the sizes of a pretrained one's settings, and random weights."""
+    """The model of a regime: without pretrained weights unless it is fine-tuned."""
     return settings.model if regime == "finetune" else replace(settings.model, pretrained="")
 
 
@@ -172,31 +170,30 @@ def recipe(settings: ConvergenceBenchmark, regime: str) -> Recipe:
 
 
 def _checkpoint(settings: ConvergenceBenchmark) -> Path:
-    """The file of the weights that fine-tuning starts from; its name tells how they were trained."""
+    """File of the weights that fine-tuning starts from; its name is a hash of their training settings."""
     names = ("model", "data", "optimizer", "pretrain_steps", "precision")
     text = repr([getattr(settings, name) for name in names])
     return Path(settings.folder) / f"pretrained-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"
 
 
 def measure(settings: ConvergenceBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
-    """Train every combination that `earlier` rows do not have yet.
+    """Train every combination that `earlier` rows lack.
 
     Yields:
-        Rows, one for each run: `regime`, `boundary`, `forward` and `backward` (its formats in full), `seed`, `loss`
-        (held-out, nats a token, of the trained model by itself), `over_fp32` (less the fp32 run's of the same seed;
-        None without one) and what `lowbit.bench.training.train` measures.
+        Rows, one for each run: `regime`, `boundary`, `forward` and `backward` (its formats in full), `seed`,
+        `over_fp32` (`loss` minus that of fp32 with the same seed; None without one) and the fields of
+        `lowbit.bench.training.train`.
 
     Raises:
-        ConfigError: earlier rows of a boundary have other formats; or text, folder, checkpoint or device cannot be
-            used.
+        ConfigError: earlier rows of a boundary have other formats, or a text, folder or device cannot be used.
     """
     check_device(settings.device)
     _check_formats(settings, earlier)
     rows = list(earlier)
-    known = {(row["regime"], row["boundary"], row["seed"]) for row in rows}
-    runs = [one for one in planned(settings) if (one["regime"], one["boundary"], one["seed"]) not in known]
+    known = [{name: row[name] for name in COMMAND.key} for row in rows]
+    runs = [one for one in planned(settings) if {name: one[name] for name in COMMAND.key} not in known]
     recipes = {regime: recipe(settings, regime) for regime in {one["regime"] for one in runs}}
-    for needed in recipes.values():  # what cannot work is an error here, not in a worker
+    for needed in recipes.values():  # an unusable text or vocabulary is an error here, not in a worker
         vocabulary(needed.model, load_data(needed.data).tokenizer.size)
     yield rows
     tuned = recipes.get("finetune")
@@ -233,7 +230,7 @@ def _check_formats(settings: ConvergenceBenchmark, rows: Sequence[Row]) -> None:
 def train_all(
     settings: ConvergenceBenchmark, runs: Sequence[dict[str, Any]], recipes: dict[str, Recipe], keep: str = ""
 ) -> Iterator[Row]:
-    """Train, `jobs` at a time, and yield a row for each run, as they end.
+    """Train, `jobs` at a time, and yield a row as each run ends; `keep`: file for the weights.
 
     Raises:
         ChildProcessError: a run failed.
@@ -242,48 +239,19 @@ def train_all(
         {**one, "recipe": dataclasses.asdict(recipes[one["regime"]]), "threads": settings.threads, "keep": keep}
         for one in runs
     ]
-    from rich.console import Console
-
     steps = {"steps": sum(recipes[one["regime"]].steps for one in runs)}
     with (
         step_bars(steps, Console(stderr=True)) as step,
-        Workers(_PROGRAM, min(settings.jobs, max(1, len(runs)))) as workers,
+        Workers("lowbit.bench.training", min(settings.jobs, max(1, len(runs)))) as workers,
     ):
         yield from workers.share("train", orders, on_progress=lambda line: step("steps", line))
 
 
-class Training:
-    """The side of a process that trains."""
-
-    def train(
-        self, regime: str, boundary: str, backward: str, seed: int, recipe: dict[str, Any], threads: int, keep: str
-    ) -> dict[str, Any]:
-        """Train once; a row, and in the file `keep`, if it is named, the weights."""
-        torch.set_num_threads(threads)
-
-        def tell(step: int, loss: float) -> None:
-            tell_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
-
-        model, result = train(build(Recipe, recipe), boundary, backward, seed=seed, on_step=tell)
-        if keep:
-            _save(model.state_dict(), Path(keep))
-        formats = zip(("forward", "backward"), map(repr, codec_pair(boundary, backward)), strict=True)
-        return {"boundary": boundary, **dict(formats), "seed": seed, "regime": regime, **result}
-
-
-def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Write so that an interrupted call leaves no half file behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    torch.save(weights, part)
-    part.replace(path)
-
-
 def summarized(rows: Sequence[Row]) -> list[Row]:
-    """One row for each regime and boundary: means over the seeds, and sample standard deviations as spreads.
+    """One row for each regime and boundary: means over the seeds.
 
-    `over_fp32` is the mean of the differences from the fp32 run of the same seed, whose spread is smaller than that of
-    the losses: a seed that is easy for one format is easy for all.
+    `over_fp32_spread` is the sample standard deviation of the differences from fp32. It is smaller than that of the
+    losses: a seed that is easy for one format is easy for all.
     """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: list(TITLES).index(row["regime"])):
@@ -291,15 +259,13 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
     result = []
     for (regime, boundary), group in groups.items():
         over = [row["over_fp32"] for row in group if row["over_fp32"] is not None]
-        losses = [row["loss"] for row in group]
         bits = {name: statistics.fmean(row[name] for row in group) for name in ("bits_forward", "bits_backward")}
         result.append(
             {
                 "regime": regime,
                 "boundary": pair_name(boundary),
                 "seeds": len(group),
-                "loss": statistics.fmean(losses),
-                "loss_spread": statistics.stdev(losses) if len(losses) > 1 else None,
+                "loss": statistics.fmean(row["loss"] for row in group),
                 "over_fp32": statistics.fmean(over) if over else None,
                 "over_fp32_spread": statistics.stdev(over) if len(over) > 1 else None,
                 "lowest": min(over, default=None),
@@ -356,6 +322,3 @@ COMMAND = Command(
         )
     ],
 )  # fmt: skip
-
-if __name__ == "__main__":
-    serve(Training)

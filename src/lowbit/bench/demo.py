@@ -1,17 +1,17 @@
 """`lowbit demo`: a small Llama learns Python over a 100 Mbit/s link, with FP32 boundaries and with TAH-Quant.
 
-Two ranks, each on a host of its own (network namespaces, see `lowbit.network`), run `lowbit train`'s own recipe: first
-with PyTorch's pipeline stage in FP32, then with `LowBitStage`. Both get about the same time; what is compared is the
-loss that each reaches in it.
+Two ranks, each on a host of its own (network namespaces, see `lowbit.network`), run `lowbit train`'s recipe: first with
+PyTorch's pipeline stage in FP32, then with `LowBitStage`. Both get about the same time; their losses are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from lowbit.bench.pipeline import PipelineBenchmark
 from lowbit.bench.progress import step_bars
@@ -29,19 +29,15 @@ from lowbit.train.folder import RunFolder
 from lowbit.train.metrics import read_metrics
 from lowbit.train.summary import read_summary
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 LINK = Link(100.0)
-PROMPT = "def "
 SETTINGS = PipelineBenchmark()
 FILES = ("report.json", "demo.png")
 _SMOOTHED_STEPS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Contestant:
-    """One of the runs: its name in files and on the screen, what its boundaries are, and how long it trains."""
+    """One of the runs: its name in files, its name on the screen, its boundary and its number of steps."""
 
     name: str
     title: str
@@ -51,9 +47,10 @@ class Contestant:
 
 # At 100 Mbit/s both take about as long: one FP32 step of this model is two seconds of network.
 CONTESTANTS = (
-    Contestant(name="fp32", title="FP32, stock", boundary="stock-fp32", steps=45),
-    Contestant(name="tah-quant", title="TAH-Quant", boundary="tah-quant", steps=180),
+    Contestant("fp32", "FP32, stock", "stock-fp32", 45),
+    Contestant("tah-quant", "TAH-Quant", "tah-quant", 180),
 )
+BASELINE = Baseline(field="speedup_fp32", value="tokens_per_second", to={"boundary": "fp32"})
 TABLE = Table(
     title="The same time, side by side",
     columns=[
@@ -81,43 +78,47 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     """Train both, show both, and write `report.json`, `demo.png` and the runs' own folders to `output`.
 
     Returns:
-        A report with a row for each run: `boundary`, what `set_link` says of the link, `steps`, `seconds` (of
-        training), `tokens_per_second`, `speedup_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss`
-        (training, last steps), `held_out_loss`, `seconds_to_loss` (until the training loss that both reached) and
-        `curve`.
+        A report with a row for each run: `boundary`, the fields of `set_link`, `steps`, `seconds` (of training),
+        `tokens_per_second`, `speedup_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss` (training, last
+        steps), `held_out_loss`, `seconds_to_loss` (until the training loss that both reached) and `curve`.
 
     Raises:
         TorchVersionError: this PyTorch is not known to work.
         ConfigError, OSError: the folder cannot be written to.
         ChildProcessError: a rank failed.
     """
-    from rich.console import Console
-
     console = console or Console()
     check_output(output)
     link = choose_link(console)
     rows = []
     steps = {contestant.title: contestant.steps for contestant in CONTESTANTS}
-    with started(PROGRAM, SETTINGS.pipeline.ranks, [link]) as (network, ranks), step_bars(steps, console) as step:
+    with started(PROGRAM, SETTINGS.pipeline.ranks, [link]) as (network, ranks), step_bars(steps, console) as advance:
         about = set_link(network, link)
         for contestant in CONTESTANTS:
-            config = as_mapping(recipe(contestant, output / contestant.name))
-            tell = partial(_tell, step, contestant.title)
-            ranks.ask("train", config=config, on_progress=tell)
+
+            def show_step(metrics: Mapping[str, Any], title: str = contestant.title) -> None:
+                bits = f"{metrics['bits_forward'] or 0:.1f}/{metrics['bits_backward'] or 0:.1f} bits"
+                advance(title, f"loss {metrics['loss']:.3f}  {metrics['tokens_per_second']:,.0f} tokens/s  {bits}")
+
+            config = recipe(contestant, output / contestant.name)
+            ranks.ask("train", config=as_mapping(config), on_progress=show_step)
             rows.append({**about, **outcome(contestant, output)})
-    baseline = Baseline(field="speedup_fp32", value="tokens_per_second", to={"boundary": CONTESTANTS[0].name})
-    rows = reached(compare(rows, [baseline]))
     RunFolder(output).note(*FILES)
+    rows = reached(compare(rows, [BASELINE]))
     report = Report(command="demo", settings={"link": str(link)}, machine=machine(), rows=rows)
     report.write_json(output / "report.json")
-    draw(CHARTS, report.rows, output / "demo.png")
-    console.print(TABLE.render(report.rows))
-    _print_outputs(console, output)
+    draw(CHARTS, rows, output / "demo.png")
+    console.print(TABLE.render(rows))
+    last = CONTESTANTS[-1]
+    model = output / last.name / "model"
+    console.print(f"\n{last.title} after {last.steps} steps writes:")
+    console.print(generate(model, "def ", tokens=100), markup=False, highlight=False, style="cyan")
+    console.print(f"\nPicture: {output / 'demo.png'}\nModel: {model}", highlight=False)
     return report
 
 
 def choose_link(console: Console) -> Link:
-    """The slow link; where this machine does not permit one, none, and a word about it."""
+    """Return the slow link, or an unlimited one, and say why, where this machine does not permit a slow one."""
     if reason := SlowLink.available():
         console.print(
             f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: both runs use this machine's loopback, "
@@ -130,7 +131,7 @@ def choose_link(console: Console) -> Link:
 
 
 def check_output(output: Path) -> None:
-    """Check, before anything starts, that nothing is in the way that lowbit did not make.
+    """Check before anything starts that no file of somebody else would be replaced.
 
     Raises:
         ConfigError: a file that is to be written exists, and is not lowbit's.
@@ -145,7 +146,7 @@ def check_output(output: Path) -> None:
 
 
 def recipe(contestant: Contestant, output: Path) -> TrainConfig:
-    """The training run of a contestant: the model and the pipeline that `lowbit bench pipeline` measures.
+    """The training run of a contestant: the model and the pipeline of `lowbit bench pipeline`.
 
     The learning rate stays constant after its rise, so that runs of different length can be compared all the way.
     """
@@ -170,7 +171,7 @@ def outcome(contestant: Contestant, output: Path) -> dict[str, Any]:
 
 
 def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Training loss, a mean over the last steps each time, against the seconds of training."""
+    """Points of (seconds of training, mean training loss of the last steps)."""
     points, seconds = [], 0.0
     for i, step in enumerate(metrics):
         seconds += step["seconds"]
@@ -180,35 +181,17 @@ def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
 
 
 def reached(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows with `target_loss`, the lowest loss of a curve that all have reached, and `seconds_to_loss`, when."""
+    """Add to rows `target_loss`, the lowest loss that all curves have reached, and `seconds_to_loss`."""
     target = max(min(loss for _, loss in row["curve"]) for row in rows)
     return [{**row, "target_loss": target, "seconds_to_loss": seconds_until(row["curve"], target)} for row in rows]
 
 
 def seconds_until(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """When a curve of (seconds, loss) first is at the target or below, between its points by a straight line."""
-    before: tuple[float, float] | None = None
+    """When a curve of (seconds, loss) first reaches the target, by straight lines between its points."""
+    before = curve[0]
     for seconds, loss in curve:
         if loss <= target:
-            if before is None or loss == before[1]:
-                return seconds
-            share = (before[1] - target) / (before[1] - loss)
+            share = (before[1] - target) / (before[1] - loss) if before[1] > loss else 1.0
             return before[0] + share * (seconds - before[0])
         before = (seconds, loss)
     return None
-
-
-def _tell(step: Callable[[str, str], None], title: str, metrics: Mapping[str, Any]) -> None:
-    bits = f"{metrics['bits_forward'] or 0:.1f}/{metrics['bits_backward'] or 0:.1f} bits"
-    step(title, f"loss {metrics['loss']:.3f}  {metrics['tokens_per_second']:,.0f} tokens/s  {bits}")
-
-
-def _print_outputs(console: Console, output: Path) -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = output / CONTESTANTS[-1].name / "model"
-    text = generate(model, PROMPT, tokens=100)
-    console.print(f"\n{CONTESTANTS[-1].title} after {CONTESTANTS[-1].steps} steps writes:")
-    console.print(text, markup=False, highlight=False, style="cyan")
-    console.print(f"\nPicture: {output / 'demo.png'}\nModel: {model}", highlight=False)

@@ -1,4 +1,4 @@
-"""`lowbit bench gradients`: averages over really slow links, format against format, alone and in training."""
+"""`lowbit bench gradients`: averages of gradients over really slow links, by format, alone and in training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MATRIX = 1024
 
 @section()
 class GradientsBenchmark:
-    """What is compared, on which links, among how many ranks."""
+    """Formats, links and numbers of ranks."""
 
     links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
     """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
@@ -44,13 +44,13 @@ class GradientsBenchmark:
     steps: NonNegative = 2
     """Timed steps of data-parallel training for each format and link, on the largest number of ranks; 0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=4, ffn=1536)
-    """What is trained."""
+    """Model to train."""
     batch: Positive = 2
     """Samples of a rank."""
     sequence: Positive = 64
     """Tokens of a sample."""
     algorithm: Literal["one_shot", "two_shot"] = "two_shot"
-    """How codecs are summed."""
+    """Algorithm of the sums of codecs."""
 
     def __post_init__(self) -> None:
         if self.numel % MATRIX**2:
@@ -61,7 +61,7 @@ class GradientsBenchmark:
 
 @functools.cache  # so that no turn is timed with it
 def codec_of(name: str) -> Codec:
-    """The codec of a format of ours.
+    """The codec of a format that is not PyTorch's.
 
     Raises:
         TypeError, ValueError: an unknown name, or a codec that cannot be summed.
@@ -70,10 +70,10 @@ def codec_of(name: str) -> Codec:
 
 
 def measure(settings: GradientsBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
-    """Measure every format on every link among every number of ranks.
+    """Measure every format on every link with every number of ranks.
 
     Yields:
-        Rows, one for each number of ranks, link and format: `format`, what `set_link` says of the link, `ranks`,
+        Rows, one for each number of ranks, link and format: `format`, the fields of `set_link`, `ranks`,
         `numel`, `ms` (median over the rounds of the slowest rank's time), `ms_low`, `ms_high`, `spread` (interquartile
         range over median), `speedup_fp32`, `speedup_bf16` (of the medians, over PyTorch's), `bits_per_element` (of
         the format), `wire_bits` (bytes that really left a rank, headers included, over those elements that an
@@ -141,7 +141,7 @@ def bits_of(name: str, numel: int) -> float:
 WHERE = (Column("ranks", "ranks"), LINK, Column("format", lambda row: row["format"].partition("(")[0]))
 COMMAND = Command(
     name="bench gradients",
-    summary="Averages of gradients over really slow links, format against format, alone and in training.",
+    summary="Averages of gradients over really slow links, by format, alone and in training.",
     settings=GradientsBenchmark,
     measure=measure,
     baselines=[

@@ -1,4 +1,4 @@
-"""One rank of `lowbit bench gradients`: averages its tensor, and trains, as it is ordered to."""
+"""One rank of `lowbit bench gradients`: averages its tensor, and trains, on demand."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, next_token_loss, vocabulary
 
 _BUCKET_MB = 25  # PyTorch's default
-# PowerSGD starts its second all-reduce when the first has ended. With several buckets that is in another order on
-# another rank, upon which Gloo ends the process; so it gets a single bucket.
+# PowerSGD starts its second all-reduce when the first has ended. With several buckets the order differs between ranks,
+# and Gloo ends the process; so it gets a single bucket.
 _ONE_BUCKET_MB = 1 << 20
 _HOOKS = {"hook-fp16": default_hooks.fp16_compress_hook, "hook-bf16": default_hooks.bf16_compress_hook}
 
@@ -115,7 +115,7 @@ class GradientsRank:
 
 
 def bucket_of(flat: Tensor) -> Any:
-    """What PyTorch's hooks use of a `GradBucket`: square matrices, one behind the other."""
+    """The parts of a `GradBucket` that PyTorch's hooks use, with square matrices one behind the other."""
     matrices = list(flat.view(-1, MATRIX, MATRIX))
     return SimpleNamespace(buffer=lambda: flat, gradients=lambda: matrices, index=lambda: 0, is_last=lambda: True)
 

@@ -1,8 +1,7 @@
-"""`lowbit bench memory`: what training needs memory for, and how much less of it low-bit activations take.
+"""`lowbit bench memory`: memory of training, and how much of it low-bit activations save.
 
-Every method trains the same model from the same weights on the same tokens, in a process of its own, so that the
-memory of one is not that of another. On a CPU the peak is the process's own (its most resident pages in a
-step, less those before the model was made), on a GPU the allocator's.
+Every method trains the same model from the same weights on the same tokens, in a process of its own. On a CPU the peak
+is that of the process's resident pages in a step, minus those before the model was made; on a GPU the allocator's.
 """
 
 from __future__ import annotations
@@ -77,16 +76,16 @@ class MemoryBenchmark:
 
 
 def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
-    """Measure every method at every sequence length that `earlier` rows do not have yet.
+    """Measure every method at every sequence length that `earlier` rows lack.
 
     Yields:
         Rows, one for each: `method`, `sequence`, `saved_bytes` (by autograd for one micro-batch, each storage
-        once), `saved` (the same by layer type), `weight_copies_bytes` (what autocast's copies of weights add to them),
-        `peak_bytes`, of which `weights_bytes`, `gradients_bytes` (before the optimizer's step), `optimizer_bytes` and
-        `rest_bytes` (what is left: what is in use for a moment only, and waste), `step_seconds` (median), `loss` (of
-        the last step's samples), `gradient_error` (by layer type and over "all": |g' - g| / |g| against plain gradients
-        of the weights that the method has trained), and `saved_vs_bf16`, `peak_vs_bf16`, `time_vs_bf16` (this over
-        bf16's at the same sequence, None without one).
+        once), `saved` (the same by layer type), `weight_copies_bytes` (autocast's copies of weights, saved beside
+        them), `peak_bytes`, of which `weights_bytes`, `gradients_bytes` (before the optimizer's step),
+        `optimizer_bytes` and `rest_bytes` (temporary tensors and waste), `step_seconds` (median), `loss` (of the last
+        step's samples), `gradient_error` (by layer type and over "all": |g' - g| / |g| against plain gradients of the
+        weights that the method has trained), and `saved_vs_bf16`, `peak_vs_bf16`, `time_vs_bf16` (ratio to bf16 at the
+        same sequence, None without it).
 
     Raises:
         ConfigError: text, model or device that cannot be used.
@@ -96,7 +95,7 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
     check_device(settings.device)
     if EIGHT_BIT in settings.methods and importlib.util.find_spec("torchao") is None:
         raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
-    load_data(settings.data(max(settings.sequences)))  # what cannot be read is an error here
+    load_data(settings.data(max(settings.sequences)))  # an unreadable text is an error here
     rows = list(earlier)
     known = {(row["method"], row["sequence"]) for row in rows}
     yield rows
@@ -133,7 +132,7 @@ TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "los
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="bench memory",
-    summary="What training needs memory for, and how much less of it low-bit activations take.",
+    summary="Memory of training, and how much of it low-bit activations save.",
     settings=MemoryBenchmark,
     measure=measure,
     key=("method", "sequence"),
@@ -159,7 +158,7 @@ COMMAND = Command(
             ],
         ),
         Table(
-            title="What the peak consists of",
+            title="Parts of the peak",
             columns=[*PLACE, *(Column(f"{part}\nMB", field, megabytes) for part, field in PARTS.items())],
         ),
         Table(

@@ -1,4 +1,4 @@
-"""Ways of keeping activations, gradients and optimizer state that `lowbit bench memory` compares."""
+"""The methods of `lowbit bench memory`: how activations, gradients and optimizer states are kept."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from lowbit.activations.hooks import coded_by
 from lowbit.bench.memory import EIGHT_BIT
 from lowbit.codecs import BlockFloat8
 from lowbit.gradients import GradientStorage
+from lowbit.plan import measure
 from lowbit.train.config import OptimizerConfig
-from lowbit.train.optim import make_optimizer
+from lowbit.train.optim import make_optimizer, parameter_groups
 
 Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
 def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
-    """Have autograd save a model's activations in a method's way while the block runs.
+    """Let autograd save a model's activations by a method while the block runs.
 
     bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
-    everything that is saved, attention's tensors too, as `BlockFloat8`, nothing recomputed (as COAT does, which fuses
-    it into its layers). int4-uniform: `compress_saved_` with `bits` everywhere, in attention and norms, too. int4: all
-    but attention. low-bit: as `LayerAware` has it, with 8 bits for norms.
+    all saved tensors, attention's too, as `BlockFloat8`, none recomputed (COAT does the same in fused layers).
+    int4-uniform: `compress_saved_` with `bits` for all layers. int4: for all but attention. low-bit: the default of
+    `LayerAware`, with 8 bits for norms.
 
     Yields:
-        What each forward pass has to run in.
+        Makes the context that each forward pass has to run in.
     """
     around: Around = contextlib.nullcontext
     with contextlib.ExitStack() as stack:
@@ -48,8 +49,7 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
             attention = bits if method == "int4-uniform" else 16
             norm = bits if method.startswith("int4") else None
             policy = LayerAware(bits=bits, norm=norm, attention=attention)
-            compressed = compress_saved_(model, policy)
-            stack.callback(compressed.remove)
+            stack.callback(compress_saved_(model, policy).remove)
         yield around
 
 
@@ -81,18 +81,13 @@ class Updates:
 
     def gradients(self, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
         """Gradients of a loss as they are stored, by name of the parameter, in float32; they are dropped at once."""
+        if self.storage is None:
+            return measure.gradients(self.model, loss)
         loss().backward()
-        gradients = {}
-        for name, parameter in self.model.named_parameters():
-            stored = parameter.grad
-            if self.storage is not None:
-                stored = self.storage.gradient(parameter, torch.float32)
-            if stored is not None:
-                gradients[name] = stored.detach().float().clone()
-        if self.storage is not None:
-            self.storage.zero_()
-        self.optimizer.zero_grad()
-        return gradients
+        parameters = self.model.named_parameters()
+        stored = {name: self.storage.gradient(parameter, torch.float32) for name, parameter in parameters}
+        self.storage.zero_()
+        return {name: gradient for name, gradient in stored.items() if gradient is not None}
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that are stored now."""
@@ -110,21 +105,14 @@ def eight_bit_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig)
     """torchao's AdamW with states of 8 bits; not compiled on a CPU, where a compiler may be missing."""
     import torchao.optim  # pyright: ignore[reportMissingImports]
 
-    every = list(parameters)
-    if not every[0].is_cuda:
+    groups = parameter_groups(parameters, config)
+    if not groups[0]["params"][0].is_cuda:
         torch.compiler.set_stance("force_eager")
-    groups = [
-        {"params": [p for p in every if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torchao.optim.AdamW8bit(
-        [group for group in groups if group["params"]],
-        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps,
-    )  # fmt: skip
+    return torchao.optim.AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of a tensor, also of one that holds others."""
+    """Bytes of a tensor, or of the tensors that a tensor subclass holds."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""The process of one measurement of `lowbit bench memory`: a method at a sequence length."""
+"""One measurement of `lowbit bench memory` in a process of its own: a method at a sequence length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowbit.bench.memory import MemoryBenchmark
 from lowbit.bench.memory_methods import Around, Updates, saving
 from lowbit.bench.worker import serve
 from lowbit.config import build
-from lowbit.plan.measure import relative_error
+from lowbit.plan.measure import gradients, relative_error
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, load_data
 from lowbit.train.model import build_model, vocabulary
@@ -31,15 +31,20 @@ _SKIPPED = 1  # steps that are not measured: the first makes the optimizer's sta
 
 
 class Meter:
-    """The memory that this process uses beyond what it used at first.
+    """The memory that this process uses beyond that of its start.
 
-    On a CPU the most pages that were resident (VmHWM, reset through clear_refs), on a GPU what its allocator gave out.
+    On a CPU the peak of resident pages (VmHWM, reset through clear_refs), on a GPU that of PyTorch's allocator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._first = 0
-        self._first = self._settled()
+        gc.collect()
+        if device.type == "cuda":
+            self._first = torch.cuda.memory_allocated(device)
+        else:
+            with contextlib.suppress(AttributeError):  # C libraries other than GNU's
+                ctypes.CDLL(None).malloc_trim(0)
+            self._first = _resident("VmRSS")
 
     def reset(self) -> None:
         """Start a new maximum."""
@@ -49,18 +54,10 @@ class Meter:
             Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
-        """The most bytes since `reset`."""
+        """Peak bytes since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._first
         return _resident("VmHWM") - self._first
-
-    def _settled(self) -> int:
-        gc.collect()
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        with contextlib.suppress(AttributeError):  # the C library of others than GNU
-            ctypes.CDLL(None).malloc_trim(0)
-        return _resident("VmRSS")
 
 
 class Training:
@@ -87,8 +84,7 @@ class Training:
 
     def microbatches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """Tokens and targets of a step, a micro-batch each."""
-        ids = self.order.ids(step).split(self.settings.batch)
-        batches = [self.windows.batch(some) for some in ids]
+        batches = map(self.windows.batch, self.order.ids(step).split(self.settings.batch))
         return [(x.to(self.device), y.to(self.device)) for x, y in batches]
 
     def step(self, number: int, around: Around) -> tuple[float, float, int]:
@@ -114,10 +110,10 @@ class Training:
 
 
 class Measurement:
-    """The side of a process that measures."""
+    """The process that measures."""
 
     def measure(self, settings: dict[str, Any], method: str, sequence: int) -> dict[str, Any]:
-        """A row of `lowbit bench memory`, but for its comparisons."""
+        """A row of `lowbit bench memory` without its comparisons."""
         chosen = build(MemoryBenchmark, settings)
         torch.set_num_threads(chosen.threads)
         return measure(chosen, method, sequence)
@@ -160,18 +156,15 @@ def _rehearse(settings: MemoryBenchmark, method: str) -> None:
 
 
 def _saved_and_errors(training: Training) -> dict[str, Any]:
-    """Bytes that autograd saves of a micro-batch, and errors of its gradients, by layer type."""
+    """Bytes that autograd saves for a micro-batch, and errors of its gradients, by layer type."""
     inputs, targets = training.microbatches(training.settings.steps)[0]
     model, updates = training.model, training.updates
     with saving(training.method, model, training.settings.bits) as around, counted(model) as saved:
         coded = updates.gradients(lambda: training.loss(inputs, targets, around))
-    plain = training.loss(inputs, targets, contextlib.nullcontext)
-    named = dict(model.named_parameters())
-    exact = dict(zip(named, torch.autograd.grad(plain, list(named.values())), strict=True))
-    exact = {name: gradient.float() for name, gradient in exact.items()}
+    exact = gradients(model, lambda: training.loss(inputs, targets, contextlib.nullcontext))
     groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, gradient in exact.items():
-        groups[_type_of(model, name)][name] = gradient
+        groups[layer_type(modules_around(model, name))][name] = gradient
     errors = {kind: relative_error(coded, group) for kind, group in groups.items()}
     return {
         "saved_bytes": saved.total,
@@ -181,11 +174,10 @@ def _saved_and_errors(training: Training) -> dict[str, Any]:
     }
 
 
-def _type_of(model: nn.Module, parameter: str) -> str:
-    """The layer type of a parameter's module."""
+def modules_around(model: nn.Module, parameter: str) -> list[nn.Module]:
+    """The modules that hold a parameter, outermost first."""
     parts = parameter.split(".")[:-1]
-    path = [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
-    return layer_type(path)
+    return [model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
 
 
 def _resident(name: str) -> int:

@@ -1,9 +1,8 @@
-"""`lowbit bench pipeline`: training speed over really slow links, boundary format against boundary format.
+"""`lowbit bench pipeline`: training speed over really slow links, by boundary format.
 
 All formats train the same model on the same samples in the same processes and take turns of a few steps, round after
-round, so that whatever else the machine does hits all of them alike. PyTorch's own stage stands beside `LowBitStage`
-with the same bits, because part of what a low-bit stage gains over it is scheduling: receives posted early, sends
-not waited for.
+round, so that other work on the machine slows all of them alike. PyTorch's own stage is measured beside `LowBitStage`
+with the same bits, because part of the gain is scheduling: receives posted early, sends not waited for.
 """
 
 from __future__ import annotations
@@ -63,11 +62,10 @@ class Split:
 
 @section()
 class PipelineBenchmark:
-    """What is compared, on which links, with which model.
+    """Boundary formats, links and a model.
 
-    The default model is one that a slow link holds up even where two CPU cores do the computing, as a large one would
-    hold up graphics cards: many stages and thin layers (a feed-forward as narrow as the model, one key-value head), so
-    that there is little to compute between them.
+    The default model has many stages and thin layers (a feed-forward as narrow as the model, one key-value head): even
+    where two CPU cores compute, a slow link is the bottleneck, as it is for a large model on GPUs.
     """
 
     links: Links = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
@@ -79,14 +77,14 @@ class PipelineBenchmark:
     """Format of gradients beside low-bit activations that do not name their own; absent: the default of the
     activations' format. fp32, bf16 and fp16 are used both ways."""
     model: ModelConfig = THIN_MODEL
-    """What is trained."""
+    """Model to train."""
     data: DataConfig = DataConfig(batch=32, sequence=128)
     """Text, samples of a step and tokens of a sample."""
     pipeline: PipelineConfig = MANY_STAGES
     """Ranks, each on a host of its own, stages and schedule; `boundaries` has the formats."""
     splits: tuple[Split, ...] = ()
-    """schedule/stages on each rank/micro-batches, such as 1F1B/1/8, to measure each with every boundary in place of
-    what `pipeline` has."""
+    """schedule/stages on each rank/micro-batches, such as 1F1B/1/8, in place of those of `pipeline`; each is measured
+    with every boundary."""
     rounds: Positive = 3
     """How often each format has its turn on each link."""
     steps: Positive = 2
@@ -121,7 +119,7 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
 
     Yields:
         Rows, one for each link, split and boundary: `boundary`, `split` (its text), `forward` and `backward` (the
-        formats in full; None for PyTorch's own stage), what `set_link` says of the link, `tokens_per_second` (of the
+        formats in full; None for PyTorch's own stage), the fields of `set_link`, `tokens_per_second` (of the
         median step) with `tokens_per_second_low` and `_high` (slowest and fastest step), `speedup_stock_fp32`,
         `speedup_fp32` (the same stage with full precision; both with the same split), `speedup_best_stock_fp32`
         (PyTorch's own stage with the split that suits it best), `share_of_unlimited` (of the fastest on the unlimited
@@ -154,7 +152,7 @@ def measure(settings: PipelineBenchmark, earlier: Sequence[Row]) -> Iterator[Seq
 
 @dataclass
 class Turns:
-    """What one boundary has done on one link."""
+    """The steps of one boundary on one link."""
 
     link: Mapping[str, Any]
     pipeline: PipelineConfig
@@ -168,16 +166,20 @@ class Turns:
         """How the model is cut, as text."""
         return str(Split(self.pipeline.schedule, self.pipeline.stages_per_rank, self.pipeline.microbatches))
 
+    @property
+    def name(self) -> str:
+        """Name of the run in orders to the ranks."""
+        return f"{self.split} {self.boundary}"
+
     def take(self, ranks: Workers, settings: PipelineBenchmark) -> None:
-        """Take a turn. Its first step meets cold caches and a TCP that starts anew, and does not count."""
-        name = f"{self.split} {self.boundary}"
-        self.steps += step(ranks, name, 1 + settings.steps)[1:]
+        """Take a turn; its first step does not count: caches are cold and TCP starts anew."""
+        self.steps += step(ranks, self.name, 1 + settings.steps)[1:]
         if settings.evaluations:
-            self.evaluations.append(max(ranks.ask("evaluate", name=name)))
-        self.state_bytes = sum(ranks.ask("state_bytes", name=name))
+            self.evaluations.append(max(ranks.ask("evaluate", name=self.name)))
+        self.state_bytes = sum(ranks.ask("state_bytes", name=self.name))
 
     def row(self, backward: str) -> dict[str, Any]:
-        """What is measured, without comparisons."""
+        """The row without comparisons."""
         speeds = [step["tokens_per_second"] for step in self.steps]
         return {
             "boundary": self.boundary,
@@ -223,19 +225,17 @@ def _open(settings: PipelineBenchmark, ranks: Workers, pipeline: PipelineConfig,
     if data.tokenizer == "bytes":
         data = replace(data, max_bytes=min(data.max_bytes, 2 * windows * data.sequence))
     config = recipe(settings, boundary, pipeline=pipeline, data=data, output=folder, eval_batches=settings.evaluations)
-    name = f"{Turns({}, pipeline, boundary).split} {boundary}"
+    name = Turns({}, pipeline, boundary).name
     ranks.ask("open", name=name, config=as_mapping(config), samples=settings.samples)
     ranks.ask("steps", name=name, count=settings.samples // settings.data.batch)
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """Rows with the name of a bar, with the split if there are several; otherwise columns about splits are empty."""
-    several = len({row["split"] for row in rows}) > 1
-    names = [pair_name(row["boundary"]) for row in rows]
-    if several:
-        return [{**row, "name": name, "bar": f"{row['split']} {name}"} for row, name in zip(rows, names, strict=True)]
-    hidden = {"split": None, "speedup_best_stock_fp32": None}
-    return [{**row, **hidden, "name": name, "bar": name} for row, name in zip(rows, names, strict=True)]
+    """Rows with names for tables and bars; values about splits are dropped if there is only one split."""
+    named = [{**row, "name": pair_name(row["boundary"])} for row in rows]
+    if len({row["split"] for row in rows}) > 1:
+        return [{**row, "bar": f"{row['split']} {row['name']}"} for row in named]
+    return [{**row, "bar": row["name"], "split": None, "speedup_best_stock_fp32": None} for row in named]
 
 
 def _spread(row: Row) -> float:
@@ -250,7 +250,7 @@ def _panel_width(rows: Sequence[Row]) -> float:
 WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
 COMMAND = Command(
     name="bench pipeline",
-    summary="Training speed over really slow links, boundary format against boundary format.",
+    summary="Training speed over really slow links, by boundary format.",
     settings=PipelineBenchmark,
     measure=measure,
     baselines=[
@@ -276,7 +276,7 @@ COMMAND = Command(
             ],
         ),
         Table(
-            title="What travels, and the seconds of a step on a rank",
+            title="Traffic, and seconds of a step on a rank",
             rows=_shown,
             gap="link",
             columns=[

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
 def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
-    """Show a bar for each name, with its number of steps; gives a function that takes a step and a line about it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+    """Show a bar for each name, with its number of steps; yields a function that advances one and shows a line."""
     columns = (
         TextColumn("{task.fields[name]}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.description}"),

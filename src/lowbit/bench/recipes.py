@@ -1,4 +1,4 @@
-"""Training runs with a boundary format, on several ranks: what the benchmarks of pipelines compare."""
+"""Training runs with a boundary format on several ranks, for the benchmarks of pipelines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lowbit.train.model import count_layers, hidden_size
 PROGRAM = "lowbit.bench.runs"
 """The module of the ranks."""
 THIN_MODEL = ModelConfig(dim=128, layers=8, heads=4, kv_heads=1, ffn=128)
-"""A model that a slow link holds up even where two CPU cores do the computing, as a large one would hold up GPUs."""
+"""A model for which a slow link is the bottleneck even on two CPU cores, as it is for a large one on GPUs."""
 MANY_STAGES = PipelineConfig(ranks=2, stages_per_rank=4, schedule="Interleaved1F1B", microbatches=4)
 """8 stages on 2 ranks: activations cross the link 7 times and gradients as often."""
 
@@ -39,7 +39,7 @@ def recipe(
     Args:
         settings: with `model`, `data`, `pipeline`, `backward`, `device`, `precision` and `seed`.
         boundary: a name in `STOCK`, or a codec for each direction.
-        model, data, pipeline, optimizer: in place of those of the settings; run: fields of its `RunConfig`.
+        model, data, pipeline, optimizer: instead of those of the settings; run: fields of `RunConfig`.
     """
     formats = formats_of(boundary, settings.backward)
     carried = {name: (codec,) for name, codec in formats.items() if codec is not None} or {"boundary": boundary}
@@ -56,12 +56,12 @@ def recipe(
 
 
 def as_mapping(config: TrainConfig) -> dict[str, Any]:
-    """A run as orders carry it."""
+    """A run as an argument of an order."""
     return json.loads(config.to_json())
 
 
 def step(ranks: Workers, name: str, count: int) -> list[dict[str, Any]]:
-    """Steps of a run: metrics over all ranks, with the time of the slowest."""
+    """Advance a run; metrics of each step over all ranks, with the time of the slowest."""
     answers = ranks.ask("steps", name=name, count=count)
     merged = []
     for metrics in zip(*answers, strict=True):
@@ -82,10 +82,10 @@ def check_samples(settings: Any) -> None:
 
 
 def check_recipes(settings: Any, pipeline: PipelineConfig) -> None:
-    """Check that every boundary makes a training run that can start, on the device of the settings.
+    """Check that a training run with every boundary can start, on the device of the settings.
 
     Raises:
-        ConfigError: it does not; the text says why, and what is allowed.
+        ConfigError: one cannot.
     """
     unused = PipelineConfig()
     for name in ("data_parallel", "forward", "backward", "boundary", "warmup_steps"):

@@ -1,4 +1,4 @@
-"""One rank of several training runs, which it advances on demand: the program of the pipeline benchmark."""
+"""One rank of several training runs that take turns: the program of the pipeline benchmarks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Runs:
         """Set up a run.
 
         Args:
-            name: how later orders call it.
+            name: of the run in later orders.
             config: of the run, as nested mappings.
-            samples: train on so many windows of the text, over and over; 0: on all.
+            samples: windows of the text to train on, again in every epoch; 0: all.
         """
         trainer = _trainer(config)
         if samples:
@@ -51,7 +51,7 @@ class Runs:
         return self._evaluate(name, None)
 
     def evaluate(self, name: str) -> float:
-        """Seconds that the held-out loss took, with this run's formats at the boundaries."""
+        """Seconds of an evaluation on held-out text, with this run's formats at the boundaries."""
         prepared = self._trainers[name].prepared
         codecs = prepared.codecs.forward if prepared.config.pipeline.boundary == "lowbit" else None
         dist.barrier()
@@ -65,13 +65,13 @@ class Runs:
         return sum(stage.state_bytes() for stage in stages if isinstance(stage, LowBitStage))
 
     def train(self, config: dict[str, Any]) -> None:
-        """Run a whole training, with everything that it writes, as `lowbit train` does; rank 0 tells of each step."""
+        """Run a whole training with all its files, as `lowbit train` does; rank 0 reports each step."""
 
-        def tell(metrics: StepMetrics) -> None:
+        def report(metrics: StepMetrics) -> None:
             if dist.get_rank() == 0:
                 tell_progress(dataclasses.asdict(metrics))
 
-        Run(_trainer(config)).finish(tell)
+        Run(_trainer(config)).finish(report)
 
     def _evaluate(self, name: str, codecs: Any) -> float:
         trainer = self._trainers[name]

@@ -1,4 +1,4 @@
-"""Tensors to try codecs on: drawn from known distributions, and what a language model really sends between layers."""
+"""Tensors to measure codecs on: random numbers, and activations and gradients of language models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.bench.training import Recipe, boundary_modules, train
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
-from lowbit.train.model import build_model, count_layers, vocabulary
+from lowbit.train.model import build_model, count_layers, next_token_loss, vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,23 +73,42 @@ def real(source: str, *, steps: int) -> list[Tensor]:
     else:
         model, _ = train(Recipe(model=config, data=data, steps=steps, eval_windows=1), seed=0)
     inputs, _ = load_data(data).held_out.batch(torch.arange(BATCH))
-    return capture(model, inputs, stages=count_layers(config))
+    return capture(model, inputs, stages=count_layers(config))[0]
 
 
-@torch.no_grad()
-def capture(model: PreTrainedModel, inputs: Tensor, *, stages: int) -> list[Tensor]:
-    """What each stage but the last would send for token ids (batch, tokens)."""
-    sent: list[Tensor] = []
+def capture(
+    model: PreTrainedModel, inputs: Tensor, targets: Tensor | None = None, *, stages: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that would cross a pipeline's boundaries.
+
+    Args:
+        inputs, targets: token ids (batch, tokens); without targets, nothing runs backward.
+
+    Returns:
+        Activations and gradients of the mean loss, by boundary: float32 (batch, tokens, channels) each.
+    """
+    forward: list[Tensor] = []
+    backward: dict[int, Tensor] = {}
 
     def keep(module: Any, args: Any, output: Any) -> None:
-        sent.append((output if isinstance(output, Tensor) else output[0]).float().clone())
+        x, index = output if isinstance(output, Tensor) else output[0], len(forward)
+        forward.append(x.detach().float().clone())
+        if x.requires_grad:
+            x.register_hook(lambda gradient: backward.update({index: gradient.float().clone()}))
 
+    model.eval().requires_grad_(False)
+    embedding = model.get_input_embeddings()
+    embedding.requires_grad_(targets is not None)  # for a graph without gradients of all the weights
     handles = [model.get_submodule(name).register_forward_hook(keep) for name in boundary_modules(model, stages)]
-    model.eval()
-    model(input_ids=inputs, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return sent
+    try:
+        logits = model(input_ids=inputs, use_cache=False).logits
+        if targets is not None:
+            next_token_loss(logits, targets).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        embedding.zero_grad()
+    return forward, [backward[i] for i in sorted(backward)]
 
 
 def filled(tensors: Sequence[Tensor], numel: int) -> Tensor:
@@ -105,7 +124,7 @@ def _from_file(path: Path) -> list[Tensor]:
         content = _read(path)
     except OSError:
         raise
-    except Exception as error:  # of several libraries, and of kinds of their own
+    except Exception as error:  # several libraries raise errors of their own kinds
         reason = str(error).partition("\n")[0]
         raise ValueError(f"activations are {str(path)!r}, which cannot be read: {reason}") from error
     tensors = [t.float() for t in _tensors(content) if t.is_floating_point() and t.dim() >= 2]

@@ -1,4 +1,4 @@
-"""What several benchmarks have in common: kinds of settings, checks, and columns."""
+"""Shared parts of benchmarks: types of settings, checks, and columns."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _each_once(values: tuple[Any, ...], info: ValidationInfo) -> tuple[Any, ...]
 
 
 EachOnce = AfterValidator(_each_once)
-"""Checks that a list of what is compared is not empty and has nothing twice."""
+"""Checks that a list is not empty and holds nothing twice."""
 Links = Annotated[tuple[Link, ...], EachOnce]
 Names = Annotated[tuple[str, ...], EachOnce]
 Device = Literal["cpu", "cuda"]
 
 
 def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
-    """What a boundary carries each way, in full, by `forward` and `backward`; None for PyTorch's own stage."""
+    """Formats of a boundary in full, as `forward` and `backward`; None for PyTorch's own stage."""
     pair = (None, None) if boundary in STOCK else map(repr, parse_pair(boundary, backward))
     return dict(zip(("forward", "backward"), pair, strict=True))
 
 
 def check_width(boundary: str, codecs: Iterable[Codec], width: int) -> None:
-    """Check that a boundary's formats can code tokens of so many elements, without a warm-up that settles them.
+    """Check that a boundary's formats can code tokens of `width` elements without a warm-up.
 
     Raises:
         ConfigError: one cannot, or leaves something open.
@@ -53,14 +53,14 @@ def check_device(device: str) -> None:
     """Check that PyTorch has the device.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: it does not.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda; this machine has none that PyTorch can use; allowed: cpu")
 
 
 def link_name(row: Row) -> str:
-    """A row's link as people write it: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
+    """Title of a row's link: "100 Mbit/s, 40 ms", "1 Gbit/s" or "unlimited"."""
     return Link.parse(row["link"]).title
 
 
@@ -68,5 +68,5 @@ LINK = Column("link", link_name)
 
 
 def megabytes(size: float) -> str:
-    """Bytes in MB, with a decimal where there are few."""
+    """Bytes in MB, with a decimal below 100 MB."""
     return f"{size / 1e6:,.0f}" if size >= 1e8 else f"{size / 1e6:.1f}"

@@ -1,7 +1,7 @@
-"""What benchmarks of sums over several ranks share: turns on every link, times, bytes and errors.
+"""Shared parts of benchmarks of sums over ranks: turns on every link, times, bytes and errors.
 
-All formats sum the same tensors in the same processes and take turns, round after round, so that whatever else the
-machine does hits all of them alike.
+All formats sum the same tensors in the same processes and take turns, round after round, so that other work on the
+machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Phase:
     Args:
         name: tells the phases of a benchmark apart.
         order: the method of the ranks' program that each turn calls; it answers {"seconds", "sent", ...}.
-        contenders: the arguments that are their own, which also tell their results apart.
-        arguments: those that all have in common.
+        contenders: arguments of each; they also tell results apart.
+        arguments: common to all.
         rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
     """
 
@@ -44,7 +44,7 @@ class Phase:
 
 @dataclass(kw_only=True)
 class Taken:
-    """The results of one contender of a phase on one link among so many ranks."""
+    """The results of one contender of a phase, on one link and number of ranks."""
 
     phase: str
     contender: Mapping[str, Any]
@@ -55,7 +55,7 @@ class Taken:
     last: Sequence[Mapping[str, Any]] = ()
 
     def add(self, answers: Sequence[Mapping[str, Any]], own_hosts: bool) -> None:
-        """Note a turn: its seconds are those of the slowest rank. Ranks on one host all see all bytes that it sends."""
+        """Add a turn, with the time of the slowest rank. Ranks on one host see the bytes of all of them."""
         self.seconds.append(max(answer["seconds"] for answer in answers))
         self.sent.append(statistics.fmean(a.get("sent", 0) for a in answers) / (1 if own_hosts else self.ranks))
         self.last = answers
@@ -70,18 +70,18 @@ class Taken:
 
 
 def all_reduce_elements(ranks: int, numel: int) -> float:
-    """Elements that each rank has to send at least in an all-reduce of `numel` elements."""
+    """Elements that a rank must send in an all-reduce of `numel` elements."""
     return 2 * (ranks - 1) / ranks * numel
 
 
 def take_turns(
     program: str, counts: Sequence[int], links: Sequence[Link], prepare: Callable[[Workers, int], Sequence[Phase]]
 ) -> Iterator[Sequence[Taken]]:
-    """Run the phases on every link among every number of ranks; all results so far, after every round.
+    """Run the phases on every link with every number of ranks; yield all results so far after every round.
 
     Args:
         program: module of the ranks; counts: numbers of ranks; links: to measure on.
-        prepare: sets the ranks up, given their number, and says what takes turns.
+        prepare: sets up the ranks, given their number, and returns the phases.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.

@@ -27,7 +27,7 @@ _MOST_CALLS = 8
 
 @section()
 class TensorParallelBenchmark:
-    """What is compared, on which links, among how many ranks."""
+    """Formats, links and numbers of ranks."""
 
     links: Links = (Link(1000.0), Link(10000.0), UNLIMITED)
     """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
@@ -37,9 +37,9 @@ class TensorParallelBenchmark:
     """bf16 is PyTorch's own all-reduce of bfloat16; int4 has a static scale for each feature and no outliers; int8 one
     for each 128 elements, symmetric; feature-int4 is int4 with width / 64 outliers in bfloat16."""
     algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = ("one_shot", "two_shot")
-    """How what is coded is summed."""
+    """Algorithms of the sums of codecs."""
     tokens: Annotated[tuple[Positive, ...], EachOnce] = (1, 16, 64, 256, 2048)
-    """Tokens of a message; several."""
+    """Tokens of a message."""
     width: Positive = 4096
     """Features of a token."""
     rounds: Positive = 7
@@ -93,11 +93,11 @@ def sample(tokens: int, width: int, rank: int, draw: int = 0) -> Tensor:
 
 
 def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
-    """Measure every format and algorithm with messages of every size, on every link, among every number of ranks.
+    """Measure every format and algorithm with messages of every size, on every link, with every number of ranks.
 
     Yields:
-        Rows, one for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `ranks`, what
-        `set_link` says of the link, `numel`, `tokens`, `ms` (median over the rounds of the slowest rank's time, with
+        Rows, one for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `ranks`, the
+        fields of `set_link`, `numel`, `tokens`, `ms` (median over the rounds of the slowest rank's time, with
         the tensor already there), `ms_low`, `ms_high`, `spread` (interquartile range over median), `speedup_bf16` (of
         the medians, over PyTorch's), `bits_per_value` (of the format), `wire_bits` (bytes that really left a rank,
         headers included, over what an all-reduce has to send), `crossover` (fewest elements measured from which on this

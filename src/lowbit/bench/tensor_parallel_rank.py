@@ -1,4 +1,4 @@
-"""One rank of `lowbit bench tensor-parallel`: sums its tensor as it is ordered to."""
+"""One rank of `lowbit bench tensor-parallel`: sums its tensor on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FITTED = 64  # tokens at least: of fewer, some features add up to 0 in all
 
 
 class TensorParallelRank:
-    """This rank's partial sums, and the codecs that fit everybody's."""
+    """This rank's partial sums, and codecs that are fitted to those of all ranks."""
 
     def __init__(self) -> None:
         self._x = torch.empty(0)
@@ -50,7 +50,7 @@ class TensorParallelRank:
             for x in messages:
                 self._sum(x, name, algorithm)
 
-        return {what: value / calls for what, value in timed(every).items()}
+        return {name: value / calls for name, value in timed(every).items()}
 
     def error(self, name: str, algorithm: str) -> float:
         """Relative error of the sum of the largest message."""

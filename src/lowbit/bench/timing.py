@@ -1,4 +1,4 @@
-"""Times of operations that are to be compared: taken in turn, so that a busy moment hits all, and from cold caches."""
+"""Times of operations that are compared: taken in turn, so that a busy moment slows all, and from cold caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-HEAD_START = 20_000_000  # a GPU's cycles, some 10 ms: the host queues a round of operations in less
+HEAD_START = 20_000_000  # GPU cycles, some 10 ms: the host queues a round of operations in less
 
 Operation = Callable[[int], object]
 """Does its work on one of several equal sets of buffers."""
@@ -25,14 +25,13 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Seconds of each operation in each round; in a round every operation has its turn.
 
-    On a GPU they are measured between its own events; it is busy until a round is queued, so that it waits for no
-    launch in between.
+    On a GPU, times are those between its events. It is busy until a round is queued, so that no launch delays it.
 
     Args:
         operations: by name; each is called once beforehand, which is not timed.
-        rounds: how many times.
-        buffers: sets of buffers to go round; an operation meets the same ones again after all others.
-        fewer: rounds of operations that are too slow to do as many.
+        rounds: number of rounds.
+        buffers: sets of buffers, which are used one after the other.
+        fewer: rounds of operations that are too slow for all of them.
         device: where the operations run.
     """
     measured = _on_gpu if torch.device(device).type == "cuda" else _here
@@ -77,7 +76,7 @@ def buffers_for(nbytes: int, device: torch.device | str = "cpu") -> int:
 
 
 def last_level_cache(device: torch.device | str = "cpu") -> int:
-    """Bytes of a GPU's cache, or of the largest one of the first core; 64 MiB where the system does not tell."""
+    """Bytes of a GPU's cache, or of the largest one of the first core; 64 MiB where the system does not say."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -90,7 +89,7 @@ def last_level_cache(device: torch.device | str = "cpu") -> int:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let PyTorch, and with it the codecs, use so many threads inside a `with` block."""
+    """Let PyTorch and the codecs use `count` threads inside a `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

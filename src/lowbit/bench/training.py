@@ -1,7 +1,7 @@
-"""One training run in one process, with the pipeline's codecs at the places where stages would be cut.
+"""One training run in one process, with a pipeline's codecs between the layers where stages would end.
 
 Runs of the same recipe and seed start from the same weights and see the same samples in the same order, whatever their
-boundaries carry, so that losses can be compared in pairs.
+boundaries carry, so that their losses can be compared.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
+from lowbit.bench.replicas import Replicas
+from lowbit.bench.worker import serve, tell_progress
 from lowbit.codecs import Cast, Codec, parse, parse_pair
-from lowbit.config import ConfigError, NonNegative, Positive, section
-from lowbit.gradients import GradientStorage
+from lowbit.config import ConfigError, NonNegative, Positive, build, section
 from lowbit.pipeline import Traffic, emulate_
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit.train.data import Data, Windows, load_data
@@ -40,12 +42,11 @@ POLICIES = {
     "attention-8": LayerAware(attention=8),
     "uniform": LayerAware(norm=4, attention=4),
 }
-RANKS = 2
 
 
 @section("recipe")
 class Recipe:
-    """What runs that are compared with each other have in common."""
+    """A training run without its boundary and seed."""
 
     model: ModelConfig = ModelConfig()
     """As in `lowbit train`."""
@@ -58,7 +59,7 @@ class Recipe:
     warmup_steps: NonNegative = 0
     """The first of them, with full precision at the boundaries."""
     stages: Positive = 2
-    """How many the pipeline would have, one boundary fewer."""
+    """Of the emulated pipeline, which has one boundary fewer."""
     samples: NonNegative = 0
     """Distinct windows to train on, seen again in every epoch; 0: all of the text."""
     eval_windows: Positive = 256
@@ -137,13 +138,8 @@ def train(
     started = time.perf_counter()
     forward, back = codec_pair(boundary, backward)
     data, model = prepare(recipe, seed)
-    emulation = emulate_(
-        model,
-        at=boundary_modules(model, recipe.stages),
-        forward=forward,
-        backward=back,
-        warmup_steps=recipe.warmup_steps,
-    )
+    places = boundary_modules(model, recipe.stages)
+    emulation = emulate_(model, at=places, forward=forward, backward=back, warmup_steps=recipe.warmup_steps)
     gradients = gradient_codec(boundary)
     policy = activation_policy(boundary)
     compressed = compress_saved_(model, policy) if policy else None
@@ -171,15 +167,12 @@ def train(
     if compressed is not None:
         compressed.remove()
     through = None if forward.needs_key else evaluate(model, data.held_out, recipe)
-    bits = {
+    emulation.remove()
+    return model, {
         "bits_forward": after.forward_bits,
         "bits_backward": after.backward_bits,
         "bits_forward_run": run.forward_bits,
         "bits_backward_run": run.backward_bits,
-    }
-    emulation.remove()
-    return model, {
-        **bits,
         "state_bytes": state_bytes,
         "loss": evaluate(model, data.held_out, recipe),
         "loss_through_codecs": through,
@@ -200,7 +193,7 @@ def prepare(recipe: Recipe, seed: int) -> tuple[Data, PreTrainedModel]:
 
 
 def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
-    """Names of the decoder layers that end a stage, but for the last stage."""
+    """Names of the last decoder layer of each stage but the last."""
     count = model.config.num_hidden_layers
     lists = (name for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
     layers = next(name for name in lists if len(model.get_submodule(name)) == count)  # pyright: ignore[reportArgumentType]
@@ -230,62 +223,34 @@ def curve_of(losses: list[float]) -> list[tuple[int, float]]:
     """Mean loss of equal stretches of the run, each under its last step."""
     width = max(1, math.ceil(len(losses) / CURVE_POINTS))
     parts = [losses[i : i + width] for i in range(0, len(losses), width)]
-    ends = [min(len(losses), (i + 1) * width) for i in range(len(parts))]
-    return [(end, sum(p) / len(p)) for end, p in zip(ends, parts, strict=True)]
+    return [(i * width + len(part), sum(part) / len(part)) for i, part in enumerate(parts)]
 
 
 def _since(earlier: Traffic, later: Traffic) -> Traffic:
     return Traffic(**{f.name: getattr(later, f.name) - getattr(earlier, f.name) for f in fields(Traffic)})
 
 
-class Replicas:
-    """Gradients of `RANKS` ranks in one process, which share a batch, one sample a micro-batch.
+class Training:
+    """The process that trains."""
 
-    As in AGoQ's all-reduce: each rank's sum over its micro-batches is coded for the network, the sum over the ranks is
-    float32, coded once more, and stored.
+    def train(
+        self, regime: str, boundary: str, backward: str, seed: int, recipe: dict[str, Any], threads: int, keep: str
+    ) -> dict[str, Any]:
+        """Train once and return the row; `keep`: file for the weights."""
+        torch.set_num_threads(threads)
 
-    Args:
-        model: whose gradients are taken out of `.grad`.
-        codec: of storage and all-reduce.
-    """
+        def on_step(step: int, loss: float) -> None:
+            tell_progress(f"{regime} {boundary} seed {seed}: step {step}, loss {loss:.3f}")
 
-    def __init__(self, model: nn.Module, codec: Codec) -> None:
-        self.codec, self.storage = codec, GradientStorage(model, codec=codec)
+        model, result = train(build(Recipe, recipe), boundary, backward, seed=seed, on_step=on_step)
+        if keep:
+            part = Path(keep).with_suffix(".part")  # so that an interrupted call leaves no half file
+            part.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(model.state_dict(), part)
+            part.replace(keep)
+        formats = zip(("forward", "backward"), map(repr, codec_pair(boundary, backward)), strict=True)
+        return {"boundary": boundary, **dict(formats), "seed": seed, "regime": regime, **result}
 
-    def backward(self, loss: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        """Leave the mean gradient of a batch in the storage.
 
-        Args:
-            loss: mean loss of samples.
-            inputs, targets: (samples, sequence), a multiple of `RANKS` samples.
-
-        Returns:
-            The batch's mean loss.
-
-        Raises:
-            ConfigError: a number of samples that the ranks cannot share.
-        """
-        if len(inputs) % RANKS:
-            raise ConfigError(f"batch is {len(inputs)}; allowed: multiples of {RANKS}")
-        sums: dict[nn.Parameter, Tensor] = {}
-        losses: list[Tensor] = []
-        for mine in torch.arange(len(inputs)).chunk(RANKS):
-            self.storage.zero_()
-            for sample in mine.split(1):
-                one = loss(inputs[sample], targets[sample])
-                one.backward()
-                losses.append(one.detach())
-            for parameter, gradient in self.storage.gradients():
-                sent = self.codec.round_trip(gradient)
-                sums[parameter] = sums[parameter] + sent if parameter in sums else sent
-        for parameter, total in sums.items():
-            self.storage.put(parameter, self.codec.round_trip(total))
-        self.storage.scale_(1 / len(inputs))
-        return torch.stack(losses).mean()
-
-    def step(self, optimizer: torch.optim.Optimizer, clip: float) -> None:
-        """Clip to this norm (0: never), take the optimizer's step, and drop the gradients."""
-        if clip:
-            self.storage.clip_(clip)
-        self.storage.step(optimizer)
-        self.storage.zero_()
+if __name__ == "__main__":
+    serve(Training)

@@ -1,9 +1,7 @@
-"""The side of a process that follows a benchmark's orders.
+"""A process that follows a benchmark's orders.
 
-Orders come on standard input, one JSON list `[method, arguments]` a line; each is answered with one line of JSON on
-standard output, before which lines may tell of progress. All formats that are compared live in the same processes, so
-that they can take turns: other work on the machine slows all of them down equally. What libraries print goes to
-standard error.
+Orders come on standard input, one JSON list `[method, arguments]` a line. Each is answered with one line of JSON on
+standard output, after lines that may report progress. Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ _answers: IO[str] | None = None
 
 
 def serve(make: Callable[[], Any]) -> None:
-    """Let what `make` makes follow orders until standard input ends; as one of several ranks, join the others first.
+    """Let the object of `make` follow orders until standard input ends; as one of several ranks, join the others first.
 
-    When standard input ends while an order is being followed, whoever gave it is gone, and so is this process.
+    If standard input ends during an order, the benchmark is gone, and this process exits.
     """
     global _answers
     _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -53,7 +51,7 @@ def serve(make: Callable[[], Any]) -> None:
 
 
 def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Follow one order: {"result": ...}, or {"error": one line}, after which this process is of no more use."""
+    """Follow one order: {"result": ...}, or {"error": one line}, after which the benchmark ends this process."""
     try:
         return {"result": getattr(worker, method)(**arguments)}
     except Exception as error:
@@ -62,13 +60,13 @@ def follow(worker: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any
 
 
 def tell_progress(value: Any) -> None:
-    """Tell whoever gave the order how far this process is."""
+    """Report progress to the benchmark."""
     if _answers is not None:
         _write({"progress": value})
 
 
 def pin(rank: int, ranks: int) -> None:
-    """Give this rank a share of the machine's cores for itself, where there are enough of them."""
+    """Pin this rank to its share of the machine's cores, if there are enough of them."""
     cores = sorted(os.sched_getaffinity(0))
     threads = threads_per_rank(ranks)
     if ranks <= len(cores):

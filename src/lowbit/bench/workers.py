@@ -1,4 +1,4 @@
-"""Processes that follow the orders of a benchmark: on the hosts of a slow link, or on this machine."""
+"""Processes that follow a benchmark's orders, on the hosts of a slow link or on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Workers:
 
     Args:
         program: the module that each of them runs.
-        count: how many.
+        count: number of processes.
         grouped: they join one process group.
         network: an open link, whose host i gets process i; None: all on this machine's loopback.
         environment: more variables for them.
@@ -68,8 +68,8 @@ class Workers:
         """Give all processes an order and collect their answers, by process.
 
         Args:
-            method: of what the program serves; arguments: its keyword arguments, which JSON can hold.
-            on_progress: called with what processes tell in between.
+            method: of the program's object; arguments: its keyword arguments, which JSON can hold.
+            on_progress: called with progress reports of the processes.
 
         Raises:
             ChildProcessError: one failed; the message says how.
@@ -98,7 +98,7 @@ class Workers:
             yield answer
 
     def close(self) -> None:
-        """End all processes; what they hold is thrown away, or on disk."""
+        """End all processes."""
         for process in self._processes:
             process.kill()
         for process, reader in zip(self._processes, self._readers, strict=True):
@@ -145,7 +145,7 @@ class Workers:
             stdin.flush()
 
     def _answers(self, waiting: set[int], on_progress: OnProgress | None) -> Iterator[tuple[int, Any]]:
-        """Process and answer, as they come; whoever fails first ends the waiting."""
+        """Yield processes and answers as they come; the first failure raises."""
         left = set(waiting)
         while left:
             index, line = self._lines.get()
@@ -180,11 +180,11 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def started(program: str, count: int, links: Sequence[Link]) -> Iterator[tuple[SlowLink | None, Workers]]:
-    """Ranks on the hosts of a link that `set_link` changes; on loopback if no link has to be limited or can be.
+    """Start ranks on the hosts of a link that `set_link` changes; on loopback if this machine permits no limits.
 
-    Where one of `links` is limited, the ranks connect on a limited one: that fixes how large the trains of packets are
-    that TCP hands over. Made on an unlimited link they are larger than the bucket of a limited one, which then drops
-    some of what it has to take apart: FP32 at 1 Gbit/s was five times too slow.
+    If one of `links` is limited, the ranks connect on a limited link, which fixes the size of TCP's trains of packets.
+    Those of an unlimited link are larger than the token bucket of a limited one, which then drops packets: FP32 at
+    1 Gbit/s was five times too slow.
 
     Raises:
         TorchVersionError: this PyTorch is not known to work.
@@ -207,10 +207,10 @@ def started(program: str, count: int, links: Sequence[Link]) -> Iterator[tuple[S
 
 
 def check_available(links: Sequence[Link]) -> None:
-    """Check that this machine permits links, before anything starts.
+    """Check that this machine permits links.
 
     Raises:
-        LinkUnavailable: it does not; the message says why, and how to go on.
+        LinkUnavailable: it does not; the message says why, and what is possible.
     """
     limited = [link for link in links if link != UNLIMITED]
     if limited and (reason := SlowLink.available()):
@@ -221,9 +221,9 @@ def check_available(links: Sequence[Link]) -> None:
 
 
 def set_link(network: SlowLink | None, link: Link) -> dict[str, Any]:
-    """Change what joins the ranks; returns what rows say of it.
+    """Change the link between the ranks, and return its fields of a row.
 
-    That is `link` (its text), `link_mbit` (None: unlimited), `link_rtt_ms`, and what plain sockets then measure:
+    They are `link` (its text), `link_mbit` (None: unlimited), `link_rtt_ms`, and as measured with plain sockets
     `goodput_mbit` (payload from rank 0 to rank 1) and `rtt_ms`, both None on loopback.
     """
     about: dict[str, Any] = dict.fromkeys(("goodput_mbit", "rtt_ms"))

@@ -1,4 +1,4 @@
-"""The command line: parse, call, show. What a command needs is imported when it is chosen."""
+"""The command line: parse, call, show. Imports of a command wait until it is chosen."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command
 
     Args:
         words: the command line without the program; absent: this process's.
-        program: what it is called in help. command: what it does.
+        program: its name in help. command: runs the words.
 
     Raises:
-        SystemExit: with 2 for what the user can mend, with 1 for a run that failed.
+        SystemExit: with 2 for a wrong value, file or installation, with 1 for a run that failed.
     """
     # PyTorch writes pages of stack traces when a store ends or does not answer; errors name the cause in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

@@ -1,4 +1,4 @@
-"""The commands, and which one a command line means."""
+"""The commands, and the choice of one by the words of a command line."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from functools import partial
 from typing import Any, Protocol
 
 from lowbit.cli.reports import Measurement, measurements
-from lowbit.cli.train import CONFIG, DEMO, TRAIN
+from lowbit.cli.train import Config, Demo, Train
 
 
 class Command(Protocol):
-    """What a word of the command line stands for."""
+    """A command of the command line."""
 
     @property
     def summary(self) -> str:
-        """What it does, in a list of commands."""
+        """One line for lists of commands."""
         ...
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
-        """Do as the words behind its own say."""
+        """Run it; `words`: the command line after its name."""
         ...
 
 
@@ -30,8 +30,8 @@ class Group:
     """Commands under one word, such as `lowbit bench`.
 
     Args:
-        summary: what they do.
-        commands: gives them by name; called when one of them, or help, is asked for.
+        summary: one line about them.
+        commands: returns them by name; called when one of them, or help, is asked for.
     """
 
     def __init__(self, summary: str, commands: Callable[[], Mapping[str, Any]]) -> None:
@@ -65,8 +65,8 @@ class Group:
 COMMANDS = Group(
     "Train and run models on several ranks that send each other few bits.",
     lambda: {
-        "train": TRAIN,
-        "config": CONFIG,
+        "train": Train(),
+        "config": Config(),
         "calibrate": Measurement(
             "lowbit.evaluate.commands:CALIBRATE",
             "Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
@@ -83,6 +83,6 @@ COMMANDS = Group(
             "Work out a run before it is started: the memory of its devices.",
             lambda: {"memory": Measurement("lowbit.plan.memory")},  # its package imports PyTorch
         ),
-        "demo": DEMO,
+        "demo": Demo(),
     },
 )

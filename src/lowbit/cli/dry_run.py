@@ -1,4 +1,4 @@
-"""`lowbit train --dry-run`: what a configuration comes to, after all checks that need no peers."""
+"""`lowbit train --dry-run`: check a configuration as far as that needs no peers, and print the run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
+from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
 from lowbit.ranks.pytorch import check_torch
 from lowbit.train.model import hidden_size
@@ -22,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Check a run as it would be checked, print it, and start nothing; under torchrun, the first rank prints.
+    """Check a run, print it, and start nothing; under torchrun, the first rank prints.
 
-    The tokens of the text stay in `run.output`, for the run.
+    The tokens of the text are written to `run.output`, where the run finds them.
 
     Raises:
         ConfigError: anything that would keep the run from starting.
@@ -35,10 +33,7 @@ def dry_run(config: TrainConfig) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     print(to_toml(config, meanings=False))
-    table = Table(show_header=False, box=None)
-    for name, value in _lines(prepared, ranks):
-        table.add_row(name, value)
-    Console().print(table)
+    print_pairs(_lines(prepared, ranks))
 
 
 def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Errors as a user wants them: one line that says what is wrong and what is allowed."""
+"""Errors in one line that says what is wrong and what is allowed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ USAGE, FAILURE = 2, 1
 
 @contextmanager
 def one_line_errors(traceback: bool) -> Iterator[None]:
-    """Turn an error that a user can mend, or that lowbit knows, into one line and an exit code.
+    """Turn an expected error into one line and an exit code.
 
-    A value, a file or a missing extra exits with 2, a run that failed with 1. Anything else is a fault in lowbit and
-    keeps its traceback.
+    A wrong value, a file or a missing extra exits with 2, a run that failed with 1. Anything else is a bug in lowbit
+    and keeps its traceback.
 
     Args:
         traceback: let every error through.
@@ -44,7 +44,7 @@ def one_line_errors(traceback: bool) -> Iterator[None]:
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code that an error means; None for a fault in the program."""
+    """The exit code of an error; None for a bug in lowbit."""
     if isinstance(error, ModuleNotFoundError):
         return USAGE if _extra(error) else None
     if isinstance(error, ConnectionError | ChildProcessError | TimeoutError):
@@ -57,7 +57,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def describe(error: Exception) -> str:
-    """What an error says, on one line."""
+    """The text of an error on one line."""
     if isinstance(error, ModuleNotFoundError):
         return f'{error.name} is missing; install it with: pip install "lowbit[{_extra(error)}]"'
     if isinstance(error, OSError) and error.filename is not None:
@@ -66,5 +66,5 @@ def describe(error: Exception) -> str:
 
 
 def _extra(error: ModuleNotFoundError) -> str | None:
-    """The extra that brings the missing module, if one does."""
+    """The extra that installs the missing module, if any."""
     return EXTRAS.get((error.name or "").partition(".")[0])

@@ -26,8 +26,8 @@ class Parser(argparse.ArgumentParser):
     same.
 
     Args:
-        program: what the command is called in its help.
-        summary: what it does.
+        program: name of the command in its help.
+        summary: one line about it.
         settings: the section.
         short: options, such as "--ranks", for keys, such as "pipeline.ranks", that are shown first.
     """
@@ -44,11 +44,11 @@ class Parser(argparse.ArgumentParser):
         )
         self.settings, self._short = settings, short
         self._keys: list[str] = []
-        self._flags: dict[str, str] = {}  # what an option without a value stands for
+        self._flags: dict[str, str] = {}  # flags, with the option and value that they mean
         self._add_settings(settings_of(settings), "", self)
 
     def read(self, words: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-        """The section's keys that are given, with their text, and the values of other options.
+        """The section's keys that the words give, with their text, and the values of other options.
 
         Raises:
             ConfigError: an unknown option (the closest known one is named), or one without its value.
@@ -65,10 +65,10 @@ class Parser(argparse.ArgumentParser):
         return [(key, ",".join(text) if isinstance(text, list) else text) for key, text in given], options
 
     def resolve(self, words: Sequence[str], file: str | None = None) -> tuple[Any, dict[str, Any]]:
-        """The section that a command line means, and the values of other options.
+        """The section of a command line, and the values of other options.
 
         Args:
-            file: of this option's TOML file, if it is given, the section keeps what the command line leaves out.
+            file: option or argument that names a TOML file with the values that the command line leaves out.
 
         Raises:
             ConfigError: as `read` and `lowbit.config.resolve` do.
@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(*options, dest=key, metavar=_metavar(setting), action=action, help=_help(setting, *notes))
 
     def _with_values(self, words: Sequence[str]) -> list[str]:
-        """Words with options spelled as they are declared, and with the values that flags stand for."""
+        """Words with options spelled as they are declared, and flags replaced by options with values."""
         options = {name.replace("_", "-"): name for name in (*self._option_string_actions, *self._flags)}
         spelled: list[str] = []
         for word in words:
@@ -154,16 +154,12 @@ def _metavar(setting: Setting) -> str:
 
 def _help(setting: Setting, *more: str) -> str:
     given = setting.default not in (None, (), "", dataclasses.MISSING)
-    notes = "; ".join(filter(None, [setting.limits, f"default: {_shown(setting.default)}" if given else "", *more]))
-    return _escaped(f"{setting.meaning} [{notes}]" if notes else setting.meaning)
+    text = setting.explained(f"default: {_shown(setting.default)}" if given else "", *more)
+    return text.replace("%", "%%")  # argparse formats it
 
 
 def _shown(value: Any) -> str:
-    """A value as one would write it on a command line."""
+    """A value in the notation of a command line."""
     if isinstance(value, tuple):
         return ",".join(map(_shown, value))
     return value if isinstance(value, str) else in_toml(value).strip('"')
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%%")  # which argparse formats

@@ -1,4 +1,4 @@
-"""Commands that measure: each is a `lowbit.report.Command`, which is imported when it is chosen."""
+"""Commands that measure, each a `lowbit.report.Command` that is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measurement:
 
     Args:
         place: the command's module, such as "lowbit.bench.pipeline", and its name behind a colon, if not COMMAND.
-        summary: what it does, in a list of commands; absent: what the first line of the module's docstring says.
+        summary: one line for lists of commands; absent: from the first line of the module's docstring.
     """
 
     def __init__(self, place: str, summary: str = "") -> None:
@@ -37,7 +37,7 @@ class Measurement:
 
     @property
     def summary(self) -> str:
-        """What it does; the module is read for it, not imported."""
+        """One line for lists of commands; the module is read for it, not imported."""
         if self._summary:
             return self._summary
         package, *within = self.module.split(".")
@@ -47,7 +47,7 @@ class Measurement:
         return line[:1].upper() + line[1:]
 
     def parser(self, program: str) -> Parser:
-        """Of its command line."""
+        """Parser of its command line."""
         from lowbit.cli.parser import Parser
 
         parser = Parser(program, self.command.summary, self.command.settings)
@@ -56,7 +56,7 @@ class Measurement:
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
-        """Measure as a command line says."""
+        """Measure, show and write."""
         settings, options = self.parser(program).resolve(words)
         from lowbit.report import execute
 

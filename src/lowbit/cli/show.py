@@ -1,9 +1,9 @@
-"""What a command ends with on the terminal."""
+"""Print a training summary."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 
 
 def show_summary(summary: Summary) -> None:
-    """The outcome of a training run as a table; under torchrun, on the first rank only."""
-    if os.environ.get("RANK", "0") != "0":
-        return
+    """Print the outcome of a training run; under torchrun, on the first rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        print_pairs(_lines(summary))
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and values as a table."""
     table = Table(show_header=False, box=None)
-    for name, value in _lines(summary):
+    for name, value in pairs:
         table.add_row(name, value)
     Console().print(table)
 
@@ -31,10 +35,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.tokens_per_second is not None:
         yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s"
     if summary.bits_forward is not None and summary.bits_backward is not None:
-        yield (
-            "bits per element",
-            f"{summary.bits_forward:.2f} forward, {summary.bits_backward:.2f} backward",
-        )
+        yield "bits per element", f"{summary.bits_forward:.2f} forward, {summary.bits_backward:.2f} backward"
     if summary.bits_gradients is not None:
         yield "bits of gradients", f"{summary.bits_gradients:.2f} between pipelines"
     if summary.bytes_sent:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,83 +17,76 @@ _SHORT = {
 }
 
 
-@dataclass(frozen=True)
-class _Command:
-    """A command whose parser is made when it is chosen."""
+class Config:
+    """`lowbit config`."""
 
-    summary: str
-    make_parser: Callable[[str, str], Parser]
-    run: Callable[[Parser, Sequence[str]], None]
+    summary = "Print a training run's configuration as TOML: all keys, what they mean, what is allowed."
 
     def parser(self, program: str) -> Parser:
-        """Of its command line."""
-        return self.make_parser(program, self.summary)
+        """Parser of its command line."""
+        from lowbit.cli.parser import Parser
+        from lowbit.train import TrainConfig
+
+        parser = Parser(program, self.summary, TrainConfig, short=_SHORT)
+        parser.add_argument("config", nargs="?", help="TOML file; what it leaves out keeps its default.")
+        return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
-        self.run(self.parser(program), words)
+        """Print the configuration."""
+        from lowbit.config import to_toml
+
+        print(to_toml(self.parser(program).resolve(words, "config")[0]), end="")
 
 
-def _config_parser(program: str, summary: str) -> Parser:
-    from lowbit.cli.parser import Parser
-    from lowbit.train import TrainConfig
+class Train(Config):
+    """`lowbit train`."""
 
-    parser = Parser(program, summary, TrainConfig, short=_SHORT)
-    parser.add_argument("config", nargs="?", help="TOML file; what it leaves out keeps its default.")
-    return parser
+    summary = "Train a causal language model: on local ranks, or as one rank under torchrun."
 
+    def parser(self, program: str) -> Parser:
+        """Parser of its command line."""
+        parser = super().parser(program)
+        parser.add_argument(
+            "--dry-run", action="store_true", help="Check everything that needs no peers, show what would run, and end."
+        )
+        return parser
 
-def _train_parser(program: str, summary: str) -> Parser:
-    parser = _config_parser(program, summary)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="Check everything that needs no peers, show what would run, and end."
-    )
-    return parser
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Train, or only check the run."""
+        config, options = self.parser(program).resolve(words, "config")
+        if options.get("dry_run"):
+            from lowbit.cli.dry_run import dry_run
 
+            return dry_run(config)
+        from lowbit.cli.show import show_summary
+        from lowbit.train import run
 
-def _demo_parser(program: str, summary: str) -> Parser:
-    from lowbit.cli.parser import Parser
-    from lowbit.config import section
-
-    @section()
-    class DemoConfig:
-        """Where the demo writes."""
-
-        output: str = "runs/demo"
-        """Folder for tables, picture and models."""
-
-    return Parser(program, summary, DemoConfig)
+        if (outcome := run(config)) is not None:
+            show_summary(outcome)
 
 
-def _train(parser: Parser, words: Sequence[str]) -> None:
-    config, options = parser.resolve(words, "config")
-    if options.get("dry_run"):
-        from lowbit.cli.dry_run import dry_run
+class Demo:
+    """`lowbit demo`."""
 
-        return dry_run(config)
-    from lowbit.cli.show import show_summary
-    from lowbit.train import run
+    summary = "Train a small Llama over a 100 Mbit/s link, in FP32 and in TAH-Quant, side by side."
 
-    if (outcome := run(config)) is not None:
-        show_summary(outcome)
+    def parser(self, program: str) -> Parser:
+        """Parser of its command line."""
+        from lowbit.cli.parser import Parser
+        from lowbit.config import section
 
+        @section()
+        class DemoConfig:
+            """Where the demo writes."""
 
-def _config(parser: Parser, words: Sequence[str]) -> None:
-    from lowbit.config import to_toml
+            output: str = "runs/demo"
+            """Folder for tables, picture and models."""
 
-    print(to_toml(parser.resolve(words, "config")[0]), end="")
+        return Parser(program, self.summary, DemoConfig)
 
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Train and compare."""
+        settings, _ = self.parser(program).resolve(words)
+        from lowbit.bench.demo import run
 
-def _demo(parser: Parser, words: Sequence[str]) -> None:
-    settings, _ = parser.resolve(words)
-    from lowbit.bench.demo import run
-
-    run(Path(settings.output))
-
-
-TRAIN = _Command("Train a causal language model: on local ranks, or as one rank under torchrun.", _train_parser, _train)
-CONFIG = _Command(
-    "Print a training run's configuration as TOML: all keys, what they mean, what is allowed.", _config_parser, _config
-)
-DEMO = _Command(
-    "Train a small Llama over a 100 Mbit/s link, in FP32 and in TAH-Quant, side by side.", _demo_parser, _demo
-)
+        run(Path(settings.output))

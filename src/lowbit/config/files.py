@@ -1,4 +1,4 @@
-"""Configurations as files: TOML that is read, and TOML that says what each key means."""
+"""Configurations as TOML: read, and written with an explanation of each key."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterab
 
 
 def to_toml(config: Any, *, meanings: bool = True) -> str:
-    """A section as TOML that `resolve` reads back; what is absent (None) stays so.
+    """A section as TOML that `resolve` reads back; fields that are None are left out.
 
     Args:
-        meanings: say above each key what it means, what is allowed, and the default that it differs from.
+        meanings: explain each key above it: meaning, allowed values, and the default if it differs.
     """
     return "\n".join(_lines(config, settings_of(type(config)), "", meanings)).strip() + "\n"
 
 
 def in_toml(value: Any) -> str:
-    """A value in TOML's notation, which is JSON's for all that a field can hold."""
+    """A value in TOML's notation, which is that of JSON for all values of fields."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(in_toml, value))}]"
     text = json.dumps(value if isinstance(value, str | int | float) else str(value), ensure_ascii=False)
@@ -60,8 +60,7 @@ def _lines(config: Any, settings: Mapping[str, Setting], prefix: str, meanings: 
         value = getattr(config, setting.name)
         if meanings:
             changed = setting.default not in (value, None, dataclasses.MISSING)
-            notes = [setting.limits, f"default: {in_toml(setting.default)}" if changed else ""]
-            yield from _comment(setting.meaning + (f" [{'; '.join(filter(None, notes))}]" if any(notes) else ""))
+            yield from _comment(setting.explained(f"default: {in_toml(setting.default)}" if changed else ""))
         if value is not None:
             yield f"{setting.name} = {in_toml(value)}"
         elif meanings:

@@ -31,7 +31,7 @@ _Class = TypeVar("_Class")
 
 
 class ConfigError(ValueError):
-    """What the user asked for cannot be done; one line that says what and what is allowed instead."""
+    """A configuration that cannot be used; one line that says why, and what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,13 @@ class Setting:
 
     @property
     def limits(self) -> str:
-        """Its choices or its range; empty where its type says all."""
+        """Its choices or its range; empty if it has neither."""
         return ", ".join(choices_of(self.hint)) or range_of(self.hint)
+
+    def explained(self, *notes: str) -> str:
+        """Its meaning, with limits and notes, without empty ones, in brackets."""
+        shown = "; ".join(filter(None, (self.limits, *notes)))
+        return f"{self.meaning} [{shown}]" if shown else self.meaning
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -66,29 +71,29 @@ def section(name: str = "") -> Callable[[type[_Class]], type[_Class]]:
     """Make a class a section: a frozen, keyword-only pydantic dataclass.
 
     Fields are checked strictly against their annotations, among them `Literal[...]` and `Annotated[int, Field(ge=1)]`.
-    A field that is a tuple also takes a list or a single element; one whose type has a `parse` also takes text. What
-    concerns several fields is checked in `__post_init__`. The docstring below a field is its meaning in help.
+    A field that is a tuple also takes a list or a single element; one whose type has a `parse` also takes text. Checks
+    of several fields together belong in `__post_init__`. The docstring below a field is its meaning in help.
 
     Args:
-        name: stands before a key in errors: "model" for "model.dim is 0; allowed: at least 1".
+        name: prefix of keys in errors: "model" for "model.dim is 0; allowed: at least 1".
     """
 
     def decorate(cls: type[_Class]) -> type[_Class]:
-        made: Any = pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES)
-        made.section_name = name
-        validate, prefix = made.__init__, f"{name}." if name else ""
+        decorated: Any = pydantic_dataclass(cls, frozen=True, kw_only=True, config=_RULES)
+        decorated.section_name = name
+        validate, prefix = decorated.__init__, f"{name}." if name else ""
 
         def __init__(self: Any, **values: Any) -> None:
-            settings = settings_of(made)
+            settings = settings_of(decorated)
             _refuse_unknown(values, settings, prefix)
-            prepared = {key: _prepared(value, settings[key].hint, prefix + key) for key, value in values.items()}
+            checked = {key: _prepared(value, settings[key].hint, prefix + key) for key, value in values.items()}
             try:
-                validate(self, **prepared)
+                validate(self, **checked)
             except ValidationError as error:
                 raise _in_one_line(error, settings, values, prefix) from None
 
-        made.__init__ = __init__
-        return made
+        decorated.__init__ = __init__
+        return decorated
 
     return decorate
 
@@ -109,7 +114,7 @@ def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]
 
 
 def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> _Class:
-    """A section from nested mappings, as TOML and JSON give them; what they leave out keeps its default.
+    """A section from nested mappings, as TOML and JSON give them; missing keys keep their defaults.
 
     Args:
         values: by key; "model.dim" stands for the key "dim" of the section "model", whose other keys stay as they are.
@@ -160,7 +165,7 @@ def _refuse_unknown(keys: Mapping[Any, Any], settings: Mapping[str, Setting], pr
 
 
 def _prepared(value: Any, hint: Any, where: str) -> Any:
-    """`value` as pydantic takes it; numbers and text that the system has no room for are refused."""
+    """`value` as pydantic takes it; integers over 64 bits and text with null bytes are refused."""
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, str) and "\0" in item:
             raise ConfigError(f"{where} is {value!r}; allowed: text without null bytes")
@@ -172,7 +177,7 @@ def _prepared(value: Any, hint: Any, where: str) -> Any:
 def _in_one_line(
     error: ValidationError, settings: Mapping[str, Setting], values: Mapping[str, Any], prefix: str
 ) -> Exception:
-    """The first of pydantic's errors, named after its key; what `__post_init__` or a validator raised, as it is."""
+    """The first of pydantic's errors, with its key; errors of `__post_init__` and validators are returned unchanged."""
     errors: list[Any] = error.errors(include_url=False)
     if errors[0]["type"] == "value_error":
         return errors[0]["ctx"]["error"]

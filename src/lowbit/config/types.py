@@ -1,4 +1,4 @@
-"""Annotations of settings: what they take, in words, and the value that text on a command line means to them."""
+"""Annotations of settings: the values that they allow, in words, and how text of a command line becomes a value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 
 
 class Text(str):
-    """A word of a command line, whose value depends on the setting that it is for."""
+    """A word of a command line; the annotation of its setting decides its value."""
 
 
 def element_of(hint: Any) -> Any:
@@ -66,9 +66,9 @@ def as_type(value: Any, hint: Any) -> Any:
 
 
 def read(text: str, hint: Any) -> Any:
-    """The value of text: in TOML's notation, or the text itself where it is none or where text is wanted.
+    """The value of text in TOML's notation; the text itself if it is not TOML, or if the annotation takes text.
 
-    A list is TOML's or has commas between its elements; those within parentheses belong to an element, as in
+    A list is TOML's or has commas between its elements; commas within parentheses belong to an element, as in
     "int4,GroupInt(bits=6, group=32)".
     """
     try:

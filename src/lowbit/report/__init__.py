@@ -1,6 +1,6 @@
-"""Tables, charts and results that a machine can read, and the runner of every command that measures.
+"""Tables, charts and JSON of measurements, and the runner of every command that measures.
 
-A command is one declaration: settings, a function that measures, columns, charts and baselines (`Command`).
+A command is one declaration, `Command`: settings, a function that measures, columns, charts and baselines.
 """
 
 from __future__ import annotations

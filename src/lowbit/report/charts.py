@@ -1,4 +1,4 @@
-"""Charts, declared by which values of a row go where. Figures are made without pyplot: no display, no global state."""
+"""Charts, declared by the values of rows that they show. Figures are made without pyplot and its global state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MARKERS = "osD^vP*X"
 
 @dataclass(frozen=True, kw_only=True)
 class Chart(ABC):
-    """What all kinds of charts have in common.
+    """Base class of charts.
 
     Args:
         label: the y axis, with its unit.
@@ -90,7 +90,7 @@ class Bars(Chart):
         group: the name below a group.
         series: the name of a bar.
         y: its height; None: no bar.
-        x_label: what the groups are.
+        x_label: the x axis.
     """
 
     group: Value
@@ -197,7 +197,7 @@ class Points(Chart):
         axes.set_xscale("log", base=2)
         axes.set_yscale("symlog", linthresh=self.linear, linscale=1.5)
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.axhspan(-self.linear / 5, self.linear / 5, alpha=0)  # so much is always in sight
+        axes.axhspan(-self.linear / 5, self.linear / 5, alpha=0)  # always visible
         for row in rows:
             name, x, low, y, high = (value_of(row, v) for v in (self.series, self.x, self.low, self.y, self.high))
             colour, marker = colours[name], MARKERS[colours.place(name) % len(MARKERS)]
@@ -244,7 +244,7 @@ class Heights(Chart):
 
 
 def draw(charts: Sequence[Chart], rows: Sequence[Row], path: Path | str) -> None:
-    """Draw charts side by side and write the picture, whose kind the file's suffix tells.
+    """Draw charts side by side and write the picture, in the format of the file's suffix.
 
     Raises:
         OSError: the file cannot be written.
@@ -263,7 +263,7 @@ def draw(charts: Sequence[Chart], rows: Sequence[Row], path: Path | str) -> None
 
 
 class Colours:
-    """Colours by name of a series: a format's own, or else the next that is free."""
+    """Colours by name of a series: that of the format, or else the next free one."""
 
     def __init__(self) -> None:
         self._taken: dict[Any, str] = {}

@@ -18,7 +18,7 @@ from lowbit.report.tables import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a command is asked, how it measures, and how its rows are shown.
+    """The declaration of a command: settings, measurement, and how rows are shown.
 
     Args:
         name: of the command, such as "bench pipeline".
@@ -79,7 +79,7 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
     if not file.exists():
         return []
     earlier = Report.read_json(file, command=command.name, fields=command.key)
-    before = _flat(plain(command.settings())) | _flat(earlier.settings)  # a setting that is newer was as by default
+    before = _flat(plain(command.settings())) | _flat(earlier.settings)  # newer settings had their defaults
     for name, value in _flat(plain(settings)).items():
         if name.partition(".")[0] not in command.free and before.get(name) != value:
             raise ValueError(
@@ -89,7 +89,7 @@ def earlier_rows(command: Command, settings: Any, file: Path) -> list[Row]:
 
 
 def execute(command: Command, settings: Any, *, json: Path | None = None, png: Path | None = None) -> Report:
-    """Run a command for a person: show rows as they come and at the end, write them, and draw them.
+    """Run a command on a terminal: show rows as they come and at the end, write them, and draw them.
 
     Of several ranks (`RANK`), only rank 0 shows and writes.
 
@@ -105,7 +105,7 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
     if os.environ.get("RANK", "0") != "0":
         return run(command, settings)
     if command.live:
-        # Without a thread that refreshes the screen, which would slow down what is measured.
+        # A thread that refreshes the screen would slow down the measurement.
         with Live(console=Console(stderr=True), transient=True, auto_refresh=False) as live:
 
             def show(rows: Sequence[Row]) -> None:
@@ -124,7 +124,7 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
 
 
 def check_output(path: Path | None, *, picture: bool = False) -> None:
-    """Check before a long run that its outcome can be written.
+    """Check before a long run that its results can be written.
 
     Raises:
         ValueError: it cannot, or it is to be a picture of a kind that matplotlib does not draw.

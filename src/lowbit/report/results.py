@@ -1,4 +1,4 @@
-"""Results that a machine can read: rows with the settings and the machine they belong to."""
+"""Results as JSON: rows with the settings and the machine of the measurement."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Report:
     """The result of one command.
 
     Args:
-        command: what was run, such as "bench pipeline".
-        settings: how, as a mapping or a dataclass.
-        machine: on what, from `machine()`.
-        rows: one mapping for each thing measured.
+        command: its name, such as "bench pipeline".
+        settings: of the command, a mapping or a dataclass.
+        machine: from `machine()`.
+        rows: of the measurement.
     """
 
     command: str
@@ -52,7 +52,7 @@ class Report:
 
     @classmethod
     def read_json(cls, path: Path | str, *, command: str = "", fields: Collection[str] = ()) -> Report:
-        """A report that `write_json` wrote: of any command, or of this one, with at least these fields in each row.
+        """A report that `write_json` wrote, if given of this command and with at least these fields in each row.
 
         Raises:
             OSError: the file cannot be read.
@@ -74,7 +74,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on, and nothing that identifies the machine: no name, no address, no path."""
+    """The hardware and versions that figures depend on; no name, address or path of the machine."""
     import torch
 
     import lowbit
@@ -100,7 +100,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if type(value).__str__ is not object.__str__:  # a value with a text of its own, such as a link
+        if type(value).__str__ is not object.__str__:  # such as a link
             return str(value)
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

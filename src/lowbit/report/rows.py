@@ -1,4 +1,4 @@
-"""Rows of measurements: their values, what several measurements say together, and comparisons with a baseline."""
+"""Rows of measurements: their values, statistics, and comparisons with a baseline."""
 
 from __future__ import annotations
 

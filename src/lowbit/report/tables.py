@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table as RichTable
 
-TERMINAL = 80  # characters that a table should do with
+TERMINAL = 80  # characters that a table should fit into
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Column:
     Args:
         title: the heading.
         value: the value of a row that it shows.
-        show: a format string or a function that makes text of the value; None is shown as a dash.
+        show: a format string or a function that formats the value; None is shown as a dash.
     """
 
     title: str

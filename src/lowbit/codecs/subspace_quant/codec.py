@@ -112,7 +112,7 @@ class SubspaceQuant(StatefulCodec):
     def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int = 8) -> SubspaceQuant:
         """The codec whose directions suit messages like this one: least noise for the bits that they cost.
 
-        Both ends need the same number: measure once, as `python -m benchmarks spectrum` does, and configure the result.
+        Both ends need the same number: measure once, as `lowbit bench spectrum` does, and configure the result.
 
         Args:
             x: a typical message, (..., C): activations, or gradients.

@@ -1,7 +1,7 @@
-"""`python -m benchmarks spectrum`: how much of what crosses a model's boundaries a few directions carry.
+"""`lowbit bench spectrum`: how many directions suit a model's activations and gradients, and how precise formats are.
 
-The model of a checkpoint is run on a text, forward and backward, as it is: nothing is trained. What would cross each
-boundary goes through the sessions of every format, message after message, as in a pipeline.
+The model of a checkpoint runs on a text, forward and backward, without training. The tensors that would cross each
+boundary go through the sessions of every format, message after message, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from lowbit.bench.training import boundary_modules, spread_evenly
+from lowbit.bench.codec_speed import ends_of
+from lowbit.bench.samples import capture
+from lowbit.bench.training import spread_evenly
 from lowbit.codecs import Codec, SubspaceQuant, parse
 from lowbit.codecs.sessions import Session
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Column, Command, Lines, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig
 from lowbit.train.data import load_data
-from lowbit.train.model import build_model, count_layers, next_token_loss, vocabulary
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from lowbit.train.model import build_model, count_layers, vocabulary
 
 DIRECTIONS = ("forward", "backward")
 AtLeastTwo = Annotated[int, Field(ge=2)]
@@ -34,7 +33,7 @@ AtLeastTwo = Annotated[int, Field(ge=2)]
 
 @section()
 class SpectrumBenchmark:
-    """What is measured."""
+    """A model, a text, and formats to try."""
 
     checkpoint: str
     """Local folder with a Hugging Face checkpoint of a causal language model."""
@@ -86,8 +85,8 @@ class _Trial:
 
     name: str
     codec: Codec
-    fitted: bool
     ends: tuple[Session, Session]
+    fitted: bool = False
     signal: float = 0.0
     noise: float = 0.0
 
@@ -114,14 +113,15 @@ class _Boundary:
     def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
         self.outside = outside(x)
         candidates: dict[tuple[int, int], bool] = {}
+        shared = {"group": settings.group, "refresh": settings.refresh}
         for bits in settings.bits:
-            more = {"bits": bits, "group": settings.group, "refresh": settings.refresh}
             candidates |= {(directions, bits): False for directions in settings.directions if directions <= x.shape[-1]}
-            candidates[SubspaceQuant.fitted(x, **more).count, bits] = True
-        self.trials = [self._trial(name, parse(name), x) for name in settings.codecs]
+            candidates[SubspaceQuant.fitted(x, bits=bits, **shared).count, bits] = True
+        codecs = {name: parse(name) for name in settings.codecs}
+        self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
         for (directions, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
-            codec = SubspaceQuant(directions=directions, bits=bits, group=settings.group, refresh=settings.refresh)
-            self.trials.append(self._trial("subspace", codec, x, fitted))
+            codec = SubspaceQuant(directions=directions, bits=bits, **shared)
+            self.trials.append(_Trial("subspace", codec, ends_of(codec, x), fitted))
 
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
         for trial in self.trials:
@@ -139,11 +139,6 @@ class _Boundary:
                 "bits_per_element": trial.codec.bits_per_element(shape),
                 "decibels": trial.decibels(),
             }
-
-    @staticmethod
-    def _trial(name: str, codec: Codec, x: Tensor, fitted: bool = False) -> _Trial:
-        sender, receiver = (codec.open(shape=x.shape, dtype=x.dtype) for _ in range(2))
-        return _Trial(name, codec, fitted, (sender, receiver))
 
 
 def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -183,40 +178,6 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
             yield [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
 
 
-def capture(
-    model: PreTrainedModel, inputs: Tensor, targets: Tensor, *, stages: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What each stage but the last would send forward, and what each but the first would send back.
-
-    Args:
-        inputs, targets: token ids (batch, tokens).
-
-    Returns:
-        Activations and gradients of the mean loss, by boundary: float32 (batch, tokens, channels) each.
-    """
-    forward: list[Tensor] = []
-    backward: dict[int, Tensor] = {}
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        x, index = output if isinstance(output, Tensor) else output[0], len(forward)
-        forward.append(x.detach().float().clone())
-        x.register_hook(lambda gradient: backward.update({index: gradient.float().clone()}))
-
-    model.eval().requires_grad_(False)
-    embedding = model.get_input_embeddings()
-    embedding.requires_grad_(True)  # for a graph without gradients of all the weights
-    names = boundary_modules(model, stages)
-    handles = [model.get_submodule(name).register_forward_hook(keep) for name in names]
-    try:
-        logits = model(input_ids=inputs, use_cache=False).logits
-        next_token_loss(logits, targets).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        embedding.zero_grad()
-    return forward, [backward[i] for i in range(len(names))]
-
-
 def outside(x: Tensor) -> Tensor:
     """Share of the energy of tokens (..., C) that the k best directions leave out, for k from 0 on."""
     energy = torch.linalg.svdvals(x.reshape(-1, x.shape[-1]).double()).square()
@@ -248,8 +209,8 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 
 
 COMMAND = Command(
-    name="benchmarks spectrum",
-    summary="How much of what crosses a model's boundaries a few directions carry, and what each format reaches.",
+    name="bench spectrum",
+    summary="How many directions suit a model's activations and gradients, and how precise formats are.",
     settings=SpectrumBenchmark,
     measure=measure,
     tables=[

@@ -1,4 +1,4 @@
-"""`python -m benchmarks spectrum`: the tensors are the model's own, and the figures those of the sessions."""
+"""`lowbit bench spectrum`: the tensors are the model's own, and the figures those of the sessions."""
 
 import itertools
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import spectrum
-from benchmarks.spectrum import COMMAND, SpectrumBenchmark
+from lowbit.bench import spectrum
+from lowbit.bench.spectrum import COMMAND, SpectrumBenchmark
 from lowbit.codecs import GroupInt
 from lowbit.report import run
 from lowbit.train.config import ModelConfig
