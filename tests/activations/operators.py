@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lowbit.activations  # noqa: F401, declares operators
 from lowbit.codecs import GroupInt
 from lowbit.codecs.group_int.reference import group_int_layout
 

@@ -1,10 +1,16 @@
 """The examples of every format, from `examples.py` in its folder of tests: a new format is covered by adding that.
 
-An `examples.py` may hold, each for the tests that say so:
+An `examples.py` holds, each for the tests in brackets:
 
-- `CODECS`: codecs for any tensor (`test_base.py`), with `expected_error(codec)`: the most, of Gaussian numbers;
-- `GOLDEN`: what is frozen, by the name of its file (`test_golden.py`);
-- `hostile()`: what is attacked with hostile bytes (`tests/fuzz/catalogue.py`); `layout(codec, shape)`: of a payload.
+- `CODECS`: codecs for any tensor (`test_base.py`), with `expected_error(codec)`, the largest relative error (Euclidean)
+  of Gaussian numbers. The first also meets `torch.compile` (`tests/kernels/test_operators.py`), the first and the last
+  the GPU kernels (`test_gpu.py`). Formats that need calibration or a session have none.
+- `OPERATORS`: by the names of the format's operators in PyTorch, such as "group_int_encode", functions that return
+  valid arguments (`tests/kernels/test_operators.py`): tensor, payload and settings where the name ends in "encode",
+  else payload, tensor and settings.
+- `GOLDEN`: frozen payloads by the names of their files (`test_golden.py`).
+- `hostile()`, which every format must have: targets for hostile bytes (`tests/fuzz/catalogue.py`), whose names hold the
+  name of the class, as they do by default. `layout(codec, shape)` tells them the sections of a payload.
 """
 
 from __future__ import annotations
@@ -12,6 +18,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from lowbit.codecs import Codec, registry
 
@@ -29,3 +37,13 @@ def room_of(codec: Codec) -> ModuleType:
 def every(name: str) -> list[Any]:
     """What all formats have under a name."""
     return [example for room in rooms() for example in getattr(room, name, [])]
+
+
+def bytes_of(codec: Codec, *shape: int) -> torch.Tensor:
+    """An empty payload of a tensor of this shape."""
+    return torch.zeros(codec.nbytes(shape), dtype=torch.uint8)
+
+
+def encoded(codec: Codec, *shape: int) -> torch.Tensor:
+    """A payload of Gaussian numbers."""
+    return codec.encode(torch.randn(shape))

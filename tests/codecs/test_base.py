@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from lowbit import kernels
 from lowbit.codecs import AQSGD, Cast, Codec, GroupInt, TAHQuant, parse
 from tests.codecs.examples import every, room_of
 
@@ -92,6 +93,26 @@ def test_scale_free(codec: Codec, size: float) -> None:
         pytest.skip("float16 itself underflows and overflows there: that is what this codec is")
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(4)) * size
     assert relative_error(codec.round_trip(x), x) <= expected_error(codec)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_give_the_references_bytes(codec: Codec, dtype: torch.dtype) -> None:
+    """And its numbers, of ragged shapes, many binades, denormals, zeros and NaN. `test_gpu.py` has the GPU's."""
+    for shape in ((1, 3, 100), (7,), (1000,), (2, 2, 3, 63), (5, 64)):
+        g = torch.Generator().manual_seed(shape[-1])
+        x = torch.randn(shape, generator=g) * torch.exp2(6 * torch.randn(shape, generator=g))
+        flat = x.view(-1)
+        flat[1::7], flat[0], flat[flat.numel() // 2] = 0, 1e-39, math.nan if shape[-1] % 2 else 1.0
+        x, made = x.to(dtype), []
+        for backend in ("reference", "cpu"):
+            with kernels.backend(backend):
+                torch.manual_seed(1)  # of stochastic rounding
+                payload = codec.encode(x)
+                y = codec.decode(payload, shape=shape, dtype=dtype)
+                total = codec.decode(payload, shape=shape, out=x.clone(), accumulate=True)
+            made.append((payload, y.nan_to_num(7), total.nan_to_num(7)))
+        assert all(torch.equal(*pair) for pair in zip(*made, strict=True)), shape
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -82,7 +82,9 @@ def check(codec: Codec, x: Tensor) -> None:
 
 @pytest.mark.parametrize("room", [room for room in rooms() if hasattr(room, "CODECS")], ids=lambda room: room.__name__)
 def test_every_format(room: ModuleType) -> None:
-    check(room.CODECS[0], tensor((1, 3, 100), torch.float32, "hard"))
+    for dtype in DTYPES:
+        check(room.CODECS[0], tensor((1, 3, 100), dtype, "hard"))
+    check(room.CODECS[-1], tensor((1, 3, 100), torch.float32, "hard"))
 
 
 @pytest.mark.parametrize("index", range(len(TAH)), ids=map(repr, TAH))

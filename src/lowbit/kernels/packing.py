@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.kernels.layout import ceil_div
+
 
 def planes(bits: int) -> list[int]:
     """Widths of the bit planes that codes of `bits` bits are packed in, from the low bits up."""
@@ -38,6 +40,27 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
         codes |= values.flatten(-2) << done
         done, start = done + p, start + n * p // 8
     return codes
+
+
+def pack_groups(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
+    """Pack codes of groups, each apart; of the last one what there is of `numel`, rounded up to a multiple of 8.
+
+    Args:
+        codes_GL: uint8 (groups, elements of a group, a multiple of 8); 0 behind the last of `numel`.
+    """
+    full = numel // codes_GL.shape[1]
+    tail = codes_GL[full:, : ceil_div(numel - full * codes_GL.shape[1], 8) * 8]
+    return torch.cat([pack(codes_GL[:full], bits).view(-1), pack(tail, bits).view(-1)])
+
+
+def unpack_groups(packed: Tensor, numel: int, group: int, bits: int) -> Tensor:
+    """Inverse of `pack_groups`: (groups, group), 0 behind the last of `numel`."""
+    full, size = numel // group, group * bits // 8
+    codes_GL = unpack(packed[: full * size].view(full, size), bits)
+    if full * group == numel:
+        return codes_GL
+    tail = unpack(packed[full * size :], bits)
+    return torch.cat([codes_GL, torch.nn.functional.pad(tail, (0, group - len(tail)))[None]])
 
 
 def pack_flags(flags: Tensor) -> Tensor:

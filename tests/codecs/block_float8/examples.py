@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.block_float8.reference import block_float8_layout
 from lowbit.kernels.layout import Layout
+from tests.codecs.examples import bytes_of, encoded
 from tests.codecs.golden import frozen
 from tests.fuzz.targets import EMPTY, SHAPES, SMALL, AddingTo, Decoding, Encoding, Summing, Target
 
@@ -14,6 +17,11 @@ STOCHASTIC = BlockFloat8(rounding="stochastic")
 CODECS = [BlockFloat8(), BlockFloat8(format="e5m2", block=32, rounding="stochastic")]
 GOLDEN = frozen(BlockFloat8(), BlockFloat8(format="e5m2", block=32))
 KERNELS = [BlockFloat8(), BlockFloat8(format="e5m2", block=96), BlockFloat8(block=32)]
+
+OPERATORS = {
+    "block_float8_encode": lambda: (torch.randn(100), bytes_of(BlockFloat8(), 100), "e4m3", 128, None, True),
+    "block_float8_decode": lambda: (encoded(BlockFloat8(), 100), torch.empty(100), "e4m3", 128, False),
+}
 
 
 def expected_error(codec: BlockFloat8) -> float:

@@ -7,6 +7,7 @@ import torch
 from lowbit.codecs import FeatureInt4
 from lowbit.codecs.feature_int4.reference import feature_int4_layout
 from lowbit.kernels.layout import Layout
+from tests.codecs.examples import bytes_of, encoded
 from tests.codecs.golden import frozen
 from tests.fuzz.targets import Decoding, Encoding, Summing, Target
 
@@ -25,6 +26,20 @@ def for_three_ranks(size: int, outliers: tuple[int, ...]) -> FeatureInt4:
 
 
 GOLDEN = frozen(for_the_sample())
+FEATURES = FeatureInt4(ranges=torch.ones(3, 70), total=torch.ones(70), features=(5, 69))
+ORDER = torch.tensor([*(f for f in range(70) if f not in (5, 69)), 5, 69], dtype=torch.int32)
+OPERATORS = {
+    "feature_int4_encode": lambda: (
+        *(torch.randn(3, 70), bytes_of(FEATURES, 3, 70), torch.rand(70), ORDER, 2),
+        torch.zeros(1, dtype=torch.int64),
+    ),
+    "feature_int4_decode": lambda: (
+        *(encoded(FEATURES, 3, 70), torch.empty(3, 70), torch.rand(70), ORDER, 2), True,
+    ),
+    "feature_int4_sum": lambda: (
+        [encoded(FEATURES, 3, 70) for _ in range(3)], torch.empty(3, 70), torch.rand(3, 70), ORDER, 2, 3,
+    ),
+}  # fmt: skip
 
 
 def layout(codec: FeatureInt4, shape: tuple[int, ...]) -> Layout:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from lowbit.codecs import GroupInt
 from lowbit.codecs.group_int.reference import group_int_layout
 from lowbit.kernels.layout import Layout
+from tests.codecs.examples import bytes_of, encoded
 from tests.codecs.golden import frozen
 from tests.codecs.noise import of_steps
 from tests.fuzz.targets import EMPTY, SHAPES, SMALL, Decoding, Encoding, Summing, Target
@@ -26,6 +29,11 @@ KERNELS = [
     GroupInt(bits=4, group=24),
     GroupInt(bits=5, group=1000),
 ]
+
+OPERATORS = {
+    "group_int_encode": lambda: (torch.randn(100), bytes_of(GroupInt(bits=5), 100), 5, 64, False, None),
+    "group_int_decode": lambda: (encoded(GroupInt(bits=5), 100), torch.empty(100), 5, 64, False, False),
+}
 
 
 def expected_error(codec: GroupInt) -> float:

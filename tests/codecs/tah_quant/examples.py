@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from lowbit.codecs import TAHQuant
 from lowbit.kernels.layout import Layout
+from tests.codecs.examples import bytes_of, encoded
 from tests.codecs.golden import frozen
 from tests.codecs.noise import of_steps
 from tests.fuzz.targets import EMPTY, SHAPES, SMALL, AddingTo, Decoding, Encoding, Summing, Target
@@ -28,6 +31,12 @@ KERNELS = [
     TAHQuant(tile=128, high_bits=8, low_bits=2, pivot_ratio=2.0, high_fraction=0.5),
     TAHQuant(high_bits=4, low_bits=4, pivot_ratio=2.0),
 ]
+
+SETTINGS = (64, 5, 4, 0.88, "range")  # of TAHQuant() for operators
+OPERATORS = {
+    "tah_quant_encode": lambda: (torch.randn(2, 3, 70), bytes_of(TAHQuant(), 2, 3, 70), *SETTINGS, None),
+    "tah_quant_decode": lambda: (encoded(TAHQuant(), 2, 3, 70), torch.empty(2, 3, 70), *SETTINGS, False, False),
+}
 
 
 def expected_error(codec: TAHQuant) -> float:

@@ -14,7 +14,7 @@ from lowbit.kernels import operator
 from lowbit.kernels.checks import check_bytes, check_numbers
 from lowbit.kernels.exact import LARGEST, SMALLEST, inverse, store, uniform
 from lowbit.kernels.layout import Layout, ceil_div, packed_nbytes, zero_gaps
-from lowbit.kernels.packing import pack, unpack
+from lowbit.kernels.packing import pack_groups, unpack_groups
 
 NAN_SCALE = 0x7FC0  # the bfloat16 scale of a group with NaN or Inf, whose codes and middle are zero
 
@@ -60,7 +60,7 @@ def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, s
         layout.section(payload, "mids", torch.int16).copy_(torch.where(finite_G, mid_G, 0))
     # Padding of a ragged last group carries zeros, so that equal tensors give equal bytes.
     codes_GL.view(-1)[x.numel() :] = 0
-    layout.section(payload, "codes").copy_(_pack_ragged(codes_GL, x.numel(), bits))
+    layout.section(payload, "codes").copy_(pack_groups(codes_GL, x.numel(), bits))
     zero_gaps(payload, layout)
 
 
@@ -68,7 +68,7 @@ def encode(x: Tensor, payload: Tensor, bits: int, group: int, symmetric: bool, s
 def decode(payload: Tensor, out: Tensor, bits: int, group: int, symmetric: bool, accumulate: bool) -> None:
     """Payload -> out (N,), or added to it."""
     layout = group_int_layout(out.numel(), bits, group, symmetric)
-    codes_GL = _unpack_ragged(layout.section(payload, "codes"), out.numel(), group, bits)
+    codes_GL = unpack_groups(layout.section(payload, "codes"), out.numel(), group, bits)
     scale_G = layout.section(payload, "scales", torch.bfloat16).float()
     center = 2.0 ** (bits - 1) - 1 if symmetric else (2.0**bits - 1) / 2
     level_GL = codes_GL.float() - center
@@ -115,19 +115,3 @@ def _group_parameters(x_GL: Tensor, bits: int, symmetric: bool) -> tuple[Tensor,
     inverse_G = inverse(scale_G)
     mid_G = (mid_G * inverse_G * (256 * 2.0**-bits)).round().clamp(-32767, 32767)
     return torch.where(finite_G, scale_G, math.nan), inverse_G, mid_G, center
-
-
-def _pack_ragged(codes_GL: Tensor, numel: int, bits: int) -> Tensor:
-    """Pack whole groups, then the last one cut to a multiple of 8 elements."""
-    full = numel // codes_GL.shape[1]
-    tail = codes_GL[full:, : ceil_div(numel - full * codes_GL.shape[1], 8) * 8]
-    return torch.cat([pack(codes_GL[:full], bits).view(-1), pack(tail, bits).view(-1)])
-
-
-def _unpack_ragged(packed: Tensor, numel: int, group: int, bits: int) -> Tensor:
-    full, size = numel // group, group * bits // 8
-    codes_GL = unpack(packed[: full * size].view(full, size), bits)
-    if full * group == numel:
-        return codes_GL
-    tail = unpack(packed[full * size :], bits)
-    return torch.cat([codes_GL, torch.nn.functional.pad(tail, (0, group - len(tail)))[None]])

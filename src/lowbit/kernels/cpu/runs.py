@@ -70,7 +70,7 @@ def decode_run(start, count, bits, offset, step, y, codes) -> Any:
         for i in range(0, part, 8):
             decode_words(start + i, part, bits, offset, step, y + 4 * i)
     else:
-        _unpack(start, padded, bits, codes)
+        unpack(start, padded, bits, codes)
         for j in range(count):
             put_float(y, j, restored(get_byte(codes, j), offset, step))
     return start + (padded >> 3) * bits
@@ -98,7 +98,8 @@ def pack(codes, count, bits, to) -> Any:
 
 
 @helper
-def _unpack(start, padded, bits, codes):
+def unpack(start, padded, bits, codes) -> None:
+    """Inverse of `pack`: a byte for each of a run's codes, whose number is `padded` to a multiple of 8."""
     done, width = 0, 8
     while width:
         if bits & width:
