@@ -69,7 +69,10 @@ class Exchange(ABC):
         self._lanes: dict[int, _Lane] = {}
 
     def open(self, number: int, incoming: Sequence[int], outgoing: Sequence[int]) -> None:
-        """Prepare a lane.
+        """Prepare a lane. One on which nothing travels needs no `send`; what is taken from it is empty.
+
+        Collectives pad rows to the longest in a rank's lists, which must be the same on all ranks: where it is not, as
+        in an all-to-all of any sizes, only messages will do.
 
         Args:
             number: of the lane. incoming: bytes from each rank. outgoing: bytes to each rank, or a single number if all
@@ -78,8 +81,8 @@ class Exchange(ABC):
         # The longest row is the same on all ranks: one of the two lists has the bytes of every rank.
         longest = max(*incoming, *outgoing)
         slot = -(-(longest + self._checksums.room) // ALIGN) * ALIGN if longest else 0
-        rows = [self._scratch.take(slot * n, self._device) for n in (self.ranks, len(outgoing))]
-        received, sent = (row.view(-1, slot) if slot else row for row in rows)
+        rows = self.ranks, len(outgoing)
+        received, sent = (self._scratch.take(slot * n, self._device).view(n, slot) for n in rows)
         self._lanes[number] = _Lane(received, sent, incoming, outgoing)
 
     def box(self, lane: int, to: int = 0) -> Tensor:
