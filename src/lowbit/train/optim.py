@@ -13,14 +13,19 @@ from lowbit.train.config import OptimizerConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """PyTorch's fused AdamW; matrices decay, vectors (norms, biases) do not."""
+    """PyTorch's fused AdamW with `parameter_groups`."""
+    groups = parameter_groups(parameters, config)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors (norms, biases), which do not; none of the two groups is empty."""
     parameters = list(parameters)
-    groups: list[dict[str, Any]] = [
+    groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return [group for group in groups if group["params"]]
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, steps: int) -> float:
