@@ -64,7 +64,7 @@ def test_stock_stages_and_float32_codecs_are_the_same_run(ranks: Ranks, tmp_path
     config = tiny(tmp_path)
     ours = ranks.run(_steps, config, timeout=LIMIT)[0]
     told = json.loads((tmp_path / "run" / "config.json").read_text())["pipeline"]
-    assert told["backward"] == ["Cast(dtype=torch.float32)"], "what belongs to fp32"
+    assert told["backward"] == ["Cast(dtype=torch.float32)"], "the default beside fp32"
     stock = ranks.run(_steps, again(config, pipeline={"boundary": "stock-fp32"}), timeout=LIMIT)[0]
     assert [m.loss for m in ours] == [m.loss for m in stock]
     elements, checksums = 8 * 16 * 32, 4 * CHECKSUM_BYTES
