@@ -18,6 +18,7 @@ from lowbit.bench.recipes import (
     MANY_STAGES,
     PROGRAM,
     THIN_MODEL,
+    Split,
     as_mapping,
     check_recipes,
     check_samples,
@@ -34,30 +35,6 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
 SUBSPACE = "SubspaceQuant(directions=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a model is cut and run: `1F1B/1/8` is 1F1B with one stage on each rank and 8 micro-batches."""
-
-    schedule: str
-    stages_per_rank: int
-    microbatches: int
-
-    @classmethod
-    def parse(cls, text: str) -> Split:
-        """A split from its text.
-
-        Raises:
-            ValueError: it is not one.
-        """
-        match text.split("/"):
-            case [schedule, stages, microbatches] if stages.isdecimal() and microbatches.isdecimal():
-                return cls(schedule, int(stages), int(microbatches))
-        raise ValueError(f"split is {text!r}; allowed: schedule/stages on each rank/micro-batches, such as 1F1B/1/8")
-
-    def __str__(self) -> str:
-        return f"{self.schedule}/{self.stages_per_rank}/{self.microbatches}"
 
 
 @section()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowbit.bench.settings import STOCK, check_width, formats_of
@@ -22,6 +22,30 @@ THIN_MODEL = ModelConfig(dim=128, layers=8, heads=4, kv_heads=1, ffn=128)
 """A model for which a slow link is the bottleneck even on two CPU cores, as it is for a large one on GPUs."""
 MANY_STAGES = PipelineConfig(ranks=2, stages_per_rank=4, schedule="Interleaved1F1B", microbatches=4)
 """8 stages on 2 ranks: activations cross the link 7 times and gradients as often."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is cut and run: `1F1B/1/8` is 1F1B with one stage on each rank and 8 micro-batches."""
+
+    schedule: str
+    stages_per_rank: int
+    microbatches: int
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """A split from its text.
+
+        Raises:
+            ValueError: it is not one.
+        """
+        match text.split("/"):
+            case [schedule, stages, microbatches] if stages.isdecimal() and microbatches.isdecimal():
+                return cls(schedule, int(stages), int(microbatches))
+        raise ValueError(f"split is {text!r}; allowed: schedule/stages on each rank/micro-batches, such as 1F1B/1/8")
+
+    def __str__(self) -> str:
+        return f"{self.schedule}/{self.stages_per_rank}/{self.microbatches}"
 
 
 def recipe(

@@ -11,8 +11,8 @@ NCCL matches messages by their order alone, so `InOrder` returns the schedule's 
 the place of tensors. NCCL runs on streams of its own. It starts after the computation launched so far, and its results
 are needed at once, so coding stays on the computation's stream: any other would make the computation wait, too.
 
-Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads pass through pinned memory
-on side streams, and a thread waits for the copy, not the schedule. The messages are those of `Early`.
+Gloo reads and writes the host's memory only. `Staged` is `Early` for tensors on a GPU: payloads pass through
+pinned memory on side streams, and a thread waits for the copy, not the schedule. The messages are those of `Early`.
 
 Behind each payload travels its checksum (`lowbit.ranks.checksum`). `Early` and `Staged` check it on the host before
 anything is decoded. `InOrder` compares on the device, where the host does not wait for it, and reads all outcomes at

@@ -54,12 +54,11 @@ def encode(x: Tensor, payload: Tensor, inverse: Tensor, order: Tensor, outliers:
     counts: list[int] = []
 
     def work(start: int, stop: int) -> None:
-        scratch = torch.empty(_scratch_bytes(features), dtype=torch.uint8)
-        beyond = _encode(
+        scratch = _scratch(features)
+        counts.append(_encode(
             x.data_ptr(), KINDS[x.dtype], features, inverse.data_ptr(), order.data_ptr(), outliers,
             at["features"], at["codes"], scratch.data_ptr(), start, stop,
-        )  # fmt: skip
-        counts.append(beyond)
+        ))  # fmt: skip
 
     over_rows(work, rows, x.nbytes)
     if clipped is not None:
@@ -85,7 +84,7 @@ def _sum(
     starts = np.array([payload.data_ptr() for payload in payloads])
 
     def work(start: int, stop: int) -> None:
-        scratch = torch.empty(_scratch_bytes(features), dtype=torch.uint8)
+        scratch = _scratch(features)
         _decode(
             starts.ctypes.data, len(payloads), layout.offsets["features"], layout.offsets["codes"], scales.data_ptr(),
             order.data_ptr(), outliers, out.data_ptr(), KINDS[out.dtype], features,
@@ -95,9 +94,9 @@ def _sum(
     over_rows(work, rows, out.nbytes * len(payloads))
 
 
-def _scratch_bytes(features: int) -> int:
-    """A line of float32 numbers, and two rows of codes with room for a vector behind each."""
-    return 4 * features + 2 * (features + 2 * LANES)
+def _scratch(features: int) -> Tensor:
+    """Bytes for a line of float32 numbers, and two rows of codes with room for a vector behind each."""
+    return torch.empty(4 * features + 2 * (features + 2 * LANES), dtype=torch.uint8)
 
 
 def _code(b: Any, x: Any, inverse: Any) -> tuple[Any, Any]:
