@@ -202,7 +202,7 @@ def test_the_default_texts_are_on_this_machine_and_apart():
             {"boundaries": ("SubspaceQuant(directions='auto')",), "regimes": ("scratch-warmup",), "warmup_steps": 0},
             "warmup_steps is 0, and boundary .* has SubspaceQuant.*; allowed: at least 1",
         ),
-        ({"boundaries": ("SubspaceQuant(directions=300)",)}, "boundaries has .*: rank is 300, .* 1 to 256"),
+        ({"boundaries": ("SubspaceQuant(directions=300)",)}, "boundaries has .*: directions is 300, .* 1 to 256"),
         ({"stages": 1}, "stages is 1; allowed: at least 2"),
         ({"stages": 9}, r"stages is 9; allowed: at most model.layers \(8\)"),
         ({"jobs": 0}, "jobs is 0"),
