@@ -1,4 +1,4 @@
-"""The recipes of docs/data-parallel.md for other trainers run, where these are installed."""
+"""The recipes of docs/how-to/data-parallel.md for other trainers run, where these are installed."""
 
 from __future__ import annotations
 
