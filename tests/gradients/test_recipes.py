@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_docs import ROOT, Block, blocks, joined, run
 
-PAGE = ROOT / "docs" / "data-parallel.md"
+PAGE = ROOT / "docs" / "how-to" / "data-parallel.md"
 RECIPES = [block for block in blocks(PAGE.read_text()) if block.language == "py"]
 
 
