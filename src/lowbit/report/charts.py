@@ -55,7 +55,7 @@ class Chart(ABC):
         shown = self.selected(rows)
         texts = [text(shown) if callable(text) else text for text in (self.title, self.subtitle)]
         return [
-            *((line, {"size": TITLE, "weight": "bold"}) for line in _balanced(texts[0], 70)),
+            *((line, {"size": TITLE, "weight": "bold"}) for line in _balanced(texts[0], 67)),
             *((line, {"size": TEXT}) for line in _balanced(texts[1], 100)),
         ]
 
@@ -97,6 +97,8 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -
                 finishes += chart.fill(parts[2 * i + 1], rows, Palette(theme))
         drawn.draw_without_rendering()
         drawn.set_layout_engine("none")
+        for axes in drawn.axes:  # the solver's last bits differ from call to call
+            axes.set_position([round(value, 5) for value in axes.get_position().bounds])
         for finish in finishes:
             finish()
         return drawn
