@@ -138,7 +138,7 @@ def _finding(rows: Sequence[Row]) -> str:
     return f"{best['method']}: {1 - best['peak_vs_bf16']:.0%} less memory at the peak of a step than BF16"
 
 
-def _share(row: Row, total: float) -> str:
+def _share(row: Row) -> str:
     share = f" · {row['peak_vs_bf16']:.0%}" if row.get("peak_vs_bf16") else ""
     return f"{row['peak_bytes'] / 1e6:.0f} MB{share}"
 
