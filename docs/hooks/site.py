@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+sys.path.append(str(Path(__file__).parent))
+from griffe_names import public_names
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SOURCE = PROJECT["urls"]["Source"]
+PUBLIC = public_names(ROOT / "src/lowbit")
 PAGES_AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 _CODE = r"(?P<code>^(?P<indent> *)(?P<fence>```+).*?^(?P=indent)(?P=fence) *$|(?P<ticks>`+)[^`].*?(?P=ticks))"
@@ -24,6 +29,7 @@ _TARGET = r"(?P<before>\]\(|^\[[^\]\n]+\]: +|\b(?:href|src)=\")(?P<target>[^)\"\
 _CODE_OR_TARGET = re.compile(f"{_CODE}|{_TARGET}", re.M | re.S)
 _FENCE_WORDS = re.compile(r"^( *```+\w+) [^\n`]*$", re.M)
 _PICTURE = re.compile(r"<picture>(?P<sources>.*?)<img(?P<light>[^>]*?)/?>\s*</picture>", re.S)
+_IMAGE = re.compile(r"\bsrc=\"([^\"]+)\"")
 _DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^\"]+)\"")
 
 
@@ -54,13 +60,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def replaced(found: re.Match[str]) -> str:
         if found["code"] is not None:
-            return found[0]
+            return _linked(found)
         target = _target(found["target"], source, page.file.src_uri)
         if "=" in found["before"]:  # MkDocs leaves links in HTML as they are
             target = re.sub(r"\.md(?=#|$)", ".html", target)
         return found["before"] + target
 
     return _CODE_OR_TARGET.sub(replaced, markdown)
+
+
+def _linked(code: re.Match[str]) -> str:
+    """A public name, such as `lowbit.codecs.parse`, as a link to the API reference; other code unchanged."""
+    text, before = code[0], code.string[code.start() - 1 : code.start()]
+    return f"[{text}][{text.strip('`')}]" if text.strip("`") in PUBLIC and before != "[" else text
 
 
 def _target(target: str, source: str, uri: str) -> str:
@@ -79,12 +91,10 @@ def _target(target: str, source: str, uri: str) -> str:
 def _two_images(picture: re.Match[str]) -> str:
     """Two images that the theme shows by its own switch, of a picture that goes by the system's colors."""
     dark = _DARK.search(picture["sources"])
-    light = re.sub(r"\bsrc=\"([^\"]+)\"", r'src="\1#only-light"', picture["light"])
     if dark is None:
         return f"<img{picture['light']}>"
-    return f"<img{light}>" + f"<img{light}>".replace(
-        re.search(r"\bsrc=\"([^\"]+)\"", light)[1], f"{dark[1]}#only-dark"  # type: ignore[index]
-    )
+    light = _IMAGE.sub(r'src="\1#only-light"', picture["light"])
+    return f"<img{light}>" + "<img" + _IMAGE.sub(f'src="{dark[1]}#only-dark"', picture["light"]) + ">"
 
 
 def _there(nav: list[Any], pages: set[str]) -> Iterator[Any]:
