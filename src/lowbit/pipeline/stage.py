@@ -55,8 +55,11 @@ class LowBitStage(HookedStage):
     Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
     Args:
-        submodule, stage_index, num_stages, device, and everything else without a default below: as for
-            `PipelineStage`, positional or by keyword (`input_args`, `output_args`, `group`, `dw_builder`, ...).
+        submodule: as for `PipelineStage`.
+        stage_index: as for `PipelineStage`.
+        num_stages: as for `PipelineStage`.
+        device: as for `PipelineStage`.
+        *args: further arguments of `PipelineStage`, positional.
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
         backward: format of gradients, likewise; absent: the default beside the format of activations, of SubspaceQuant
             the same with at least 4 bits.
@@ -65,6 +68,7 @@ class LowBitStage(HookedStage):
             last.
         timeout: seconds after which a rank that does not come or answer is an error.
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+        **kwargs: further arguments of `PipelineStage` by keyword (`input_args`, `output_args`, `group`, `dw_builder`).
 
     Raises:
         TypeError, ValueError: a wrong argument; the text names it.
@@ -140,7 +144,8 @@ class LowBitStage(HookedStage):
 
         Args:
             outgoing: to the next stage, which opens the same with False; both must be on different ranks.
-            shape, dtype: of the activations.
+            shape: of the activations.
+            dtype: of the activations.
 
         Raises:
             ValueError: there is no stage on that side, or the codec has an open parameter and the warm-up is not over.

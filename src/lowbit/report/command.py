@@ -51,7 +51,8 @@ def run(
     """Measure, and return the report.
 
     Args:
-        command: what to run; settings: an instance of its settings.
+        command: what to run.
+        settings: an instance of its settings.
         file: where a command with a `key` reads earlier rows, if the file is there, and writes all rows as they come.
         on_rows: called with all rows so far whenever there are new ones.
 
