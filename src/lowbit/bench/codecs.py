@@ -219,6 +219,10 @@ def _ways(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench codecs",
     summary="Time, bits and accuracy of formats, beside a copy and eager PyTorch.",
+    examples=(
+        "lowbit bench codecs --codec tah-quant,int4 --thread 1",
+        "lowbit bench codecs --dtype bfloat16 --data gaussian --json codecs.json",
+    ),
     settings=CodecsBenchmark,
     measure=measure,
     tables=[

@@ -281,6 +281,10 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench convergence",
     summary="The same training run with every boundary format, over several seeds.",
+    examples=(
+        "lowbit bench convergence --regime scratch --boundary fp32,subspace --seed 0",
+        "lowbit bench convergence --json convergence.json --png convergence.png",
+    ),
     settings=ConvergenceBenchmark,
     measure=measure,
     key=("regime", "boundary", "seed"),

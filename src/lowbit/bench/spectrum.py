@@ -211,6 +211,10 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench spectrum",
     summary="How many directions suit a model's activations and gradients, and how precise formats are.",
+    examples=(
+        "lowbit bench spectrum runs/train/model held-out.txt",
+        "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --bit 3",
+    ),
     settings=SpectrumBenchmark,
     measure=measure,
     tables=[
