@@ -16,14 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOLE = "\0"
-_MOST = 64  # alternatives of one expression
-_DEEPEST = 10
+_MOST = 1000  # alternatives of one expression
+_DEEPEST = 12
 _LOGGED = {"warning", "error", "critical", "exception", "warn"}
 _WRITTEN = {"sys.exit", "sys.stderr.write", "warnings.warn", "self.error"}
-_HANDED_ON = {"_note_problem", "_refuse", "give_up", "_end", "raise_everywhere", "damaged", "say_once", "warn_once"}
+_HANDED_ON = {"_note_problem", "_refuse", "give_up", "_end", "raise_everywhere"}
 """Functions that put their first argument into an error or a line of the log."""
-_LISTS = {"faults", "problems", "reasons", "warnings", "lines"}
+_LISTS = {"faults", "problems", "reasons", "warnings"}
 """Lists whose elements become part of an error."""
+_FIELD = re.compile(r"%[sd]|%\.\d+f")
+_TRANSPARENT = {"printable": 0, "next": 0, "list": 0, "str": 0, "map": -1, "filter": -1, "getattr": -1} | {
+    "together": 0,
+    "partial": 0,
+}
+"""Functions whose result has the text of one of their arguments."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,8 @@ class Message:
 
     @property
     def has_words(self) -> bool:
-        """Whether it holds words of its own; otherwise it passes on the text of another."""
-        return any(character.isalpha() for character in self.text)
+        """Whether it holds words of its own; with one at most, such as a key, it passes on the text of another."""
+        return sum(any(map(str.isalpha, word)) for word in self.text.split()) > 1
 
 
 def messages(root: Path) -> list[Message]:
@@ -65,6 +71,9 @@ class _Scope:
     def within(self, function: ast.FunctionDef) -> _Scope:
         return _Scope(self.path, (*self.functions, function), self.depth)
 
+    def at(self, depth: int) -> _Scope:
+        return _Scope(self.path, self.functions, depth)
+
     def deeper(self) -> _Scope:
         return _Scope(self.path, self.functions, self.depth + 1)
 
@@ -74,13 +83,20 @@ class _Sources:
         self._trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
         self._functions: dict[str, list[tuple[_Scope, ast.FunctionDef]]] = {}
         self._constants: dict[str, dict[str, ast.expr]] = {}  # by name, then by file
+        self._attributes: dict[str, dict[str, list[tuple[_Scope, ast.expr]]]] = {}  # likewise
+        self._calls: dict[str, list[tuple[_Scope, ast.Call]]] = {}
         for path, tree in self._trees.items():
             for scope, node in _scoped(tree, _Scope(path)):
                 if isinstance(node, ast.FunctionDef):
                     self._functions.setdefault(node.name, []).append((scope, node))
-                elif isinstance(node, ast.Assign | ast.AnnAssign) and not scope.functions:
-                    for name, value in _assignments(node):
-                        self._constants.setdefault(name, {})[path] = value
+                elif isinstance(node, ast.Call):
+                    self._calls.setdefault(_last(node.func), []).append((scope, node))
+                elif isinstance(node, ast.Assign | ast.AnnAssign):
+                    for target, value in _assignments(node):
+                        if not scope.functions:
+                            self._constants.setdefault(target, {})[path] = value
+                        elif target.startswith("."):
+                            self._attributes.setdefault(target, {}).setdefault(path, []).append((scope, value))
         self._errors = {n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
         classes = [node for tree in self._trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         for _ in classes:  # until no subclass is left
@@ -89,13 +105,16 @@ class _Sources:
     def messages(self) -> Iterator[Message]:
         for path, tree in self._trees.items():
             for scope, node in _scoped(tree, _Scope(path)):
-                for expression, optional in self._shown(node):
-                    function = scope.functions[-1].name if scope.functions else ""
-                    for text in dict.fromkeys(self._texts(expression, scope)):
-                        line = getattr(node, "lineno", 0)
-                        message = Message(re.sub(r"%[sd]|%\.\d+f", HOLE, text).strip(), path, line, function)
-                        if message.text and (message.has_words or not optional):
-                            yield message
+                function = scope.functions[-1].name if scope.functions else ""
+                shown = self._shown(node)
+                if function == "__str__" and isinstance(node, ast.Return) and node.value is not None:
+                    shown = [(node.value, True)]
+                for expression, optional in shown:
+                    texts = dict.fromkeys(_FIELD.sub(HOLE, text).strip() for text in self._texts(expression, scope))
+                    line = getattr(node, "lineno", 0)
+                    found = [Message(text, path, line, function) for text in texts if text]
+                    worded = [message for message in found if message.has_words]
+                    yield from worded or ([] if optional else found[:1])
 
     def _shown(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """What a statement or call shows to the user; True: others show it, so it need not have words."""
@@ -108,7 +127,8 @@ class _Sources:
         name, owner = _last(node.func), getattr(node.func, "value", None)
         if name in _LOGGED and owner is not None and "log" in ast.unparse(owner).lower():
             yield node.args[0], False
-            yield from ((argument, True) for argument in node.args[1:])
+            if "%" in ast.unparse(node.args[0]) and not any(map(str.isalpha, _FIELD.sub("", _literal(node.args[0])))):
+                yield from ((argument, True) for argument in node.args[1:])
         elif name in self._errors or ast.unparse(node.func) in _WRITTEN:
             yield node.args[name == "OSError"], False
         elif name == "Cause":
@@ -128,23 +148,49 @@ class _Sources:
                 return _joined((self._texts(part, scope) for part in parts), "")
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return _joined((self._texts(side, scope) for side in (left, right)), "")
-            case ast.IfExp(body=one, orelse=other):
-                return self._any([one, other], scope)
-            case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
-                return self._any(parts, scope)
+            case ast.IfExp() | ast.BoolOp() | ast.List() | ast.Tuple():
+                return self._any(_alternatives(node), scope)
+            case ast.FormattedValue(value=ast.Name() as part):
+                return _phrases(self._texts(part, scope))
             case ast.FormattedValue(value=part) | ast.NamedExpr(value=part) | ast.Subscript(value=part):
                 return self._texts(part, scope)
-            case ast.ListComp(elt=part) | ast.GeneratorExp(elt=part) | ast.Starred(value=part):
-                return self._texts(part, scope)
+            case ast.ListComp() | ast.GeneratorExp() | ast.Starred():
+                return self._texts(_element(node), scope)
+            case ast.Attribute(attr=name):
+                return self._elsewhere(self._attributes.get(f".{name}", {}).get(scope.path, []), scope)
             case ast.Name(id=name):
-                values = [value for function in scope.functions for value in _assigned(function, name)]
-                return self._any(values, scope) if values else self._constant(name, scope)
+                return self._named(name, scope)
             case ast.Call():
                 return self._called(node, scope)
         return [HOLE]
 
     def _any(self, nodes: Iterable[ast.expr], scope: _Scope) -> list[str]:
-        return list(dict.fromkeys(text for node in nodes for text in self._texts(node, scope)))[:_MOST] or [HOLE]
+        return _distinct(text for node in nodes for text in self._texts(node, scope))
+
+    def _elsewhere(self, values: Iterable[tuple[_Scope, ast.expr]], scope: _Scope) -> list[str]:
+        return _distinct(text for where, value in values for text in self._texts(value, where.at(scope.depth)))
+
+    def _named(self, name: str, scope: _Scope) -> list[str]:
+        """What a variable, a parameter, a function or a constant can be, as text."""
+        values = [value for function in scope.functions for value in _assigned(function, name)]
+        if values:
+            return self._any(values, scope)
+        for function in reversed(scope.functions):
+            if any(name == parameter.arg for parameter in _parameters(function)):
+                return self._elsewhere(self._given(function, name, scope), scope)
+        if any(where.path == scope.path and _returns_text(f) for where, f in self._functions.get(name, [])):
+            return self._called(ast.Call(ast.Name(name), [], []), scope)
+        return self._constant(name, scope)
+
+    def _given(self, function: ast.FunctionDef, name: str, scope: _Scope) -> Iterator[tuple[_Scope, ast.expr]]:
+        """What calls of a function give for one of its parameters: in all files, if the name is unique."""
+        unique = len(self._functions[function.name]) == 1
+        names = [parameter.arg for parameter in _parameters(function) if parameter.arg not in ("self", "cls")]
+        for where, call in self._calls.get(function.name, []):
+            if unique or where.path == scope.path:
+                given = dict(zip(names, call.args, strict=False)) | {k.arg or "": k.value for k in call.keywords}
+                if name in given:
+                    yield where, given[name]
 
     def _constant(self, name: str, scope: _Scope) -> list[str]:
         known = self._constants.get(name, {}) if name.isupper() else {}
@@ -160,15 +206,15 @@ class _Sources:
             if isinstance(parts, ast.List):
                 return _joined((self._texts(part, scope) for part in parts.elts), str(owner.value))
             return self._texts(parts, scope)
-        if owner is None and name in ("printable", "next", "list", "str", "map", "filter") and call.args:
-            return self._texts(call.args[-1 if name in ("map", "filter") else 0], scope)
+        if owner is None and call.args and name in _TRANSPARENT:
+            return self._texts(call.args[_TRANSPARENT[name]], scope)
         known = [(where, f) for where, f in self._functions.get(name, []) if _returns_text(f)]
         own = [each for each in known if each[0].path == scope.path]
         texts: list[str] = []
         for where, function in own or known:
             inner = _Scope(where.path, (*where.functions, function), scope.depth)
             texts += self._any((r.value for r in ast.walk(function) if isinstance(r, ast.Return) and r.value), inner)
-        return list(dict.fromkeys(texts))[:_MOST] or [HOLE]
+        return _distinct(texts)
 
 
 def _scoped(tree: ast.AST, scope: _Scope) -> Iterator[tuple[_Scope, ast.AST]]:
@@ -193,8 +239,44 @@ def _assignments(node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExp
         match target, node.value:
             case ast.Name(id=name), ast.expr() as value:
                 yield name, value
+            case ast.Attribute(attr=name), ast.expr() as value:
+                yield f".{name}", value
             case ast.Tuple(elts=names), ast.Tuple(elts=values):
                 yield from ((_last(name), value) for name, value in zip(names, values, strict=False))
+
+
+def _parameters(function: ast.FunctionDef) -> list[ast.arg]:
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
+def _element(node: ast.ListComp | ast.GeneratorExp | ast.Starred) -> ast.expr:
+    """What a comprehension collects: what it goes through, where it only chooses."""
+    if isinstance(node, ast.Starred):
+        return node.value
+    source = node.generators[0]
+    return source.iter if ast.unparse(node.elt) == ast.unparse(source.target) else node.elt
+
+
+def _alternatives(node: ast.IfExp | ast.BoolOp | ast.List | ast.Tuple) -> list[ast.expr]:
+    match node:
+        case ast.IfExp(body=one, orelse=other):
+            return [one, other]
+        case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return parts
+
+
+def _phrases(texts: list[str]) -> list[str]:
+    """Texts of several words; single words in a message, such as names, are holes, unless it is one of two."""
+    few = len(texts) == 2 and HOLE not in texts
+    return _distinct(text if few or " " in text else HOLE for text in texts)
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))[:_MOST] or [HOLE]
+
+
+def _literal(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "text"
 
 
 def _joined(parts: Iterable[list[str]], separator: str) -> list[str]:
