@@ -161,10 +161,11 @@ def codec_of(name: str) -> Any:
     """
     codec = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(codec, Codec) and codec.needs_key:
-        raise ConfigError(f"codec is {name!r}, which needs samples that come back; allowed: other codecs")
+        raise ConfigError(f"codec is {name!r}, which needs every sample twice; allowed: other codecs")
     if isinstance(codec, Codec) and not codec.settled:
         raise ConfigError(
-            f"codec is {name!r}, which a pipeline's warm-up settles; allowed: codecs that leave nothing to choose"
+            f"codec is {name!r}, which chooses a parameter in a pipeline's warm-up; "
+            "allowed: codecs with all parameters set"
         )
     return codec
 
