@@ -30,6 +30,7 @@ _CODE_OR_TARGET = re.compile(f"{_CODE}|{_TARGET}", re.M | re.S)
 _ITEM = re.compile(r"(?P<indent> *)(?P<marker>[-*+]|\d+\.)(?P<gap> +)(?=\S)")
 _FENCE_WORDS = re.compile(r"^( *```+\w+) [^\n`]*$", re.M)
 _PICTURE = re.compile(r"<picture>(?P<sources>.*?)<img(?P<light>[^>]*?)/?>\s*</picture>", re.S)
+_BADGE = re.compile(r"\[!\[[^\]]*\]\(https?:[^)]*\)\]\([^)]*\)\n?|!\[[^\]]*\]\(https?:[^)]*\)\n?")
 _IMAGE = re.compile(r"\bsrc=\"([^\"]+)\"")
 _DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^\"]+)\"")
 
@@ -56,6 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to pages of the site, and to the repository where they leave it."""
     markdown = "\n".join(_lists(markdown.splitlines())) + "\n"
+    markdown = _BADGE.sub("", markdown)  # a page of the site loads nothing from elsewhere
     markdown = _FENCE_WORDS.sub(r"\1", _PICTURE.sub(_two_images, markdown))
     at_root = {uri: name for name, uri in PAGES_AT_ROOT.items()}
     source = at_root.get(page.file.src_uri, f"docs/{page.file.src_uri}")
