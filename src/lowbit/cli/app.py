@@ -74,7 +74,7 @@ class Group:
         if self.examples:
             yield from ("", *examples_in_help(self.examples))
         yield from ("", *self._ending())
-        yield f"Each command has its own help, with examples: {program} COMMAND --help"
+        yield f"{program} COMMAND --help explains a command and shows examples."
 
 
 def documentation() -> str:
