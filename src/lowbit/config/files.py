@@ -14,7 +14,7 @@ from lowbit.config.section import ConfigError, Setting, build, settings_of
 from lowbit.config.types import Text
 
 _Class = TypeVar("_Class")
-_WIDTH = 100
+_WIDTH = 80
 
 
 def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterable[tuple[str, str]] = ()) -> _Class:

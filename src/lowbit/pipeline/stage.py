@@ -213,7 +213,8 @@ class LowBitStage(HookedStage):
                 if samples is None:
                     raise ValueError(f"{codec} needs set_samples(ids) before every training step")
                 step = replace(step, keys=keys_of(samples, batch.micro_batches))
-        self.lanes.begin(step, ("" if batch.training else "evaluation before ") + f"step {self.steps}", ranks)
+        name = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
+        self.lanes.begin(step, name, ranks)
 
     def use_configuration(self, configuration: Configuration) -> None:
         """This pass has that configuration."""

@@ -116,7 +116,7 @@ def read_summary(path: Path) -> Summary:
 def _settled(config: TrainConfig, history: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
     """The steps after the warm-up and the one that sets the codecs up, if there are any."""
     warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
-    after = [m for m in history if m.step >= warmup]
+    after = [m for m in history if m.step > warmup]
     return after[1:] or after or history
 
 
