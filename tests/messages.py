@@ -80,12 +80,12 @@ class _Scope:
 
 class _Sources:
     def __init__(self, root: Path) -> None:
-        self._trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+        self.trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
         self._functions: dict[str, list[tuple[_Scope, ast.FunctionDef]]] = {}
         self._constants: dict[str, dict[str, ast.expr]] = {}  # by name, then by file
         self._attributes: dict[str, dict[str, list[tuple[_Scope, ast.expr]]]] = {}  # likewise
         self._calls: dict[str, list[tuple[_Scope, ast.Call]]] = {}
-        for path, tree in self._trees.items():
+        for path, tree in self.trees.items():
             for scope, node in _scoped(tree, _Scope(path)):
                 if isinstance(node, ast.FunctionDef):
                     self._functions.setdefault(node.name, []).append((scope, node))
@@ -97,13 +97,13 @@ class _Sources:
                             self._constants.setdefault(target, {})[path] = value
                         elif target.startswith("."):
                             self._attributes.setdefault(target, {}).setdefault(path, []).append((scope, value))
-        self._errors = {n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
-        classes = [node for tree in self._trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        self.errors = {n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
+        classes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         for _ in classes:  # until no subclass is left
-            self._errors |= {c.name for c in classes if any(_last(base) in self._errors for base in c.bases)}
+            self.errors |= {c.name for c in classes if any(_last(base) in self.errors for base in c.bases)}
 
     def messages(self) -> Iterator[Message]:
-        for path, tree in self._trees.items():
+        for path, tree in self.trees.items():
             for scope, node in _scoped(tree, _Scope(path)):
                 function = scope.functions[-1].name if scope.functions else ""
                 shown = self._shown(node)
@@ -120,7 +120,7 @@ class _Sources:
         """What a statement or call shows to the user; True: others show it, so it need not have words."""
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             name = _last(node.exc.func)
-            if name not in self._errors and name not in self._functions:
+            if name not in self.errors and name not in self._functions:
                 yield from ((argument, False) for argument in node.exc.args[:1])
         if not isinstance(node, ast.Call) or not node.args:
             return
@@ -129,7 +129,7 @@ class _Sources:
             yield node.args[0], False
             if "%" in ast.unparse(node.args[0]) and not any(map(str.isalpha, _FIELD.sub("", _literal(node.args[0])))):
                 yield from ((argument, True) for argument in node.args[1:])
-        elif name in self._errors or ast.unparse(node.func) in _WRITTEN:
+        elif name in self.errors or ast.unparse(node.func) in _WRITTEN:
             yield node.args[name == "OSError"], False
         elif name == "Cause":
             yield node.args[1], True
@@ -295,3 +295,10 @@ def _returns_text(function: ast.FunctionDef) -> bool:
 def _last(node: ast.AST) -> str:
     """The last part of a dotted name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def error_classes(root: Path) -> dict[str, str]:
+    """Docstrings of the package's own errors by name, without those of one module alone ("_Name")."""
+    sources = _Sources(root)
+    classes = [node for tree in sources.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {c.name: ast.get_docstring(c) or "" for c in classes if c.name in sources.errors and c.name[0] != "_"}
