@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import itertools
 import re
 import string
@@ -85,8 +86,9 @@ class _Sources:
         self._constants: dict[str, dict[str, ast.expr]] = {}  # by name, then by file
         self._attributes: dict[str, dict[str, list[tuple[_Scope, ast.expr]]]] = {}  # likewise
         self._calls: dict[str, list[tuple[_Scope, ast.Call]]] = {}
-        for path, tree in self.trees.items():
-            for scope, node in _scoped(tree, _Scope(path)):
+        self._nodes = {path: _scoped(tree, _Scope(path)) for path, tree in self.trees.items()}
+        for path, nodes in self._nodes.items():
+            for scope, node in nodes:
                 if isinstance(node, ast.FunctionDef):
                     self._functions.setdefault(node.name, []).append((scope, node))
                 elif isinstance(node, ast.Call):
@@ -103,8 +105,8 @@ class _Sources:
             self.errors |= {c.name for c in classes if any(_last(base) in self.errors for base in c.bases)}
 
     def messages(self) -> Iterator[Message]:
-        for path, tree in self.trees.items():
-            for scope, node in _scoped(tree, _Scope(path)):
+        for path, nodes in self._nodes.items():
+            for scope, node in nodes:
                 function = scope.functions[-1].name if scope.functions else ""
                 shown = self._shown(node)
                 if function == "__str__" and isinstance(node, ast.Return) and node.value is not None:
@@ -172,7 +174,7 @@ class _Sources:
 
     def _named(self, name: str, scope: _Scope) -> list[str]:
         """What a variable, a parameter, a function or a constant can be, as text."""
-        values = [value for function in scope.functions for value in _assigned(function, name)]
+        values = [value for function in scope.functions for value in _assigned(function).get(name, [])]
         if values:
             return self._any(values, scope)
         for function in reversed(scope.functions):
@@ -217,20 +219,28 @@ class _Sources:
         return _distinct(texts)
 
 
-def _scoped(tree: ast.AST, scope: _Scope) -> Iterator[tuple[_Scope, ast.AST]]:
-    """All nodes below one, each with the functions around it."""
-    for child in ast.iter_child_nodes(tree):
-        yield scope, child
-        yield from _scoped(child, scope.within(child) if isinstance(child, ast.FunctionDef) else scope)
+def _scoped(tree: ast.AST, scope: _Scope) -> list[tuple[_Scope, ast.AST]]:
+    """All nodes below one, each with the functions around it, in the order of the source."""
+    nodes, left = [], [(scope, tree)]
+    while left:
+        scope, node = left.pop()
+        nodes.append((scope, node))
+        inner = scope.within(node) if isinstance(node, ast.FunctionDef) else scope
+        left += [(inner, child) for child in reversed(list(ast.iter_child_nodes(node)))]
+    return nodes[1:]
 
 
-def _assigned(function: ast.FunctionDef, name: str) -> Iterator[ast.expr]:
-    """What a function assigns to a name, or appends to it."""
+@functools.cache
+def _assigned(function: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """What a function assigns to its names, or appends to them."""
+    values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-            yield from (value for target, value in _assignments(node) if target == name)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (f"{name}.append", f"{name}.insert"):
-            yield node.args[-1]
+            for target, value in _assignments(node):
+                values.setdefault(target, []).append(value)
+        elif isinstance(node, ast.Call) and node.args and _last(node.func) in ("append", "insert"):
+            values.setdefault(_last(getattr(node.func, "value", node.func)), []).append(node.args[-1])
+    return values
 
 
 def _assignments(node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> Iterator[tuple[str, ast.expr]]:
