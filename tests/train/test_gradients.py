@@ -116,7 +116,7 @@ def test_formats_by_name():
     assert storage_codec(GradientsConfig(storage="fp8")) == BlockFloat8()
     with pytest.raises(ConfigError, match="gradients.storage: codec is 'fp9'; allowed: .*fp32"):
         storage_codec(GradientsConfig(storage="fp9"))
-    with pytest.raises(ConfigError, match="gradients.storage is 'aq-sgd', which keeps something between messages"):
+    with pytest.raises(ConfigError, match="gradients.storage is 'aq-sgd', which keeps state between messages"):
         storage_codec(GradientsConfig(storage="aq-sgd"))
 
 
