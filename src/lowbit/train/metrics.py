@@ -37,7 +37,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One step, over all ranks.
+    """Metrics of one step, over all ranks.
 
     Attributes:
         step: counted from 0. loss: mean over the batch, in nats. lr: learning rate. grad_norm: before clipping.
