@@ -29,4 +29,8 @@ class PublishedBenchmark(CodecsBenchmark):
     the paper's research code does, its errors and bits, not its speed."""
 
 
-COMMAND = dataclasses.replace(codecs.COMMAND, settings=PublishedBenchmark)
+COMMAND = dataclasses.replace(
+    codecs.COMMAND,
+    settings=PublishedBenchmark,
+    examples=("python -m benchmarks codecs --codec published-procedure --data gaussian",),
+)

@@ -206,6 +206,9 @@ def rows_of(racers: Sequence[Racer], about: Mapping[str, Any]) -> list[dict[str,
 COMMAND = Command(
     name="benchmarks race",
     summary="Seconds of training until each boundary format has reached the same held-out loss.",
+    examples=(
+        "python -m benchmarks race --boundary fp32,aq-sgd,tah-quant --epochs 3",
+    ),
     settings=RaceBenchmark,
     measure=measure,
     baselines=[

@@ -161,10 +161,11 @@ def codec_of(name: str) -> Any:
     """
     codec = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(codec, Codec) and codec.needs_key:
-        raise ConfigError(f"codec is {name!r}, which needs samples that come back; allowed: other codecs")
+        raise ConfigError(f"codec is {name!r}, which needs every sample twice; allowed: other codecs")
     if isinstance(codec, Codec) and not codec.settled:
         raise ConfigError(
-            f"codec is {name!r}, which a pipeline's warm-up settles; allowed: codecs that leave nothing to choose"
+            f"codec is {name!r}, which chooses a parameter in a pipeline's warm-up; "
+            "allowed: codecs with all parameters set"
         )
     return codec
 
@@ -219,6 +220,10 @@ def _ways(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench codecs",
     summary="Time, bits and accuracy of formats, beside a copy and eager PyTorch.",
+    examples=(
+        "lowbit bench codecs --codec tah-quant,int4 --thread 1",
+        "lowbit bench codecs --dtype bfloat16 --data gaussian --json codecs.json",
+    ),
     settings=CodecsBenchmark,
     measure=measure,
     tables=[

@@ -228,6 +228,10 @@ WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
 COMMAND = Command(
     name="bench pipeline",
     summary="Training speed over really slow links, by boundary format.",
+    examples=(
+        "lowbit bench pipeline --link 100mbit --boundary stock-fp32,tah-quant",
+        "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",
+    ),
     settings=PipelineBenchmark,
     measure=measure,
     baselines=[

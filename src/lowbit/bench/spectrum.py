@@ -69,8 +69,8 @@ class SpectrumBenchmark:
                 raise ConfigError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
             if not codec.settled:
                 raise ConfigError(
-                    f"codecs has {name!r}, which a pipeline's warm-up settles; allowed: those that leave nothing to "
-                    "choose (what the spectrum would choose is measured anyway)"
+                    f"codecs has {name!r}, which chooses a parameter in a pipeline's warm-up; "
+                    "allowed: those with all parameters set (the spectrum's own choice is measured anyway)"
                 )
         if not self.bits:
             raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
@@ -211,6 +211,10 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench spectrum",
     summary="How many directions suit a model's activations and gradients, and how precise formats are.",
+    examples=(
+        "lowbit bench spectrum runs/train/model held-out.txt",
+        "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --bit 3",
+    ),
     settings=SpectrumBenchmark,
     measure=measure,
     tables=[

@@ -116,7 +116,9 @@ class SubspaceQuant(StatefulCodec):
 
         Args:
             x: a typical message, (..., C): activations, or gradients.
-            bits, group, refresh: as above.
+            bits: as above.
+            group: as above.
+            refresh: as above.
 
         Raises:
             ValueError: nothing but zeros, NaN or Inf in x, or no element.
