@@ -349,7 +349,7 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
         assert there[1] == replace(codec, directions=there[1].directions)
         chosen = [(there[1], back[1])] * 2
     for (_, _, state, _), pair in zip(through, chosen, strict=True):
-        assert state == 4 * toy.WIDTH * sum(c.count for c in pair) + 2 * 16
+        assert state == 4 * toy.WIDTH * sum(c.directions for c in pair) + 2 * 16
     # Five steps and an evaluation, of which one step at full precision.
     shape = (toy.ROWS, 3, toy.WIDTH)
     first = 4 * math.prod(shape) + 16 * auto

@@ -40,8 +40,8 @@ class CodecsBenchmark:
     """Codecs and tensors."""
 
     codecs: tuple[str, ...] = (
-        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
-        "tah-quant-token", FITTED,
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "tah-quant",
+        "tah-quant-published", "tah-quant-token", FITTED,
     )  # fmt: skip
     """Formats by name or in full, but for those that need sample ids; also feature-int4 (FeatureInt4 with ranges, and
     channels / 64 outliers, from the very tensors that it then codes) and tah-quant-token (allocation by token)."""
