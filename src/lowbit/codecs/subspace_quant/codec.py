@@ -80,16 +80,16 @@ class SubspaceQuant(StatefulCodec):
     such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
 
     Args:
-        directions: how many, 1 to C, 32768 at most. None: by the width, C / 8, at most 32. "auto": a sender chooses the
-            number, at most 256, in the last step of the warm-up, by the spectrum of the first message that it sends
+        directions: how many, 1 to C, 32768 at most. None: C / 8, at least 1 and at most 32. "auto": a sender chooses
+            the number, at most 256, in the last step of the warm-up, by the spectrum of the first message that it sends
             there, and its choice travels with the messages of that step. Each tensor of each boundary, forward and
             backward, gets a number of its own: that of None where this message has nothing but zeros, or NaN or Inf.
             Until the warm-up is over there is no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
-        refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536. None: by the
-            tokens of a message, 8 where an eighth of the directions takes at most 1/4 bit an element; otherwise more,
-            up to one new direction a message.
+        refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536. None: each
+            message brings an eighth of the directions, fewer where these would take more than 1/4 bit an element, but
+            always one.
     """
 
     payload_version: ClassVar[int] = 3
