@@ -47,7 +47,7 @@ class InferenceConfig:
 
 @section()
 class CalibrationConfig(InferenceConfig):
-    """How to calibrate a model."""
+    """Settings of a calibration."""
 
     ranks: Positive = 2
     """Tensor-parallel ranks to calibrate for. Under torchrun, its number of processes is used instead."""
@@ -88,7 +88,7 @@ class CalibrationConfig(InferenceConfig):
 
 @section()
 class EvaluationConfig(InferenceConfig):
-    """What to compare, and on which text."""
+    """Settings of an evaluation: what to compare, and on which text."""
 
     low_bit: bool = False
     """Compare only feature-int4 with bf16: short for --format bf16,feature-int4."""

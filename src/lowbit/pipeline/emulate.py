@@ -86,7 +86,7 @@ def emulate_(
 
 
 class Emulation:
-    """Codecs inside a model; made by `emulate_`.
+    """The codecs that `emulate_` put into a model.
 
     Attributes:
         traffic: what the stages of the pipeline would send together, with checksums, as they do by default.

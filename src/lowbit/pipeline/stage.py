@@ -39,7 +39,7 @@ from lowbit.ranks.groups import default_group
 
 
 class LowBitStage(HookedStage):
-    """Drop-in for `torch.distributed.pipelining.PipelineStage`, under every schedule of PyTorch.
+    """Drop-in for `torch.distributed.pipelining.PipelineStage` that sends few bits, under every schedule of PyTorch.
 
     Between this stage and each neighbour on another rank, floating tensors travel as payloads of a codec; integer and
     boolean tensors travel as they are. A neighbour on the same rank (V schedules) gets the tensor itself: no bytes

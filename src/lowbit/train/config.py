@@ -249,7 +249,7 @@ class RunConfig:
 
 @section()
 class TrainConfig:
-    """A whole training run.
+    """The configuration of a training run.
 
     Raises:
         ConfigError: on construction, sections that contradict each other.
@@ -295,7 +295,7 @@ class TrainConfig:
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """A configuration from nested mappings, as TOML and JSON give them.
+    """Build a configuration from nested mappings, as TOML and JSON give them.
 
     Raises:
         ConfigError: an unknown section or key (the closest known one is named), a wrong type or value.
@@ -304,7 +304,7 @@ def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
-    """A configuration from a TOML file (or the defaults) with overrides such as "pipeline.forward=int4".
+    """Read a configuration from a TOML file (or the defaults), with overrides such as "pipeline.forward=int4".
 
     Raises:
         ConfigError: a file that is missing or no TOML, an override without "section.key=value", or what `from_mapping`

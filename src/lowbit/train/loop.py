@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
-    """Train, evaluate and save; to be called on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
+    """Train, evaluate and save; call it on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
 
     Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
     for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.ranks.peers`).

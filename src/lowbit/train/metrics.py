@@ -35,7 +35,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One step, over all ranks.
+    """Metrics of one step, over all ranks.
 
     Attributes:
         step: number of optimizer steps done, this one included. Progress, `metrics.jsonl`, TensorBoard, evaluations,

@@ -18,7 +18,7 @@ _LAST = 10  # steps over which the final training loss is averaged
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The outcome of a run; `summary.json` holds the same.
+    """The outcome of a run, as `summary.json` holds it.
 
     Attributes:
         steps: of the whole run; steps_here: those of this call (fewer after a resume).
