@@ -216,8 +216,8 @@ COMMAND = Command(
     ],
     charts=[
         Lines(
-            rows=_compressed, title="Error of all gradients, median", series="method", x="sequence", y="all",
-            x_label="tokens of a sample", label="relative error",
+            rows=_compressed, title="Error of gradients by what autograd keeps", series="method", x="sequence", y="all",
+            x_label="tokens of a sample", label="relative error", log_x=True, subtitle="Medians over the samples.",
         )
     ],
 )  # fmt: skip

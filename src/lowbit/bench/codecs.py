@@ -210,6 +210,10 @@ def _few_bits(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["bits_per_element"] < 6] or rows
 
 
+def _error_and_bits(row: Row) -> str:
+    return f"{row['relative_error']:.3f} · {row['bits_per_element']:.1f} bits"
+
+
 def _ways(rows: Sequence[Row]) -> list[Row]:
     """A row for each of encoding, decoding and copying, in the first dtype and number of threads."""
     rows = [row for row in _speeds(rows) if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
@@ -255,10 +259,10 @@ COMMAND = Command(
     charts=[
         Bars(
             rows=_few_bits, title="Relative error of few bits", group="data", series=_label, y="relative_error",
-            label="relative error", width=7.5, height=4.8,
+            label="relative error", show=_error_and_bits,
         ),
         Bars(
-            rows=_ways, group=_label, series="way", y="gb_s", label="GB/s of input", width=7.5, height=4.8,
+            rows=_ways, group="way", series=_label, y="gb_s", label="GB/s of input",
             title=lambda rows: "Speed: {threads} thread(s), {dtype}, {data}".format(**rows[0]),
         ),
     ],

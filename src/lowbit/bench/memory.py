@@ -128,6 +128,21 @@ PARTS = {
     "copies of weights": "weight_copies_bytes",
     "rest": "rest_bytes",
 }
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    """How much less the best method takes than BF16."""
+    best = min(rows, key=lambda row: row.get("peak_vs_bf16") or 1.0)
+    if not best.get("peak_vs_bf16"):
+        return "Memory at the peak of a training step"
+    return f"{best['method']}: {1 - best['peak_vs_bf16']:.0%} less memory at the peak of a training step than BF16"
+
+
+def _share(row: Row, total: float) -> str:
+    share = f" · {row['peak_vs_bf16']:.0%}" if row.get("peak_vs_bf16") else ""
+    return f"{total:.0f} MB{share}"
+
+
 TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "loss")
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
@@ -174,9 +189,12 @@ COMMAND = Command(
     ],
     charts=[
         Stacks(
-            panel=lambda row: f"Peak of a training step, {row['sequence']} tokens",
-            group="method", label="MB",
-            parts={part: lambda row, field=field: max(0.0, row[field] / 1e6) for part, field in PARTS.items()},
+            title=_finding, subtitle="Peak of a training step, by what the memory holds.",
+            panel=lambda row: f"{row['sequence']} tokens", group="method", label="MB", show=_share,
+            parts={
+                {"saved": "saved activations"}.get(part, part): lambda row, field=field: max(0.0, row[field] / 1e6)
+                for part, field in PARTS.items()
+            },
         )
     ],
 )  # fmt: skip

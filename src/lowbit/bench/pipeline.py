@@ -7,6 +7,7 @@ with the same bits, because part of the gain is scheduling: receives posted earl
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Bars, Baseline, Column, Command, Row, Table
+from lowbit.report.style import recommended, title_of
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
@@ -220,8 +222,25 @@ def _spread(row: Row) -> float:
     return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
 
 
-def _panel_width(rows: Sequence[Row]) -> float:
-    return 1.2 + 1.9 * len({row["link"] for row in rows})
+def _finding(rows: Sequence[Row]) -> str:
+    """How much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
+    rows = [row for row in rows if row.get("speedup_fp32")]
+    rows = sorted(rows, key=lambda row: row["link_mbit"] or math.inf)
+    slowest = [row for row in rows if row["link"] == rows[0]["link"]]
+    best = recommended(slowest, "bar") or max(slowest, key=lambda row: row["speedup_fp32"], default=None)
+    if best is None:
+        return "Training speed by link and boundary format"
+    return f"{title_of(best['bar'])}: {best['speedup_fp32']:.1f}x as fast as FP32 at {link_name(best)}"
+
+
+def _what(rows: Sequence[Row]) -> str:
+    text = "Whole training steps · ratio to FP32 through the same stage"
+    return f"{text}. Error bars: slowest and fastest step." if "tokens_per_second_low" in rows[0] else text
+
+
+def _speed(row: Row) -> str:
+    ratio = f" · {row['speedup_fp32']:.1f}x" if row.get("speedup_fp32") else ""
+    return f"{row['tokens_per_second']:,.0f}{ratio}"
 
 
 WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
@@ -272,12 +291,9 @@ COMMAND = Command(
     ],
     charts=[
         Bars(
-            title="Training speed", label="tokens/s", rows=_shown, group=link_name, series="bar",
-            y="tokens_per_second", width=_panel_width,
-        ),
-        Bars(
-            title="Ratio to PyTorch's own stage in FP32", label="speed, times that of stock-fp32", rows=_shown,
-            group=link_name, series="bar", y="speedup_stock_fp32", width=_panel_width,
-        ),
+            title=_finding, subtitle=_what, label="tokens per second", rows=_shown, group=link_name,
+            series="bar", y="tokens_per_second", low="tokens_per_second_low", high="tokens_per_second_high",
+            show=_speed,
+        )
     ],
 )  # fmt: skip

@@ -234,6 +234,8 @@ COMMAND = Command(
         Lines(
             rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
             alone="alone", x_label="bits per element", label="signal over noise, dB",
+            title="Precision of formats by bits", subtitle="Higher and further left is better. Means over the "
+            "boundaries; stars: a number of directions that only some boundaries have.",
         )
     ],
 )  # fmt: skip

@@ -16,7 +16,8 @@ from lowbit.bench.workers import UNLIMITED, Workers
 from lowbit.codecs import Codec, FeatureInt4, GroupInt
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
-from lowbit.report import Bars, Baseline, Column, Command, Row, Table
+from lowbit.report import Baseline, Column, Command, Lines, Row, Table
+from lowbit.report.style import RECOMMENDED, family, title_of
 from lowbit.train.config import ModelConfig
 
 Format = Literal["bf16", "int4", "int8", "feature-int4"]
@@ -180,6 +181,15 @@ def _is_sum(row: Row) -> bool:
     return not row.get("tokens_per_second")
 
 
+def _finding(rows: Sequence[Row]) -> str:
+    """Where the recommended format gains most."""
+    best = max(rows, key=lambda row: (family(row["format"]) in RECOMMENDED, row["speedup_bf16"]))
+    return (
+        f"{title_of(best['format'])}: up to {best['speedup_bf16']:.1f}x as fast as PyTorch's BF16 "
+        f"({best['tokens']:,} tokens, {link_name(best)})"
+    )
+
+
 def _width(row: Row) -> int:
     return row["numel"] // row["tokens"]
 
@@ -228,11 +238,12 @@ COMMAND = Command(
         ),
     ],
     charts=[
-        Bars(
-            rows=lambda rows: [row for row in rows if _is_sum(row) and row["format"] != "bf16"],
-            panel=lambda row: f"All-reduce of partial sums, {row['ranks']} ranks, {link_name(row)}",
-            group=lambda row: f"{row['tokens']:,}", series=lambda row: f"{row['format']} {row['algorithm']}",
-            y="speedup_bf16", x_label="tokens", label="speed, times that of PyTorch's BF16", width=7.0,
+        Lines(
+            rows=lambda rows: [row for row in rows if _is_sum(row) and row["speedup_bf16"]],
+            panel=lambda row: f"{row['ranks']} ranks · {link_name(row)}", x="tokens", y="speedup_bf16", log_x=True,
+            series=lambda row: row["format"] if row["format"] == "bf16" else f"{row['format']} {row['algorithm']}",
+            x_label="tokens", label="times the speed of PyTorch's BF16", title=_finding,
+            subtitle="All-reduce of partial sums, by the size of the message.",
         )
     ],
 )  # fmt: skip
