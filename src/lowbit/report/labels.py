@@ -51,7 +51,6 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
     to_pixels, scale = axes.transData.transform, figure.get_figure(root=True).dpi / 72
     points = [tuple(to_pixels(point)) for point in (*avoid, *((label.x, label.y) for label in labels))]
     inside, texts, boxes = axes.get_window_extent(), [], []
-    renderer = figure.get_figure(root=True)._get_renderer()
     for label in labels:
         best: tuple[float, Text, Bbox] | None = None
         for distance in _DISTANCES:
@@ -62,7 +61,7 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
                     ha=_ALIGN[0][across], va=_ALIGN[1][up], fontsize=size, color=label.colour, weight=label.weight,
                     annotation_clip=False,
                 )  # fmt: skip
-                box = text.get_window_extent(renderer).padded(_GAP * scale)
+                box = text.get_window_extent().padded(_GAP * scale)
                 cost = _cost(box, inside, boxes, points)
                 if best is None or cost < best[0]:
                     if best is not None:
@@ -94,8 +93,8 @@ def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4
 def collisions(figure: Figure) -> list[str]:
     """What is wrong with the text of a figure: texts that overlap one another or leave the canvas."""
     figure.draw_without_rendering()
-    canvas, renderer = figure.bbox, figure._get_renderer()
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in _shown(figure)]
+    canvas = figure.bbox
+    boxes = [(text.get_text(), text.get_window_extent()) for text in _shown(figure)]
     wrong = [
         f"{text!r} leaves the canvas"
         for text, box in boxes
@@ -110,7 +109,7 @@ def _shown(figure: Figure) -> list[Text]:
     """The texts that are drawn; of ticks, those within the limits."""
     from matplotlib.text import Text
 
-    axes = [(part.xaxis, part.yaxis) for part in figure.findobj(lambda part: hasattr(part, "xaxis"))]
+    axes = [(part.xaxis, part.yaxis) for part in figure.axes]
     axis_texts = {id(text) for pair in axes for axis in pair for text in axis.findobj(Text)}
     texts = [text for text in figure.findobj(Text) if id(text) not in axis_texts]
     for axis in (axis for pair in axes for axis in pair):
