@@ -80,6 +80,30 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
     return texts
 
 
+def beside(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
+    """Write labels in a column on the right of their points, for which the axes become narrower."""
+    scale = axes.figure.get_figure(root=True).dpi / 72
+    texts = [axes.text(0, 0, label.text, fontsize=size, weight=label.weight) for label in labels]
+    boxes = [text.get_window_extent() for text in texts]
+    for text in texts:
+        text.remove()
+    place, room = axes.get_position(), axes.get_window_extent()
+    share = 1 - (max(box.width for box in boxes) + 8 * scale) / room.width
+    axes.set_position((place.x0, place.y0, round(place.width * share, 4), place.height))
+    points = [axes.transData.transform((label.x, label.y)) for label in labels]
+    heights = _apart([y for _, y in points], [box.height + _GAP * scale for box in boxes], room.y0)
+    right = max(x for x, _ in points)
+    return [
+        axes.annotate(
+            label.text, (label.x, label.y), ((right - x) / scale + 8, (height - y) / scale), textcoords="offset points",
+            va="center", fontsize=size, color=label.colour, weight=label.weight, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3}
+            if abs(height - y) > NEAR / 2 * scale else None,
+        )
+        for label, (x, y), height in zip(labels, points, heights, strict=True)
+    ]  # fmt: skip
+
+
 def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4.0) -> list[tuple[float, float]]:
     """Points of a curve at most so many pixels apart, in data."""
     pixels = axes.transData.transform(list(points))
@@ -119,6 +143,20 @@ def _shown(figure: Figure) -> list[Text]:
         texts += [axis.label, axis.offsetText]
         texts += [label for place, label in ticks if low - slack <= place <= high + slack]
     return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+def _apart(places: Sequence[float], sizes: Sequence[float], lowest: float) -> list[float]:
+    """Centres as near to these places as they can be without overlaps, none reaching below the lowest place."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    found = list(places)
+    for _ in range(200):
+        for low, high in itertools.pairwise(order):
+            overlap = (sizes[low] + sizes[high]) / 2 - (found[high] - found[low])
+            if overlap > 0:
+                found[low] -= overlap / 2
+                found[high] += overlap / 2
+        found[order[0]] = max(found[order[0]], lowest + sizes[order[0]] / 2)
+    return found
 
 
 def _cost(box: Bbox, inside: Bbox, boxes: Sequence[Bbox], points: Sequence[tuple[float, ...]]) -> float:
