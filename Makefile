@@ -51,10 +51,10 @@ fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longe
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --jobs 2
 
 docs: $(VENV)/.installed-docs ## Build the documentation site into site/, without a single warning
-	@$(MKDOCS) build --quiet
+	@$(MKDOCS) build
 	@echo "Built site/index.html"
 
-test-docs: docs ## Check the site's links, navigation and public names, and what the package index makes of the README
+test-docs: docs $(VENV)/.installed-dev ## Check the site's links, navigation and public names, and what the package index makes of the README
 	@$(BIN)/python -m pytest -m docs $(ARGS)
 
 docs-browser: docs ## Open every page of the site in a browser, small and large, light and dark; needs chromium
