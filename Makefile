@@ -23,7 +23,7 @@ GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py
 .PHONY: help demo test test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reference package lint format clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 and in 4 bits, side by side
 	@$(BIN)/lowbit demo
