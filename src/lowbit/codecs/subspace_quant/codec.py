@@ -117,7 +117,7 @@ class SubspaceQuant(StatefulCodec):
 
     @classmethod
     def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int | None = None) -> SubspaceQuant:
-        """The codec whose directions suit messages like this one: least noise for the bits that they cost.
+        """Return the codec whose number of directions suits messages like this one: least noise for its bits.
 
         Both ends need the same number: measure once, as `lowbit bench spectrum` does, and configure the result.
 

@@ -89,7 +89,7 @@ class TAHQuant(Summable):
 
     @classmethod
     def published(cls) -> TAHQuant:
-        """The authors' settings: tiles of 64, 4 bits for 80 % and 3 for the rest, by tile, pivots from ratio 2."""
+        """Return the paper's settings: tiles of 64, 4 bits for 80 % and 3 for others, by tile, pivots from ratio 2."""
         return cls(tile=64, high_bits=4, low_bits=3, high_fraction=0.8, pivot_ratio=2.0, allocation="tile")
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
