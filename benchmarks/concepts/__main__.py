@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.concepts.draw import PICTURES, figure_of
+from benchmarks.concepts.draw import PICTURES, figure_of, themed
 from benchmarks.concepts.record import record
 from lowbit.report.results import Report
 from lowbit.report.rows import Row
@@ -51,14 +51,12 @@ def warm_up_rows(folder: Path) -> list[Row]:
 
 def draw(folder: Path = FIGURES) -> None:
     """Write every picture, NAME-light.svg and NAME-dark.svg."""
-    from matplotlib import rc_context
-
     folder.mkdir(parents=True, exist_ok=True)
     data = recorded()
     for name in PICTURES:
         for theme in THEMES.values():
             figure = figure_of(name, theme, data)
-            with rc_context(theme.settings()):
+            with themed(theme):
                 figure.savefig(folder / f"{name}-{theme.name}.svg", metadata={"Date": None})
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -24,6 +25,8 @@ COMPUTE = 0.45
 """Seconds for which each stage computes in a step: forward a third, backward two thirds."""
 MICRO_BATCHES = 4
 GROUP, BITS = 64, 4
+OUTLIER, TIMES = 100, 8
+"""A channel of the token, and how many times as large it is made."""
 
 
 def steps() -> dict[str, tuple[str, Step]]:
@@ -105,33 +108,40 @@ def _key(figure: Figure, theme: Theme) -> None:
 
 
 def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """A token's channels, and the levels that 4 bits give each group of them."""
-    token = torch.tensor(next(row["token"] for row in data["boundaries"] if "token" in row))
-    axes = figure.subplots()
+    """Two groups of a token's channels and their levels; below, with one channel made larger."""
+    token = torch.tensor(next(row["token"] for row in data["boundaries"] if "token" in row))[: 2 * GROUP]
+    changed = token.clone()
+    changed[OUTLIER] *= TIMES
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    _title(figure, "One outlier makes the step of its whole group coarse")
+    for axes, shown, name in zip(
+        panels, (token, changed), ("as it is", f"channel {OUTLIER} made {TIMES} times as large"), strict=True
+    ):
+        _levels(axes, theme, shown)
+        axes.set_title(name, color=theme.ink, pad=16)
+        axes.set_ylabel("value")
+    panels[1].set_xlabel(f"channel of one token; groups of {GROUP}, {BITS} bits")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+
+
+def _levels(axes: Axes, theme: Theme, token: torch.Tensor) -> None:
     decoded = GroupInt(bits=BITS, group=GROUP).round_trip(token)
     for start in range(0, len(token), GROUP):
         part, back = token[start : start + GROUP], decoded[start : start + GROUP]
         low, high = float(part.min()), float(part.max())
-        step_ = (high - low) / (2**BITS - 1)
-        levels = [low + i * step_ for i in range(2**BITS)]
-        axes.hlines(levels, start - 0.5, start + len(part) - 0.5, color=theme.grid, linewidth=1.0, zorder=1)
-        error = float((back - part).norm() / part.norm())
+        size = (high - low) / (2**BITS - 1)
+        levels = [low + i * size for i in range(2**BITS)]
+        label = None if start else "levels"
+        axes.hlines(levels, start - 0.4, start + len(part) - 0.6, color=theme.muted, linewidth=0.5, label=label)
+        others = part.abs() < part.abs().max()
+        error = float((back - part)[others].norm() / part[others].norm())
         axes.text(
-            start + len(part) / 2, float(token.max()) * 1.12, f"step {step_:.2f}\nerror {error:.0%}",
-            ha="center", va="bottom", fontsize=SMALL, color=theme.ink,
+            start + GROUP / 2, 1.02, f"step {size:.1f}: the other channels err by {error:.0%}".replace("%", " %"),
+            transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=SMALL, color=theme.ink,
         )  # fmt: skip
-        if start:
-            axes.axvline(start - 0.5, color=theme.muted, linewidth=0.8, linestyle=":")
-    places = range(len(token))
-    axes.vlines(places, token, decoded, color=theme.others[1], linewidth=1.6, zorder=3, label="error")
-    axes.plot(places, token, ".", color=theme.formats["int4"], markersize=4, zorder=4, label="channel")
+    axes.plot(range(len(token)), token, ".", color=theme.formats["int4"], markersize=4, zorder=4, label="channels")
     axes.set_xlim(-1, len(token))
-    axes.set_ylim(top=float(token.max()) * 1.45)
-    axes.set(xlabel=f"channel of one token, groups of {GROUP}", ylabel="value")
-    axes.set_title(
-        "The largest channel of a group sets the step of them all", fontsize=TITLE, color=theme.ink, pad=12
-    )
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL)
 
 
 def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -165,14 +175,13 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
 
 
 def _range(shares: Sequence[float]) -> str:
-    low, high = min(shares), max(shares)
-    return f"{low:.1%} to {high:.1%}".replace("%", " %")
+    return f"{100 * min(shares):.2g} to {100 * max(shares):.2g} %"
 
 
 def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
     """Signal over noise of formats by their bits, means over the boundaries."""
     panels = figure.subplots(1, 2, sharey=True)
-    _title(figure, "For the same bits, the subspace buys 8 to 16 dB on activations")
+    _title(figure, "The subspace helps activations far more than gradients")
     series: dict[str, tuple[str, str, Callable[[Row], bool]]] = {
         "GroupInt, groups of 64": ("int4", "s-", lambda row: row["format"].startswith("int")),
         "TAH-Quant": ("tah-quant", "D", lambda row: row["format"] == "tah-quant"),
@@ -222,7 +231,7 @@ def _title(figure: Figure, text: str) -> None:
 
 PICTURES: dict[str, tuple[Callable[[Figure, Theme, Mapping[str, Rows]], None], float]] = {
     "timeline": (timeline, 6.2),
-    "groups": (groups, 3.6),
+    "groups": (groups, 5.0),
     "spectrum": (spectrum, 3.8),
     "noise": (noise, 3.9),
     "warm-up": (warm_up, 3.4),
@@ -232,11 +241,17 @@ PICTURES: dict[str, tuple[Callable[[Figure, Theme, Mapping[str, Rows]], None], f
 
 def figure_of(name: str, theme: Theme, data: Mapping[str, Rows]) -> Figure:
     """One of `PICTURES` in a theme, from recorded rows by the name of their file."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     draw, height = PICTURES[name]
-    with rc_context(theme.settings()):
+    with themed(theme):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure, theme, data)
     return figure
+
+
+def themed(theme: Theme) -> AbstractContextManager[None]:
+    """Matplotlib's settings of a theme, for as long as this is entered."""
+    from matplotlib import rc_context
+
+    return rc_context(cast(Any, theme.settings()))
