@@ -75,6 +75,8 @@ def picture(file: Path) -> Picture:
     if report.command == "benchmarks race":
         charts = [replace(chart, series=_first_name, panel=None) for chart in charts]
         return Picture(README, charts, with_speed(report))
+    if report.command == "bench convergence" and "loss" not in report.rows[0]:
+        charts = [replace(chart, **MEANS) for chart in charts]
     return Picture(file.stem, charts, [row for row in report.rows if SHOWN.get(file.stem, _every)(row)])
 
 
@@ -119,6 +121,25 @@ def _gradients(row: Row) -> bool:
     return row["link"] in ("100mbit", "1gbit") and row["format"] in formats
 
 
+def _convergence(row: Row) -> bool:
+    return not any(part in row["boundary"] for part in ("directions=8", "directions='auto'", "bits=2"))
+
+
 README = "readme"
-SHOWN = {"gradients": _gradients}
+_WITHOUT_DIRECTIONS = {
+    "SubspaceQuant(directions=16)": "subspace",
+    "SubspaceQuant(directions=16, bits=4)": "SubspaceQuant(bits=4)",
+}
+MEANS: Mapping[str, Any] = {
+    "rows": None,
+    "panel": "text",
+    "series": lambda row: (
+        row["boundary"].replace("SubspaceQuant(directions=16)", "subspace").replace("directions=16, ", "")
+    ),
+    "low": lambda row: row["over_fp32"] - row["over_fp32_spread"],
+    "high": lambda row: row["over_fp32"] + row["over_fp32_spread"],
+    "subtitle": "Held-out loss minus that of FP32, 3 seeds: mean and standard deviation. Lower left is better.",
+}
+"""Of a file of `bench convergence` that holds means over the seeds in place of their rows."""
+SHOWN = {"gradients": _gradients, "convergence": _convergence}
 """The rows of a file that its figure shows, where it would be too large with all of them."""

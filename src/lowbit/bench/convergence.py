@@ -329,7 +329,7 @@ COMMAND = Command(
             y_ticks=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
             x_label="bits per element, forward and backward together", label="loss above FP32, nats per token",
             zero="FP32", title=_finding, height=4.2,
-            subtitle="Held-out loss minus that of FP32 with the same seed: mean, lowest, highest. Lower left: better.",
+            subtitle="Held-out loss minus that of FP32 of the same seed: mean and range. Lower left is better.",
         )
     ],
 )  # fmt: skip

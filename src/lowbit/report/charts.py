@@ -133,10 +133,11 @@ def _write_heading(part: SubFigure, lines: Sequence[tuple[str, dict[str, Any]]],
 
 def _balanced(text: str, width: int) -> list[str]:
     """Lines of about the same length, as few as there can be."""
-    lines = textwrap.wrap(text, width)
-    while lines and len(tighter := textwrap.wrap(text, width - 1)) == len(lines) and width > len(max(text.split())):
-        lines, width = tighter, width - 1
-    return lines
+    lines = best = textwrap.wrap(text, width, break_on_hyphens=False)
+    while len(lines) == len(best) and width > 20:
+        best, width = lines, width - 1
+        lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    return best
 
 
 def _line_inches(line: tuple[str, dict[str, Any]]) -> float:

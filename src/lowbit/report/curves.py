@@ -129,7 +129,7 @@ class Points(Chart):
         return [finish]
 
     def _ticks(self, axes: Axes, xs: Sequence[float], *, far: bool) -> None:
-        low, high = min(xs) / 1.12, max(xs) * 1.12
+        low, high = min(xs) / 1.28, max(xs) * 1.12
         axes.set_xlim(low, high)
         ticks = [tick for tick in self.x_ticks if low <= tick <= high]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
