@@ -24,29 +24,9 @@ PAGES = Path(__file__).parents[2] / "docs" / "concepts"
 DATA, FIGURES = PAGES / "data", PAGES / "figures"
 
 
-def recorded(folder: Path = DATA) -> Mapping[str, Sequence[Row]]:
-    """The rows that the pictures show, by name."""
-    return {
-        "boundaries": Report.read_json(folder / "boundaries.json").rows,
-        "spectrum": Report.read_json(folder / "spectrum.json").rows,
-        "warm-up": warm_up_rows(folder),
-    }
-
-
-def warm_up_rows(folder: Path) -> list[Row]:
-    """Rows with `warmup_steps`, `seed` and `loss_over_fp32` of all reports of `lowbit bench convergence` there."""
-    reports = [Report.read_json(path) for path in sorted(folder.glob("warm-up-*.json"))]
-    plain = {row["seed"]: row["loss"] for report in reports for row in report.rows if row["boundary"] == "fp32"}
-    return [
-        {
-            "warmup_steps": report.settings["warmup_steps"],
-            "seed": row["seed"],
-            "loss_over_fp32": row["loss"] - plain[row["seed"]],
-        }
-        for report in reports
-        for row in report.rows
-        if row["boundary"] != "fp32"
-    ]
+def recorded() -> Mapping[str, Sequence[Row]]:
+    """The rows that the pictures show, by the name of their file."""
+    return {path.stem: Report.read_json(path).rows for path in sorted(DATA.glob("*.json"))}
 
 
 def draw(folder: Path = FIGURES) -> None:

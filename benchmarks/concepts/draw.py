@@ -12,7 +12,7 @@ import torch
 from benchmarks.concepts.timeline import LANES, Span, Step, message_seconds
 from lowbit.codecs import GroupInt, SubspaceQuant
 from lowbit.report.rows import Row
-from lowbit.report.style import SMALL, TEXT, TITLE, WIDTH, Theme, mixed
+from lowbit.report.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,7 +159,7 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
             shares = [row["outside"][directions] for row in rows]
             axes.annotate(
                 f"{directions}: {_range(shares)}", (directions, max(shares)), (6, 6), textcoords="offset points",
-                fontsize=SMALL, color=theme.ink, va="bottom",
+                fontsize=SMALL, color=theme.ink, va="bottom", bbox=_behind(theme),
             )  # fmt: skip
         axes.set_yscale("log")
         axes.set_xlim(1, 128)
@@ -206,23 +206,45 @@ def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
 
 
 def warm_up(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """Held-out loss over FP32's by the length of the warm-up: each seed, and their mean."""
-    axes = figure.subplots()
-    _title(figure, "Fifty to a hundred steps of warm-up remove most of the cost")
+    """Held-out loss over FP32's without and with a warm-up."""
     rows = data["warm-up"]
-    lengths = sorted({row["warmup_steps"] for row in rows})
-    for row in rows:
-        axes.plot(lengths.index(row["warmup_steps"]), row["loss_over_fp32"], ".", color=theme.muted, markersize=6)
-    means = [statistics.fmean(r["loss_over_fp32"] for r in rows if r["warmup_steps"] == n) for n in lengths]
-    axes.plot(range(len(lengths)), means, "o-", color=theme.formats["subspace"])
-    for place, mean in enumerate(means):
-        axes.annotate(
-            f"{mean:+.3f}", (place, mean), (8, 5), textcoords="offset points", fontsize=SMALL, color=theme.ink
-        )
-    axes.axhline(0, color=theme.muted, linewidth=0.8)
-    axes.set_xticks(range(len(lengths)), [str(n) for n in lengths])
-    axes.set(xlabel="steps of warm-up, of 400", ylabel="held-out loss minus FP32's, nats")
-    axes.grid(visible=True, axis="y")
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    panels = figure.subplots(len(texts), 1, sharex=True)
+    _title(figure, "A hundred steps of warm-up remove most of what few bits cost")
+    for axes, text in zip(panels, texts, strict=True):
+        names = list(dict.fromkeys(row["boundary"] for row in rows if row["text"] == text))
+        for place, name in enumerate(names):
+            pair = {r["regime"]: r for r in rows if (r["text"], r["boundary"]) == (text, name)}
+            without, after = pair["scratch"], pair["scratch-warmup"]
+            colour = theme.formats[family(name) or "fp32"]
+            axes.plot([without["over_fp32"], after["over_fp32"]], [place] * 2, color=theme.grid, linewidth=4, zorder=1)
+            for row, filled in ((without, False), (after, True)):
+                axes.errorbar(
+                    row["over_fp32"], place, xerr=row["over_fp32_spread"], fmt="o", color=colour, capsize=2.5,
+                    markersize=7, markerfacecolor=colour if filled else theme.surface,
+                )  # fmt: skip
+                axes.annotate(
+                    f"{row['over_fp32']:+.3f}", (row["over_fp32"], place), (0, 9), textcoords="offset points",
+                    ha="center", fontsize=SMALL, color=theme.ink, bbox=_behind(theme),
+                )  # fmt: skip
+        axes.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=SMALL)
+        axes.set_ylim(len(names) - 0.5, -0.7)
+        axes.axvline(0, color=theme.muted, linewidth=0.8)
+        axes.grid(visible=True, axis="x")
+        axes.set_title(text, color=theme.ink)
+    panels[-1].set_xlabel("held-out loss minus FP32's, nats: mean and deviation of three seeds")
+    hollow, filled = (
+        panels[0].plot([], [], "o", color=theme.muted, markerfacecolor=face)[0] for face in (theme.surface, theme.muted)
+    )
+    figure.legend(
+        [hollow, filled], ["no warm-up", "first 100 of 400 steps at full precision"], loc="outside lower center",
+        ncols=2, frameon=False, fontsize=SMALL,
+    )  # fmt: skip
+
+
+def _behind(theme: Theme) -> dict[str, Any]:
+    """A box that keeps lines from crossing a label."""
+    return {"facecolor": theme.surface, "edgecolor": "none", "pad": 0.5}
 
 
 def _title(figure: Figure, text: str) -> None:
@@ -234,7 +256,7 @@ PICTURES: dict[str, tuple[Callable[[Figure, Theme, Mapping[str, Rows]], None], f
     "groups": (groups, 5.0),
     "spectrum": (spectrum, 3.8),
     "noise": (noise, 3.9),
-    "warm-up": (warm_up, 3.4),
+    "warm-up": (warm_up, 4.6),
 }
 """Each picture's function and height in inches."""
 
