@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowbit.bench.demo import reached
+from lowbit.bench.curves import reached
 from lowbit.bench.recipes import (
     MANY_STAGES,
     PROGRAM,
@@ -41,40 +41,41 @@ from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, Pipeli
 
 @section()
 class RaceBenchmark:
-    """A race."""
+    """A race between formats."""
 
     links: Links = (Link(100.0),)
-    """A race on each: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
-    boundaries: Names = ("fp32", "tah-quant", "aq-sgd")
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
+    boundaries: Names = ("fp32", "tah-quant", "aq-sgd", "subspace")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     backward: str = ""
-    """Format of the gradients beside few-bit activations that do not name their own; absent: the default."""
+    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    format. fp32, bf16 and fp16 are used both ways."""
     model: ModelConfig = THIN_MODEL
     """Model to train."""
     data: DataConfig = DataConfig(batch=32, sequence=128)
-    """Text to fine-tune on; absent: Python's language reference."""
+    """Text to fine-tune on. If omitted, Python's language reference."""
     pipeline: PipelineConfig = MANY_STAGES
     """Ranks, each on a host of its own, stages and schedule."""
     start_text: tuple[str, ...] = ()
-    """Files or folders for the weights that all start from; absent: Python's standard library."""
+    """Files or folders to train the starting weights on. If omitted, Python's standard library."""
     start_steps: Positive = 200
-    """Steps at full precision, before the race, that make these weights."""
+    """Steps at full precision that make the starting weights."""
     samples: Positive = 640
     """Distinct samples, a multiple of the batch."""
     epochs: Positive = 5
-    """How often each sample is visited."""
+    """Visits of each sample."""
     lr: float = 2e-4
     """Highest learning rate of the fine-tuning."""
     evaluations: Positive = 2
-    """Of the held-out loss, in each epoch."""
+    """Evaluations of the held-out loss in each epoch."""
     eval_batches: Positive = 8
     """Batches of held-out text in each evaluation."""
     device: Device = "cpu"
-    """cuda: ranks take the machine's devices in turn."""
+    """cuda: ranks share the GPUs of the machine."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the computation."""
+    """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
     seed: NonNegative = 0
-    """Of weights and data order."""
+    """Seed of weights and data order."""
 
     def __post_init__(self) -> None:
         check_samples(self)
@@ -228,6 +229,9 @@ def _finding(rows: Sequence[Row]) -> str:
 COMMAND = Command(
     name="benchmarks race",
     summary="Seconds of training until each boundary format has reached the same held-out loss.",
+    examples=(
+        "python -m benchmarks race --boundary fp32,aq-sgd,tah-quant --epochs 3",
+    ),
     settings=RaceBenchmark,
     measure=measure,
     baselines=[

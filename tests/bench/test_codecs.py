@@ -163,15 +163,18 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     ("wrong", "message"),
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
-        ({"codecs": ("aq-sgd",)}, "needs samples that come back"),
-        ({"codecs": ("SubspaceQuant(directions='auto')",)}, "codec is .*, which a pipeline's warm-up settles"),
+        ({"codecs": ("aq-sgd",)}, "needs every sample twice"),
+        (
+            {"codecs": ("SubspaceQuant(directions='auto')",)},
+            "codec is .*, which chooses a parameter in a",
+        ),
         ({"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
         ({"data": ()}, r"data is empty"),
         ({"threads": (10**6,)}, "threads is"),
         ({"shape": (1, 0, 8)}, "shape is"),
         (
-            {"shape": (1, 4, 8), "codecs": ("subspace",)},
+            {"shape": (1, 4, 8), "codecs": ("SubspaceQuant(directions=32)",)},
             r"directions is 32, and the last dimension of \(1, 4, 8\) is 8",
         ),
         ({"rounds": 0}, "rounds is 0; allowed: at least 1"),

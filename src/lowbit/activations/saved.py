@@ -80,7 +80,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
 
 
 def restore_(model: nn.Module) -> None:
-    """Undo `compress_saved_` in place, for copies of a compressed model and unpickled ones, too.
+    """Undo `compress_saved_` in place, also in copies of a compressed model.
 
     Args:
         model: any module; parts of it that are not compressed stay as they are.
@@ -205,7 +205,7 @@ class _Survey:
             for kind, size in sizes.items()
         )
         if shares:
-            log.warning("activations of these types are saved as they are: %s", shares)
+            log.warning("activations of these types are saved uncompressed: %s", shares)
 
 
 def _hooked() -> bool:

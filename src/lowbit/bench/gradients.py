@@ -33,26 +33,26 @@ class GradientsBenchmark:
     """Formats, links and numbers of ranks."""
 
     links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
-    """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
-    """Processes, each on a host of its own."""
+    """Numbers of ranks, each on a host of its own."""
     formats: Names = (*ENGINE, "fp8", "int8", "int4")
-    """engine-fp32 and engine-bf16 are PyTorch's all-reduce, hook-fp16 and hook-bf16 its DDP hooks, powersgd its
-    low-rank hook (rank 4); int8 and int4 are symmetric, in groups of 128 and 64; others are codecs."""
+    """engine-fp32 and engine-bf16: PyTorch's all-reduce. hook-fp16, hook-bf16 and powersgd (rank 4): its DDP hooks.
+    int8 and int4: symmetric, in groups of 128 and 64. Others: codecs, by name or in full."""
     numel: Positive = 16 << 20
     """Float32 elements of the tensor that is averaged, a multiple of 1048576."""
     rounds: Positive = 5
     """Turns of each format."""
     steps: NonNegative = 2
-    """Timed steps of data-parallel training for each format and link, on the largest number of ranks; 0: none."""
+    """Timed steps of data-parallel training for each format and link, on the most ranks. 0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=4, ffn=1536)
     """Model to train."""
     batch: Positive = 2
-    """Samples of a rank."""
+    """Samples of each rank in a step."""
     sequence: Positive = 64
     """Tokens of a sample."""
     algorithm: Literal["one_shot", "two_shot"] = "two_shot"
-    """Algorithm of the sums of codecs."""
+    """All-reduce algorithm of codecs."""
 
     def __post_init__(self) -> None:
         if self.numel % MATRIX**2:
@@ -161,6 +161,10 @@ def _speed_and_error(row: Row) -> str:
 COMMAND = Command(
     name="bench gradients",
     summary="Averages of gradients over really slow links, by format, alone and in training.",
+    examples=(
+        "lowbit bench gradients --link 1gbit --rank 2 --format engine-fp32,fp8",
+        "lowbit bench gradients --json gradients.json --png gradients.png",
+    ),
     settings=GradientsBenchmark,
     measure=measure,
     baselines=[

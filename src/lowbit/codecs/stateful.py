@@ -16,7 +16,7 @@ from lowbit.codecs.sessions import Session
 
 @dataclass(frozen=True, kw_only=True)
 class StatefulCodec(Codec):
-    """A codec whose sessions remember messages; `encode` and `decode` of its own raise a ValueError."""
+    """A codec whose sessions keep state between messages; its own `encode` and `decode` raise a ValueError."""
 
     stateful: ClassVar[bool] = True
 
@@ -40,7 +40,7 @@ class StatefulCodec(Codec):
         return None
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        raise ValueError(f"{type(self).__name__} remembers messages: use open()")
+        raise ValueError(f"{type(self).__name__} keeps state between messages: use open()")
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        raise ValueError(f"{type(self).__name__} remembers messages: use open()")
+        raise ValueError(f"{type(self).__name__} keeps state between messages: use open()")

@@ -39,7 +39,7 @@ def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float =
 
 
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
-    """Mbit/s of every (sender, receiver) route, all of them at the same time.
+    """Measure Mbit/s of every (sender, receiver) route, all at the same time.
 
     Takes 20 round trips more than ``seconds``, in which TCP reaches the rate of a distant link.
 
@@ -60,7 +60,7 @@ def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -
 
 
 def round_trip(link: SlowLink, *, first: int = 0, second: int = 1) -> float:
-    """Milliseconds that a byte takes between two hosts and back, the median of nine.
+    """Measure the milliseconds that a byte takes to another host and back: the median of nine.
 
     Raises:
         RuntimeError: A probe failed; the message is its own.
@@ -80,5 +80,5 @@ def _probe(link: SlowLink, host: int, arguments: list[str]) -> subprocess.Popen:
 def _finish(process: subprocess.Popen, seconds: float) -> str:
     output, error = process.communicate(timeout=seconds + _PATIENCE)
     if process.returncode:
-        raise RuntimeError(f"network probe failed: {error.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"network probe failed: {' '.join(error.strip().splitlines()[-1:])}")
     return output

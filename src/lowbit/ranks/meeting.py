@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _kept: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives
 _LOOPBACK = ("127.", "localhost", "::1")
+_QUIET_SECONDS = 5.0  # of waiting for other machines, before a line says so
 
 
 class MeetingError(ConnectionError):
@@ -72,7 +73,7 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            log.warning("%s is no address of this machine: listening on all of its interfaces", host)
+            log.warning("%s is not an address of this machine: listening on all of its interfaces", host)
             everywhere, host = ("::", "::1") if family == socket.AF_INET6 else ("0.0.0.0", "127.0.0.1")
             listener.bind((everywhere, port))
         listener.listen(4096)
@@ -104,18 +105,22 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
         _warn_without_secret()
     deadline = time.monotonic() + patience
     hello, left = secrets.token_hex(16).encode(), patience
+    quiet = True
     while True:
         try:
             store = reach(rank, timeout=timeout, patience=left, number=number)
             claim = partial(store.compare_set, f"hello/{rank}", "", hello.decode())
             if bounded(claim, max(1.0, left)) == hello:
                 return store
-            reason = f"a process that was rank {rank} has been there; did somebody start it twice?"
+            reason = f"another process has joined as rank {rank} already; was it started twice?"
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
         left = deadline - time.monotonic()
         if left <= 0:
             raise _alone(rank, ranks, patience, reason)
+        if quiet and left < patience - _QUIET_SECONDS:
+            log.warning("rank %d waits up to %.0f s for rank 0 at %s: %s", rank, left, _where(), reason)
+            quiet = False
         time.sleep(min(0.5, left))
 
 
@@ -136,7 +141,7 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
             store = listen(host, port, timeout)
         except OSError as error:
             reason = error.strerror or error
-            raise MeetingError(f"rank 0 cannot keep the store at {_where()}: {reason}") from error
+            raise MeetingError(f"rank 0 cannot listen at {_where()}: {reason}") from error
         if port:
             _kept[host, port] = store
     return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")
@@ -161,7 +166,7 @@ def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float
     ]
     if strangers:
         raise MeetingError(
-            f"{', '.join(strangers)} did not prove to rank {rank} to know the secret of this run; "
+            f"{', '.join(strangers)} did not prove knowledge of this run's secret to rank {rank}; "
             f"allowed: the same {SECRET} on all machines"
         )
 
@@ -173,9 +178,14 @@ def _proof(secret: bytes, run: bytes, rank: int) -> str:
 def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) -> list[bytes]:
     """Wait until every rank has written its key of this name; returns the values in the order of the ranks."""
     keys = [f"{name}/{r}" for r in range(ranks)]
-    if not wait_until(lambda: store.check(keys), patience):
+    left = patience
+    if patience > _QUIET_SECONDS and not wait_until(lambda: store.check(keys), _QUIET_SECONDS):
+        left -= _QUIET_SECONDS
+        absent = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
+        log.warning("rank %d waits up to %.0f s for %s to come to %s", rank, left, absent or "others", _where())
+    if not wait_until(lambda: store.check(keys), left):
         missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
-        raise _alone(rank, ranks, patience, f"{missing} did not come")
+        raise _alone(rank, ranks, patience, f"{missing} did not join")
     return [bytes(value) for value in store.multi_get(keys)]
 
 
