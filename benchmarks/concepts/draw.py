@@ -132,7 +132,7 @@ def _levels(axes: Axes, theme: Theme, token: torch.Tensor) -> None:
         low, high = float(part.min()), float(part.max())
         size = (high - low) / (2**BITS - 1)
         levels = [low + i * size for i in range(2**BITS)]
-        label = None if start else "levels"
+        label = "_again" if start else "levels"
         axes.hlines(levels, start - 0.4, start + len(part) - 0.6, color=theme.muted, linewidth=0.5, label=label)
         others = part.abs() < part.abs().max()
         error = float((back - part)[others].norm() / part[others].norm())
