@@ -162,7 +162,7 @@ def test_a_real_run_from_the_command_line(tmp_path: Path):
 def test_a_configuration_is_printed_with_all_its_keys_and_read_back(tmp_path: Path):
     bare = invoke("config").stdout
     assert from_mapping(tomllib.loads(bare)) == TrainConfig()
-    assert "\n# Steps between checkpoints; 0: none. [at least 0]\ncheckpoint_every = 100\n" in bare
+    assert "\n# Steps between checkpoints. 0: no checkpoints. [at least 0]\ncheckpoint_every = 100\n" in bare
     assert "\n# warmup_steps = ...\n" in bare
     file = tmp_path / "train.toml"
     words = ["--model.dim", "64", "--pipeline.forward", "int4,GroupInt(bits=6, group=32)", "--ranks", "3"]
@@ -189,8 +189,9 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
         "ranks 4 on cpu, messages by gloo",
         "schedule 1F1B, 4 micro-batches of 2 windows",
         "stage 3 rank 3, layers 6 to 7",
-        "boundary 0 to 2 TAHQuant(",
-        "6.50 bits",
+        "boundary 0 to 2 SubspaceQuant(",
+        "4.52 bits",
+        "5.52 bits",
         "warm-up 50 of 200 steps at full precision",
         "saved by stage 0 to 2 LayerAware(bits=4",
         "saved by stage 3 as PyTorch does",

@@ -328,3 +328,19 @@ def test_refused_namespace_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_bad_number_of_hosts(hosts: int) -> None:
     with pytest.raises(ValueError, match="hosts must be an integer from 2 to 64"):
         SlowLink(hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "usage: probe.py receive|send ADDRESS PORT SETTLE SECONDS, or echo|ping ADDRESS PORT"),
+        (["ping", "127.0.0.1"], "usage: "),
+        (["echo", "198.18.0.1", "5201"], "error: echo 198.18.0.1:5201: "),
+    ],
+)
+def test_a_probe_says_in_one_line_what_is_wrong(words: list[str], expected: str) -> None:
+    argv = [sys.executable, "-m", "lowbit.network.probe", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(expected)
+    assert done.stderr.count("\n") == 1

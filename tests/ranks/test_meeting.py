@@ -55,6 +55,23 @@ def test_nobody_there_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch):
     assert time.monotonic() - begin < 4
 
 
+def test_a_rank_that_waits_says_for_whom_and_where(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr("lowbit.ranks.meeting._QUIET_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(AloneError):
+            meet(1, 2, timeout=5, patience=1.2)
+        store = meet(0, 2, timeout=5, patience=1)
+        with pytest.raises(AloneError, match="within 1.2 s"):
+            prove(store, 0, 2, secret=b"", patience=1.2)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if line.startswith("rank 1 waits up to 1 s for rank 0 at 127.0.0.1:")] == lines[:1]
+    assert lines[1:] == [f"rank 0 waits up to 1 s for rank 1 to come to 127.0.0.1:{port}"]
+
+
 def test_a_store_that_does_not_answer_is_tried_again(monkeypatch: pytest.MonkeyPatch):
     """Its keeper was stopped, then killed, and started again."""
     with ThreadPoolExecutor(1) as pool:

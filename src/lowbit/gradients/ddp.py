@@ -29,7 +29,7 @@ def all_reduce_hook(
     timeout: float = TIMEOUT,
     checksums: bool = True,
 ) -> Hook:
-    """A hook for `ddp.register_comm_hook(None, hook)`: gradients become their mean over all ranks.
+    """Return a hook for `ddp.register_comm_hook(None, hook)` that averages gradients over all ranks in few bits.
 
     Every bucket is averaged by `lowbit.collectives.all_reduce`, on a thread and a process group of the hook's own, so
     that the backward pass goes on and nothing that the program does in its own groups interferes. Parameters stay
@@ -42,7 +42,11 @@ def all_reduce_hook(
             float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a checkpoint
             does not hold it. Errors that a NaN or infinity spoils are dropped.
         group: the ranks of the DDP module; None: the default group.
-        algorithm, node_size, small, timeout, checksums: as for `all_reduce`.
+        algorithm: as for `all_reduce`.
+        node_size: as for `all_reduce`.
+        small: as for `all_reduce`.
+        timeout: as for `all_reduce`.
+        checksums: as for `all_reduce`.
 
     Returns:
         The hook, for one DDP module. Call this on all ranks at once, because it makes a process group. An error of

@@ -86,17 +86,26 @@ def ping(address: str, port: int) -> float:
 
 
 def main() -> None:
-    """Parse the arguments and run the end that they name."""
-    end, address, port, *seconds = sys.argv[1:]
-    settle, whole = map(float, seconds or (0, 0))
-    if end == "send":
-        send(address, int(port), whole)
-    elif end == "receive":
-        print(receive(address, int(port), settle, whole), flush=True)
-    elif end == "echo":
-        echo(address, int(port))
-    else:
-        print(ping(address, int(port)), flush=True)
+    """Parse the arguments and run the end that they name.
+
+    Raises:
+        SystemExit: with a line that says how to call it, or why the other end cannot be reached.
+    """
+    end, address, port, *seconds = [*sys.argv[1:], "", "", ""]
+    if (end, len(sys.argv)) not in [("send", 6), ("receive", 6), ("echo", 4), ("ping", 4)]:
+        sys.exit("usage: probe.py receive|send ADDRESS PORT SETTLE SECONDS, or echo|ping ADDRESS PORT")
+    settle, whole = map(float, seconds[:2] if len(sys.argv) == 6 else (0, 0))
+    try:
+        if end == "send":
+            send(address, int(port), whole)
+        elif end == "receive":
+            print(f"{receive(address, int(port), settle, whole):.4g}", flush=True)
+        elif end == "echo":
+            echo(address, int(port))
+        else:
+            print(f"{ping(address, int(port)):.4g}", flush=True)
+    except OSError as error:
+        sys.exit(f"error: {end} {address}:{port}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

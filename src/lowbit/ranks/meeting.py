@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _kept: dict[tuple[str, int], TCPStore] = {}  # by this process, for as long as it lives
 _LOOPBACK = ("127.", "localhost", "::1")
+_QUIET_SECONDS = 5.0  # of waiting for other machines, before a line says so
 
 
 class MeetingError(ConnectionError):
@@ -104,6 +105,7 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
         _warn_without_secret()
     deadline = time.monotonic() + patience
     hello, left = secrets.token_hex(16).encode(), patience
+    quiet = True
     while True:
         try:
             store = reach(rank, timeout=timeout, patience=left, number=number)
@@ -116,6 +118,9 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
         left = deadline - time.monotonic()
         if left <= 0:
             raise _alone(rank, ranks, patience, reason)
+        if quiet and left < patience - _QUIET_SECONDS:
+            log.warning("rank %d waits up to %.0f s for rank 0 at %s: %s", rank, left, _where(), reason)
+            quiet = False
         time.sleep(min(0.5, left))
 
 
@@ -173,7 +178,12 @@ def _proof(secret: bytes, run: bytes, rank: int) -> str:
 def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) -> list[bytes]:
     """Wait until every rank has written its key of this name; returns the values in the order of the ranks."""
     keys = [f"{name}/{r}" for r in range(ranks)]
-    if not wait_until(lambda: store.check(keys), patience):
+    left = patience
+    if patience > _QUIET_SECONDS and not wait_until(lambda: store.check(keys), _QUIET_SECONDS):
+        left -= _QUIET_SECONDS
+        absent = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
+        log.warning("rank %d waits up to %.0f s for %s to come to %s", rank, left, absent or "others", _where())
+    if not wait_until(lambda: store.check(keys), left):
         missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
         raise _alone(rank, ranks, patience, f"{missing} did not join")
     return [bytes(value) for value in store.multi_get(keys)]

@@ -17,7 +17,7 @@ from lowbit.codecs.tah_quant.reference import decode, encode
 
 @dataclass(frozen=True, kw_only=True)
 class TAHQuant(Summable):
-    """Tiles of a token's channels in two bit widths, chosen by what the tiles hold (arXiv 2506.01352).
+    """Quantize each tile of a token's channels in one of two bit widths, chosen from its values (arXiv 2506.01352).
 
     The tensor is (..., S, C): S tokens of C channels in each sequence; one dimension counts as one token. Each token's
     channels are cut into tiles of `tile`. `floor((1 - high_fraction) * candidates)` of them get `low_bits`:
@@ -59,7 +59,8 @@ class TAHQuant(Summable):
 
     Args:
         tile: channels of a tile: 8, 16, 32, 64 or 128.
-        high_bits, low_bits: 2 to 8, `low_bits <= high_bits`.
+        high_bits: bits of some tiles, 2 to 8.
+        low_bits: bits of the others, 2 to `high_bits`.
         high_fraction: share of the candidates that get `high_bits`, 0 to 1.
         pivot_ratio: more than 1, or None for no rotation.
         allocation: "range", "tile" or "token".

@@ -1,0 +1,1 @@
+"""The tutorials, done as their readers do them."""
