@@ -15,10 +15,12 @@ TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
 TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py ranks/test_pytorch.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
+# Not on the terminal: what the theme's authors have to say of MkDocs 2.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cpus test-torch fuzz torture gpu-test lint format clean
+.PHONY: help demo test test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +50,13 @@ gpu-test: ## Run what needs a GPU, with the PyTorch and Triton that PYTHON has; 
 fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longer than the tests do (MINUTES=10, SEED=...)
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --jobs 2
 
+docs: $(VENV)/.installed-docs ## Build the documentation site into site/, without a single warning
+	@$(MKDOCS) build --quiet
+	@echo "Built site/index.html"
+
+docs-serve: $(VENV)/.installed-docs ## Serve the documentation site on http://127.0.0.1:8000 and follow changes
+	@$(MKDOCS) serve $(ARGS)
+
 lint: $(VENV)/.installed-dev ## Check style, format and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -58,7 +67,7 @@ format: $(VENV)/.installed-dev ## Rewrite the files in the project's style
 	@$(BIN)/ruff format
 
 clean: ## Remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) .venv-torch .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-torch .pytest_cache .ruff_cache .hypothesis build dist site
 
 # One stamp for each set of extras: packages are installed again when the project's requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip

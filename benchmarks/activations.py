@@ -191,6 +191,9 @@ PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="benchmarks activations",
     summary="Error of a trained model's gradients by bits of saved activations.",
+    examples=(
+        "python -m benchmarks activations --method low-bit,int4 --sequence 256",
+    ),
     settings=ActivationsBenchmark,
     measure=measure,
     baselines=[Baseline(field="saved_vs_plain", value="saved_bytes", to={"method": PLAIN}, alike=("sequence",))],

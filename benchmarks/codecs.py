@@ -22,11 +22,15 @@ class PublishedBenchmark(CodecsBenchmark):
     """As `lowbit bench codecs`."""
 
     codecs: tuple[str, ...] = (
-        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
-        "tah-quant-token", "published-procedure", "published-procedure-token", FITTED,
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "tah-quant",
+        "tah-quant-published", "tah-quant-token", "published-procedure", "published-procedure-token", FITTED,
     )  # fmt: skip
     """As in `lowbit bench codecs`; also published-procedure and published-procedure-token (allocation by token): what
     the paper's research code does, its errors and bits, not its speed."""
 
 
-COMMAND = dataclasses.replace(codecs.COMMAND, settings=PublishedBenchmark)
+COMMAND = dataclasses.replace(
+    codecs.COMMAND,
+    settings=PublishedBenchmark,
+    examples=("python -m benchmarks codecs --codec published-procedure --data gaussian",),
+)

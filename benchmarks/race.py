@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowbit.bench.demo import reached
+from lowbit.bench.curves import reached
 from lowbit.bench.recipes import (
     MANY_STAGES,
     PROGRAM,
@@ -44,7 +44,7 @@ class RaceBenchmark:
 
     links: Links = (Link(100.0),)
     """A race on each: rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
-    boundaries: Names = ("fp32", "tah-quant", "aq-sgd")
+    boundaries: Names = ("fp32", "tah-quant", "aq-sgd", "subspace")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     backward: str = ""
     """Format of the gradients beside few-bit activations that do not name their own; absent: the default."""
@@ -206,6 +206,9 @@ def rows_of(racers: Sequence[Racer], about: Mapping[str, Any]) -> list[dict[str,
 COMMAND = Command(
     name="benchmarks race",
     summary="Seconds of training until each boundary format has reached the same held-out loss.",
+    examples=(
+        "python -m benchmarks race --boundary fp32,aq-sgd,tah-quant --epochs 3",
+    ),
     settings=RaceBenchmark,
     measure=measure,
     baselines=[

@@ -1,9 +1,13 @@
-"""The documentation runs: its Python, the options of its commands, and its links.
+"""The documentation runs: its Python, the options of its commands, its configurations and its links.
 
 Python blocks of one file share a namespace and run in a process of their own, in an empty folder. A block that needs
 several ranks is a whole script, marked with its number of ranks: ```python torchrun=2
+A block of any other kind than those of `KINDS` fails.
 """
 
+import dataclasses
+import importlib.util
+import itertools
 import re
 import shlex
 import tomllib
@@ -13,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from markdown_it import MarkdownIt
 
 from benchmarks.__main__ import BENCHMARKS
 from lowbit.cli.app import COMMANDS, Group
@@ -21,10 +27,30 @@ from tests.forked import run_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()
+    path
+    for path in (*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *ROOT.glob("docs/**/*.md"))
+    if path.exists()
 ]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KINDS = {
+    "python": "run, with torchrun=N as N ranks",
+    "py": "run by tests/gradients/test_recipes.py, with the packages that it names",
+    "bash": "commands, parsed",
+    "console": "commands, parsed, and what they print",
+    "toml": "a training configuration, or what a package declares, read",
+    "yaml": "a task of lm-eval, read",
+    "text": "what a program prints, and diagrams",
+}
+# Programs of other people that the pages may name.
+OTHERS = {
+    *("cat", "cd", "chmod", "cp", "curl", "diff", "export", "git", "grep", "head", "ip", "iperf3", "ls", "mkdir", "mv"),
+    *("nvidia-smi", "openssl", "ping", "pip", "pre-commit", "python", "python3", "rm", "scp", "sed", "source", "ssh"),
+    *("ssh-keygen", "sudo", "tail", "tar", "tc", "tensorboard", "torchrun", "unset", "wg", "wg-quick"),
+}
+SEPARATORS = {"|", "||", "&&", "&", ";"}
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
-LINK = re.compile(r"\[[^\]]*\]\((?!\w+:|#)([^)#\s]+)")
+LINK = re.compile(r"(?:\]\(|^\[[^\]\n]+\]: +|\b(?:href|src|srcset)=\")(?!\w+:)([^)\s#\"]*)(?:#([^)\s\"]+))?", re.M)
+HEADING = re.compile(r"^#+ +(.*?) *#*$", re.M)
 
 
 @dataclass(frozen=True)
@@ -61,10 +87,26 @@ def joined(parts: list[Block]) -> str:
 def commands(text: str) -> Iterator[list[str]]:
     """Every command of the page's shell blocks, as words; where commands follow a "$ ", the rest is output."""
     for block in blocks(text):
-        if block.language in ("bash", "sh", "shell", "console"):
+        if block.language in ("bash", "console"):
             lines = block.body.replace("\\\n", " ").splitlines()
             entered = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-            yield from (shlex.split(line, comments=True) for line in entered or lines)
+            for line in entered or lines:
+                yield from _commands_of(shlex.split(line, comments=True))
+
+
+def _commands_of(words: list[str]) -> Iterator[list[str]]:
+    """The commands of a line, each without the variables before it and without where its output goes."""
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word not in SEPARATORS:
+            command.append(word)
+            continue
+        while command and re.match(r"\w+=", command[0]):
+            command = command[1:]
+        end = next((i for i, word in enumerate(command) if re.match(r"\d?[<>]", word)), len(command))
+        if command[:end]:
+            yield command[:end]
+        command = []
 
 
 def name(page: Path) -> str:
@@ -109,12 +151,49 @@ def test_commands_exist_with_their_options(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path):
-    for target in LINK.findall(FENCE.sub("", page.read_text())):
-        assert (page.parent / target).exists(), target
+    for target, anchor in LINK.findall(_without_code(page.read_text())):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        # The names of the API reference become anchors when the site is built: tests/test_site.py.
+        if anchor and file.suffix == ".md" and file.parent.name != "api":
+            assert anchor in anchors(file.read_text()), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_block_is_of_a_kind_that_is_checked(page: Path):
+    check_blocks(page.read_text(), recipes=page.name == "data-parallel.md")
+
+
+def check_blocks(text: str, *, recipes: bool = False) -> None:
+    """Assert that each block, found as a Markdown parser finds it, is one that a test reads."""
+    parsed = [token for token in MarkdownIt().parse(text) if token.type in ("fence", "code_block")]
+    assert [token.type for token in parsed if token.type == "code_block"] == [], "an indented block has no language"
+    found = list(blocks(text))
+    assert [block.line - 1 for block in found] == [token.map[0] + 1 for token in parsed if token.map]
+    for block in found:
+        assert block.language in KINDS, f"line {block.line}: {block.language!r}; allowed: {', '.join(KINDS)}"
+        assert not block.words or block.ranks or (block.language == "py" and recipes), (
+            f"line {block.line}: {block.words}"
+        )
+        assert block.language != "py" or recipes, f"line {block.line}: no test runs it"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found: set[str] = set(re.findall(r"\bid=\"([^\"]+)\"", text))
+    for heading in HEADING.findall(FENCE.sub("", text)):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        found.add(next(s for s in (slug, *(f"{slug}-{i}" for i in range(1, 99))) if s not in found))
+    return found
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"(`+)[^`\n]+\1", "", FENCE.sub("", text))
 
 
 def check_command(words: list[str]) -> None:
-    """Assert that a `lowbit`, `benchmarks` or `make` command line names what exists; others are not ours to judge."""
+    """Assert that a command line of ours names what exists, and that others start one of `OTHERS`."""
     programs = [Path(word).name for word in words]
     if words[:3] == ["python", "-m", "benchmarks"]:
         check_lowbit(words[3:], BENCHMARKS)
@@ -124,6 +203,20 @@ def check_command(words: list[str]) -> None:
         goals = [word for word in words[1:] if "=" not in word]
         makefile = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{re.escape(goal)}:", makefile, re.M) for goal in goals), words
+    else:
+        check_other(words)
+
+
+def check_other(words: list[str]) -> None:
+    """Assert that a command line that is not lowbit's is allowed, and that what it names of ours exists."""
+    assert Path(words[0]).name in OTHERS, f"{words[0]} is none of: {', '.join(sorted(OTHERS))}"
+    for before, word in itertools.pairwise(words):
+        if before == "-m" and word.partition(".")[0] in ("tests", "benchmarks"):
+            assert importlib.util.find_spec(word), word
+        if word.startswith("examples/"):
+            assert (ROOT / word).exists(), word
+        if extras := re.fullmatch(r"(?:lowbit|\.)\[([\w,]+)\]", word):
+            assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"]), word
 
 
 def check_lowbit(words: list[str], command: Any = COMMANDS) -> None:
@@ -137,10 +230,30 @@ def check_lowbit(words: list[str], command: Any = COMMANDS) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_training_configurations_are_understood(page: Path):
+def test_configurations_are_understood(page: Path):
     for block in blocks(page.read_text()):
         if block.language == "toml":
-            from_mapping(tomllib.loads(block.body))
+            check_toml(tomllib.loads(block.body))
+        if block.language == "yaml":
+            check_task(yaml.safe_load(block.body))
+
+
+def check_toml(values: dict[str, Any]) -> None:
+    """Assert that it is a training configuration, or names codecs of a package."""
+    if "project" in values:
+        names = values["project"].pop("entry-points").pop("lowbit.codecs")
+        assert values == {"project": {}}
+        assert all(re.fullmatch(r"[\w.]+:\w+", place) for place in names.values())
+    else:
+        from_mapping(values)
+
+
+def check_task(values: dict[str, Any]) -> None:
+    """Assert that it is a task as lm-eval reads it, and of its keys where it is installed."""
+    assert {"task", "dataset_path", "output_type"} <= set(values)
+    if importlib.util.find_spec("lm_eval"):
+        tasks = importlib.import_module("lm_eval.api.task")
+        assert set(values) <= {field.name for field in dataclasses.fields(tasks.TaskConfig)}
 
 
 SAMPLE = """
@@ -196,11 +309,42 @@ def test_commands_are_found_without_comments_and_output():
         "lowbit train --model.nonsense 3",
         "lowbit nonsense",
         "make nonsense",
+        "nonsense --option",
+        "python -m tests.nonsense",
+        "pip install lowbit[nonsense]",
     ],
 )
 def test_a_command_that_does_not_exist_fails(command: str):
     with pytest.raises((AssertionError, ConfigError)):
         check_command(shlex.split(command))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("```\nx\n```\n", "''; allowed"),
+        ("```json\n{}\n```\n", "'json'; allowed"),
+        ("```python skip\n1\n```\n", "skip"),
+        ("```py\n1\n```\n", "no test runs it"),
+        ("Text:\n\n    indented\n", "no language"),
+        ("~~~python\n1\n~~~\n", "== "),
+    ],
+)
+def test_a_block_that_no_test_reads_fails(text: str, fault: str):
+    with pytest.raises(AssertionError, match=fault):
+        check_blocks(text)
+
+
+def test_a_line_is_cut_into_its_commands():
+    line = "A=1 lowbit config --run.steps 3 > run.toml && cat run.toml | head"
+    assert list(_commands_of(shlex.split(line))) == [
+        ["lowbit", "config", "--run.steps", "3"], ["cat", "run.toml"], ["head"]
+    ]  # fmt: skip
+
+
+def test_anchors_are_those_of_the_site():
+    text = "# A `b` c-d\n```python\n# no\n```\n## Bits, *both* ways\n## Twice\n## Twice\n"
+    assert anchors(text) == {"a-b-c-d", "bits-both-ways", "twice", "twice-1"}
 
 
 def test_a_failing_block_fails(tmp_path: Path):

@@ -14,5 +14,6 @@ __all__ = ["__version__"]
 
 try:
     __version__ = version("lowbit")
+    """Version of the installed package."""
 except PackageNotFoundError:  # a plain checkout on PYTHONPATH, never installed
     __version__ = "0.1.0"

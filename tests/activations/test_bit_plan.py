@@ -38,12 +38,12 @@ def written(folder: Path, **changes: Any) -> Path:
     ({"format": "\x1b[2J" + "x" * 999}, r"has format '\\x1b\[2Jx{50,120}\.\.\.; allowed"),
     ({"version": 2}, "has version 2; this lowbit reads version 1"),
     ({"version": [1]}, r"has version \[1\]; this lowbit"),
-    ({"stages": ...}, "is no plan: it lacks made_for, group or stages"),
-    ({"stages": {"0": BITS}}, "is no plan: it lacks made_for, group or stages"),
+    ({"stages": ...}, "is not a memory plan: it lacks made_for, group or stages"),
+    ({"stages": {"0": BITS}}, "is not a memory plan: it lacks made_for, group or stages"),
     ({"more": 1}, "or has more than these"),
-    ({"made_for": [1]}, "is no plan: it lacks"),
-    ({"made_for": {"a": "x" * 999}}, "is no plan: made_for"),
-    ({"made_for": {"a": [1]}}, "is no plan: made_for"),
+    ({"made_for": [1]}, "is not a memory plan: it lacks"),
+    ({"made_for": {"a": "x" * 999}}, "is not a memory plan: made_for"),
+    ({"made_for": {"a": [1]}}, "is not a memory plan: made_for"),
     ({"stages": []}, "stages has 0 entries; allowed: 1 to 4096"),
     ({"stages": [BITS] * 5000}, "stages has 5000 entries"),
     ({"stages": [4]}, r"stages\[0\] is 4; allowed: bits for norm, mlp, linear"),
@@ -72,7 +72,7 @@ def test_other_content_is_one_short_line(tmp_path: Path, changes: dict[str, Any]
     (b"\xff\xfe{", "is not JSON"),
     (b"[" * 100_000, "is not JSON"),
     (b'{"version": ' + b"9" * 5000 + b"}", "is not JSON"),
-    (b"[]", "holds no JSON object"),
+    (b"[]", "does not hold a JSON object"),
     (b" " * (1 << 21), "has more than 1048576 bytes"),
 ])  # fmt: skip
 def test_other_bytes_are_one_line(tmp_path: Path, data: bytes, says: str):
@@ -83,9 +83,9 @@ def test_other_bytes_are_one_line(tmp_path: Path, data: bytes, says: str):
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is no regular file"):
+    with pytest.raises(ValueError, match="pipe is not a regular file"):
         BitPlan.read(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         BitPlan.read(tmp_path)
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         BitPlan.read(tmp_path / "none")

@@ -171,7 +171,7 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
         ({"threads": (10**6,)}, "threads is"),
         ({"shape": (1, 0, 8)}, "shape is"),
         (
-            {"shape": (1, 4, 8), "codecs": ("subspace",)},
+            {"shape": (1, 4, 8), "codecs": ("SubspaceQuant(directions=32)",)},
             r"directions is 32, and the last dimension of \(1, 4, 8\) is 8",
         ),
         ({"rounds": 0}, "rounds is 0; allowed: at least 1"),

@@ -6,9 +6,11 @@ import pytest
 from rich.console import Console
 
 from lowbit.bench import demo
+from lowbit.bench.curves import curve
 from lowbit.bench.pipeline import PipelineBenchmark
 from lowbit.bench.recipes import PROGRAM, as_mapping
 from lowbit.bench.workers import Workers
+from lowbit.codecs import SubspaceQuant
 from lowbit.config import ConfigError
 from lowbit.network import SlowLink
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
@@ -16,7 +18,7 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 TINY = PipelineBenchmark(
     model=ModelConfig(dim=32, layers=4, heads=2), data=DataConfig(batch=8, sequence=32), samples=8,
     pipeline=PipelineConfig(stages_per_rank=2, schedule="Interleaved1F1B"),
-    boundaries=("stock-fp32", "stock-bf16", "fp32", "tah-quant"),
+    boundaries=("stock-fp32", "fp32", "subspace"),
 )  # fmt: skip
 ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B")
 
@@ -28,15 +30,17 @@ def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(demo, "CONTESTANTS", small)
     with (console := Console(width=80)).capture() as shown:
         report = demo.run(Path("demo"), console=console)
-    fp32, few = report.rows
-    assert (fp32["boundary"], fp32["steps"], len(fp32["curve"])) == ("fp32", 3, 3)
-    assert (few["boundary"], few["steps"], len(few["curve"])) == ("tah-quant", 4, 4)
-    assert (fp32["bits_forward"], fp32["speedup_fp32"]) == (32.0, 1.0)
-    assert few["bytes_per_step"] < fp32["bytes_per_step"] / 4
+    stock, fp32, few = report.rows
+    for i, (row, name) in enumerate(zip(report.rows, ("stock-fp32", "fp32", "subspace"), strict=True)):
+        assert (row["boundary"], row["steps"], len(row["curve"])) == (name, 3 + i, 3 + i)
+    assert (stock["bits_forward"], stock["speedup_stock_fp32"]) == (32.0, 1.0)
+    assert few["bytes_per_step"] < fp32["bytes_per_step"] / 3
+    assert few["bits_forward"] == pytest.approx(SubspaceQuant().bits_per_element((2, 32, 32)), abs=0.1)
+    assert [loss for _, loss in stock["curve"]] == pytest.approx([loss for _, loss in fp32["curve"][:3]])
     assert fp32["curve"][0][1] == pytest.approx(few["curve"][0][1], abs=0.05)
     assert {row["link_mbit"] for row in report.rows} == {None if SlowLink.available() else 100.0}
     text = shown.get()
-    for part in ("FP32, stock", "TAH-Quant", "tokens/s", "def ", "demo.png"):
+    for part in ("PyTorch's stage, FP32", "lowbit's stage, SubspaceQuant", "tokens/s", "def ", "demo.png"):
         assert part in text
     assert "…" not in text, "fits on 80 columns"
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -44,7 +48,7 @@ def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monkey
     demo.check_output(Path("demo"))  # it may be run again
 
 
-@pytest.mark.parametrize("name", ["report.json", "demo.png", "fp32/metrics.jsonl", "tah-quant/config.json"])
+@pytest.mark.parametrize("name", ["report.json", "demo.png", "stock-fp32/metrics.jsonl", "subspace/config.json"])
 def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
@@ -71,7 +75,22 @@ def test_a_rank_that_fails_is_named(tmp_path: Path):
 
 def test_curve_is_a_mean_of_the_last_steps():
     metrics = [{"seconds": 2.0, "loss": float(i)} for i in range(20)]
-    points = demo.curve(metrics)
+    points = curve(metrics)
     assert points[0] == (2.0, 0.0)
     assert points[1] == (4.0, 0.5)
     assert points[-1] == (40.0, pytest.approx(15.5))  # of losses 12 to 19
+
+
+def test_the_findings_tell_the_stage_from_the_bits():
+    rows = [
+        {"steps": steps, "bits_forward": bits, "bits_backward": bits + 1, "speedup_stock_fp32": speed / 2000,
+         "target_loss": 3.0, "seconds_to_loss": seconds,
+         "curve": [(float(i), 4.0 - i / 2 + seconds / 1000) for i in range(steps)]}
+        for steps, speed, bits, seconds in ((3, 2000, 32.0, 60.0), (4, 3000, 32.0, 42.0), (9, 6000, 4.4, 20.0))
+    ]  # fmt: skip
+    stage, bits, loss, same, warm_up = demo.findings(rows)
+    assert "1.50 times as fast as PyTorch's" in stage
+    assert "4.4 forward and 5.4 backward in place of 32 are 2.00 times as fast again, 3.00 times in all" in bits
+    assert "loss 3.00: after 60 s with PyTorch's stage, 42 s with lowbit's in FP32, 20 s with SubspaceQuant" in loss
+    assert "after 3 steps, training loss is 3.060, 3.042 and 3.020" in same
+    assert "without a warm-up" in warm_up

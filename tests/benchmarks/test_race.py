@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.race import COMMAND, RaceBenchmark, Racer, rows_of
-from lowbit.bench.demo import seconds_until
+from lowbit.bench.curves import seconds_until
 from lowbit.network import Link
 from lowbit.report import compare, run
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig

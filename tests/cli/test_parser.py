@@ -111,7 +111,7 @@ def test_a_list_may_be_toml():
 def test_help_says_all_of_every_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("COLUMNS", "150")
     with pytest.raises(SystemExit):
-        read("--help")
+        read("--help-all")
     shown = " ".join(capsys.readouterr().out.split())
     for text in (
         "usage: measure FOLDER [options] Measure 5 % of it.",
@@ -123,13 +123,21 @@ def test_help_says_all_of_every_option(monkeypatch: pytest.MonkeyPatch, capsys: 
         "--device TEXT Where to compute. [cpu, cuda; default: cpu]",
         "--continue Go on. [default: false]",
         "--checked Look twice. [default: true; off: --no-checked]",
-        "--resume [=auto] Go on, or begin. [default: false]",
-        "--dim INTEGER, --model.dim INTEGER Width: of the model. steps: are none of its settings. ",
+        "--resume[=auto] Go on, or begin. [default: false]",
+        "--dim, --model.dim INTEGER Width: of the model. steps: are none of its settings. ",
         "of its settings. [at least 1; default: 64]",
         "model: What is trained, 100 % of it.",
         "--model.kv_heads INTEGER Of keys. [at least 0; default: 0]",
     ):
         assert text in shown
+
+
+def test_help_names_the_options_of_sections(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        read("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--dim, --model.dim INTEGER Width" in shown
+    assert shown.endswith("such as --model.kv_heads; --help-all explains them: --model. kv_heads, layers")
 
 
 @pytest.mark.parametrize(

@@ -77,15 +77,15 @@ def test_bad_settings_are_one_line(arguments: tuple[str, ...], line: str):
     ("text", "reason"),
     [
         ("", "is not JSON (Expecting value: line 1 column 1 (char 0)): name another file"),
-        ("[1]", "holds no report of `lowbit bench {command}`: name another file"),
+        ("[1]", "does not hold a report of `lowbit bench {command}`: name another file"),
         ("[" * 20000, "is not JSON (maximum recursion depth"),
         (
             '{"command": "bench codecs", "settings": {}, "machine": {}, "rows": []}',
-            "holds no report of `lowbit bench {command}`: name another file",
+            "does not hold a report of `lowbit bench {command}`: name another file",
         ),
         (
             '{"command": "bench {command}", "settings": {}, "machine": {}, "rows": [{"x": 1}]}',
-            "holds no report of `lowbit bench {command}`: name another file",
+            "does not hold a report of `lowbit bench {command}`: name another file",
         ),
     ],
 )

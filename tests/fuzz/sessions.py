@@ -88,7 +88,7 @@ class Subspace:
         memory, geo = session._memory, session._geometry
         header = torch.empty(4, dtype=torch.int32)
         then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
-        unit = memory.directions.new_empty(self.codec.count)
+        unit = memory.directions.new_empty(geo.directions)
         follower = kernels.implementation(follow, payload.device)
         follower(payload, memory.directions, memory.digest, header, *then, unit, memory.messages, training, geo)
         return [header, *then, unit]
@@ -107,8 +107,8 @@ class SubspaceDecoding:
 
     def case(self, rng: random.Random) -> Case:
         """What the numbers at random make of it."""
-        (rows, channels), count, dtype = self._shape, self.codec.count, rng.choice(DTYPES)
-        geo = self.codec.geometry(self._shape)
+        (rows, channels), geo, dtype = self._shape, self.codec.geometry(self._shape), rng.choice(DTYPES)
+        count = geo.directions
         kind, payload = damage(rng, rng.randbytes(geo.layout.nbytes), spans_of(geo.layout))
 
         def decode(given: Tensor, c: Tensor, out: Tensor) -> None:

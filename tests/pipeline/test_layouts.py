@@ -69,7 +69,7 @@ BAD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", BAD, ids=str)
 def test_layouts_that_cannot_be_are_refused(change: dict[str, Any]):
     assert facts(*parse(json.dumps([GOOD]).encode())) == facts(torch.empty(2, 3))
-    with pytest.raises(ValueError, match="is no layout of a tensor"):
+    with pytest.raises(ValueError, match="is not the layout of a tensor"):
         parse(json.dumps([GOOD | change]).encode())
 
 
@@ -103,10 +103,10 @@ def hostile(text: bytes) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (pickle.dumps(Opened()), "rank 0 sent no layouts of tensors: "),
-        (b"[" * MESSAGE_BYTES, "rank 0 sent no layouts of tensors: "),
-        (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "rank 0 sent no layouts of tensors: {"),
-        (b"[null]", "rank 0 sent no layouts of tensors: None is no layout"),
+        (pickle.dumps(Opened()), "rank 0 sent something other than layouts of tensors: "),
+        (b"[" * MESSAGE_BYTES, "rank 0 sent something other than layouts of tensors: "),
+        (json.dumps([GOOD | {"shape": [2**41, 1]}]).encode(), "rank 0 sent something other than layouts of tensors: {"),
+        (b"[null]", "rank 0 sent something other than layouts of tensors: None is not the layout"),
     ],
     ids=["pickled", "deep", "huge", "missing"],
 )

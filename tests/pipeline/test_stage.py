@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from lowbit.codecs import AQSGD, Codec, SubspaceQuant, TAHQuant
+from lowbit.codecs import AQSGD, Codec, SubspaceQuant, TAHQuant, backward_codec
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
@@ -143,6 +143,32 @@ def test_codecs_differ_by_boundary_and_direction(ranks: Ranks):
     sizes = {c: n * (c.nbytes(shape) + CHECKSUM_BYTES) for c in (INT4, INT6, FP32, TAHQuant())}
     assert [forward for forward, _ in sent] == [sizes[INT4], sizes[FP32], sizes[TAHQuant()], 0]
     assert [backward for _, backward in sent] == [0, sizes[INT6], sizes[INT6], sizes[FP32]]
+
+
+def trains_for_two_steps(codecs: dict[str, Any]) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    run = toy.Run("1f1b", toy.lowbit(**codecs))
+    for step in range(2):
+        run.train(step)
+    return run.losses, [(s.traffic.forward_bytes, s.traffic.backward_bytes) for s in run.stages]
+
+
+def test_the_recommended_format_is_the_default_both_ways(ranks: Ranks):
+    forward = SubspaceQuant()
+    outcome = ranks.run(trains_for_two_steps, {})
+    explicit = ranks.run(trains_for_two_steps, {"forward": forward, "backward": backward_codec(forward)})
+    for (losses, sent), (expected, expected_sent) in zip(outcome, explicit, strict=True):
+        assert same(losses, expected)
+        assert sent == expected_sent
+
+
+def test_gradients_get_the_format_beside_that_of_each_boundary(ranks: Ranks):
+    codecs = {0: INT4, 1: FP32, 2: TAHQuant()}
+    outcome = ranks.run(trains_for_two_steps, {"forward": codecs}, ranks=4)
+    beside = {i: backward_codec(codec) for i, codec in codecs.items()}
+    expected = ranks.run(trains_for_two_steps, {"forward": codecs, "backward": beside}, ranks=4)
+    for (losses, sent), (expected_losses, expected_sent) in zip(outcome, expected, strict=True):
+        assert same(losses, expected_losses)
+        assert sent == expected_sent
 
 
 def warms_up() -> tuple[list[Tensor], list[int]]:
@@ -323,7 +349,7 @@ def test_directions_are_learned_alike_at_both_ends_and_resume_exactly(ranks: Ran
         assert there[1] == replace(codec, directions=there[1].directions)
         chosen = [(there[1], back[1])] * 2
     for (_, _, state, _), pair in zip(through, chosen, strict=True):
-        assert state == 4 * toy.WIDTH * sum(c.count for c in pair) + 2 * 16
+        assert state == 4 * toy.WIDTH * sum(c.directions for c in pair) + 2 * 16
     # Five steps and an evaluation, of which one step at full precision.
     shape = (toy.ROWS, 3, toy.WIDTH)
     first = 4 * math.prod(shape) + 16 * auto

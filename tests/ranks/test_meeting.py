@@ -32,7 +32,7 @@ def test_a_store_listens_where_it_was_asked_to_only():
 def test_an_address_of_another_machine_is_said_to_be_one(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         store = listen("192.0.2.1", 0, timeout=5)
-    assert "192.0.2.1 is no address of this machine" in caplog.text
+    assert "192.0.2.1 is not an address of this machine" in caplog.text
     socket.create_connection(("127.0.0.2", store.port), timeout=5).close()
 
 
@@ -155,7 +155,8 @@ def test_who_does_not_know_the_secret_is_named_on_all_ranks(ranks: Ranks):
     outcomes = ranks.outcomes(_proves, {0: b"a", 1: b"", 2: b"a"}, ranks=3)
     assert [o.kind for o in outcomes] == ["MeetingError"] * 3
     for rank, strangers in ((0, "rank 1"), (1, "rank 0, rank 2"), (2, "rank 1")):
-        assert outcomes[rank].text.startswith(f"{strangers} did not prove to rank {rank} to know")
+        expected = f"{strangers} did not prove knowledge of this run's secret to rank {rank}"
+        assert outcomes[rank].text.startswith(expected)
 
 
 def _replays() -> bool:
@@ -192,7 +193,7 @@ def _writes_garbage() -> bool:
 def test_garbage_proves_nothing(ranks: Ranks):
     first, second = ranks.outcomes(_writes_garbage)
     assert isinstance(first, Failure)
-    assert first.text.startswith("rank 1 did not prove to rank 0")
+    assert first.text.startswith("rank 1 did not prove knowledge of this run's secret to rank 0")
     assert second is True
 
 
@@ -208,7 +209,7 @@ def test_a_store_survives_what_is_no_message():
 def test_who_does_not_come_is_named(ranks: Ranks):
     first, second, third = ranks.outcomes(_proves, {0: b"a", 2: b"a"}, 1, ranks=3)
     assert first.kind == third.kind == "AloneError"
-    assert first.text.endswith("within 1 s: rank 1 did not come")
+    assert first.text.endswith("within 1 s: rank 1 did not join")
     assert second is None
 
 
@@ -231,5 +232,5 @@ def test_a_process_may_meet_again_and_a_rank_be_there_once(monkeypatch: pytest.M
         meet(1, 2, timeout=5, patience=5, number=number)
         first.set("number", str(number))
     assert meet(0, 2, timeout=5, patience=5, number=2).check(["number"]) is False
-    with pytest.raises(AloneError, match="a process that was rank 1 has been there; did somebody"):
+    with pytest.raises(AloneError, match="another process has joined as rank 1 already; was it"):
         meet(1, 2, timeout=5, patience=1, number=1)

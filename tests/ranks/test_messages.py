@@ -107,6 +107,6 @@ def test_what_a_peer_tells_is_read_with_care(ranks: Ranks):
     limit = f"allowed: 1 to {module.MOST_BYTES}"
     assert ranks.run(told, 1 << 40, b"")[0] == f"rank 1 announces {1 << 40} bytes of JSON; {limit}"
     assert ranks.run(told, -1, b"")[0] == f"rank 1 announces -1 bytes of JSON; {limit}"
-    assert ranks.run(told, 3, b"[1,")[0].startswith("rank 1 sent no JSON: ")
+    assert ranks.run(told, 3, b"[1,")[0].startswith("rank 1 sent text that is not JSON: ")
     deep = b"[" * 100_000
-    assert ranks.run(told, len(deep), deep)[0].startswith("rank 1 sent no JSON: ")
+    assert ranks.run(told, len(deep), deep)[0].startswith("rank 1 sent text that is not JSON: ")

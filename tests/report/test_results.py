@@ -36,7 +36,7 @@ def test_json_is_read_back(tmp_path: Path):
     report(loss=1.5).write_json(tmp_path / "r.json")
     assert Report.read_json(tmp_path / "r.json").rows == [{"loss": 1.5}]
     (tmp_path / "other.json").write_text('{"rows": []}')
-    with pytest.raises(ValueError, match="holds no report"):
+    with pytest.raises(ValueError, match="does not hold a report"):
         Report.read_json(tmp_path / "other.json")
 
 

@@ -34,9 +34,10 @@ def test_gradients_without_a_name_get_what_belongs_to_the_activations():
 @pytest.mark.parametrize(
     ("forward", "backward", "width", "expected"),
     [
-        ("subspace", "", 32, ["forward: .* 12.1 bits .*, and 4.3 w", "backward: .* 13.1 .* 5.3 w"]),
-        ("subspace", "", 128, []),
-        ("SubspaceQuant(directions=2)", "subspace", 32, [r"backward: .*\(2, 256, 32\), .* directions='auto'"]),
+        ("SubspaceQuant(directions=32)", "", 32, ["forward: .* 12.1 bits .*, and 4.3 w", "backward: .* 13.1 .* 5.3 w"]),
+        ("SubspaceQuant(directions=32)", "", 128, []),
+        ("subspace", "", 2, []),
+        ("subspace", "SubspaceQuant(directions=32)", 32, [r"backward: .*\(2, 256, 32\), .*; leave directions out"]),
         ("SubspaceQuant(directions='auto')", "int8", 32, []),
     ],
 )

@@ -87,7 +87,7 @@ def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
     folder.clear()
     assert everything(tmp_path) == {MARK, "model", "model/precious"}
     os.mkdir(tmp_path / staging.name)
-    with pytest.raises(FileExistsError, match="is not lowbit's; it needs the name"):
+    with pytest.raises(FileExistsError, match="was not made by lowbit, which needs this name"):
         folder.staging("model")
 
 
@@ -192,7 +192,7 @@ def test_a_record_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
     config = tiny(tmp_path)
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / MARK)
-    with pytest.raises(ConfigError, match="lowbit-run.jsonl that is no regular file"):
+    with pytest.raises(ConfigError, match="lowbit-run.jsonl that is not a regular file"):
         prepare(config, ranks=2)
 
 

@@ -100,8 +100,8 @@ def test_a_run_with_codecs_writes_everything_that_it_should(ranks: Ranks, tmp_pa
     output = Path(config.run.output)
     assert read_summary(output / "summary.json") == here
     written = json.loads((output / "config.json").read_text())["pipeline"]
-    assert written["forward"] == ["SubspaceQuant(directions=2, bits=3, group=8, refresh=8)"], "in full"
-    assert written["backward"] == ["SubspaceQuant(directions=2, bits=6, group=32, refresh=8)"]
+    assert written["forward"] == ["SubspaceQuant(directions=2, bits=3, group=8)"], "in full"
+    assert written["backward"] == ["SubspaceQuant(directions=2, bits=6, group=32)"]
 
     lines = read_metrics(output / "metrics.jsonl")
     shape = (2, 16, 32)

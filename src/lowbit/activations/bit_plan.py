@@ -91,14 +91,14 @@ class BitPlan:
                 try:
                     return cls(stages=tuple(stages), group=group, made_for=made_for)
                 except (TypeError, ValueError) as error:
-                    raise ValueError(f"{path} is no plan: {_cut(str(error))}") from None
-        raise ValueError(f"{path} is no plan: it lacks made_for, group or stages, or has more than these")
+                    raise ValueError(f"{path} is not a memory plan: {_cut(str(error))}") from None
+        raise ValueError(f"{path} is not a memory plan: it lacks made_for, group or stages, or has more than these")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():  # reading a pipe could take for ever
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError(f"{path} is not a regular file")
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except OSError as error:
@@ -110,7 +110,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({type(error).__name__})") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} does not hold a JSON object")
     return values
 
 

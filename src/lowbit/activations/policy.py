@@ -111,4 +111,4 @@ def check_bits(name: str, value: object) -> None:
     try:
         check_int(name, value, 2, 8)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} is {value!r}; allowed: 2 to 8, or {WHOLE} (as it is)") from None
+        raise type(error)(f"{name} is {value!r}; allowed: 2 to 8, or {WHOLE} (uncompressed)") from None

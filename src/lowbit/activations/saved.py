@@ -205,7 +205,7 @@ class _Survey:
             for kind, size in sizes.items()
         )
         if shares:
-            log.warning("activations of these types are saved as they are: %s", shares)
+            log.warning("activations of these types are saved uncompressed: %s", shares)
 
 
 def _hooked() -> bool:

@@ -40,8 +40,8 @@ class CodecsBenchmark:
     """Codecs and tensors."""
 
     codecs: tuple[str, ...] = (
-        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "tah-quant", "tah-quant-published",
-        "tah-quant-token", FITTED,
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "tah-quant",
+        "tah-quant-published", "tah-quant-token", FITTED,
     )  # fmt: skip
     """Formats by name or in full, but for those that need sample ids; also feature-int4 (FeatureInt4 with ranges, and
     channels / 64 outliers, from the very tensors that it then codes) and tah-quant-token (allocation by token)."""
@@ -161,10 +161,11 @@ def codec_of(name: str) -> Any:
     """
     codec = EXTRA_NAMES.get(name) or parse(name)
     if isinstance(codec, Codec) and codec.needs_key:
-        raise ConfigError(f"codec is {name!r}, which needs samples that come back; allowed: other codecs")
+        raise ConfigError(f"codec is {name!r}, which needs every sample twice; allowed: other codecs")
     if isinstance(codec, Codec) and not codec.settled:
         raise ConfigError(
-            f"codec is {name!r}, which a pipeline's warm-up settles; allowed: codecs that leave nothing to choose"
+            f"codec is {name!r}, which chooses a parameter in a pipeline's warm-up; "
+            "allowed: codecs with all parameters set"
         )
     return codec
 
@@ -219,6 +220,10 @@ def _ways(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench codecs",
     summary="Time, bits and accuracy of formats, beside a copy and eager PyTorch.",
+    examples=(
+        "lowbit bench codecs --codec tah-quant,int4 --thread 1",
+        "lowbit bench codecs --dtype bfloat16 --data gaussian --json codecs.json",
+    ),
     settings=CodecsBenchmark,
     measure=measure,
     tables=[

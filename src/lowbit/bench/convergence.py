@@ -126,8 +126,8 @@ def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
     for codec in codecs:
         if not codec.settled and settings.regimes != (WARM,):
             raise ConfigError(
-                f"regimes is {settings.regimes}, and boundary {boundary!r} has {codec}, which is settled "
-                f"in a warm-up; allowed with it: {WARM}"
+                f"regimes is {settings.regimes}, and boundary {boundary!r} has {codec}, which chooses "
+                f"a parameter in a warm-up; allowed with it: {WARM}"
             )
         check_warm_up(f"boundary {boundary!r}", codec, settings.warmup_steps)
     for regime in settings.regimes:
@@ -281,6 +281,10 @@ def summarized(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench convergence",
     summary="The same training run with every boundary format, over several seeds.",
+    examples=(
+        "lowbit bench convergence --regime scratch --boundary fp32,subspace --seed 0",
+        "lowbit bench convergence --json convergence.json --png convergence.png",
+    ),
     settings=ConvergenceBenchmark,
     measure=measure,
     key=("regime", "boundary", "seed"),

@@ -1,7 +1,8 @@
-"""`lowbit demo`: a small Llama learns Python over a 100 Mbit/s link, with FP32 boundaries and with TAH-Quant.
+"""`lowbit demo`: a small Llama learns Python over a 100 Mbit/s link, with PyTorch's pipeline stage and with lowbit's.
 
-Two ranks, each on a host of its own (network namespaces, see `lowbit.network`), run `lowbit train`'s recipe: first with
-PyTorch's pipeline stage in FP32, then with `LowBitStage`. Both get about the same time; their losses are compared.
+Two ranks, each on a host of its own (network namespaces, see `lowbit.network`), run `lowbit train`'s recipe three times
+for about the same time: with PyTorch's stage in FP32; with `LowBitStage` in FP32, which shows what its overlap gains;
+and with `LowBitStage` and `SubspaceQuant`, which shows what few bits gain.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from lowbit.bench.curves import curve, reached
 from lowbit.bench.pipeline import PipelineBenchmark
 from lowbit.bench.progress import step_bars
 from lowbit.bench.recipes import PROGRAM, as_mapping
@@ -32,37 +34,35 @@ from lowbit.train.summary import read_summary
 LINK = Link(100.0)
 SETTINGS = PipelineBenchmark()
 FILES = ("report.json", "demo.png")
-_SMOOTHED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of the runs: its name in files, its name on the screen, its boundary and its number of steps."""
+    """One of the runs: its boundary, its name on the screen and its number of steps."""
 
-    name: str
-    title: str
     boundary: str
+    title: str
     steps: int
 
 
-# At 100 Mbit/s both take about as long: one FP32 step of this model is two seconds of network.
+# At 100 Mbit/s all take about as long.
 CONTESTANTS = (
-    Contestant("fp32", "FP32, stock", "stock-fp32", 45),
-    Contestant("tah-quant", "TAH-Quant", "tah-quant", 180),
+    Contestant("stock-fp32", "PyTorch's stage, FP32", 28),
+    Contestant("fp32", "lowbit's stage, FP32", 40),
+    Contestant("subspace", "lowbit's stage, SubspaceQuant", 105),
 )
-BASELINE = Baseline(field="speedup_fp32", value="tokens_per_second", to={"boundary": "fp32"})
+BASELINE = Baseline(field="speedup_stock_fp32", value="tokens_per_second", to={"boundary": "stock-fp32"})
 TABLE = Table(
     title="The same time, side by side",
     columns=[
-        Column("boundaries", "title"),
+        Column("run", "title"),
         Column("tokens/s", "tokens_per_second", "{:,.0f}"),
-        Column("over\nfp32", "speedup_fp32", "{:.2f}x"),
+        Column("speed", "speedup_stock_fp32", "{:.2f}x"),
         Column("bits\nfwd/bwd", lambda row: f"{row['bits_forward']:.3g}/{row['bits_backward']:.3g}"),
         Column("MB a\nstep", lambda row: row["bytes_per_step"] / 1e6, "{:.1f}"),
         Column("steps", "steps"),
-        Column("seconds", "seconds", "{:.0f}"),
-        Column("loss", "loss", "{:.3f}"),
-        Column("same\nloss at", "seconds_to_loss", "{:.0f} s"),
+        Column("time", "seconds", "{:.0f} s"),
+        Column("held-out\nloss", "held_out_loss", "{:.3f}"),
     ],
 )
 CHARTS = (
@@ -75,12 +75,12 @@ CHARTS = (
 
 
 def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> Report:
-    """Train both, show both, and write `report.json`, `demo.png` and the runs' own folders to `output`.
+    """Train all, compare them, and write `report.json`, `demo.png` and the runs' own folders to `output`.
 
     Returns:
         A report with a row for each run: `boundary`, the fields of `set_link`, `steps`, `seconds` (of training),
-        `tokens_per_second`, `speedup_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss` (training, last
-        steps), `held_out_loss`, `seconds_to_loss` (until the training loss that both reached) and `curve`.
+        `tokens_per_second`, `speedup_stock_fp32`, `bits_forward`, `bits_backward`, `bytes_per_step`, `loss` (training,
+        last steps), `held_out_loss`, `seconds_to_loss` (until the training loss that all reached) and `curve`.
 
     Raises:
         TorchVersionError: this PyTorch is not known to work.
@@ -97,10 +97,9 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
         for contestant in CONTESTANTS:
 
             def show_step(metrics: Mapping[str, Any], title: str = contestant.title) -> None:
-                bits = f"{metrics['bits_forward'] or 0:.1f}/{metrics['bits_backward'] or 0:.1f} bits"
-                advance(title, f"loss {metrics['loss']:.3f}  {metrics['tokens_per_second']:,.0f} tokens/s  {bits}")
+                advance(title, f"loss {metrics['loss']:.2f}, {metrics['tokens_per_second']:,.0f} tok/s")
 
-            config = recipe(contestant, output / contestant.name)
+            config = recipe(contestant, output)
             ranks.ask("train", config=as_mapping(config), on_progress=show_step)
             rows.append({**about, **outcome(contestant, output)})
     RunFolder(output).note(*FILES)
@@ -109,8 +108,9 @@ def run(output: Path = Path("runs/demo"), *, console: Console | None = None) -> 
     report.write_json(output / "report.json")
     draw(CHARTS, rows, output / "demo.png")
     console.print(TABLE.render(rows))
+    console.print(*findings(rows), sep="\n", highlight=False)
     last = CONTESTANTS[-1]
-    model = output / last.name / "model"
+    model = output / last.boundary / "model"
     console.print(f"\n{last.title} after {last.steps} steps writes:")
     console.print(generate(model, "def ", tokens=100), markup=False, highlight=False, style="cyan")
     console.print(f"\nPicture: {output / 'demo.png'}\nModel: {model}", highlight=False)
@@ -121,7 +121,7 @@ def choose_link(console: Console) -> Link:
     """Return the slow link, or an unlimited one, and say why, where this machine does not permit a slow one."""
     if reason := SlowLink.available():
         console.print(
-            f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: both runs use this machine's loopback, "
+            f"{LinkUnavailable.__name__}: {reason}\nGoing on without a limit: all runs use this machine's loopback, "
             "where few bits gain nothing.",
             highlight=False,
         )
@@ -142,27 +142,27 @@ def check_output(output: Path) -> None:
             "allowed: another folder, or to move these away"
         )
     for contestant in CONTESTANTS:
-        prepare.check_output(recipe(contestant, output / contestant.name))
+        prepare.check_output(recipe(contestant, output))
 
 
 def recipe(contestant: Contestant, output: Path) -> TrainConfig:
-    """The training run of a contestant: the model and the pipeline of `lowbit bench pipeline`.
+    """The training run of a contestant: the model and the pipeline of `lowbit bench pipeline`, without a warm-up.
 
     The learning rate stays constant after its rise, so that runs of different length can be compared all the way.
     """
     return recipe_of(
         SETTINGS, contestant.boundary, optimizer=OptimizerConfig(lr=2e-3, lr_end=1.0, lr_warmup_steps=10),
-        output=str(output), overwrite=True, steps=contestant.steps, eval_batches=4,
+        output=str(output / contestant.boundary), overwrite=True, steps=contestant.steps, eval_batches=4,
     )  # fmt: skip
 
 
 def outcome(contestant: Contestant, output: Path) -> dict[str, Any]:
     """The row of a run, from the files that it wrote."""
-    summary = read_summary(output / contestant.name / "summary.json")
-    metrics = read_metrics(output / contestant.name / "metrics.jsonl")
+    summary = read_summary(output / contestant.boundary / "summary.json")
+    metrics = read_metrics(output / contestant.boundary / "metrics.jsonl")
     names = "steps tokens_per_second bits_forward bits_backward bytes_per_step loss held_out_loss"
     return {
-        "boundary": contestant.name,
+        "boundary": contestant.boundary,
         "title": contestant.title,
         **{name: getattr(summary, name) for name in names.split()},
         "seconds": sum(step["seconds"] for step in metrics),
@@ -170,28 +170,18 @@ def outcome(contestant: Contestant, output: Path) -> dict[str, Any]:
     }
 
 
-def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Points of (seconds of training, mean training loss of the last steps)."""
-    points, seconds = [], 0.0
-    for i, step in enumerate(metrics):
-        seconds += step["seconds"]
-        recent = [m["loss"] for m in metrics[max(0, i + 1 - _SMOOTHED_STEPS) : i + 1]]
-        points.append((seconds, sum(recent) / len(recent)))
-    return points
-
-
-def reached(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Add to rows `target_loss`, the lowest loss that all curves have reached, and `seconds_to_loss`."""
-    target = max(min(loss for _, loss in row["curve"]) for row in rows)
-    return [{**row, "target_loss": target, "seconds_to_loss": seconds_until(row["curve"], target)} for row in rows]
-
-
-def seconds_until(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """When a curve of (seconds, loss) first reaches the target, by straight lines between its points."""
-    before = curve[0]
-    for seconds, loss in curve:
-        if loss <= target:
-            share = (before[1] - target) / (before[1] - loss) if before[1] > loss else 1.0
-            return before[0] + share * (seconds - before[0])
-        before = (seconds, loss)
-    return None
+def findings(rows: Sequence[Row]) -> list[str]:
+    """Say what lowbit's stage gains, what few bits gain, and what they cost, in words."""
+    stock, full, few = rows
+    stage, both = full["speedup_stock_fp32"], few["speedup_stock_fp32"]
+    steps = min(row["steps"] for row in rows)
+    early = [row["curve"][steps - 1][1] for row in rows]
+    return [
+        f"The stage: lowbit's sends the same tensors while it computes, {stage:.2f} times as fast as PyTorch's.",
+        f"The bits: {few['bits_forward']:.1f} forward and {few['bits_backward']:.1f} backward in place of 32 are "
+        f"{both / stage:.2f} times as fast again, {both:.2f} times in all.",
+        f"Training loss {stock['target_loss']:.2f}: after {stock['seconds_to_loss']:.0f} s with PyTorch's stage, "
+        f"{full['seconds_to_loss']:.0f} s with lowbit's in FP32, {few['seconds_to_loss']:.0f} s with SubspaceQuant.",
+        f"Step for step: after {steps} steps, training loss is {early[0]:.3f}, {early[1]:.3f} and {early[2]:.3f}.",
+        "All runs start without a warm-up. `lowbit train` begins in full precision, where few bits cost most.",
+    ]

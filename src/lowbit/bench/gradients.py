@@ -142,6 +142,10 @@ WHERE = (Column("ranks", "ranks"), LINK, Column("format", lambda row: row["forma
 COMMAND = Command(
     name="bench gradients",
     summary="Averages of gradients over really slow links, by format, alone and in training.",
+    examples=(
+        "lowbit bench gradients --link 1gbit --rank 2 --format engine-fp32,fp8",
+        "lowbit bench gradients --json gradients.json --png gradients.png",
+    ),
     settings=GradientsBenchmark,
     measure=measure,
     baselines=[

@@ -133,6 +133,10 @@ PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="bench memory",
     summary="Memory of training, and how much of it low-bit activations save.",
+    examples=(
+        "lowbit bench memory --sequence 1024 --method bf16,low-bit",
+        "lowbit bench memory --device cuda --sequence 1024,4096 --json memory.json",
+    ),
     settings=MemoryBenchmark,
     measure=measure,
     key=("method", "sequence"),

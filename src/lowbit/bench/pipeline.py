@@ -34,7 +34,6 @@ from lowbit.report import Bars, Baseline, Column, Command, Row, Table
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
-SUBSPACE = "SubspaceQuant(directions=16)"  # for a narrow model: 32 of 128 channels would be 2 bits
 
 
 @section()
@@ -47,7 +46,7 @@ class PipelineBenchmark:
 
     links: Links = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
     """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
-    boundaries: Names = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", SUBSPACE)
+    boundaries: Names = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"; stock-fp32 and stock-bf16 are
     PyTorch's own stage."""
     backward: str = ""
@@ -228,6 +227,10 @@ WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
 COMMAND = Command(
     name="bench pipeline",
     summary="Training speed over really slow links, by boundary format.",
+    examples=(
+        "lowbit bench pipeline --link 100mbit --boundary stock-fp32,tah-quant",
+        "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",
+    ),
     settings=PipelineBenchmark,
     measure=measure,
     baselines=[

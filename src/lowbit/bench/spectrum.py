@@ -47,8 +47,8 @@ class SpectrumBenchmark:
     """Of the remainder, to try with each of them."""
     group: Positive = 64
     """Of SubspaceQuant."""
-    refresh: Positive = 8
-    """Of SubspaceQuant."""
+    refresh: Positive | None = None
+    """Of SubspaceQuant; absent: its default for the tokens of a message."""
     codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published")
     """Formats to compare with, by name or in full."""
     sequence: AtLeastTwo = 256
@@ -69,8 +69,8 @@ class SpectrumBenchmark:
                 raise ConfigError(f"codecs has {name!r}, which learns from epoch to epoch; allowed: others")
             if not codec.settled:
                 raise ConfigError(
-                    f"codecs has {name!r}, which a pipeline's warm-up settles; allowed: those that leave nothing to "
-                    "choose (what the spectrum would choose is measured anyway)"
+                    f"codecs has {name!r}, which chooses a parameter in a pipeline's warm-up; "
+                    "allowed: those with all parameters set (the spectrum's own choice is measured anyway)"
                 )
         if not self.bits:
             raise ConfigError("bits is empty; allowed: 2 to 8, between commas")
@@ -116,7 +116,8 @@ class _Boundary:
         shared = {"group": settings.group, "refresh": settings.refresh}
         for bits in settings.bits:
             candidates |= {(directions, bits): False for directions in settings.directions if directions <= x.shape[-1]}
-            candidates[SubspaceQuant.fitted(x, bits=bits, **shared).count, bits] = True
+            suiting = SubspaceQuant.fitted(x, bits=bits, **shared)
+            candidates[suiting.geometry(x.shape).directions, bits] = True
         codecs = {name: parse(name) for name in settings.codecs}
         self.trials = [_Trial(name, codec, ends_of(codec, x)) for name, codec in codecs.items()]
         for (directions, bits), fitted in sorted(candidates.items(), key=lambda item: item[0][::-1]):
@@ -211,6 +212,10 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 COMMAND = Command(
     name="bench spectrum",
     summary="How many directions suit a model's activations and gradients, and how precise formats are.",
+    examples=(
+        "lowbit bench spectrum runs/train/model held-out.txt",
+        "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --bit 3",
+    ),
     settings=SpectrumBenchmark,
     measure=measure,
     tables=[

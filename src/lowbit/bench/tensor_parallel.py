@@ -187,6 +187,10 @@ def _width(row: Row) -> int:
 COMMAND = Command(
     name="bench tensor-parallel",
     summary="Sums of partial sums over really slow links, by size of the message.",
+    examples=(
+        "lowbit bench tensor-parallel --rank 2 --link 1gbit --token 1,256",
+        "lowbit bench tensor-parallel --prefill 0 --json sums.json --png sums.png",
+    ),
     settings=TensorParallelBenchmark,
     measure=measure,
     baselines=[

@@ -18,7 +18,8 @@ def main(words: Sequence[str] | None = None, *, program: str = "lowbit", command
 
     Args:
         words: the command line without the program; absent: this process's.
-        program: its name in help. command: runs the words.
+        program: its name in help.
+        command: runs the words.
 
     Raises:
         SystemExit: with 2 for a wrong value, file or installation, with 1 for a run that failed.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import shutil
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any, Protocol
 
 from lowbit.cli.reports import Measurement, measurements
+from lowbit.cli.text import columns, examples_in_help, listed, wrapped
 from lowbit.cli.train import Config, Demo, Train
 
 
@@ -19,6 +19,11 @@ class Command(Protocol):
     @property
     def summary(self) -> str:
         """One line for lists of commands."""
+        ...
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Whole command lines for its help."""
         ...
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -32,10 +37,18 @@ class Group:
     Args:
         summary: one line about them.
         commands: returns them by name; called when one of them, or help, is asked for.
+        examples: whole command lines for the help. ending: more lines for the end of the help.
     """
 
-    def __init__(self, summary: str, commands: Callable[[], Mapping[str, Any]]) -> None:
-        self.summary, self.commands = summary, commands
+    def __init__(
+        self,
+        summary: str,
+        commands: Callable[[], Mapping[str, Any]],
+        *,
+        examples: tuple[str, ...] = (),
+        ending: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self.summary, self.commands, self.examples, self._ending = summary, commands, examples, ending
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Hand the words to the command that the first names; show help if there is none.
@@ -44,8 +57,8 @@ class Group:
             ValueError: there is no such command.
         """
         commands = self.commands()
-        if not words or words[0] in ("--help", "-h"):
-            print(self._help(program, commands))
+        if not words or words[0] in ("--help", "-h", "help"):
+            print("\n".join(self._help(program, commands)))
         elif words[0] in commands:
             commands[words[0]](f"{program} {words[0]}", words[1:])
         else:
@@ -53,36 +66,60 @@ class Group:
             advice = f"did you mean {close[0]}?" if close else f"known: {', '.join(commands)}"
             raise ValueError(f"{program} has no {words[0]!r}; {advice}")
 
-    def _help(self, program: str, commands: Mapping[str, Command]) -> str:
-        width = shutil.get_terminal_size().columns
-        lines = [f"usage: {program} COMMAND [options]", "", *textwrap.wrap(self.summary, width), "", "commands:"]
-        for name, command in commands.items():
-            first, rest = f"  {name:<16} ", " " * 19
-            lines += textwrap.wrap(command.summary, width, initial_indent=first, subsequent_indent=rest)
-        return "\n".join([*lines, "", f"Each has its own help: {program} COMMAND --help"])
+    def _help(self, program: str, commands: Mapping[str, Command]) -> Iterator[str]:
+        yield from (f"usage: {program} COMMAND [options]", "")
+        yield from wrapped(self.summary, columns())
+        yield from ("", "commands:")
+        yield from listed((name, command.summary) for name, command in commands.items())
+        if self.examples:
+            yield from ("", *examples_in_help(self.examples))
+        yield from ("", *self._ending())
+        yield f"Each command has its own help, with examples: {program} COMMAND --help"
+
+
+def documentation() -> str:
+    """Address of the documentation, as the installed package states it; empty if it states none."""
+    try:
+        addresses = metadata("lowbit").get_all("Project-URL") or ()
+    except PackageNotFoundError:  # a plain checkout on PYTHONPATH
+        return ""
+    return dict(address.split(", ", 1) for address in addresses).get("Documentation", "")
+
+
+def _where_to_begin() -> list[str]:
+    steps = [
+        ("lowbit demo", "see what low-bit messages gain over a slow link"),
+        ("lowbit train --dry-run", "check a training run and print it"),
+    ]
+    if address := documentation():
+        steps.append((address, "add lowbit to a training script of your own"))
+    return ["where to begin:", *listed(steps), ""]
 
 
 COMMANDS = Group(
-    "Train and run models on several ranks that send each other few bits.",
+    "Low-bit communication for distributed PyTorch training and inference.",
     lambda: {
+        "demo": Demo(),
         "train": Train(),
         "config": Config(),
+        "plan": Group(
+            "Plan the memory of a training run.",
+            lambda: {"memory": Measurement("lowbit.plan.memory")},  # its package imports PyTorch
+            examples=("lowbit plan memory --budget 24gb --model.layers 16",),
+        ),
         "calibrate": Measurement(
             "lowbit.evaluate.commands:CALIBRATE",
-            "Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
+            "Calibrate a model for low-bit tensor-parallel inference.",
         ),
         "evaluate": Measurement(
             "lowbit.evaluate.commands:EVALUATE",
-            "Perplexity and zero-shot scores of a model whose tensor-parallel sums travel in few bits.",
+            "Measure perplexity and task scores of low-bit inference.",
         ),
         "bench": Group(
-            "Measure speed over slow links, the codecs themselves, what they cost in loss, and memory.",
+            "Measure speed, traffic, loss and memory.",
             partial(measurements, "lowbit.bench"),
+            examples=("lowbit bench codecs", "lowbit bench pipeline --link 100mbit --png speed.png"),
         ),
-        "plan": Group(
-            "Work out a run before it is started: the memory of its devices.",
-            lambda: {"memory": Measurement("lowbit.plan.memory")},  # its package imports PyTorch
-        ),
-        "demo": Demo(),
     },
+    ending=_where_to_begin,
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from lowbit.cli.text import examples_in_help, listed, wrapped
 from lowbit.config import ConfigError, Setting, resolve, settings_of
 from lowbit.config.files import in_toml
 from lowbit.config.types import choices_of, element_of, union_of
@@ -27,25 +28,70 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         program: name of the command in its help.
-        summary: one line about it.
+        summary: what it does, in a sentence or two.
         settings: the section.
         short: options, such as "--ranks", for keys, such as "pipeline.ranks", that are shown first.
+        common: other keys that are shown first.
+        examples: whole command lines for the help.
     """
 
     def __init__(
-        self, program: str, summary: str, settings: type, *, short: Mapping[str, str] = MappingProxyType({})
+        self,
+        program: str,
+        summary: str,
+        settings: type,
+        *,
+        short: Mapping[str, str] = MappingProxyType({}),
+        common: Sequence[str] = (),
+        examples: Sequence[str] = (),
     ) -> None:
         super().__init__(
             prog=program,
             description=summary,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
+            formatter_class=_Formatter,
+            add_help=False,
         )
-        self.settings, self._short = settings, short
+        self._positionals.title = "arguments"
+        self.settings, self.examples = settings, tuple(examples)
+        self._short, self._common = short, {*short, *common}
         self._keys: list[str] = []
         self._flags: dict[str, str] = {}  # flags, with the option and value that they mean
+        self._sections: dict[str, Any] = {}  # groups of options by section
         self._add_settings(settings_of(settings), "", self)
+        self.add_argument("-h", "--help", action=_ShowHelp, full=False, help="Show this help.")
+        if self._sections:
+            self.add_argument("--help-all", action=_ShowHelp, full=True, help="Show all options, with their meanings.")
+
+    def format_help(self) -> str:
+        """Help with all options."""
+        return self._format(self._action_groups, [])
+
+    def format_short_help(self) -> str:
+        """Help without the options of sections within the section, whose keys are only named."""
+        shown = [group for group in self._action_groups if group not in self._sections.values()]
+        named = []
+        for section, group in self._sections.items():
+            keys = [action.dest.removeprefix(f"{section}.") for action in group._group_actions]
+            named.append((f"--{section}.", ", ".join(keys)))
+        return self._format(shown, named)
+
+    def _format(self, groups: Sequence[Any], sections: Sequence[tuple[str, str]]) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self._usage(), self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        formatter.add_text("\n".join(examples_in_help(self.examples)))
+        for group in groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        if sections:
+            some = next(group._group_actions[0].dest for group in self._sections.values() if group._group_actions)
+            heading = f"more options, such as --{some}; --help-all explains them:"
+            formatter.add_text("\n".join([heading, *listed(sections)]))
+        return formatter.format_help()
 
     def read(self, words: Sequence[str]) -> tuple[list[tuple[str, str]], dict[str, Any]]:
         """The section's keys that the words give, with their text, and the values of other options.
@@ -53,10 +99,6 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an unknown option (the closest known one is named), or one without its value.
         """
-        arguments = [
-            f"[{action.dest}]" if action.nargs else action.metavar for action in self._get_positional_actions()
-        ]
-        self.usage = " ".join(["%(prog)s", *map(str, arguments), "[options]"])
         known, unknown = self.parse_known_args(self._with_values(words))
         if unknown:
             self._refuse(unknown[0])
@@ -76,6 +118,12 @@ class Parser(argparse.ArgumentParser):
         given, options = self.read(words)
         return resolve(self.settings, options.get(file) if file else None, given), options
 
+    def _usage(self) -> str:
+        arguments = [
+            f"[{action.metavar}]" if action.nargs else action.metavar for action in self._get_positional_actions()
+        ]
+        return " ".join(["%(prog)s", *map(str, arguments), "[options]"])
+
     def error(self, message: str) -> NoReturn:
         """Refuse a command line in one line.
 
@@ -92,7 +140,8 @@ class Parser(argparse.ArgumentParser):
             if setting.is_section:
                 key = f"{prefix}{setting.name}"
                 within = settings_of(setting.hint, setting.default)
-                self._add_settings(within, f"{key}.", self.add_argument_group(key, setting.meaning))
+                self._sections[key] = self.add_argument_group(key, setting.meaning)
+                self._add_settings(within, f"{key}.", self._sections[key])
 
     def _add_setting(self, setting: Setting, prefix: str, group: Any) -> None:
         key, notes = f"{prefix}{setting.name}", []
@@ -104,6 +153,7 @@ class Parser(argparse.ArgumentParser):
         options = [f"--{prefix}{names[0]}"]
         if key in self._short:
             options.insert(0, self._short[key])
+        if key in self._common:
             group = self
         if bool in union_of(setting.hint):
             self._flags |= dict.fromkeys(options, f"{options[0]}=true")
@@ -133,6 +183,39 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {word!r}")
         close = difflib.get_close_matches(option, self._option_string_actions, n=1)
         self.error(f"unknown option {option}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+class _ShowHelp(argparse.Action):
+    """Print help, short or full, and exit."""
+
+    def __init__(self, *args: Any, full: bool, **kwargs: Any) -> None:
+        super().__init__(*args, nargs=0, **kwargs)
+        self._full = full
+
+    def __call__(self, parser: Any, *unused: Any) -> None:
+        print(parser.format_help() if self._full else parser.format_short_help(), end="")
+        parser.exit()
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Breaks lines between words only, and keeps lines that are indented."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrapped(text, width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = [[line] if line.startswith(" ") else wrapped(line, width - len(indent)) for line in text.splitlines()]
+        return "\n".join(indent + part for line in lines for part in line)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """`--ranks, --pipeline.ranks INTEGER`: the value once."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = str(action.metavar or "")
+        return ", ".join(action.option_strings) + (value if value.startswith("[") else f" {value}".rstrip())
 
 
 def _word(setting: Setting) -> str:

@@ -46,13 +46,20 @@ class Measurement:
         line = text.partition("\n")[0].rpartition("`: ")[2]
         return line[:1].upper() + line[1:]
 
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Whole command lines for its help."""
+        return self.command.examples
+
     def parser(self, program: str) -> Parser:
         """Parser of its command line."""
         from lowbit.cli.parser import Parser
 
-        parser = Parser(program, self.command.summary, self.command.settings)
-        parser.add_argument("--json", metavar="FILE", type=Path, help="Write the rows, for scripts.")
-        parser.add_argument("--png", metavar="FILE", type=Path, help="Draw a picture of them.")
+        parser = Parser(program, self.command.summary, self.command.settings, examples=self.examples)
+        parser.add_argument("--json", metavar="FILE", type=Path, help="Write the rows to this file.")
+        parser.add_argument(
+            "--png", metavar="FILE", type=Path, help="Draw a chart into this file (.png, .svg or .pdf)."
+        )
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:

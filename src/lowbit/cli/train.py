@@ -17,18 +17,26 @@ _SHORT = {
 }
 
 
+_COMMON = (
+    "model.pretrained", "data.text", "pipeline.forward", "run.output", "run.steps", "run.device",
+)  # fmt: skip
+
+
 class Config:
     """`lowbit config`."""
 
-    summary = "Print a training run's configuration as TOML: all keys, what they mean, what is allowed."
+    summary = "Print the configuration of a run as TOML, every key explained."
+    examples: tuple[str, ...] = ("lowbit config > run.toml", "lowbit config run.toml --run.steps 1000")
 
     def parser(self, program: str) -> Parser:
         """Parser of its command line."""
         from lowbit.cli.parser import Parser
         from lowbit.train import TrainConfig
 
-        parser = Parser(program, self.summary, TrainConfig, short=_SHORT)
-        parser.add_argument("config", nargs="?", help="TOML file; what it leaves out keeps its default.")
+        parser = Parser(
+            program, self.summary, TrainConfig, short=_SHORT, common=_COMMON, examples=self.examples
+        )  # fmt: skip
+        parser.add_argument("config", metavar="CONFIG", nargs="?", help="TOML file; options change what it says.")
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
@@ -41,13 +49,20 @@ class Config:
 class Train(Config):
     """`lowbit train`."""
 
-    summary = "Train a causal language model: on local ranks, or as one rank under torchrun."
+    summary = "Train a causal language model with low-bit communication."
+    examples = (
+        "lowbit train --data.text my_texts --run.output runs/first",
+        "lowbit train run.toml --resume",
+        "torchrun --nproc-per-node 2 -m lowbit train run.toml",
+    )
 
     def parser(self, program: str) -> Parser:
         """Parser of its command line."""
         parser = super().parser(program)
         parser.add_argument(
-            "--dry-run", action="store_true", help="Check everything that needs no peers, show what would run, and end."
+            "--dry-run",
+            action="store_true",
+            help="Check the run as far as one machine can, print it, and start nothing.",
         )
         return parser
 
@@ -68,7 +83,8 @@ class Train(Config):
 class Demo:
     """`lowbit demo`."""
 
-    summary = "Train a small Llama over a 100 Mbit/s link, in FP32 and in TAH-Quant, side by side."
+    summary = "Compare FP32 with low-bit training over a 100 Mbit/s link."
+    examples: tuple[str, ...] = ("lowbit demo", "lowbit demo --output runs/my-demo")
 
     def parser(self, program: str) -> Parser:
         """Parser of its command line."""
@@ -80,9 +96,9 @@ class Demo:
             """Where the demo writes."""
 
             output: str = "runs/demo"
-            """Folder for tables, picture and models."""
+            """Folder for the report, the chart and the trained models."""
 
-        return Parser(program, self.summary, DemoConfig)
+        return Parser(program, self.summary, DemoConfig, examples=self.examples)
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Train and compare."""

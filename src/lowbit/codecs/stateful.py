@@ -40,7 +40,7 @@ class StatefulCodec(Codec):
         return None
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:
-        raise ValueError(f"{type(self).__name__} remembers messages: use open()")
+        raise ValueError(f"{type(self).__name__} keeps state between messages: use open()")
 
     def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        raise ValueError(f"{type(self).__name__} remembers messages: use open()")
+        raise ValueError(f"{type(self).__name__} keeps state between messages: use open()")

@@ -67,7 +67,8 @@ def all_reduce(
         async_op: return at once a `Pending`; the tensor must not be touched before its `wait()`.
         node_size: so many successive ranks share a node, a divisor of the ranks. Sums inside a node are PyTorch's, in
             float32, and each element leaves a node once, coded. 1: no nodes.
-        chunk: most elements of a chunk, a multiple of 16. small: see above.
+        chunk: most elements of a chunk, a multiple of 16.
+        small: see above.
         timeout: seconds after which a missing or failed peer is an error.
         errors: float32, contiguous, shape of `tensor`: filled with the quantization error of this rank's part, for
             error feedback: add it to the next tensor. Zeros for small tensors. Not with nodes.
@@ -179,11 +180,19 @@ def reduce_scatter(
     With one rank the input is copied.
 
     Args:
-        output: n elements, any float dtype. input: W n elements of the dtype that the codec reads.
-        codec, group, op, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
+        output: n elements, any float dtype.
+        input: W n elements of the dtype that the codec reads.
+        codec: as for `all_reduce`.
+        group: as for `all_reduce`.
+        op: as for `all_reduce`.
+        async_op: as for `all_reduce`.
+        chunk: as for `all_reduce`.
+        timeout: as for `all_reduce`.
+        transport: as for `all_reduce`.
+        checksums: as for `all_reduce`.
 
     Raises:
-        As `all_reduce`; ValueError where the numbers of elements do not fit.
+        ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.
     """
     group = group or default_group()
     algorithm = partial(algorithms.reduce_scatter, divisor=dist.get_world_size(group) if op == "avg" else 1)
@@ -212,11 +221,18 @@ def all_gather(
     and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank it is copied.
 
     Args:
-        output: W n elements, any float dtype. input: n elements.
-        codec, group, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
+        output: W n elements, any float dtype.
+        input: n elements.
+        codec: as for `all_reduce`.
+        group: as for `all_reduce`.
+        async_op: as for `all_reduce`.
+        chunk: as for `all_reduce`.
+        timeout: as for `all_reduce`.
+        transport: as for `all_reduce`.
+        checksums: as for `all_reduce`.
 
     Raises:
-        As `all_reduce`; ValueError where the numbers of elements do not fit.
+        ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.
     """
     call = _copying_call(
         algorithms.all_gather, output, input, ("input", "output"), codec, group or default_group(), chunk=chunk,

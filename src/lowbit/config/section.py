@@ -17,7 +17,9 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from lowbit.config.types import Text, as_type, choices_of, kind_of, range_of, read
 
 Positive = Annotated[int, Field(ge=1)]
+"""An integer of at least 1."""
 NonNegative = Annotated[int, Field(ge=0)]
+"""An integer of at least 0."""
 
 _RULES = ConfigDict(
     strict=True,  # no boolean for an integer, no text for a number; an integer does for a float

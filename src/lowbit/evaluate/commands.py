@@ -49,6 +49,10 @@ def _few(features: Sequence[int]) -> str:
 CALIBRATE = Command(
     name="calibrate",
     summary="Measure the ranges of a model's tensor-parallel sums once, so that they can be sent in 4.2 bits.",
+    examples=(
+        "lowbit calibrate my_model --ranks 4",
+        "lowbit calibrate my_model --text my_texts --output tp2.safetensors",
+    ),
     settings=CalibrationConfig,
     measure=_calibrate,
     tables=(
@@ -109,6 +113,10 @@ _CASE = (Column("format", "format"), Column("tp", "tp"))
 EVALUATE = Command(
     name="evaluate",
     summary="Perplexity and zero-shot scores of a model with low-bit tensor-parallel sums.",
+    examples=(
+        "lowbit evaluate my_model --low-bit --tp 2,4",
+        "lowbit evaluate my_model --format int4,feature-int4 --json scores.json",
+    ),
     settings=EvaluationConfig,
     measure=_evaluate,
     tables=(

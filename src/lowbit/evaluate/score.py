@@ -77,7 +77,9 @@ def perplexity(
 
     Args:
         model: takes token ids, int64 (batch, length), and returns an object with `logits` (batch, length, vocabulary).
-        sequences: the text. count: windows of it, evenly spread (0: all). batch: windows at a time.
+        sequences: the text.
+        count: windows of it, evenly spread (0: all).
+        batch: windows at a time.
         reference: if empty, it remembers this model's logits; else they are compared with it.
         device: of the model.
         progress: called with the number of windows done.

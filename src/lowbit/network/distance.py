@@ -71,7 +71,7 @@ class Distance(Helper):
         try:
             os.setpriority(os.PRIO_PROCESS, self.pid, _PRIORITY)
         except PermissionError:
-            log.warning("a link with a distance shares the processor with all others: no priority without root")
+            log.warning("without root, the process that delays packets has no priority: delays may be longer")
 
     def _order(self, **order: Any) -> None:
         assert self._process.stdin is not None

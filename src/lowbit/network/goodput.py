@@ -80,5 +80,5 @@ def _probe(link: SlowLink, host: int, arguments: list[str]) -> subprocess.Popen:
 def _finish(process: subprocess.Popen, seconds: float) -> str:
     output, error = process.communicate(timeout=seconds + _PATIENCE)
     if process.returncode:
-        raise RuntimeError(f"network probe failed: {error.strip().splitlines()[-1:]}")
+        raise RuntimeError(f"network probe failed: {' '.join(error.strip().splitlines()[-1:])}")
     return output

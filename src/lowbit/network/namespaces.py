@@ -60,10 +60,10 @@ class Helper:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         if not select.select([self._process.stdout], [], [], _SECONDS_TO_ANSWER)[0]:
-            raise LinkUnavailable(f"{self._title} has not answered for {_SECONDS_TO_ANSWER:g} s")
+            raise LinkUnavailable(f"{self._title} did not answer within {_SECONDS_TO_ANSWER:g} s")
         if self._process.stdout.readline() == expected + "\n":
             return ""
-        return self._process.stderr.read().strip() or "it ended without a word"
+        return self._process.stderr.read().strip() or "it ended without a message"
 
 
 class Namespace(Helper):
@@ -97,7 +97,7 @@ class Namespace(Helper):
                 if name != _CONGESTION_CONTROL[0]:
                     log.info("links use %s: %s is not permitted here", name, _CONGESTION_CONTROL[0])
                 return
-        log.warning("links have this machine's TCP congestion control: %s are not permitted", _CONGESTION_CONTROL)
+        log.warning("links use this machine's TCP congestion control: none of %s is permitted", _CONGESTION_CONTROL)
 
     def run(self, argv: Sequence[str], text: str = "") -> None:
         """Run a short program inside, with a text as its standard input.
@@ -109,7 +109,7 @@ class Namespace(Helper):
         try:
             subprocess.run([*self.enter, *argv], input=text, **options)
         except subprocess.TimeoutExpired:
-            raise LinkUnavailable(f"`{' '.join(argv)}` has not ended for {_SECONDS_TO_ANSWER:g} s") from None
+            raise LinkUnavailable(f"`{' '.join(argv)}` did not end within {_SECONDS_TO_ANSWER:g} s") from None
         except subprocess.CalledProcessError as error:
             raise LinkUnavailable(f"`{' '.join(argv)}` failed: {error.stderr.strip()}") from None
 

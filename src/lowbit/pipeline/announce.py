@@ -103,7 +103,7 @@ class _ThroughStore:
         while not (text := self._store.read(self._key(number))):
             waited = time.monotonic() - start
             if waited > self._limit:
-                raise PeerError(f"rank {self._source} announced no pass within {self._limit:g} s", self._source)
+                raise PeerError(f"rank {self._source} announced no step within {self._limit:g} s", self._source)
             time.sleep(min(_LONGEST, max(_SHORTEST, _SHARE * waited)))
         return _parsed(text, self._source)
 
@@ -121,4 +121,4 @@ def _parsed(text: bytes, source: int) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PeerError(f"rank {source} announced no JSON: {error}", source) from None
+        raise PeerError(f"rank {source} sent an announcement that is not JSON: {error}", source) from None

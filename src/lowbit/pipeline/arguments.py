@@ -12,10 +12,14 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
+from lowbit.codecs.names import backward_codec
 from lowbit.codecs.sessions import Key
+from lowbit.codecs.subspace_quant.codec import SubspaceQuant
 
 Codecs = Codec | Mapping[int, Codec]
 """One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""
+RECOMMENDED = SubspaceQuant()
+"""The format of activations where nobody names another."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,13 @@ def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str 
                 f"{prefix}warmup_steps is 0, and {argument} has {codec}, which is settled in the last of these steps; "
                 "allowed: at least 1"
             )
+
+
+def backward_beside(forward: Codecs) -> Codecs:
+    """The formats of gradients where only those of activations are given; what is no codec stays, to be refused."""
+    if isinstance(forward, Mapping):
+        return {i: backward_codec(codec) if isinstance(codec, Codec) else codec for i, codec in forward.items()}
+    return backward_codec(forward) if isinstance(forward, Codec) else forward
 
 
 def codec_at(argument: str, codecs: Codecs, boundary: int, boundaries: int) -> Codec:

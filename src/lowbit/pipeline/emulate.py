@@ -12,7 +12,16 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
-from lowbit.pipeline.arguments import Codecs, Step, check_warm_up, checked_samples, codec_at, keys_of
+from lowbit.pipeline.arguments import (
+    RECOMMENDED,
+    Codecs,
+    Step,
+    backward_beside,
+    check_warm_up,
+    checked_samples,
+    codec_at,
+    keys_of,
+)
 from lowbit.pipeline.boundary import Direction, Lane
 from lowbit.pipeline.states import check_states
 from lowbit.pipeline.traffic import Traffic
@@ -25,8 +34,8 @@ def emulate_(
     model: nn.Module,
     *,
     at: Sequence[str],
-    forward: Codecs,
-    backward: Codecs,
+    forward: Codecs = RECOMMENDED,
+    backward: Codecs | None = None,
     warmup_steps: int = 0,
     in_evaluation: bool = True,
 ) -> Emulation:
@@ -46,7 +55,7 @@ def emulate_(
             a floating tensor, or a tuple, list or mapping (such as a Hugging Face `ModelOutput`) whose first entry is
             one; only that entry is coded.
         forward: format of activations: one codec, or a mapping from the position in `at`.
-        backward: format of gradients, likewise.
+        backward: format of gradients, likewise; absent: the default beside the format of activations.
         warmup_steps: so many training steps are not coded; `Emulation.step` counts them, as `LowBitStage` counts calls
             of `schedule.step`. At least 1 for a codec that leaves something to choose, such as
             `SubspaceQuant(directions="auto")`: it is settled in the last.
@@ -64,6 +73,7 @@ def emulate_(
         raise ValueError(f"at has {unknown}, which the model has not; it has names such as {_some(modules)}")
     if len(set(at)) != len(at):
         raise ValueError(f"at is {list(at)}; a name must not occur twice")
+    backward = backward_beside(forward) if backward is None else backward
     codecs = [
         (codec_at("forward", forward, i, len(at)), codec_at("backward", backward, i, len(at))) for i in range(len(at))
     ]

@@ -128,8 +128,8 @@ class HookedStage(PipelineStage):
             for x, layout in zip(_as_tuple(output), layouts, strict=False):  # `Lanes.send` checks the rest
                 if isinstance(x, Tensor) and x.requires_grad and not layout.requires_grad:
                     raise ValueError(
-                        f"an output of stage {self.stage_index} wants a gradient, which it did not when the ranks "
-                        "agreed on such batches; after unfreezing parameters, make the stages anew"
+                        f"an output of stage {self.stage_index} requires a gradient, which it did not when the ranks "
+                        "agreed on this kind of batch; after unfreezing parameters, make the stages anew"
                     )
         return output
 

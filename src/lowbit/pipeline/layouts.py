@@ -44,7 +44,7 @@ def layout_of(x: Any) -> Tensor:
         TypeError: not a tensor, or a DTensor, whose mesh does not travel.
     """
     if not isinstance(x, Tensor) or hasattr(x, "placements"):
-        raise TypeError(f"a {type(x).__name__} is to cross between two stages; allowed: tensors")
+        raise TypeError(f"a {type(x).__name__} cannot cross between two stages; allowed: tensors")
     layout = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return layout.requires_grad_(x.requires_grad)
 
@@ -123,7 +123,7 @@ def receive_layouts(group: dist.ProcessGroup | None, peer: int, device: torch.de
     try:
         return parse(message.cpu().numpy().tobytes())
     except (ValueError, RecursionError) as error:
-        raise PeerError(f"rank {peer} sent no layouts of tensors: {error}", peer) from None
+        raise PeerError(f"rank {peer} sent something other than layouts of tensors: {error}", peer) from None
 
 
 def parse(text: bytes) -> list[Tensor]:
@@ -134,7 +134,7 @@ def parse(text: bytes) -> list[Tensor]:
     """
     stated = json.loads(text)
     if not isinstance(stated, list):
-        raise ValueError(f"{str(stated)[:80]!r} is no list")
+        raise ValueError(f"{str(stated)[:80]!r} is not a list")
     return [_tensor(layout) for layout in stated]
 
 
@@ -162,7 +162,7 @@ def _tensor(stated: Any) -> Tensor:
         ):
             x = torch.empty_strided(shape, stride, dtype=_DTYPES[dtype], device="meta")
             return x.requires_grad_(grad)
-    raise ValueError(f"{str(stated)[:200]} is no layout of a tensor")
+    raise ValueError(f"{str(stated)[:200]} is not the layout of a tensor")
 
 
 def _can_be(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -16,7 +16,16 @@ from torch import Tensor
 from lowbit import __version__
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sessions import Session
-from lowbit.pipeline.arguments import Codecs, Step, check_numbers, check_warm_up, checked_samples, keys_of
+from lowbit.pipeline.arguments import (
+    RECOMMENDED,
+    Codecs,
+    Step,
+    backward_beside,
+    check_numbers,
+    check_warm_up,
+    checked_samples,
+    keys_of,
+)
 from lowbit.pipeline.hooks import HookedStage
 from lowbit.pipeline.lanes import Lanes
 from lowbit.pipeline.layouts import Batch, receive_layouts, send_layouts
@@ -46,15 +55,20 @@ class LowBitStage(HookedStage):
     Before the first byte of each new kind of batch, all ranks compare codecs, versions, shapes and payload sizes.
 
     Args:
-        submodule, stage_index, num_stages, device, and everything else without a default below: as for
-            `PipelineStage`, positional or by keyword (`input_args`, `output_args`, `group`, `dw_builder`, ...).
+        submodule: as for `PipelineStage`.
+        stage_index: as for `PipelineStage`.
+        num_stages: as for `PipelineStage`.
+        device: as for `PipelineStage`.
+        *args: further arguments of `PipelineStage`, positional.
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
-        backward: format of gradients, likewise.
+        backward: format of gradients, likewise; absent: the default beside the format of activations, of SubspaceQuant
+            the same with at least 4 bits.
         warmup_steps: so many calls of `schedule.step`, from the first, send everything in its own dtype. At least 1 for
             a codec that leaves something to choose, such as `SubspaceQuant(directions="auto")`, which is settled in the
             last.
         timeout: seconds after which a rank that does not come or answer is an error.
         checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+        **kwargs: further arguments of `PipelineStage` by keyword (`input_args`, `output_args`, `group`, `dw_builder`).
 
     Raises:
         TypeError, ValueError: a wrong argument; the text names it.
@@ -71,8 +85,8 @@ class LowBitStage(HookedStage):
         num_stages: int,
         device: torch.device | str,
         *args: Any,
-        forward: Codecs,
-        backward: Codecs,
+        forward: Codecs = RECOMMENDED,
+        backward: Codecs | None = None,
         warmup_steps: int = 0,
         timeout: float = 120.0,
         checksums: bool = True,
@@ -80,6 +94,7 @@ class LowBitStage(HookedStage):
     ) -> None:
         check_numbers(warmup_steps, timeout)
         check_checksums(checksums)
+        backward = backward_beside(forward) if backward is None else backward
         check_warm_up("forward", forward, warmup_steps)
         check_warm_up("backward", backward, warmup_steps)
         super().__init__(submodule, stage_index, num_stages, torch.device(device), *args, **kwargs)
@@ -129,7 +144,8 @@ class LowBitStage(HookedStage):
 
         Args:
             outgoing: to the next stage, which opens the same with False; both must be on different ranks.
-            shape, dtype: of the activations.
+            shape: of the activations.
+            dtype: of the activations.
 
         Raises:
             ValueError: there is no stage on that side, or the codec has an open parameter and the warm-up is not over.

@@ -83,7 +83,7 @@ class States:
         name = self._name(index, slot)
         known = self._choices.setdefault(name, choice)
         if known != choice:
-            raise ValueError(f"{self._lane}: {name} was settled as {known}, and now as {choice}")
+            raise ValueError(f"{self._lane}: {name} was set to {known} before, and the sender now says {choice}")
 
     def chosen(self) -> dict[str, Codec]:
         """The settled codecs by state ("tensor 0, width 256"), if the codec leaves a parameter open."""
@@ -149,7 +149,7 @@ def check_states(name: str, codec: Codec, ends: Mapping[str, Any]) -> None:
     choices = []
     for end, states in ends.items():
         if not _is_state_dict(states):
-            raise ValueError(f"{name}: state of the {end} is none; allowed: what state_dict gave")
+            raise ValueError(f"{name}: the state of the {end} is not one; allowed: what state_dict returned")
         choices.append({state: values[CHOICE] for state, values in states.items() if CHOICE in values})
         if isinstance(codec, StatefulCodec):
             for choice in choices[-1].values():

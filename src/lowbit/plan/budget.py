@@ -78,7 +78,8 @@ class StagePlan:
 
     Args:
         stage, rank: its number, and that of its rank. bits: by layer type.
-        held: micro-batches that it holds at its peak. saved_bytes: bytes that autograd has saved for them then.
+        held: micro-batches that it holds at its peak.
+        saved_bytes: bytes that autograd has saved for them then.
         error: its part of the gradient's relative error; the squares of all stages add up to the plan's.
     """
 

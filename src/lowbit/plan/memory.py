@@ -189,6 +189,10 @@ _stage = "stage {stage}\n{held} held".format_map
 COMMAND = Command(
     name="plan memory",
     summary="How many bits saved activations get, by pipeline stage and layer type, for the memory there is.",
+    examples=(
+        "lowbit plan memory --budget 24gb --model.pretrained my_model",
+        "lowbit plan memory --budget 8gb --model.layers 16 --out plan.json",
+    ),
     settings=MemorySettings,
     measure=measure,
     tables=(

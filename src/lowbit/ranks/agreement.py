@@ -142,7 +142,7 @@ class Agreement:
             problem = statements.problem()
             if statements.complete:
                 if missing := statements.missing(names):
-                    problem = problem or f"no rank speaks for {listed(missing)}"
+                    problem = problem or f"no rank reports for {listed(missing)}"
                 if problem:
                     self._fail(problem, statements)
                 self._end(statements)
@@ -153,7 +153,7 @@ class Agreement:
             if problem and not in_conflict:  # hardly wait for the others
                 in_conflict, deadline = True, min(deadline, now + _GRACE)
             if now >= deadline:  # unless the last statement comes first
-                absent = f"{listed(statements.missing(names))} stated nothing within {self._timeout:g} s: not started, "
+                absent = f"{listed(statements.missing(names))} did not report within {self._timeout:g} s: not started, "
                 given_up = problem or absent + "ended early, busy for longer than that, or set up for something else"
                 self._board.append(ended=given_up)
                 continue

@@ -73,7 +73,7 @@ def listen(host: str, port: int, timeout: float) -> TCPStore:
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            log.warning("%s is no address of this machine: listening on all of its interfaces", host)
+            log.warning("%s is not an address of this machine: listening on all of its interfaces", host)
             everywhere, host = ("::", "::1") if family == socket.AF_INET6 else ("0.0.0.0", "127.0.0.1")
             listener.bind((everywhere, port))
         listener.listen(4096)
@@ -112,7 +112,7 @@ def meet(rank: int, ranks: int, *, timeout: float, patience: float, number: int 
             claim = partial(store.compare_set, f"hello/{rank}", "", hello.decode())
             if bounded(claim, max(1.0, left)) == hello:
                 return store
-            reason = f"a process that was rank {rank} has been there; did somebody start it twice?"
+            reason = f"another process has joined as rank {rank} already; was it started twice?"
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
         left = deadline - time.monotonic()
@@ -166,7 +166,7 @@ def prove(store: Store, rank: int, ranks: int, *, secret: bytes, patience: float
     ]
     if strangers:
         raise MeetingError(
-            f"{', '.join(strangers)} did not prove to rank {rank} to know the secret of this run; "
+            f"{', '.join(strangers)} did not prove knowledge of this run's secret to rank {rank}; "
             f"allowed: the same {SECRET} on all machines"
         )
 
@@ -185,7 +185,7 @@ def _everybody(store: Store, name: str, rank: int, ranks: int, patience: float) 
         log.warning("rank %d waits up to %.0f s for %s to come to %s", rank, left, absent or "others", _where())
     if not wait_until(lambda: store.check(keys), left):
         missing = ", ".join(f"rank {r}" for r, key in enumerate(keys) if not store.check([key]))
-        raise _alone(rank, ranks, patience, f"{missing} did not come")
+        raise _alone(rank, ranks, patience, f"{missing} did not join")
     return [bytes(value) for value in store.multi_get(keys)]
 
 

@@ -157,4 +157,4 @@ class Messages:
         size = int(self.receive(_SIZE_BYTES, source, about).view(torch.int64))
         if not 0 < size <= MOST_BYTES:
             raise ValueError(f"{self._names[source]} announces {size} bytes of JSON; allowed: 1 to {MOST_BYTES}")
-        return parse_json(self.receive(size, source, about), f"{self._names[source]} sent no JSON")
+        return parse_json(self.receive(size, source, about), f"{self._names[source]} sent text that is not JSON")

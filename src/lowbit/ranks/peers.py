@@ -215,7 +215,7 @@ class Peers:
 
     def _store_gone(self) -> Cause:
         if self.rank == 0:
-            return Cause(-1, "the store that the ranks meet in stopped answering: its launcher is gone")
+            return Cause(-1, "the store where the ranks meet stopped answering: its launcher is gone")
         return Cause(0, "rank 0 stopped answering: it, its launcher, or the network to its machine is gone")
 
     # The beat.

@@ -57,7 +57,7 @@ class Statements:
             try:
                 statements._add(json.loads(line))
             except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
-                statements._end(f"the store holds {line[:80]!r}, which is no statement of a rank: damaged, or not ours")
+                statements._end(f"the store holds {line[:80]!r}, which no rank of this run wrote")
         return statements
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class Statements:
             return problem
         for (member, rank, name, _), (other, another, _, _) in itertools.pairwise(stated):
             if member == other:
-                return f"{rank} and {another} both speak for {name}"
+                return f"{rank} and {another} both report for {name}"
         return ""
 
     def missing(self, names: Sequence[str]) -> list[str]:

@@ -140,7 +140,8 @@ class Lines(Chart):
 
     Args:
         series: the name of a curve.
-        x, y: a point of it for each row.
+        x: place on the x axis of a point of it, for each row.
+        y: place on the y axis of the same point.
         curve: in place of `x` and `y`, all points of it in one row, as pairs.
         x_label: the x axis, with its unit.
         alone: says which points stand for themselves and are not joined.
@@ -175,10 +176,13 @@ class Points(Chart):
     Args:
         series: the name of the point.
         x: its place, on a logarithmic axis.
-        y: a mean; low, high: the ends of its range.
+        y: a mean.
+        low: the lower end of its range.
+        high: the upper end of its range.
         x_label: the x axis, with its unit.
         linear: up to this far from zero, the y axis is linear, and logarithmic beyond.
-        x_ticks, y_ticks: where the axes may have ticks; on the y axis on either side of zero.
+        x_ticks: where the x axis may have ticks.
+        y_ticks: where the y axis may have ticks, on either side of zero.
     """
 
     share_y: ClassVar = True
@@ -223,7 +227,8 @@ class Heights(Chart):
     Args:
         values: the numbers of a row, equally many in all.
         marks: places in the row that get an arrow.
-        x_label: the x axis; y_label: what the rows are. `label` is that of the colours.
+        x_label: the x axis.
+        y_label: what the rows are. `label` is that of the colours.
     """
 
     values: Value

@@ -23,6 +23,7 @@ class Command:
     Args:
         name: of the command, such as "bench pipeline".
         summary: one line for the help.
+        examples: whole command lines for the help.
         settings: a frozen dataclass whose fields are options.
         measure: given settings and the rows that an earlier file has, yields all rows so far, again and again.
         tables: the first is also shown while rows come.
@@ -39,6 +40,7 @@ class Command:
     measure: Callable[[Any, Sequence[Row]], Iterator[Sequence[Row]]]
     tables: Sequence[Table]
     charts: Sequence[Chart]
+    examples: tuple[str, ...] = ()
     baselines: Sequence[Baseline] = ()
     key: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
@@ -51,7 +53,8 @@ def run(
     """Measure, and return the report.
 
     Args:
-        command: what to run; settings: an instance of its settings.
+        command: what to run.
+        settings: an instance of its settings.
         file: where a command with a `key` reads earlier rows, if the file is there, and writes all rows as they come.
         on_rows: called with all rows so far whenever there are new ones.
 

@@ -70,7 +70,7 @@ class Report:
             ):
                 return cls(**values)
         kind = f"of `lowbit {command}`" if command else "that lowbit wrote"
-        raise ValueError(f"{path} holds no report {kind}: name another file")
+        raise ValueError(f"{path} does not hold a report {kind}: name another file")
 
 
 def machine() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
+"""Names and values of one measurement."""
 Value = str | Callable[[Row], Any]
 """A field of a row, or a function that computes something from the row."""
 

@@ -232,6 +232,6 @@ def _warn_of_zeros(observer: Observer) -> None:
     _, zeros = magnitudes_of(observer.lows, observer.highs, observer.count, observer.momentum)
     if zeros:
         _log.warning(
-            "never seen other than zero: %s%s; such features get the smallest range of their layer", zeros[0],
+            "always zero in the calibration text: %s%s; such features get the smallest range of their layer", zeros[0],
             f", and features of {len(zeros) - 1} more layers" if len(zeros) > 1 else "",
         )  # fmt: skip

@@ -36,11 +36,15 @@ class Calibration:
     """Ranges and outlier features of all row-wise layers of one model on one number of ranks.
 
     Args:
-        lows, highs: moving averages of minimum and maximum by layer, float32 (world + 1, E); the last row is of the sum
-            over the ranks. Not corrected for their start at zero, so that a calibration can go on.
-        count: sequences that they were made from. features: by layer, ascending: those sent as bfloat16.
-        model: its `identity`. world: tensor-parallel ranks.
-        text: where the sequences came from. settings: momentum, k and layout of the features.
+        lows: moving averages of the minimum by layer, float32 (world + 1, E); the last row is of the sum over the ranks.
+            Not corrected for their start at zero, so that a calibration can go on.
+        highs: moving averages of the maximum, likewise.
+        count: sequences that they were made from.
+        features: by layer, ascending: those sent as bfloat16.
+        model: its `identity`.
+        world: tensor-parallel ranks.
+        text: where the sequences came from.
+        settings: momentum, k and layout of the features.
 
     Attributes:
         ranges: by layer, float32 (world, E): the larger magnitude of the corrected averages. A feature that was always

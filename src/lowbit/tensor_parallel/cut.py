@@ -43,7 +43,7 @@ def tensor_parallel_(
     group = group or default_group()
     ranks = dist.get_world_size(group)
     if sharded_rowwise_layers(model):
-        raise ValueError("model is on tensor-parallel ranks already; allowed: a whole one")
+        raise ValueError("model is on tensor-parallel ranks already; allowed: a whole model")
     check_heads(model, ranks)
     planned = plan_of(model, plan)
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)

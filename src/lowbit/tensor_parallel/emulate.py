@@ -69,7 +69,7 @@ def emulate_tensor_parallel_(
     """
     check_int("ranks", ranks, 1, 1 << 16)
     if sharded_rowwise_layers(model) or any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError("model is on tensor-parallel ranks already; allowed: a whole one")
+        raise ValueError("model is on tensor-parallel ranks already; allowed: a whole model")
     check_heads(model, ranks)
     planned = plan_of(model, plan)
     if isinstance(low_bit, Calibration):

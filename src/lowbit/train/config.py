@@ -118,9 +118,9 @@ class PipelineConfig:
     """A schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
     """Micro-batches of a step."""
-    forward: tuple[str, ...] = ("tah-quant",)
-    """Codecs of activations, by name ("tah-quant", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
-    boundaries, or a list with one for each."""
+    forward: tuple[str, ...] = ("subspace",)
+    """Codecs of activations, by name ("subspace", "int4") or in full ("SubspaceQuant(bits=4)"): one for all boundaries,
+    or a list with one for each."""
     backward: tuple[str, ...] = ()
     """Codecs of gradients, in the same notation. Absent: the default for each of `forward`
     (`lowbit.codecs.backward_codec`): itself for "fp32" and "bf16", "subspace-backward" for "subspace", else 6 bits."""

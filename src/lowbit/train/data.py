@@ -162,7 +162,7 @@ def _read(path: Path) -> np.ndarray | None:
         problem = f"it holds {tokens.dtype} {tokens.shape}"
     except (OSError, ValueError, EOFError) as error:
         problem = str(error)
-    log.warning("%s cannot be used and is made anew: %s", path, printable(problem))
+    log.warning("%s cannot be used and is written again: %s", path, printable(problem))
     return None
 
 
@@ -172,7 +172,7 @@ def _write(path: Path, tokens: np.ndarray) -> None:
     part = path.with_suffix(f".{os.getpid()}.npy")
     names = [f"{path.parent.name}/{file.name}" for file in (part, path)]
     if others := folder.foreign(names):
-        log.warning("%s is not lowbit's and stays; token ids are not kept", folder.path / others[0])
+        log.warning("%s was not made by lowbit and stays; token ids are not cached", folder.path / others[0])
         return
     folder.note(*names)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -147,7 +147,7 @@ class RunFolder:
         path = self.path / hidden
         if os.path.lexists(path):
             if hidden not in self.made() or path.is_symlink():
-                raise FileExistsError(f"{path} is not lowbit's; it needs the name")
+                raise FileExistsError(f"{path} was not made by lowbit, which needs this name; move it away")
             shutil.rmtree(path)
         self.note(hidden)
         path.mkdir()
@@ -166,7 +166,7 @@ class RunFolder:
         }
         if others := self.foreign(sources if (self.path / name).is_dir() else [name]):
             raise FileExistsError(
-                f"{self.path / others[0]} is not lowbit's and stays; what was to go there lies in {staging}"
+                f"{self.path / others[0]} was not made by lowbit and stays; what was to go there is in {staging}"
             )
         old = {n for n in self.made() if n.startswith(f"{name}/") and not n.endswith("/")}
         self.note(*sources)

@@ -255,7 +255,7 @@ def _pretrained_config(folder: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{given}; {path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{given}; {path} holds no JSON object")
+        raise ConfigError(f"{given}; {path} does not hold a JSON object")
     kind = values.get("model_type")
     if kind not in FAMILIES:
         raise ConfigError(f"{given}, a model of type {kind!r}; allowed: {', '.join(FAMILIES)}")

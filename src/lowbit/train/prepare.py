@@ -131,7 +131,7 @@ def check_output(config: TrainConfig) -> None:
         raise ConfigError(f"{name} cannot be written to: {reason}") from error
     folder = RunFolder(output)
     if os.path.lexists(output / MARK) and not folder.marked:
-        raise ConfigError(f"{name} has a {MARK} that is no regular file; allowed: another folder")
+        raise ConfigError(f"{name} has a {MARK} that is not a regular file; allowed: another folder")
     if not _launched() and (holder := folder.in_use()):
         raise ConfigError(IN_USE.format(str(output), holder))
     if run.resume:

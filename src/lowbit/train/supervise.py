@@ -103,7 +103,7 @@ class Attempts:
         if code == ALONE:
             return "not all machines came back in time"
         if code == DIVERGED and again:
-            return "so did the attempt before, after the same checkpoint"
+            return "the attempt before ended likewise, after the same checkpoint"
         return f"gave up after {self.in_vain} attempts" if self.in_vain > self._most else ""
 
 

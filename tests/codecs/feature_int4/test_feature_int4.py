@@ -224,7 +224,7 @@ def test_shapes_and_payloads_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=r"allowed: \(..., 4\), or one dimension of a multiple of 4"):
             codec.encode(torch.ones(shape))
     payload = codec.encode(torch.ones(2, 4))
-    with pytest.raises(ValueError, match="payloads are 1; allowed: 2, one a rank"):
+    with pytest.raises(ValueError, match="payloads are 1; allowed: 2, one for each rank"):
         codec.sum([payload], out=torch.empty(2, 4))
     with pytest.raises(ValueError, match="expected 4 contiguous uint8"):
         codec.sum([payload, payload[:-1]], out=torch.empty(2, 4))

@@ -22,6 +22,7 @@ MESSAGES: list[tuple[SubspaceQuant, Shape]] = [
     (SubspaceQuant(directions=32, bits=5, group=24), (9, 96)),
     (SubspaceQuant(directions=1, bits=4, group=8), (400,)),
     (SubspaceQuant(directions=7, bits=6, group=64, refresh=4), (70, 64)),
+    (SubspaceQuant(), (40, 130)),
 ]
 
 

@@ -106,7 +106,7 @@ def test_a_manifest_that_is_no_file_or_endless_is_not_read(tmp_path: Path, kind:
     else:
         with (share / MANIFEST).open("wb") as file:
             file.truncate(1 << 40)
-    expected = "more than 67108864 bytes" if kind == "long" else "is no regular file"
+    expected = "more than 67108864 bytes" if kind == "long" else "is not a regular file"
     with pytest.raises(DamagedError, match=expected):
         read_manifest(share)
 

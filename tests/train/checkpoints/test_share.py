@@ -86,7 +86,7 @@ def test_damage_is_told(share: Path, damage: Any, text: str):
 def test_tensors_that_are_a_pipe_are_not_waited_for(share: Path):
     (share / TENSORS).unlink()
     os.mkfifo(share / TENSORS)
-    with pytest.raises(DamagedError, match="has a tensors.safetensors that is no regular file"):
+    with pytest.raises(DamagedError, match="has a tensors.safetensors that is not a regular file"):
         verify_share(share)
 
 

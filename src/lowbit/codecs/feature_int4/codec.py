@@ -103,7 +103,7 @@ class FeatureInt4(Summable):
         """
         shapes = [tuple(part.shape) for part in parts]
         if len(set(shapes)) != 1 or not shapes[0] or not math.prod(shapes[0]):
-            raise ValueError(f"parts have shapes {shapes}; allowed: one or more of one (..., E), not empty")
+            raise ValueError(f"parts have shapes {shapes}; allowed: at least one, all of one shape (..., E), not empty")
         size = parts[0].shape[-1]
         rows = [part.detach().float().reshape(-1, size) for part in parts]
         ranges = torch.stack([r.abs().amax(0) for r in rows])
@@ -198,7 +198,7 @@ class FeatureInt4(Summable):
         self._rows(out.shape)
         scales, payloads = self._tables.on(out.device), list(payloads)
         if len(payloads) != self.ranks:
-            raise ValueError(f"payloads are {len(payloads)}; allowed: {self.ranks}, one a rank")
+            raise ValueError(f"payloads are {len(payloads)}; allowed: {self.ranks}, one for each rank")
         reference.sum(payloads, out.view(-1, self.grain), scales.scale, scales.order, len(self.features), divisor)
 
     def _rows(self, shape: Sequence[int]) -> int:

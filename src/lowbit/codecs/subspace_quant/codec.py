@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +16,7 @@ from lowbit.codecs.checks import FLOATS, check_int
 from lowbit.codecs.sessions import Key, Session
 from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.fit import best_directions
-from lowbit.codecs.subspace_quant.layout import SubspaceGeometry, subspace_geometry
+from lowbit.codecs.subspace_quant.layout import SubspaceGeometry, subspace_geometry, suited
 from lowbit.codecs.subspace_quant.memory import Memory
 from lowbit.codecs.subspace_quant.reference import coefficients_decode, coefficients_encode, rest_decode, rest_encode
 from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
@@ -25,7 +25,6 @@ from lowbit.kernels.layout import ALIGNMENT
 
 log = logging.getLogger(__name__)
 
-FALLBACK = 32  # directions where there is nothing to choose them by
 MOST = 1 << 15  # directions: slots are int16
 
 
@@ -70,8 +69,7 @@ class SubspaceQuant(StatefulCodec):
     - codes: group after group in bit planes as in `GroupInt`; a token's ragged last group takes a multiple of 8
       elements. y = x' + (code - (2^bits - 1) / 2) step; a step is 2^(1 - bits) of the group's largest magnitude.
 
-    New directions are counted in `nbytes`: with the defaults 4 C bytes a message, 0.03 bits an element if it has
-    1024 tokens, and 4 bits if it has 8: then a larger `refresh` saves them. Each end of each direction of a
+    New directions are counted in `nbytes`. Each end of each direction of a
     boundary keeps `state_bytes()` = 4 C K + 16; a sender holds the inverse of the directions' products beside
     them, 4 K^2 bytes that follow from them. While it works, `encode` takes up to 4 R C bytes beside its payload
     (without kernels, or on a GPU, two times as many, and once more for 16-bit input), and `decode` none if `out` is
@@ -82,41 +80,52 @@ class SubspaceQuant(StatefulCodec):
     such magnitudes, or with none from 2^-126 on, leaves the basis as it is, and the NaN travels.
 
     Args:
-        directions: how many, 1 to C, 32768 at most; or "auto": a sender chooses the number, at most 256, in the last
-            step of the warm-up, by the spectrum of the first message that it sends there, and its choice travels with
-            the messages of that step. Each tensor of each boundary, forward and backward, gets a number of its own: 32
-            (or C, if that is less) where that message has nothing but zeros, or NaN or Inf. Until the warm-up is over
-            there is no session.
+        directions: how many, 1 to C, 32768 at most. None: C / 8, at least 1 and at most 32. "auto": a sender chooses
+            the number, at most 256, in the last step of the warm-up, by the spectrum of the first message that it sends
+            there, and its choice travels with the messages of that step. Each tensor of each boundary, forward and
+            backward, gets a number of its own: that of None where this message has nothing but zeros, or NaN or Inf.
+            Until the warm-up is over there is no session.
         bits: of the remainder, 2 to 8.
         group: elements of it for each step, a multiple of 8 from 8 to 65536.
-        refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536.
+        refresh: messages in which all directions can be replaced, if they have enough tokens, 1 to 65536. None: each
+            message brings an eighth of the directions, fewer where these would take more than 1/4 bit an element, but
+            always one.
     """
 
     payload_version: ClassVar[int] = 3
 
-    directions: int | Literal["auto"] = 32
+    directions: int | Literal["auto"] | None = None
     bits: int = 3
     group: int = 64
-    refresh: int = 8
+    refresh: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.directions, str) and self.directions != "auto":
             raise ValueError(f"directions is {self.directions!r}; allowed: an integer from 1 to {MOST}, or 'auto'")
-        if self.settled:
+        if self.directions not in (None, "auto"):
             check_int("directions", self.directions, 1, MOST)
         check_int("bits", self.bits, 2, 8)
         check_int("group", self.group, 8, 65536, multiple=8)
-        check_int("refresh", self.refresh, 1, 65536)
+        if self.refresh is not None:
+            check_int("refresh", self.refresh, 1, 65536)
+
+    def __repr__(self) -> str:
+        """The settings, without those that are left to the shape."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
+        return f"{type(self).__name__}({named})"
 
     @classmethod
-    def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int = 8) -> SubspaceQuant:
+    def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int | None = None) -> SubspaceQuant:
         """The codec whose directions suit messages like this one: least noise for the bits that they cost.
 
         Both ends need the same number: measure once, as `lowbit bench spectrum` does, and configure the result.
 
         Args:
             x: a typical message, (..., C): activations, or gradients.
-            bits, group, refresh: as above.
+            bits: as above.
+            group: as above.
+            refresh: as above.
 
         Raises:
             ValueError: nothing but zeros, NaN or Inf in x, or no element.
@@ -132,46 +141,31 @@ class SubspaceQuant(StatefulCodec):
         return cls(directions=directions, bits=bits, group=group, refresh=refresh)
 
     @property
-    def pause(self) -> int:
-        """Messages from one that brings new directions to the next that does."""
-        return max(1, self.refresh // self.count)
-
-    @property
     def settled(self) -> bool:
         return self.directions != "auto"
-
-    @property
-    def count(self) -> int:
-        """Number of directions; a ValueError where that is "auto"."""
-        if isinstance(self.directions, int):
-            return self.directions
-        raise ValueError(
-            "directions is 'auto': the number is chosen in the last step of a pipeline's warm-up, and nothing can be "
-            "coded before; allowed here: an integer, such as that of SubspaceQuant.fitted(x)"
-        )
 
     def for_gradients(self) -> SubspaceQuant:
         """The same settings and at least 4 bits, because gradients have less of their energy in few directions."""
         return replace(self, bits=max(self.bits, 4))
 
     def advice(self, shape: Sequence[int]) -> str:
-        """Says so if fewer directions would halve messages of this shape."""
-        if not self.settled:
+        """Says so if fewer directions than are asked for would halve messages of this shape."""
+        if not isinstance(self.directions, int):
             return ""
         bits, least = (codec.bits_per_element(shape) for codec in (self, replace(self, directions=1)))
         if bits <= 2 * least:
             return ""
         return (
             f"{self} takes {bits:.1f} bits an element in messages of {tuple(shape)}, and {least:.1f} with "
-            "directions=1; set fewer directions, or directions='auto' with a warm-up"
+            "directions=1; leave directions out, so that they follow from the width, or set fewer"
         )
 
     def choose(self, x: Tensor) -> int:
-        """The number of directions for messages like `x`, (..., C); the fallback where `x` does not tell."""
+        """The number of directions for messages like `x`, (..., C); that of the width where `x` does not tell."""
         rows, channels = _folded(x.shape)
         directions = best_directions(x.detach().reshape(rows, channels), self.bits, self.refresh)
         if not directions:
-            directions = max(1, min(FALLBACK, channels))
+            directions, _ = suited(rows, channels)
             log.warning("a message of %s is zeros, or has NaN or Inf: %d directions", tuple(x.shape), directions)
         return directions
 
@@ -182,25 +176,31 @@ class SubspaceQuant(StatefulCodec):
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
 
     def geometry(self, shape: Sequence[int]) -> SubspaceGeometry:
-        """Sizes of a payload.
+        """Sizes of a payload, and the numbers that the codec leaves to the shape.
 
         Raises:
-            ValueError: fewer channels than directions.
+            ValueError: fewer channels than directions, or their number is still to be chosen.
         """
         rows, channels = _folded(shape)
-        if self.count > channels:
+        if self.directions == "auto":
             raise ValueError(
-                f"directions is {self.count}, and the last dimension of {tuple(shape)} is {channels}; "
+                "directions is 'auto': the number is chosen in the last step of a pipeline's warm-up, and nothing can "
+                "be coded before; allowed here: an integer, such as that of SubspaceQuant.fitted(x), or None"
+            )
+        directions, refresh = suited(rows, channels, self.directions, self.refresh)
+        if 0 < channels < directions:
+            raise ValueError(
+                f"directions is {directions}, and the last dimension of {tuple(shape)} is {channels}; "
                 f"allowed: 1 to {channels}"
             )
-        return subspace_geometry(rows, channels, self.count, self.bits, self.group, self.refresh)
+        return subspace_geometry(rows, channels, directions, self.bits, self.group, refresh)
 
     def shared_by(self, shape: Sequence[int]) -> int:
         return _folded(shape)[1]
 
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session:
-        self.geometry(shape)
-        memory = Memory(self.count, _folded(shape)[1], torch.device(device))
+        geo = self.geometry(shape)
+        memory = Memory(geo.directions, geo.channels, torch.device(device))
         return SubspaceSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
 
@@ -234,7 +234,7 @@ class SubspaceSession(Session):
         memory, geo = self._memory, self._geometry
         x_RC = x.view(geo.rows, geo.channels)
         filled = memory.messages * geo.renewed >= geo.directions
-        brings = not (filled and memory.messages % self.codec.pause)
+        brings = not (filled and memory.messages % geo.pause)
         basis = Basis(memory.directions, memory.inverse(), memory.digest)
         new = Basis(*map(torch.empty_like, basis))
         c_RK, unit_K = basis.inverse_KK.new_empty(geo.rows, geo.directions), basis.inverse_KK.new_empty(geo.directions)

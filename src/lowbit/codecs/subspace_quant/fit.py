@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.codecs.subspace_quant.layout import suited
 from lowbit.codecs.subspace_quant.reference_basis import leading
 
 MOST = 256  # directions among which `best_directions` chooses
 
 
-def best_directions(x_RC: Tensor, bits: int, refresh: int) -> int:
+def best_directions(x_RC: Tensor, bits: int, refresh: int | None) -> int:
     """How many directions suit these tokens, if the rest has so many bits: most decibels for the bits that they cost.
 
     An integer of b bits leaves noise in proportion to 4^-b of what it codes, whether remainder or coefficients (8), and
@@ -34,6 +35,7 @@ def best_directions(x_RC: Tensor, bits: int, refresh: int) -> int:
     share_N = (energy_N.cumsum(0) / total).clamp(max=1)
     k_N = torch.arange(1, len(energy_N) + 1, device=x_RC.device)
     noise_N = (1 - share_N) * 4.0**-bits + share_N * 4.0**-8
-    new_N = ((k_N + refresh - 1) // refresh).clamp(max=rows)
+    each_N = k_N.new_tensor([suited(rows, channels, k, refresh)[1] for k in range(1, len(k_N) + 1)])
+    new_N = ((k_N + each_N - 1) // each_N).clamp(max=rows)
     bits_N = 8 * k_N / channels + 8 * new_N / rows
     return int((noise_N.log2() / 2 + bits_N).argmin()) + 1

@@ -7,6 +7,21 @@ from dataclasses import dataclass
 from lowbit.kernels.layout import Layout, ceil_div
 
 
+def suited(rows: int, channels: int, directions: int | None = None, refresh: int | None = None) -> tuple[int, int]:
+    """`directions` and `refresh` for messages of this shape, in place of those that the codec does not name.
+
+    Both ends derive them from the shape, so another rule needs another payload version. Sessions of one width share
+    their directions, so their number depends on the width alone.
+
+    A direction costs 8 / channels bits an element for its coefficients: 1 bit in all up to 256 channels, and less
+    beyond. A new direction costs 8 / rows bits an element: each message brings an eighth of the directions, fewer where
+    they would take more than 1/4 bit, but always one. (A message without any would be as long.)
+    """
+    directions = directions or min(32, max(1, channels // 8))
+    renewed = max(1, min(ceil_div(directions, 8), rows // 32))
+    return directions, refresh or ceil_div(directions, renewed)
+
+
 @dataclass(frozen=True)
 class SubspaceGeometry:
     """Everything about a payload of `lowbit.codecs.SubspaceQuant` that follows from the shape and the settings.
@@ -15,6 +30,7 @@ class SubspaceGeometry:
         rows: tokens in the message; channels: elements of a token.
         directions, bits, group: as in the codec; groups: of a token, a ragged last one included.
         renewed: directions that travel with a message.
+        pause: messages from one that brings new directions to the next that does, once there are all of them.
         row_bytes: bytes of a token's codes.
         layout: the sections.
     """
@@ -26,6 +42,7 @@ class SubspaceGeometry:
     group: int
     groups: int
     renewed: int
+    pause: int
     row_bytes: int
     layout: Layout
 
@@ -49,4 +66,5 @@ def subspace_geometry(
         steps=rows * groups,
         codes=rows * row_bytes,
     )
-    return SubspaceGeometry(rows, channels, directions, bits, group, groups, renewed, row_bytes, layout)
+    pause = max(1, refresh // directions)
+    return SubspaceGeometry(rows, channels, directions, bits, group, groups, renewed, pause, row_bytes, layout)

@@ -92,7 +92,7 @@ class Manifest:
             raise DamagedError(f"has a manifest that lacks or has {', '.join(sorted(unlike))}")
         for name, kind in fields.items():
             if type(values[name]).__name__ != kind.partition("[")[0]:
-                raise DamagedError(f"has a manifest whose {name} is no {kind}")
+                raise DamagedError(f"has a manifest whose {name} is not of type {kind}")
         manifest = cls(**values)
         try:
             sound = all(manifest._conditions())
@@ -187,7 +187,7 @@ def read_manifest_bytes(share: Path) -> bytes:
 def check_regular(path: Path) -> None:
     """Raise DamagedError for a pipe or device, which may block or act when it is read; OSError if there is no file."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise DamagedError(f"has a {path.name} that is no regular file")
+        raise DamagedError(f"has a {path.name} that is not a regular file")
 
 
 def step_name(step: int) -> str:

@@ -72,10 +72,10 @@ def resume(
     try:
         restore(pipeline, optimizer, tensors, sources.lanes(received), steps=saved.step)
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        problem = f"{where} cannot be taken up: {type(error).__name__}: {error}"
+        problem = f"{where} cannot be restored: {type(error).__name__}: {error}"
     raise_everywhere(problem, group)
     if rank == 0 and sources.fresh:
-        log.warning("%s: what codecs remember begins afresh at %s", where, ", ".join(sources.fresh))
+        log.warning("%s: codecs start without their earlier state at %s", where, ", ".join(sources.fresh))
     return saved.step, [*saved.first.changes, *(change.at(saved.step) for change in changes)]
 
 
@@ -144,7 +144,7 @@ class _Sources:
             prefix = f"optimizer/{known}/"
             for moment in (n for n in entries if n.startswith(prefix)):
                 if entries[moment]["shape"] not in ([], entry["shape"]):
-                    self._note_problem(f"{moment} has not the shape of its parameter")
+                    self._note_problem(f"{moment} does not have the shape of its parameter")
                 self.tensors[f"optimizer/{name}/{moment.removeprefix(prefix)}"] = share, moment
 
     def _note_problem(self, text: str) -> None:
@@ -175,7 +175,7 @@ class _Sources:
                     continue
                 if not parse(codec).settled and (memory is None or not memory.has_choice):
                     self._note_problem(
-                        f"it tells nothing of what {codec} chose in the warm-up, which {lane} (after layer "
+                        f"it does not record what {codec} chose in the warm-up, which {lane} (after layer "
                         f"{end.after_layer}) needs; allowed: a format that is settled, with "
                         f"--allow-change pipeline.{end.direction}"
                     )

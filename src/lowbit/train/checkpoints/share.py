@@ -213,8 +213,8 @@ def _check_entries(path: Path, manifest: Manifest) -> None:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             entries = {name: (part.get_dtype(), list(part.get_shape())) for name, part in slices.items()}
     except SafetensorError as error:
-        raise DamagedError(f"has a {TENSORS} that is none: {error}") from error
+        raise DamagedError(f"has a {TENSORS} that is not in safetensors' format: {error}") from error
     if entries != {n: (e["dtype"], e["shape"]) for n, e in manifest.tensors.items()}:
         raise DamagedError(f"has other tensors in {TENSORS} than its manifest lists")
     if unknown := {dtype for dtype, _ in entries.values()} - DTYPES.keys():
-        raise DamagedError(f"has tensors of {', '.join(sorted(unknown))}")
+        raise DamagedError(f"has tensors of unknown dtypes: {', '.join(sorted(unknown))}")

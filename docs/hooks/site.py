@@ -1,0 +1,111 @@
+"""Hooks of the documentation site: pages made of files at the repository's root, links, pictures, addresses."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.append(str(Path(__file__).parent))
+from griffe_names import public_names
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SOURCE = PROJECT["urls"]["Source"]
+PUBLIC = public_names(ROOT / "src/lowbit")
+PAGES_AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+_CODE = r"(?P<code>^(?P<indent> *)(?P<fence>```+).*?^(?P=indent)(?P=fence) *$|(?P<ticks>`+)[^`].*?(?P=ticks))"
+_TARGET = r"(?P<before>\]\(|^\[[^\]\n]+\]: +|\b(?:href|src)=\")(?P<target>[^)\"\s]+)"
+_CODE_OR_TARGET = re.compile(f"{_CODE}|{_TARGET}", re.M | re.S)
+_FENCE_WORDS = re.compile(r"^( *```+\w+) [^\n`]*$", re.M)
+_PICTURE = re.compile(r"<picture>(?P<sources>.*?)<img(?P<light>[^>]*?)/?>\s*</picture>", re.S)
+_IMAGE = re.compile(r"\bsrc=\"([^\"]+)\"")
+_DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^\"]+)\"")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Take names and addresses from pyproject.toml."""
+    config.site_url = os.environ.get("READTHEDOCS_CANONICAL_URL", PROJECT["urls"]["Documentation"])
+    config.site_description = PROJECT["description"]
+    # Not `repo_url`: the theme would ask GitHub's servers for the number of stars while a page is read.
+    config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": SOURCE, "name": "Source"}]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made of files at the root, and leave pages that are not there out of the navigation."""
+    for name, uri in PAGES_AT_ROOT.items():
+        if (ROOT / name).exists():
+            files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    there = {file.src_uri for file in files.documentation_pages()}
+    config.nav = list(_there(config.nav or [], there))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links lead to pages of the site, and to the repository where they leave it."""
+    markdown = _FENCE_WORDS.sub(r"\1", _PICTURE.sub(_two_images, markdown))
+    at_root = {uri: name for name, uri in PAGES_AT_ROOT.items()}
+    source = at_root.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def replaced(found: re.Match[str]) -> str:
+        if found["code"] is not None:
+            return _linked(found)
+        target = _target(found["target"], source, page.file.src_uri)
+        if "=" in found["before"]:  # MkDocs leaves links in HTML as they are
+            target = re.sub(r"\.md(?=#|$)", ".html", target)
+        return found["before"] + target
+
+    return _CODE_OR_TARGET.sub(replaced, markdown)
+
+
+def _linked(code: re.Match[str]) -> str:
+    """A public name, such as `lowbit.codecs.parse`, as a link to the API reference; other code unchanged."""
+    text, before = code[0], code.string[code.start() - 1 : code.start()]
+    return f"[{text}][{text.strip('`')}]" if text.strip("`") in PUBLIC and before != "[" else text
+
+
+def _target(target: str, source: str, uri: str) -> str:
+    """Where a link of the file `source`, shown as the page `uri`, leads on the site."""
+    path, hash_, anchor = target.partition("#")
+    if not path or re.match(r"\w+:|//", path):
+        return target
+    file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    on_site = PAGES_AT_ROOT.get(file, file.removeprefix("docs/") if file.startswith("docs/") else "")
+    if on_site and not (ROOT / file).is_dir():
+        return posixpath.relpath(on_site, posixpath.dirname(uri) or ".") + hash_ + anchor
+    kind = "tree" if (ROOT / file).is_dir() else "blob"
+    return f"{SOURCE}/{kind}/main/{file}{hash_}{anchor}" if (ROOT / file).exists() else target
+
+
+def _two_images(picture: re.Match[str]) -> str:
+    """Two images that the theme shows by its own switch, of a picture that goes by the system's colors."""
+    dark = _DARK.search(picture["sources"])
+    if dark is None:
+        return f"<img{picture['light']}>"
+    light = _IMAGE.sub(r'src="\1#only-light"', picture["light"])
+    return f"<img{light}>" + "<img" + _IMAGE.sub(f'src="{dark[1]}#only-dark"', picture["light"]) + ">"
+
+
+def _there(nav: list[Any], pages: set[str]) -> Iterator[Any]:
+    for item in nav:
+        if isinstance(item, str):
+            if item in pages:
+                yield item
+            continue
+        ((title, within),) = item.items()
+        if isinstance(within, str):
+            if within in pages:
+                yield item
+        elif kept := list(_there(within, pages)):
+            yield {title: kept}

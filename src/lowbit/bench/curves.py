@@ -1,0 +1,37 @@
+"""Curves of a loss over seconds of training, and how long runs take to the same loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowbit.report import Row
+
+_SMOOTHED_STEPS = 8
+
+
+def curve(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Points of (seconds of training, mean training loss of the last steps)."""
+    points, seconds = [], 0.0
+    for i, step in enumerate(metrics):
+        seconds += step["seconds"]
+        recent = [m["loss"] for m in metrics[max(0, i + 1 - _SMOOTHED_STEPS) : i + 1]]
+        points.append((seconds, sum(recent) / len(recent)))
+    return points
+
+
+def reached(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Add to rows `target_loss`, the lowest loss that all curves have reached, and `seconds_to_loss`."""
+    target = max(min(loss for _, loss in row["curve"]) for row in rows)
+    return [{**row, "target_loss": target, "seconds_to_loss": seconds_until(row["curve"], target)} for row in rows]
+
+
+def seconds_until(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """When a curve of (seconds, loss) first reaches the target, by straight lines between its points."""
+    before = curve[0]
+    for seconds, loss in curve:
+        if loss <= target:
+            share = (before[1] - target) / (before[1] - loss) if before[1] > loss else 1.0
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, loss)
+    return None
