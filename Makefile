@@ -29,7 +29,7 @@ demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 
 	@$(BIN)/lowbit demo
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not docs" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
@@ -53,6 +53,20 @@ fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longe
 docs: $(VENV)/.installed-docs ## Build the documentation site into site/, without a single warning
 	@$(MKDOCS) build --quiet
 	@echo "Built site/index.html"
+
+test-docs: docs ## Check the site's links, navigation and public names, and what the package index makes of the README
+	@$(BIN)/python -m pytest -m docs $(ARGS)
+
+docs-browser: docs ## Open every page of the site in a browser, small and large, light and dark; needs chromium
+	@$(BIN)/python -m tests.browser $(ARGS)
+
+reference: $(VENV)/.installed-dev ## Write the pages of commands, configuration and packages in docs/reference/
+	@$(BIN)/python -m docs.hooks.reference
+
+package: $(VENV)/.installed-docs ## Build the packages into dist/ and check them as the package index does
+	@rm -rf dist
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --outdir dist . > /dev/null
+	@$(BIN)/twine check --strict dist/*
 
 docs-serve: $(VENV)/.installed-docs ## Serve the documentation site on http://127.0.0.1:8000 and follow changes
 	@$(MKDOCS) serve $(ARGS)

@@ -1,15 +1,14 @@
 """`python -m benchmarks NAME ...`."""
 
-from functools import partial
-
+from benchmarks.figures import Figures
 from lowbit.cli import main
 from lowbit.cli.app import Group
 from lowbit.cli.reports import measurements
 
 BENCHMARKS = Group(
-    "Measurements that only developers of lowbit need.",
-    partial(measurements, "benchmarks"),
-    examples=("python -m benchmarks race --boundary fp32,tah-quant",),
+    "Measurements that only developers of lowbit need, and the figures of the documentation.",
+    lambda: {**measurements("benchmarks"), "figures": Figures()},
+    examples=("python -m benchmarks race --boundary fp32,tah-quant", "python -m benchmarks figures"),
 )
 
 if __name__ == "__main__":

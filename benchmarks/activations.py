@@ -49,31 +49,31 @@ class ActivationsBenchmark:
     """The model, how it is trained first, and the methods."""
 
     methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
-    """low-bit (ours), int4 (norms in 4 bits, too), int4-uniform (attention's tensors in 4, too), int8-uniform (all in
-    8), attention-4 and attention-8 (nothing but attention's), low-bit+attention-4 and -8 (ours, and attention's). What
-    PyTorch saves is always measured, for the bytes."""
+    """low-bit: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in 4, too. int8-uniform: everything
+    in 8. attention-4, attention-8: attention only. low-bit+attention-4, low-bit+attention-8: low-bit and attention.
+    What PyTorch saves is always measured."""
     sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
     """Tokens of a sample."""
     samples: Positive = 8
-    """Those on which gradients are compared, one after the other, held out from training."""
+    """Held-out samples on which gradients are compared, one after the other."""
     batch: Positive = 2
     """Samples of a training step."""
     train_steps: NonNegative = 400
-    """Of training before that, on samples of the longest sequence."""
+    """Training steps before that, on samples of the longest sequence."""
     lr: float = 1e-3
     """Highest learning rate of this training."""
     device: Device = "cpu"
-    """cuda: the current device."""
+    """cuda: the current GPU."""
     model: ModelConfig = ModelConfig(dim=128, layers=4, heads=2)
-    """What is measured. A pretrained one is trained for `train_steps`, too."""
+    """Model to measure. A pretrained one is trained for `train_steps`, too."""
     seed: NonNegative = 0
-    """Of weights and samples."""
+    """Seed of weights and samples."""
     text: tuple[str, ...] = ()
-    """Files or folders; absent: Python's standard library."""
+    """Files or folders to train on. If omitted, Python's standard library."""
     max_bytes: Positive = 4_000_000
-    """Read no more text than this."""
+    """Read at most this many bytes of text."""
     threads: Positive = 2
-    """Of PyTorch."""
+    """PyTorch threads."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.methods) - set(METHODS):
@@ -219,8 +219,8 @@ COMMAND = Command(
     ],
     charts=[
         Lines(
-            rows=_compressed, title="Error of all gradients, median", series="method", x="sequence", y="all",
-            x_label="tokens of a sample", label="relative error",
+            rows=_compressed, title="Error of gradients by what autograd keeps", series="method", x="sequence", y="all",
+            x_label="tokens of a sample", label="relative error", log_x=True, subtitle="Medians over the samples.",
         )
     ],
 )  # fmt: skip

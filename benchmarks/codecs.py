@@ -25,8 +25,8 @@ class PublishedBenchmark(CodecsBenchmark):
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "tah-quant",
         "tah-quant-published", "tah-quant-token", "published-procedure", "published-procedure-token", FITTED,
     )  # fmt: skip
-    """As in `lowbit bench codecs`; also published-procedure and published-procedure-token (allocation by token): what
-    the paper's research code does, its errors and bits, not its speed."""
+    """As in `lowbit bench codecs`. published-procedure and published-procedure-token (bits by token): errors and bits
+    of the paper's research code, not its speed."""
 
 
 COMMAND = dataclasses.replace(

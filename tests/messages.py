@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import itertools
 import re
 import string
@@ -80,13 +81,14 @@ class _Scope:
 
 class _Sources:
     def __init__(self, root: Path) -> None:
-        self._trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+        self.trees = {str(path.relative_to(root)): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
         self._functions: dict[str, list[tuple[_Scope, ast.FunctionDef]]] = {}
         self._constants: dict[str, dict[str, ast.expr]] = {}  # by name, then by file
         self._attributes: dict[str, dict[str, list[tuple[_Scope, ast.expr]]]] = {}  # likewise
         self._calls: dict[str, list[tuple[_Scope, ast.Call]]] = {}
-        for path, tree in self._trees.items():
-            for scope, node in _scoped(tree, _Scope(path)):
+        self._nodes = {path: _scoped(tree, _Scope(path)) for path, tree in self.trees.items()}
+        for path, nodes in self._nodes.items():
+            for scope, node in nodes:
                 if isinstance(node, ast.FunctionDef):
                     self._functions.setdefault(node.name, []).append((scope, node))
                 elif isinstance(node, ast.Call):
@@ -97,14 +99,14 @@ class _Sources:
                             self._constants.setdefault(target, {})[path] = value
                         elif target.startswith("."):
                             self._attributes.setdefault(target, {}).setdefault(path, []).append((scope, value))
-        self._errors = {n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
-        classes = [node for tree in self._trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        self.errors = {n for n, v in vars(builtins).items() if isinstance(v, type) and issubclass(v, BaseException)}
+        classes = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         for _ in classes:  # until no subclass is left
-            self._errors |= {c.name for c in classes if any(_last(base) in self._errors for base in c.bases)}
+            self.errors |= {c.name for c in classes if any(_last(base) in self.errors for base in c.bases)}
 
     def messages(self) -> Iterator[Message]:
-        for path, tree in self._trees.items():
-            for scope, node in _scoped(tree, _Scope(path)):
+        for path, nodes in self._nodes.items():
+            for scope, node in nodes:
                 function = scope.functions[-1].name if scope.functions else ""
                 shown = self._shown(node)
                 if function == "__str__" and isinstance(node, ast.Return) and node.value is not None:
@@ -120,7 +122,7 @@ class _Sources:
         """What a statement or call shows to the user; True: others show it, so it need not have words."""
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             name = _last(node.exc.func)
-            if name not in self._errors and name not in self._functions:
+            if name not in self.errors and name not in self._functions:
                 yield from ((argument, False) for argument in node.exc.args[:1])
         if not isinstance(node, ast.Call) or not node.args:
             return
@@ -129,7 +131,7 @@ class _Sources:
             yield node.args[0], False
             if "%" in ast.unparse(node.args[0]) and not any(map(str.isalpha, _FIELD.sub("", _literal(node.args[0])))):
                 yield from ((argument, True) for argument in node.args[1:])
-        elif name in self._errors or ast.unparse(node.func) in _WRITTEN:
+        elif name in self.errors or ast.unparse(node.func) in _WRITTEN:
             yield node.args[name == "OSError"], False
         elif name == "Cause":
             yield node.args[1], True
@@ -172,7 +174,7 @@ class _Sources:
 
     def _named(self, name: str, scope: _Scope) -> list[str]:
         """What a variable, a parameter, a function or a constant can be, as text."""
-        values = [value for function in scope.functions for value in _assigned(function, name)]
+        values = [value for function in scope.functions for value in _assigned(function).get(name, [])]
         if values:
             return self._any(values, scope)
         for function in reversed(scope.functions):
@@ -217,20 +219,28 @@ class _Sources:
         return _distinct(texts)
 
 
-def _scoped(tree: ast.AST, scope: _Scope) -> Iterator[tuple[_Scope, ast.AST]]:
-    """All nodes below one, each with the functions around it."""
-    for child in ast.iter_child_nodes(tree):
-        yield scope, child
-        yield from _scoped(child, scope.within(child) if isinstance(child, ast.FunctionDef) else scope)
+def _scoped(tree: ast.AST, scope: _Scope) -> list[tuple[_Scope, ast.AST]]:
+    """All nodes below one, each with the functions around it, in the order of the source."""
+    nodes, left = [], [(scope, tree)]
+    while left:
+        scope, node = left.pop()
+        nodes.append((scope, node))
+        inner = scope.within(node) if isinstance(node, ast.FunctionDef) else scope
+        left += [(inner, child) for child in reversed(list(ast.iter_child_nodes(node)))]
+    return nodes[1:]
 
 
-def _assigned(function: ast.FunctionDef, name: str) -> Iterator[ast.expr]:
-    """What a function assigns to a name, or appends to it."""
+@functools.cache
+def _assigned(function: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """What a function assigns to its names, or appends to them."""
+    values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-            yield from (value for target, value in _assignments(node) if target == name)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (f"{name}.append", f"{name}.insert"):
-            yield node.args[-1]
+            for target, value in _assignments(node):
+                values.setdefault(target, []).append(value)
+        elif isinstance(node, ast.Call) and node.args and _last(node.func) in ("append", "insert"):
+            values.setdefault(_last(getattr(node.func, "value", node.func)), []).append(node.args[-1])
+    return values
 
 
 def _assignments(node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> Iterator[tuple[str, ast.expr]]:
@@ -295,3 +305,10 @@ def _returns_text(function: ast.FunctionDef) -> bool:
 def _last(node: ast.AST) -> str:
     """The last part of a dotted name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def error_classes(root: Path) -> dict[str, str]:
+    """Docstrings of the package's own errors by name, without those of one module alone ("_Name")."""
+    sources = _Sources(root)
+    classes = [node for tree in sources.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {c.name: ast.get_docstring(c) or "" for c in classes if c.name in sources.errors and c.name[0] != "_"}

@@ -27,8 +27,10 @@ PAGES_AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", 
 _CODE = r"(?P<code>^(?P<indent> *)(?P<fence>```+).*?^(?P=indent)(?P=fence) *$|(?P<ticks>`+)[^`].*?(?P=ticks))"
 _TARGET = r"(?P<before>\]\(|^\[[^\]\n]+\]: +|\b(?:href|src)=\")(?P<target>[^)\"\s]+)"
 _CODE_OR_TARGET = re.compile(f"{_CODE}|{_TARGET}", re.M | re.S)
+_ITEM = re.compile(r"(?P<indent> *)(?P<marker>[-*+]|\d+\.)(?P<gap> +)(?=\S)")
 _FENCE_WORDS = re.compile(r"^( *```+\w+) [^\n`]*$", re.M)
 _PICTURE = re.compile(r"<picture>(?P<sources>.*?)<img(?P<light>[^>]*?)/?>\s*</picture>", re.S)
+_BADGE = re.compile(r"\[!\[[^\]]*\]\(https?:[^)]*\)\]\([^)]*\)\n?|!\[[^\]]*\]\(https?:[^)]*\)\n?")
 _IMAGE = re.compile(r"\bsrc=\"([^\"]+)\"")
 _DARK = re.compile(r"<source(?=[^>]*prefers-color-scheme: dark)[^>]*srcset=\"([^\"]+)\"")
 
@@ -54,6 +56,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to pages of the site, and to the repository where they leave it."""
+    markdown = "\n".join(_lists(markdown.splitlines())) + "\n"
+    markdown = _BADGE.sub("", markdown)  # a page of the site loads nothing from elsewhere
     markdown = _FENCE_WORDS.sub(r"\1", _PICTURE.sub(_two_images, markdown))
     at_root = {uri: name for name, uri in PAGES_AT_ROOT.items()}
     source = at_root.get(page.file.src_uri, f"docs/{page.file.src_uri}")
@@ -67,6 +71,28 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return found["before"] + target
 
     return _CODE_OR_TARGET.sub(replaced, markdown)
+
+
+def _lists(lines: list[str]) -> Iterator[str]:
+    """Lists as Python-Markdown wants them: behind an empty line, and with four spaces for what belongs to an item."""
+    items: list[int] = []  # columns in which the text of the items begins that a line is part of
+    fence, first, before = "", "", ""  # the open fence, the first line of the paragraph, the line before
+    for line in lines:
+        first = line if not before.strip() else first
+        indent = len(line) - len(line.lstrip())
+        item = None if fence else _ITEM.match(line)
+        if line.strip() and not fence and (item or not before.strip()):
+            items = [column for column in items if column <= indent]
+        if item and not items and not _ITEM.match(first):
+            yield ""
+            first = line
+        shift = 4 * len(items) - items[-1] if items and indent >= items[-1] else 0
+        yield " " * shift + line if line.strip() else line
+        if item:
+            items.append(item.end())
+        if mark := re.match(r" *(```+|~~~+)", line):
+            fence = "" if fence else mark[1]
+        before = line
 
 
 def _linked(code: re.Match[str]) -> str:

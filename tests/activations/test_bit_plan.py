@@ -53,7 +53,7 @@ def written(folder: Path, **changes: Any) -> Path:
     ({"stages": [{**BITS, "mlp": 9}]}, r"stages\[0\]\['mlp'\] is 9"),
     ({"stages": [{**BITS, "mlp": 4.0}]}, r"is 4\.0; allowed"),
     ({"stages": [{**BITS, "mlp": True}]}, r"is True; allowed"),
-    ({"stages": [{**BITS, "mlp": 10**4000}]}, "is no plan"),
+    ({"stages": [{**BITS, "mlp": 10**4000}]}, "is not a memory plan"),
     ({"group": 12}, "group is 12"),
     ({"group": "64"}, "group is '64'"),
 ])  # fmt: skip

@@ -162,7 +162,7 @@ def test_a_real_run_from_the_command_line(tmp_path: Path):
 def test_a_configuration_is_printed_with_all_its_keys_and_read_back(tmp_path: Path):
     bare = invoke("config").stdout
     assert from_mapping(tomllib.loads(bare)) == TrainConfig()
-    assert "\n# Steps between checkpoints; 0: none. [at least 0]\ncheckpoint_every = 100\n" in bare
+    assert "\n# Steps between checkpoints. 0: no checkpoints. [at least 0]\ncheckpoint_every = 100\n" in bare
     assert "\n# warmup_steps = ...\n" in bare
     file = tmp_path / "train.toml"
     words = ["--model.dim", "64", "--pipeline.forward", "int4,GroupInt(bits=6, group=32)", "--ranks", "3"]

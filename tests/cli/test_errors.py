@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from lowbit.bench import COMMANDS
+from lowbit.cli.app import COMMANDS as APP
 from lowbit.cli.errors import describe, exit_code, one_line_errors
 from lowbit.pipeline import PeerError
 
@@ -55,8 +57,38 @@ def test_a_fault_is_not_hidden(error: Exception):
         raise error
 
 
-def test_without_pydantic_the_command_says_what_to_install():
-    program = "import sys; sys.modules['pydantic'] = None; import lowbit.cli; lowbit.cli.main(['train'])"
-    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == 'error: pydantic is missing; install it with: pip install "lowbit[train]"\n'
+BASE = """
+import sys
+from lowbit.cli import main
+from lowbit.bench import COMMANDS
+from lowbit.cli.app import COMMANDS as APP
+from lowbit.cli.errors import EXTRAS
+
+sys.modules |= dict.fromkeys(EXTRAS)
+for line in sys.stdin.read().splitlines():
+    try:
+        main(line.split())
+        print("code 0")
+    except SystemExit as end:
+        print("code", end.code)
+"""
+NEEDS = [
+    "train", "train run.toml", "train --help", "train --dry-run", "config", "config --help", "demo", "demo --help",
+    "calibrate model", "evaluate model", "plan memory", *(f"bench {name}" for name in COMMANDS), "bench codecs --help",
+]  # fmt: skip
+NEEDS_NOT = ["", "--help", "--version", "bench", "bench --help", "plan"]
+
+
+def test_a_base_install_says_what_to_install():
+    words = [*NEEDS, *NEEDS_NOT, "nonsense"]
+    done = subprocess.run(
+        [sys.executable, "-c", BASE], input="\n".join(words), text=True, capture_output=True, check=True
+    )  # fmt: skip
+    codes = [line for line in done.stdout.splitlines() if line.startswith("code ")]
+    assert codes == ["code 2"] * len(NEEDS) + ["code 0"] * len(NEEDS_NOT) + ["code 2"], done.stderr
+    told = done.stderr.splitlines()
+    assert told[: len(NEEDS)] == ['error: pydantic is missing; install it with: pip install "lowbit[train]"'] * len(
+        NEEDS
+    )
+    assert told[len(NEEDS) :] == [f"error: lowbit has no 'nonsense'; known: {', '.join(APP.commands())}"]
+    assert done.stdout.count("where to begin:") == 2

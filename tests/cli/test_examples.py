@@ -10,14 +10,14 @@ from benchmarks.__main__ import BENCHMARKS
 from lowbit.cli.app import COMMANDS, Group
 
 
-def _every(command: Any, program: str) -> Iterator[tuple[str, Any]]:
+def every(command: Any, program: str) -> Iterator[tuple[str, Any]]:
     yield program, command
     if isinstance(command, Group):
         for name, each in command.commands().items():
-            yield from _every(each, f"{program} {name}")
+            yield from every(each, f"{program} {name}")
 
 
-EVERY = [*_every(COMMANDS, "lowbit"), *_every(BENCHMARKS, "python -m benchmarks")]
+EVERY = [*every(COMMANDS, "lowbit"), *every(BENCHMARKS, "python -m benchmarks")]
 
 
 @pytest.mark.parametrize(("program", "command"), EVERY, ids=[program for program, _ in EVERY])

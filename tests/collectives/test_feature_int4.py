@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused_at_once(ranks: Ranks):
     (said,) = ranks.run(refusals, ranks=1)
     assert "allowed in a group of 1: one for 1 ranks" in said[0]
     assert "tensor is float32 (4, 73); allowed with FeatureInt4" in said[1]
-    assert all("(..., 72), or flat rows of as many" in text for text in said[1:])
+    assert all("(..., 72), or flat in multiples of it" in text for text in said[1:])
     ranks.run(nodes)
 
 

@@ -305,7 +305,7 @@ def refuses(codec: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("codec", "options", "kind", "text"),
     [
-        (AQSGD(), {}, "TypeError", "keeps something between messages"),
+        (AQSGD(), {}, "TypeError", "keeps state between messages"),
         (TAHQuant(), {}, "TypeError", "tokens of activations"),
         ("int8", {}, "TypeError", "codec is 'int8'"),
         (INT8, {"tensor": torch.ones(4, dtype=torch.int32)}, "TypeError", "tensor is torch.int32"),

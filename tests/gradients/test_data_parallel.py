@@ -208,7 +208,7 @@ def refused(**options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"codec": AQSGD()}, "TypeError", "keeps something between messages"),
+        ({"codec": AQSGD()}, "TypeError", "keeps state between messages"),
         ({"error_feedback": 1}, "TypeError", "error_feedback is 1"),
         ({"node_size": 3}, "ValueError", "node_size is 3"),
         ({"codec": FeatureInt4.fit([torch.ones(1, 8)])}, "ValueError", "for rows of 8 elements; allowed for gradients"),

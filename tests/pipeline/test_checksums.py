@@ -51,12 +51,12 @@ def trained(transport: str, sender: int, change: Any) -> tuple[str, str, int, in
 @pytest.mark.parametrize("transport", ["early", "staged", "in order"])
 @pytest.mark.parametrize(("sender", "direction"), [(0, "forward"), (1, "backward")])
 def test_a_flipped_bit_names_sender_boundary_and_step(ranks: Ranks, transport: str, sender: int, direction: str):
-    announced = sender == 0  # the pass, by one more message, which is the first of step 1
+    announced = sender == 0  # the pass, by one more message, which is the first of step 2
     found = ranks.run(trained, transport, sender, Flip(N + announced + 2))
     error, text, culprit, step = found[1 - sender]
     assert error == "DamagedError"
     assert text == (
-        f"boundary 0 {direction}, micro-batch 2, tensor 0, step 1: the message from rank {sender} (stage {sender}) is "
+        f"boundary 0 {direction}, micro-batch 2, tensor 0, step 2: the message from rank {sender} (stage {sender}) is "
         "damaged: it does not fit the checksum behind it; bytes changed on the way, or it is the message of another "
         "step or place"
     )
@@ -73,7 +73,7 @@ def test_a_flipped_bit_names_sender_boundary_and_step(ranks: Ranks, transport: s
 def test_a_message_of_another_step_or_place_is_noticed(ranks: Ranks, transport: str, old: int, new: int):
     error, text, culprit, _ = ranks.run(trained, transport, 0, Replay(old, new))[1]
     assert (error, culprit) == ("DamagedError", 0)
-    assert text.startswith("boundary 0 forward, micro-batch 1, tensor 0, step 1: ")
+    assert text.startswith("boundary 0 forward, micro-batch 1, tensor 0, step 2: ")
 
 
 def evaluated(transport: str) -> str:
@@ -91,7 +91,7 @@ def evaluated(transport: str) -> str:
 @pytest.mark.parametrize("transport", ["early", "in order"])
 def test_evaluation_is_checked_too(ranks: Ranks, transport: str):
     text = ranks.run(evaluated, transport)[1]
-    assert text.startswith("boundary 0 forward, micro-batch 3, tensor 0, evaluation before step 1:")
+    assert text.startswith("boundary 0 forward, micro-batch 3, tensor 0, evaluation after step 1:")
 
 
 def nothing_damaged_is_decoded() -> int:

@@ -424,7 +424,7 @@ def unfrozen() -> None:
 def test_parameters_that_are_unfrozen_between_steps_are_named(ranks: Ranks):
     first, last = toy.timely(ranks, unfrozen)
     assert first.kind == "ValueError"
-    assert "stage 0 wants a gradient" in first.text
+    assert "stage 0 requires a gradient" in first.text
     assert last.text == f"rank 0 (stage 0) gave up: ValueError: {first.text}"
 
 

@@ -40,7 +40,7 @@ def test_a_port_that_is_taken_is_an_error_at_once(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(MeetingError, match="rank 0 cannot keep the store at .*Address already in use"):
+        with pytest.raises(MeetingError, match="rank 0 cannot listen at .*Address already in use"):
             meet(0, 2, timeout=5, patience=5)
 
 

@@ -207,8 +207,8 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
     assert float(ranges[0, 7]) <= float(others.min())
     assert ranges[1, 9] > ranges[0, 9]
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        "never seen other than zero: feature 7 on rank 0 of layers.1.mlp.down; such features get the smallest range "
-        "of their layer"
+        "always zero in the calibration text: feature 7 on rank 0 of layers.1.mlp.down; such features get "
+        "the smallest range of their layer"
     ]
     with torch.no_grad():
         model.layers[1].mlp.down.weight.zero_()

@@ -90,7 +90,7 @@ def test_token_ids_that_cannot_be_read_are_made_anew(tmp_path, folder, caplog):
         kept.write_bytes(damage(kept.read_bytes()))
         caplog.clear()
         assert load_data(config, cache=tmp_path / "cache").fingerprint() == first
-        assert [r.message.count("cannot be used and is made anew") for r in caplog.records] == [1]
+        assert [r.message.count("cannot be used and is written again") for r in caplog.records] == [1]
     RunFolder(tmp_path).clear()
     assert f"cache/{kept.name}" in RunFolder(tmp_path).made()
     assert load_data(config, cache=tmp_path / "cache").fingerprint() == first

@@ -87,7 +87,7 @@ def stops_after(config: TrainConfig, steps: int) -> None:
     from lowbit.train import train
 
     def stop(metrics: Any) -> None:
-        if metrics.step == steps:
+        if metrics.step == steps + 1:  # whose checkpoint is there
             raise KeyboardInterrupt
 
     try:

@@ -80,7 +80,7 @@ def test_files_are_adopted_or_left_where_they_are(tmp_path: Path):
     (staging / "new").write_text("newer")
     (staging / "precious").write_text("lowbit's")
     (tmp_path / "model" / "precious").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"model/precious is not lowbit's and stays; .* lies in"):
+    with pytest.raises(FileExistsError, match=r"model/precious was not made by lowbit and stays; .* is in"):
         folder.adopt(staging, "model")
     assert (tmp_path / "model" / "precious").read_text() == "mine"
     assert (tmp_path / "model" / "new").read_text() == "new"

@@ -80,7 +80,7 @@ def test_a_broken_run_goes_on_bit_for_bit(tmp_path: Path, storage: str):
     train(whole)
 
     def stop(metrics: StepMetrics) -> None:
-        if metrics.step == 2:
+        if metrics.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -106,7 +106,7 @@ def test_nan_stops_the_run_before_the_weights(tmp_path: Path, monkeypatch: pytes
             weights.append([p.detach().clone() for p in self.parameters])
 
     monkeypatch.setattr(Trainer, "step", poisoned)
-    with pytest.raises(RuntimeError, match="step 1: .*the norm of the gradients nan"):
+    with pytest.raises(RuntimeError, match="step 2: .*the norm of the gradients nan"):
         train(config)
     assert all(torch.equal(a, b) for a, b in zip(weights[-1], weights[-2], strict=True))
 
@@ -116,7 +116,7 @@ def test_formats_by_name():
     assert storage_codec(GradientsConfig(storage="fp8")) == BlockFloat8()
     with pytest.raises(ConfigError, match="gradients.storage: codec is 'fp9'; allowed: .*fp32"):
         storage_codec(GradientsConfig(storage="fp9"))
-    with pytest.raises(ConfigError, match="gradients.storage is 'aq-sgd', which keeps something between messages"):
+    with pytest.raises(ConfigError, match="gradients.storage is 'aq-sgd', which keeps state between messages"):
         storage_codec(GradientsConfig(storage="aq-sgd"))
 
 

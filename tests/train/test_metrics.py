@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
-from lowbit.train.metrics import Recorder, Work, bits, describe, read_metrics, step_metrics
+from lowbit.train import StepMetrics, train
+from lowbit.train.metrics import Recorder, Work, bits, read_metrics, step_metrics
+from lowbit.train.progress import describe
+from tests.train.runs import again, curve, tiny
+
+ONE = {"ranks": 1, "stages_per_rank": 1, "schedule": "GPipe"}
 
 
 def _metrics(step: int, loss: float = 2.5):
@@ -41,59 +48,99 @@ def test_bytes_of_saved_activations_are_shown():
     assert _metrics(0).bytes_activations is None
 
 
-def _recorder(folder, start, **kwargs):
-    options = {"tensorboard": False, "progress": False} | kwargs
-    return Recorder(folder, start=start, steps=10, **options)
+def _recorder(folder, start, tensorboard=False):
+    return Recorder(folder, start=start, tensorboard=tensorboard)
 
 
 def test_each_step_is_a_line_and_a_resumed_run_rewrites_what_it_repeats(tmp_path):
     recorder = _recorder(tmp_path, 0)
-    for step in range(5):
+    for step in range(1, 6):
         recorder.record(_metrics(step))
     recorder.close()
     path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 5, "lo')  # killed while writing
-    assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3, 4]
+    path.write_text(path.read_text() + '{"step": 6, "lo')  # killed while writing
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4, 5]
     recorder = _recorder(tmp_path, 3)
-    recorder.record(_metrics(3, loss=9.0))
+    recorder.record(_metrics(4, loss=9.0))
     recorder.close()
     lines = read_metrics(path)
     assert [line["loss"] for line in lines] == [2.5, 2.5, 2.5, 9.0]
-    assert lines[0] == dataclasses.asdict(_metrics(0))
+    assert lines[0] == dataclasses.asdict(_metrics(1))
+
+
+def _as_before(path: Path) -> None:
+    """Rewrite a file as an earlier version wrote it, which counted steps from 0."""
+    lines = read_metrics(path)
+    for line in lines:
+        line["step"] -= 1
+        del line["tokens"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_file_of_an_earlier_version_goes_on_with_no_line_lost_or_repeated(tmp_path):
+    recorder = _recorder(tmp_path, 0)
+    for step in range(1, 6):
+        recorder.record(_metrics(step))
+    recorder.close()
+    path = tmp_path / "metrics.jsonl"
+    written = read_metrics(path)
+    _as_before(path)
+    assert read_metrics(path) == written
+    for start in (3, 3):  # a second resume finds what the first has renumbered
+        recorder = _recorder(tmp_path, start)
+        recorder.record(_metrics(start + 1))
+        recorder.close()
+        assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_a_run_of_an_earlier_version_is_resumed_with_no_line_lost_or_repeated(tmp_path):
+    config = tiny(tmp_path, pipeline=ONE, run={"steps": 4, "checkpoint_every": 2})
+    whole = again(config, run={"output": str(tmp_path / "whole")})
+    train(whole)
+
+    def stop(metrics: StepMetrics) -> None:
+        if metrics.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, on_step=stop)
+    _as_before(Path(config.run.output) / "metrics.jsonl")
+    train(again(config, run={"resume": True, "overwrite": False}))
+    assert curve(config) == curve(whole)
+    assert [step for step, _, _ in curve(config)] == [1, 2, 3, 4]
 
 
 def test_bad_lines_are_left_out_with_a_warning(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 0, "loss": 1}\n{"step": 1, "lo\xff\n[]\n{"step": "x"}\n{"step": 2, "loss": 1}\n')
-    assert [line["step"] for line in read_metrics(path)] == [0, 2]
+    good = [json.dumps(dataclasses.asdict(_metrics(step))).encode() for step in (1, 3)]
+    path.write_bytes(good[0] + b'\n{"step": 2, "lo\xff\n[]\n{"step": "x"}\n' + good[1] + b"\n")
+    assert [line["step"] for line in read_metrics(path)] == [1, 3]
     assert caplog.messages == [f"{path}: lines 2, 3, 4 cannot be read and are left out"]
     _recorder(tmp_path, 2).close()
-    assert path.read_text() == '{"step": 0, "loss": 1}\n'
+    assert path.read_bytes() == good[0] + b"\n"
+
+
+def _scalars(folder, name):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def test_tensorboard_has_every_metric(tmp_path):
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     recorder = _recorder(tmp_path, 0, tensorboard=True)
-    recorder.record(_metrics(0))
-    recorder.record(_metrics(1, loss=1.5))
+    recorder.record(_metrics(1))
+    recorder.record(_metrics(2, loss=1.5))
     recorder.record_evaluation(2, {"held_out_loss": 3.0})
+    recorder.record(_metrics(3))
     recorder.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("train/loss")] == [2.5, 1.5]
-    assert events.Scalars("evaluation/held_out_loss")[0].step == 2
-    assert "train/bits_forward" in events.Tags()["scalars"]
-
-
-def test_progress_says_what_matters(tmp_path, capsys):
-    recorder = _recorder(tmp_path, 0, progress=True)
-    for step in range(10):
-        recorder.record(_metrics(step))
-    recorder.record_evaluation(10, {"held_out_loss": 3.0, "held_out_loss_codecs": 3.5})
+    assert _scalars(tmp_path, "train/loss") == [(1, 2.5), (2, 1.5), (3, 2.5)]
+    assert _scalars(tmp_path, "evaluation/held_out_loss") == [(2, 3.0)]
+    assert _scalars(tmp_path, "train/bits_forward")
+    recorder = _recorder(tmp_path, 2, tensorboard=True)
+    recorder.record(_metrics(3, loss=1.0))
     recorder.close()
-    shown = capsys.readouterr().err
-    assert "step 10/10  loss 2.5000  256 tok/s  bits 4.00 fwd 7.00 bwd  0.0 MB/step saved" in shown
-    assert "held out loss 3.0000, held out loss codecs 3.5000" in shown
-    assert describe(_metrics(0)) in shown
+    assert _scalars(tmp_path, "train/loss") == [(1, 2.5), (2, 1.5), (3, 1.0)]
+    assert _scalars(tmp_path, "evaluation/held_out_loss") == [(2, 3.0)]

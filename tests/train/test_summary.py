@@ -27,13 +27,13 @@ def _summary(steps: list[StepMetrics], **pipeline: object) -> Summary:
 
 
 def test_pace_and_bits_are_those_of_the_settled_run():
-    warmup = [_step(step, seconds=9.0, nbytes=4000) for step in range(3)]
-    settled = [_step(3, seconds=50.0), *(_step(step) for step in range(4, 20))]
+    warmup = [_step(step, seconds=9.0, nbytes=4000) for step in range(1, 4)]
+    settled = [_step(4, seconds=50.0), *(_step(step) for step in range(5, 21))]
     summary = _summary(warmup + settled)
     assert (summary.seconds_per_step, summary.tokens_per_second) == (1.0, 2048)
     assert (summary.bits_forward, summary.bytes_per_step) == (4.0, 1000)
     assert summary.bytes_sent == 3 * 8000 + 17 * 1000
-    assert summary.loss == sum(range(10, 20)) / 10
+    assert summary.loss == sum(range(11, 21)) / 10
     assert (summary.held_out_loss, summary.held_out_loss_codecs) == (2.0, None)
     stock = _summary(warmup + settled, boundary="stock-fp32")
     assert stock.bits_forward != 4.0  # it has no warm-up to leave out
@@ -46,7 +46,7 @@ def test_the_summary_has_the_backward_formats():
 
 
 def test_a_run_that_ends_in_its_warmup_or_before_has_a_summary():
-    assert _summary([_step(0)]).bits_forward == 4.0
+    assert _summary([_step(1)]).bits_forward == 4.0
     nothing = _summary([])
     assert nothing.loss is None
     assert nothing.tokens_per_second is None
@@ -54,7 +54,7 @@ def test_a_run_that_ends_in_its_warmup_or_before_has_a_summary():
 
 
 def test_a_summary_survives_its_file(tmp_path: Path):
-    summary = _summary([_step(step) for step in range(6)])
+    summary = _summary([_step(step) for step in range(1, 7)])
     (tmp_path / "summary.json").write_text(json.dumps(dataclasses.asdict(summary)))
     assert read_summary(tmp_path / "summary.json") == summary
     assert summary.chosen == CHOSEN

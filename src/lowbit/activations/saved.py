@@ -80,7 +80,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
 
 
 def restore_(model: nn.Module) -> None:
-    """Undo `compress_saved_` in place, for copies of a compressed model and unpickled ones, too.
+    """Undo `compress_saved_` in place, also in copies of a compressed model.
 
     Args:
         model: any module; parts of it that are not compressed stay as they are.

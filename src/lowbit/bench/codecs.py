@@ -37,38 +37,37 @@ EXTRA_NAMES: dict[str, Any] = {"tah-quant-token": dataclasses.replace(TAHQuant.p
 
 @section()
 class CodecsBenchmark:
-    """Codecs and tensors."""
+    """Formats and the tensors that they code."""
 
     codecs: tuple[str, ...] = (
         "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "tah-quant",
         "tah-quant-published", "tah-quant-token", FITTED,
     )  # fmt: skip
-    """Formats by name or in full, but for those that need sample ids; also feature-int4 (FeatureInt4 with ranges, and
-    channels / 64 outliers, from the very tensors that it then codes) and tah-quant-token (allocation by token)."""
+    """Formats by name or in full, except those that need sample ids. feature-int4 is fitted to the tensors that it
+    codes; tah-quant-token chooses its bits by token."""
     dtypes: Annotated[tuple[DTypeName, ...], EachOnce] = ("float32", "bfloat16")
-    """Of the tensors."""
+    """Data types of the tensors."""
     device: Device = "cpu"
-    """Where the formats are measured."""
+    """Where to measure."""
     threads: Annotated[tuple[int, ...], EachOnce] = (1, 0)
-    """Numbers of threads to measure with on the CPU; 0: all cores."""
+    """Numbers of CPU threads to measure with. 0: all cores."""
     data: Annotated[tuple[Data, ...], EachOnce] = get_args(Data)
-    """Values of the tensors: gaussian, student-t (heavy tails anywhere), outliers (few large channels), real
-    (activations between the layers of a language model)."""
+    """Values of the tensors: gaussian, student-t (heavy tails), outliers (a few large channels), real (activations
+    between the layers of a language model)."""
     shape: tuple[Positive, Positive, Positive] = (1, 1024, 4096)
-    """Sequences, tokens and channels of a tensor; real activations keep their channels, and their tokens are repeated
-    to as many elements."""
+    """Sequences, tokens and channels of a tensor. Real activations keep their channels and are repeated to this many
+    elements."""
     rounds: Positive = 15
     """Turns of each operation."""
     reference: bool = True
-    """Measure eager PyTorch too, on the first kind of data."""
+    """Measure the eager PyTorch code too, on the first kind of data."""
     layer: bool = False
-    """Compare with forward and backward of a Llama's decoder layer too, on the first kind of data: as wide as the
-    tensor, random weights, in the tensor's dtype."""
+    """Compare with forward and backward of a Llama layer of the same width, on the first kind of data."""
     activations: str = ""
-    """Where the real ones come from: a .pt or .safetensors file, or a local Hugging Face folder; absent: a small Llama
-    that is first trained on Python's standard library."""
+    """Source of the real activations: a .pt or .safetensors file, or a local Hugging Face folder. If omitted, a small
+    Llama is trained on Python's standard library."""
     train_steps: Positive = 60
-    """Of that Llama."""
+    """Training steps of that Llama."""
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -211,6 +210,10 @@ def _few_bits(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["bits_per_element"] < 6] or rows
 
 
+def _error_and_bits(row: Row) -> str:
+    return f"{row['relative_error']:.3f} · {row['bits_per_element']:.1f} bits"
+
+
 def _ways(rows: Sequence[Row]) -> list[Row]:
     """A row for each of encoding, decoding and copying, in the first dtype and number of threads."""
     rows = [row for row in _speeds(rows) if all(row[name] == rows[0][name] for name in ("dtype", "threads"))]
@@ -260,10 +263,10 @@ COMMAND = Command(
     charts=[
         Bars(
             rows=_few_bits, title="Relative error of few bits", group="data", series=_label, y="relative_error",
-            label="relative error", width=7.5, height=4.8,
+            label="relative error", show=_error_and_bits,
         ),
         Bars(
-            rows=_ways, group=_label, series="way", y="gb_s", label="GB/s of input", width=7.5, height=4.8,
+            rows=_ways, group="way", series=_label, y="gb_s", label="GB/s of input",
             title=lambda rows: "Speed: {threads} thread(s), {dtype}, {data}".format(**rows[0]),
         ),
     ],

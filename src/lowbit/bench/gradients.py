@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Bars, Baseline, Column, Command, Row, Table
+from lowbit.report.style import title_of
 from lowbit.train.config import ModelConfig
 
 ENGINE = ("engine-fp32", "engine-bf16", "hook-fp16", "hook-bf16", "powersgd")
@@ -31,26 +33,26 @@ class GradientsBenchmark:
     """Formats, links and numbers of ranks."""
 
     links: Links = (Link(100.0), Link(1000.0), Link(10000.0), UNLIMITED)
-    """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
-    """Processes, each on a host of its own."""
+    """Numbers of ranks, each on a host of its own."""
     formats: Names = (*ENGINE, "fp8", "int8", "int4")
-    """engine-fp32 and engine-bf16 are PyTorch's all-reduce, hook-fp16 and hook-bf16 its DDP hooks, powersgd its
-    low-rank hook (rank 4); int8 and int4 are symmetric, in groups of 128 and 64; others are codecs."""
+    """engine-fp32 and engine-bf16: PyTorch's all-reduce. hook-fp16, hook-bf16 and powersgd (rank 4): its DDP hooks.
+    int8 and int4: symmetric, in groups of 128 and 64. Others: codecs, by name or in full."""
     numel: Positive = 16 << 20
     """Float32 elements of the tensor that is averaged, a multiple of 1048576."""
     rounds: Positive = 5
     """Turns of each format."""
     steps: NonNegative = 2
-    """Timed steps of data-parallel training for each format and link, on the largest number of ranks; 0: none."""
+    """Timed steps of data-parallel training for each format and link, on the most ranks. 0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=4, ffn=1536)
     """Model to train."""
     batch: Positive = 2
-    """Samples of a rank."""
+    """Samples of each rank in a step."""
     sequence: Positive = 64
     """Tokens of a sample."""
     algorithm: Literal["one_shot", "two_shot"] = "two_shot"
-    """Algorithm of the sums of codecs."""
+    """All-reduce algorithm of codecs."""
 
     def __post_init__(self) -> None:
         if self.numel % MATRIX**2:
@@ -139,6 +141,23 @@ def bits_of(name: str, numel: int) -> float:
 
 
 WHERE = (Column("ranks", "ranks"), LINK, Column("format", lambda row: row["format"].partition("(")[0]))
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    """How much faster FP8 is on the slowest link, or else the fastest format."""
+    rows = [row for row in rows if row.get("speedup_fp32")]
+    if not rows:
+        return "All-reduce of gradients by link and format"
+    slowest = [row for row in rows if row["link"] == min(rows, key=lambda row: row["link_mbit"] or math.inf)["link"]]
+    best = max(slowest, key=lambda row: (row["format"] == "fp8", row["speedup_fp32"]))
+    name, ranks = title_of(best["format"]), f"{best['ranks']} ranks"
+    return f"{name} averages gradients {best['speedup_fp32']:.2f}x as fast as FP32 ({link_name(best)}, {ranks})"
+
+
+def _speed_and_error(row: Row) -> str:
+    return f"{row['speedup_fp32']:.2f}x · {row['relative_error']:.1%}"
+
+
 COMMAND = Command(
     name="bench gradients",
     summary="Averages of gradients over really slow links, by format, alone and in training.",
@@ -183,9 +202,9 @@ COMMAND = Command(
     ],
     charts=[
         Bars(
-            panel=lambda row: f"All-reduce of gradients, {row['ranks']} ranks",
-            group=link_name, series="format", y="speedup_fp32", width=7.0,
-            label="speed, times that of PyTorch's FP32",
+            title=_finding, subtitle="Speed over PyTorch's own all-reduce in FP32 · relative error of the mean",
+            panel=lambda row: f"{row['ranks']} ranks", group=link_name, series="format", y="speedup_fp32",
+            show=_speed_and_error, label="times the speed of PyTorch's FP32",
         )
     ],
 )  # fmt: skip

@@ -34,37 +34,36 @@ class MemoryBenchmark:
     """The model, how it is trained, and the methods."""
 
     methods: Annotated[tuple[Method, ...], EachOnce] = METHODS
-    """bf16 (PyTorch's own), checkpoint (of decoder layers), fp8 (everything saved in 8 bits), int4-uniform (everything
-    in few bits), int4 (everything but attention), low-bit (ours: 8 for norms), low-bit+8bit (ours, with gradients and
-    AdamW in 8 bits)."""
+    """bf16: as PyTorch does. checkpoint: gradient checkpointing of decoder layers. fp8: everything saved in 8 bits.
+    int4-uniform: everything in few bits. int4: everything but attention. low-bit: the same with norms in 8 bits.
+    low-bit+8bit: also gradients and AdamW in 8 bits."""
     sequences: Annotated[tuple[Positive, ...], EachOnce] = (1024,)
     """Tokens of a sample."""
     batch: Positive = 1
     """Samples of a micro-batch."""
     microbatches: Positive = 2
-    """Of a step."""
+    """Micro-batches of a step."""
     bits: Annotated[int, Field(ge=2, le=8)] = 4
-    """Of low-bit activations; norms have at least 8 in low-bit."""
+    """Bits of low-bit activations. Norms have at least 8 in low-bit."""
     steps: Annotated[int, Field(ge=2)] = 4
-    """Of training; the first is not measured."""
+    """Training steps. The first is not measured."""
     device: Device = "cpu"
-    """cuda: the current device."""
+    """cuda: the current GPU."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """fp32: master weights, and matrix products in bfloat16 by autocast, as in `lowbit train`; bf16: the model itself
-    in bfloat16, without master weights."""
+    """fp32: float32 weights, with matrix products in bfloat16, as in `lowbit train`. bf16: bfloat16 weights only."""
     model: ModelConfig = ModelConfig(layers=4, vocab=256)
-    """What is trained. Logits and their gradient take some 14 bytes for each entry of `model.vocab` and token, whatever
-    the method."""
+    """Model to train. Logits and their gradient take about 14 bytes for each token and entry of the vocabulary, with
+    every method."""
     lr: Annotated[float, Field(ge=0)] = 1e-3
     """Learning rate."""
     seed: NonNegative = 0
-    """Of weights and data order."""
+    """Seed of weights and data order."""
     text: tuple[str, ...] = ()
-    """Files or folders to train on, as bytes; absent: Python's standard library."""
+    """Files or folders to train on, as bytes. If omitted, Python's standard library."""
     max_bytes: Positive = 4_000_000
-    """Read no more text than this."""
+    """Read at most this many bytes of text."""
     threads: Positive = 2
-    """Of PyTorch."""
+    """PyTorch threads."""
 
     def __post_init__(self) -> None:
         vocabulary(self.model, 256)
@@ -128,6 +127,21 @@ PARTS = {
     "copies of weights": "weight_copies_bytes",
     "rest": "rest_bytes",
 }
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    """How much less the best method takes than BF16."""
+    best = min(rows, key=lambda row: row.get("peak_vs_bf16") or 1.0)
+    if not best.get("peak_vs_bf16"):
+        return "Memory at the peak of a training step"
+    return f"{best['method']}: {1 - best['peak_vs_bf16']:.0%} less memory at the peak of a step than BF16"
+
+
+def _share(row: Row) -> str:
+    share = f" · {row['peak_vs_bf16']:.0%}" if row.get("peak_vs_bf16") else ""
+    return f"{row['peak_bytes'] / 1e6:.0f} MB{share}"
+
+
 TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "loss")
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
@@ -178,9 +192,12 @@ COMMAND = Command(
     ],
     charts=[
         Stacks(
-            panel=lambda row: f"Peak of a training step, {row['sequence']} tokens",
-            group="method", label="MB",
-            parts={part: lambda row, field=field: max(0.0, row[field] / 1e6) for part, field in PARTS.items()},
+            title=_finding, subtitle="Peak of a training step, by what the memory holds.",
+            panel=lambda row: f"{row['sequence']} tokens", group="method", label="MB", show=_share,
+            parts={
+                {"saved": "saved activations"}.get(part, part): lambda row, field=field: max(0.0, row[field] / 1e6)
+                for part, field in PARTS.items()
+            },
         )
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ with the same bits, because part of the gain is scheduling: receives posted earl
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Bars, Baseline, Column, Command, Row, Table
+from lowbit.report.style import recommended, title_of
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
@@ -45,37 +47,37 @@ class PipelineBenchmark:
     """
 
     links: Links = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
-    """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     boundaries: Names = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace")
-    """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"; stock-fp32 and stock-bf16 are
+    """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". stock-fp32 and stock-bf16 are
     PyTorch's own stage."""
     backward: str = ""
-    """Format of gradients beside low-bit activations that do not name their own; absent: the default of the
-    activations' format. fp32, bf16 and fp16 are used both ways."""
+    """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
+    format. fp32, bf16 and fp16 are used both ways."""
     model: ModelConfig = THIN_MODEL
     """Model to train."""
     data: DataConfig = DataConfig(batch=32, sequence=128)
-    """Text, samples of a step and tokens of a sample."""
+    """Text to train on, and the size of a batch."""
     pipeline: PipelineConfig = MANY_STAGES
-    """Ranks, each on a host of its own, stages and schedule; `boundaries` has the formats."""
+    """Ranks, each on a host of its own, stages and schedule. The formats are those of `boundaries`."""
     splits: tuple[Split, ...] = ()
-    """schedule/stages on each rank/micro-batches, such as 1F1B/1/8, in place of those of `pipeline`; each is measured
-    with every boundary."""
+    """Schedules to compare, as schedule/stages per rank/micro-batches, such as 1F1B/1/8. They replace those of
+    `pipeline`."""
     rounds: Positive = 3
-    """How often each format has its turn on each link."""
+    """Turns of each format on each link."""
     steps: Positive = 2
-    """Timed steps of a turn, after one that is not."""
+    """Timed steps of a turn. One more comes first and is not timed."""
     evaluations: NonNegative = 0
-    """Batches of held-out text to evaluate at the end of each turn, coded as in training; 0: none."""
+    """Held-out batches to evaluate after each turn, in the formats of training. 0: none."""
     samples: Positive = 64
-    """Distinct samples, a multiple of the batch. All are visited once before anything is timed, so that formats which
-    remember samples are timed at their best."""
+    """Distinct samples, a multiple of the batch. All are visited once before anything is timed, because formats such as
+    aq-sgd send known samples in fewer bits."""
     device: Device = "cpu"
-    """cuda: ranks take the machine's devices in turn; PyTorch's own stage cannot."""
+    """cuda: ranks share the GPUs of the machine, which PyTorch's own stage cannot."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the computation."""
+    """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
     seed: NonNegative = 0
-    """Of weights and data order."""
+    """Seed of weights and data order."""
 
     def __post_init__(self) -> None:
         if len(set(self.splits)) < len(self.splits):
@@ -219,8 +221,26 @@ def _spread(row: Row) -> float:
     return (row["tokens_per_second_high"] - row["tokens_per_second_low"]) / 2 / row["tokens_per_second"]
 
 
-def _panel_width(rows: Sequence[Row]) -> float:
-    return 1.2 + 1.9 * len({row["link"] for row in rows})
+def _finding(rows: Sequence[Row]) -> str:
+    """How much faster than FP32 the recommended format, or else the fastest, is on the slowest link."""
+    rows = [row for row in rows if row.get("speedup_fp32")]
+    rows = sorted(rows, key=lambda row: row["link_mbit"] or math.inf)
+    slowest = [row for row in rows if row["link"] == rows[0]["link"]]
+    best = recommended(slowest, "bar") or max(slowest, key=lambda row: row["speedup_fp32"], default=None)
+    if best is None:
+        return "Training speed by link and boundary format"
+    name = f"{title_of(best['bar'])}:" if recommended([best], "bar") else "Few bits: up to"
+    return f"{name} {best['speedup_fp32']:.1f}x as fast as FP32 at {link_name(best)}"
+
+
+def _what(rows: Sequence[Row]) -> str:
+    text = "Whole training steps · ratio to FP32 through the same stage"
+    return f"{text}. Error bars: slowest and fastest step." if "tokens_per_second_low" in rows[0] else text
+
+
+def _speed(row: Row) -> str:
+    ratio = f" · {row['speedup_fp32']:.1f}x" if row.get("speedup_fp32") else ""
+    return f"{row['tokens_per_second']:,.0f}{ratio}"
 
 
 WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
@@ -275,12 +295,9 @@ COMMAND = Command(
     ],
     charts=[
         Bars(
-            title="Training speed", label="tokens/s", rows=_shown, group=link_name, series="bar",
-            y="tokens_per_second", width=_panel_width,
-        ),
-        Bars(
-            title="Ratio to PyTorch's own stage in FP32", label="speed, times that of stock-fp32", rows=_shown,
-            group=link_name, series="bar", y="speedup_stock_fp32", width=_panel_width,
-        ),
+            title=_finding, subtitle=_what, label="tokens per second", rows=_shown, group=link_name,
+            series="bar", y="tokens_per_second", low="tokens_per_second_low", high="tokens_per_second_high",
+            show=_speed,
+        )
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Progress of training runs on the terminal."""
+"""Progress of several training runs: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from lowbit.train.progress import Rhythm
+
+_WIDE = 100  # characters of a terminal that has room for bars beside the text
+_SPEED_SECONDS = 120.0
 
 
 @contextmanager
 def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
-    """Show a bar for each name, with its number of steps; yields a function that advances one and shows a line."""
+    """Show progress for each name, with its number of steps; yields a function that advances one and shows a line."""
+    yield from _bars(steps, console) if console.is_terminal else _lines(steps, console)
+
+
+def _bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
+    wide = [BarColumn(10), TimeElapsedColumn()] if console.width >= _WIDE else []
     columns = (
-        TextColumn("{task.fields[name]}"), BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.fields[name]}"), MofNCompleteColumn(), *wide, TimeRemainingColumn(compact=True),
+        TextColumn("{task.description}", markup=False),
     )  # fmt: skip
-    with Progress(*columns, console=console) as bars:
+    with Progress(*columns, console=console, speed_estimate_period=_SPEED_SECONDS) as bars:
         tasks = {name: bars.add_task("", total=total, name=name, start=False) for name, total in steps.items()}
 
         def step(name: str, line: str) -> None:
@@ -25,3 +35,15 @@ def step_bars(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[
             bars.update(tasks[name], advance=1, description=line)
 
         yield step
+
+
+def _lines(steps: Mapping[str, int], console: Console) -> Iterator[Callable[[str, str], None]]:
+    done = dict.fromkeys(steps, 0)
+    rhythms: dict[str, Rhythm] = {}
+
+    def step(name: str, line: str) -> None:
+        done[name] += 1
+        if rhythms.setdefault(name, Rhythm(steps[name])).due(done[name]):
+            console.print(f"{name}  {done[name]}/{steps[name]}  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    yield step

@@ -36,31 +36,31 @@ class SpectrumBenchmark:
     """A model, a text, and formats to try."""
 
     checkpoint: str
-    """Local folder with a Hugging Face checkpoint of a causal language model."""
+    """Local folder with a causal language model in Hugging Face format."""
     text: str
-    """File, folder or pattern that the model is run on."""
+    """File, folder or glob pattern to run the model on."""
     stages: AtLeastTwo = 4
-    """Of the pipeline that the model would be cut into, at most its layers."""
+    """Pipeline stages that the model is split into, at most one for each layer."""
     directions: tuple[Positive, ...] = (8, 16, 32, 64)
-    """Numbers of directions to try; besides them, the one that suits the first message (SubspaceQuant.fitted)."""
+    """Numbers of directions to try, besides the one that suits the first message."""
     bits: tuple[int, ...] = (3, 4)
-    """Of the remainder, to try with each of them."""
+    """Bits of the remainder, to try with each number of directions."""
     group: Positive = 64
-    """Of SubspaceQuant."""
+    """Elements that share a scale in SubspaceQuant."""
     refresh: Positive | None = None
-    """Of SubspaceQuant; absent: its default for the tokens of a message."""
+    """Messages within which SubspaceQuant renews all its directions. If omitted, its default."""
     codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published")
-    """Formats to compare with, by name or in full."""
+    """Other formats to compare with, by name or in full."""
     sequence: AtLeastTwo = 256
     """Tokens of a window."""
     batch: Positive = 4
-    """Windows in a message."""
+    """Windows of a message."""
     messages: AtLeastTwo = 8
-    """How many; the second half is judged."""
+    """Number of messages. The errors are those of the second half."""
     tokenizer: str = ""
-    """"bytes" or a folder; absent: the model's own."""
+    """Local folder with a Hugging Face tokenizer, or "bytes". If omitted, the model's own."""
     max_bytes: Positive = 16_000_000
-    """Read no more text than this."""
+    """Read at most this many bytes of text."""
 
     def __post_init__(self) -> None:
         for name in self.codecs:
@@ -239,6 +239,8 @@ COMMAND = Command(
         Lines(
             rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
             alone="alone", x_label="bits per element", label="signal over noise, dB",
+            title="Precision of formats by bits", subtitle="Higher and further left is better. Means over the "
+            "boundaries; stars: a number of directions that only some boundaries have.",
         )
     ],
 )  # fmt: skip

@@ -16,7 +16,8 @@ from lowbit.bench.workers import UNLIMITED, Workers
 from lowbit.codecs import Codec, FeatureInt4, GroupInt
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
-from lowbit.report import Bars, Baseline, Column, Command, Row, Table
+from lowbit.report import Baseline, Column, Command, Lines, Row, Table
+from lowbit.report.style import RECOMMENDED, family, title_of
 from lowbit.train.config import ModelConfig
 
 Format = Literal["bf16", "int4", "int8", "feature-int4"]
@@ -30,25 +31,25 @@ class TensorParallelBenchmark:
     """Formats, links and numbers of ranks."""
 
     links: Links = (Link(1000.0), Link(10000.0), UNLIMITED)
-    """Rate, and round trip if there is a distance, such as 25mbit, 100mbit/40ms, or unlimited."""
+    """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
-    """Processes, each on a host of its own."""
+    """Numbers of ranks, each on a host of its own."""
     formats: Annotated[tuple[Format, ...], EachOnce] = get_args(Format)
-    """bf16 is PyTorch's own all-reduce of bfloat16; int4 has a static scale for each feature and no outliers; int8 one
-    for each 128 elements, symmetric; feature-int4 is int4 with width / 64 outliers in bfloat16."""
+    """bf16: PyTorch's all-reduce of bfloat16. int4: a static scale for each feature. int8: symmetric, a scale for each
+    128 elements. feature-int4: int4 with width / 64 outlier features in bfloat16."""
     algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = ("one_shot", "two_shot")
-    """Algorithms of the sums of codecs."""
+    """All-reduce algorithms of codecs."""
     tokens: Annotated[tuple[Positive, ...], EachOnce] = (1, 16, 64, 256, 2048)
     """Tokens of a message."""
     width: Positive = 4096
     """Features of a token."""
     rounds: Positive = 7
-    """Turns of each."""
+    """Turns of each format and algorithm."""
     prefill: NonNegative = 512
-    """Tokens that a model in bfloat16 with random weights, cut over the ranks, reads at once for each format and link;
-    0: none."""
+    """Tokens of a prompt that a model with random bfloat16 weights, split over the ranks, reads at once, for each
+    format and link. 0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=8, ffn=1536)
-    """That model; each layer sums twice, prefill x dim elements."""
+    """Model that reads the prompt. Each layer has two sums of prefill x dim elements."""
 
     def __post_init__(self) -> None:
         for name in ("heads", "ffn") if self.prefill and not self.model.pretrained else ():
@@ -180,6 +181,15 @@ def _is_sum(row: Row) -> bool:
     return not row.get("tokens_per_second")
 
 
+def _finding(rows: Sequence[Row]) -> str:
+    """Where the recommended format gains most."""
+    best = max(rows, key=lambda row: (family(row["format"]) in RECOMMENDED, row["speedup_bf16"]))
+    return (
+        f"{title_of(best['format'])}: up to {best['speedup_bf16']:.1f}x as fast as PyTorch's BF16 "
+        f"({best['tokens']:,} tokens, {link_name(best)})"
+    )
+
+
 def _width(row: Row) -> int:
     return row["numel"] // row["tokens"]
 
@@ -232,11 +242,12 @@ COMMAND = Command(
         ),
     ],
     charts=[
-        Bars(
-            rows=lambda rows: [row for row in rows if _is_sum(row) and row["format"] != "bf16"],
-            panel=lambda row: f"All-reduce of partial sums, {row['ranks']} ranks, {link_name(row)}",
-            group=lambda row: f"{row['tokens']:,}", series=lambda row: f"{row['format']} {row['algorithm']}",
-            y="speedup_bf16", x_label="tokens", label="speed, times that of PyTorch's BF16", width=7.0,
+        Lines(
+            rows=lambda rows: [row for row in rows if _is_sum(row) and row["speedup_bf16"]],
+            panel=lambda row: f"{row['ranks']} ranks · {link_name(row)}", x="tokens", y="speedup_bf16", log_x=True,
+            series=lambda row: row["format"] if row["format"] == "bf16" else f"{row['format']} {row['algorithm']}",
+            x_label="tokens", label="times the speed of PyTorch's BF16", title=_finding,
+            subtitle="All-reduce of partial sums, by the size of the message.",
         )
     ],
 )  # fmt: skip

@@ -57,19 +57,19 @@ class Recipe:
     steps: Positive
     """Optimizer steps."""
     warmup_steps: NonNegative = 0
-    """The first of them, with full precision at the boundaries."""
+    """First steps at full precision."""
     stages: Positive = 2
-    """Of the emulated pipeline, which has one boundary fewer."""
+    """Stages of the emulated pipeline. It has one boundary fewer."""
     samples: NonNegative = 0
-    """Distinct windows to train on, seen again in every epoch; 0: all of the text."""
+    """Distinct windows to train on. Each epoch visits all of them. 0: the whole text."""
     eval_windows: Positive = 256
     """Held-out windows of the final evaluation, spread evenly over the text."""
     start: str = ""
-    """File with weights to start from; empty: random ones."""
+    """File with weights to start from. If empty, random ones."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """cuda: the current device."""
+    """cuda: the current GPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: for matrix products."""
+    """Data type of matrix products."""
 
     @property
     def autocast(self) -> torch.dtype | None:

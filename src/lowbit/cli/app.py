@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata
+from importlib.util import find_spec
 from typing import Any, Protocol
 
+from lowbit.cli.errors import TRAIN
 from lowbit.cli.reports import Measurement, measurements
 from lowbit.cli.text import columns, examples_in_help, listed, wrapped
 from lowbit.cli.train import Config, Demo, Train
@@ -74,7 +76,7 @@ class Group:
         if self.examples:
             yield from ("", *examples_in_help(self.examples))
         yield from ("", *self._ending())
-        yield f"Each command has its own help, with examples: {program} COMMAND --help"
+        yield f"{program} COMMAND --help explains a command and shows examples."
 
 
 def documentation() -> str:
@@ -93,7 +95,9 @@ def _where_to_begin() -> list[str]:
     ]
     if address := documentation():
         steps.append((address, "add lowbit to a training script of your own"))
-    return ["where to begin:", *listed(steps), ""]
+    if find_spec("pydantic") is None:
+        steps.insert(0, (f'pip install "lowbit[{TRAIN}]"', "install what the commands need"))
+    return ["where to begin:", *listed(steps), "", "lowbit --version prints the version."]
 
 
 COMMANDS = Group(

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+TRAIN = "train"
+"""The extra that every command needs."""
 _TRAIN = ("pydantic", "transformers", "tokenizers", "safetensors", "rich", "tensorboard", "matplotlib")
-EXTRAS = dict.fromkeys(_TRAIN, "train") | {
+EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
     "datasets": "datasets",
     "torchao": "8bit",
     "lm_eval": "tasks",

@@ -237,12 +237,12 @@ def _metavar(setting: Setting) -> str:
 
 def _help(setting: Setting, *more: str) -> str:
     given = setting.default not in (None, (), "", dataclasses.MISSING)
-    text = setting.explained(f"default: {_shown(setting.default)}" if given else "", *more)
+    text = setting.explained(f"default: {shown(setting.default)}" if given else "", *more)
     return text.replace("%", "%%")  # argparse formats it
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value in the notation of a command line."""
     if isinstance(value, tuple):
-        return ",".join(map(_shown, value))
+        return ",".join(map(shown, value))
     return value if isinstance(value, str) else in_toml(value).strip('"')

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
+_ELEMENTS = re.compile("[^,]+,?|,")
+
 
 def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of at most `width` characters; all but the first are indented. No word is split."""
-    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+    """Lines of at most `width` characters; all but the first are indented. Words are split after commas only."""
+    return _Wrapper(
+        width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+    ).wrap(text)  # fmt: skip
+
+
+class _Wrapper(textwrap.TextWrapper):
+    def _split(self, text: str) -> list[str]:
+        """The words of a text; a list that no line can hold is as many words as it has elements."""
+        room = self.width - len(self.subsequent_indent)
+        words = textwrap.TextWrapper._split(self, text)  # pyright: ignore[reportAttributeAccessIssue]
+        return [part for word in words for part in (_ELEMENTS.findall(word) if len(word) > room else [word])]
 
 
 def listed(pairs: Iterable[tuple[str, str]]) -> list[str]:

@@ -16,7 +16,7 @@ PAIR = " / "
 
 
 def backward_codec(forward: Codec) -> Codec:
-    """The format of gradients beside a format of activations, where nobody names another: 6 bits in groups of 32.
+    """Return the default format of gradients for a format of activations: 6 bits in groups of 32.
 
     A format may decide otherwise (`Codec.for_gradients`): plain numbers travel alike both ways, and `SubspaceQuant`
     comes back with the same settings and at least 4 bits.
@@ -25,7 +25,7 @@ def backward_codec(forward: Codec) -> Codec:
 
 
 def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:
-    """A boundary's formats of activations and gradients: "FORWARD / BACKWARD", or "FORWARD" alone.
+    """Return the formats of activations and gradients in "FORWARD / BACKWARD", or in "FORWARD" alone.
 
     Args:
         text: names or full forms, as `parse` takes them.
@@ -64,7 +64,7 @@ def pair_name(text: str) -> str:
 
 
 def parse(text: str) -> Codec:
-    """A codec from a short name ("tah-quant", "int4", "bf16") or in full ("GroupInt(bits=6, group=32)").
+    """Return the codec of a short name ("subspace", "int4", "bf16") or a full form ("GroupInt(bits=6, group=32)").
 
     The full form is what `repr` prints: keyword arguments that are literals, dtypes or other codecs. Installed packages
     may add formats (see `lowbit.codecs.registry`).

@@ -87,7 +87,7 @@ def _loaded(point: EntryPoint) -> Factory:
             f"{_described(point)} is {loaded!r}; allowed: a codec class, or a function that returns a codec"
         )
     if inspect.isclass(loaded) and loaded.__name__ in classes():
-        raise ValueError(f"{_described(point)} is called as one of lowbit's own codecs; allowed: another name")
+        raise ValueError(f"{_described(point)} has the name of one of lowbit's own codecs; allowed: another name")
     return loaded
 
 

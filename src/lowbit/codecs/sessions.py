@@ -19,7 +19,7 @@ Key = tuple[int, ...]
 
 
 class Session:
-    """Messages of one shape, in one direction of one boundary. This one, for stateless formats, keeps nothing.
+    """Code messages of one shape in one direction of one boundary; sessions of stateless formats keep nothing.
 
     Both ends open the same session and pass it the same keys in the same order, so that their states stay equal. Where
     the format takes more bytes than the tensor in its own dtype, the tensor travels unchanged and nothing is kept.

@@ -16,7 +16,7 @@ from lowbit.codecs.sessions import Session
 
 @dataclass(frozen=True, kw_only=True)
 class StatefulCodec(Codec):
-    """A codec whose sessions remember messages; `encode` and `decode` of its own raise a ValueError."""
+    """A codec whose sessions keep state between messages; its own `encode` and `decode` raise a ValueError."""
 
     stateful: ClassVar[bool] = True
 

@@ -16,7 +16,7 @@ from lowbit.codecs.checks import check_float, check_payload
 
 @dataclass(frozen=True, kw_only=True)
 class Summable(Codec):
-    """A codec without state, whose payloads can be added to and summed.
+    """A stateless codec whose payloads can be added to and summed.
 
     In a sum over ranks, `part(r)` codes what rank r adds, and `whole()` codes the sum: this codec itself, unless the
     format knows the ranks apart, as `FeatureInt4` does.

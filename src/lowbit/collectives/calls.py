@@ -98,7 +98,7 @@ class _Job:
 
 
 class Pending:
-    """A call that is under way; do not touch its tensors before `wait` has returned."""
+    """A call in progress; do not touch its tensors before `wait` has returned."""
 
     def __init__(self, job: _Job) -> None:
         self._future, self._device = job.future, job.call.device

@@ -25,12 +25,12 @@ def check_summable(codec: object) -> Summable:
     """The codec, if it can code flat pieces of any tensor in any order.
 
     Raises:
-        TypeError: it is no codec, keeps something between messages, or is made for tokens of activations.
+        TypeError: it is no codec, keeps state between messages, or is made for tokens of activations.
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is {codec!r}; allowed: a codec such as lowbit.codecs.GroupInt(bits=8)")
     if not isinstance(codec, Summable) or codec.shaped:
-        reason = "keeps something between messages" if codec.stateful else "is made for the tokens of activations"
+        reason = "keeps state between messages" if codec.stateful else "is made for the tokens of activations"
         raise TypeError(
             f"codec is {codec}, which {reason}: it cannot be summed; allowed: a codec without state whose format "
             "does not depend on the tensor's shape, such as GroupInt or Cast"
@@ -100,7 +100,7 @@ def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: i
         raise ValueError(f"node_size is {node_size}; allowed with {codec}, made for ranks: 1")
     if x.numel() % codec.grain or (x.dim() > 1 and codec.grain > 1 and x.shape[-1] != codec.grain):
         raise ValueError(
-            f"{name} is {described(x)}; allowed with {codec}: (..., {codec.grain}), or flat rows of as many"
+            f"{name} is {described(x)}; allowed with {codec}: (..., {codec.grain}), or flat in multiples of it"
         )
     if codec.device not in (None, x.device):
         raise ValueError(f"{name} is on {x.device}; allowed: the device of the codec's counters, {codec.device}")
@@ -111,7 +111,8 @@ def check_tensor(name: str, x: object, codec: Summable, ranks: int, node_size: i
 def _check_written(name: str, x: Tensor) -> None:
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
-            f"{name} was made in inference mode, which is off; allowed: other tensors, or a call inside that mode"
+            f"{name} was made in inference mode, which is off now; "
+            "allowed: a tensor made outside it, or a call inside it"
         )
 
 

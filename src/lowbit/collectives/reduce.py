@@ -141,7 +141,7 @@ def all_reduce_bytes(
     small: int = SMALL,
     checksums: bool = True,
 ) -> int:
-    """Bytes that a rank sends in an `all_reduce` of `numel` elements, without nodes; other arguments as there.
+    """Return the bytes that a rank sends in an `all_reduce` of `numel` elements without nodes; arguments as there.
 
     Small tensors, which PyTorch sums in float32, count as much as a ring sends.
     """
@@ -173,7 +173,7 @@ def reduce_scatter(
     transport: Transport = "auto",
     checksums: bool = True,
 ) -> Pending | None:
-    """Write this rank's share of the sum or mean of everybody's input; one quantization, sums in float32.
+    """Write this rank's share of the sum or mean of all inputs; one quantization, sums in float32.
 
     As `torch.distributed.reduce_scatter_tensor`: rank r gets elements r n to (r + 1) n - 1 of the sum, in row-major
     order. Each of W ranks sends (W - 1) n b / 8 bytes, with b bits per element, and 8 for each message's checksum.
@@ -215,7 +215,7 @@ def all_gather(
     transport: Transport = "auto",
     checksums: bool = True,
 ) -> Pending | None:
-    """Write the decoded inputs of all ranks, one after the other: the same on all ranks.
+    """Gather the inputs of all ranks, one after the other; the results are equal on all ranks.
 
     As `torch.distributed.all_gather_into_tensor`. Each of W ranks sends (W - 1) n b / 8 bytes for n elements of b bits,
     and 8 for each message's checksum. A rank's own input goes through the codec, too. With one rank it is copied.

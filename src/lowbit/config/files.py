@@ -14,11 +14,11 @@ from lowbit.config.section import ConfigError, Setting, build, settings_of
 from lowbit.config.types import Text
 
 _Class = TypeVar("_Class")
-_WIDTH = 100
+_WIDTH = 80
 
 
 def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterable[tuple[str, str]] = ()) -> _Class:
-    """A section from a TOML file, if there is one, with overrides such as ("pipeline.forward", "int4").
+    """Read a section from a TOML file, if there is one, and apply overrides such as ("pipeline.forward", "int4").
 
     Raises:
         ConfigError: a file that is missing or no TOML, an unknown key (the closest known one is named), a wrong value.
@@ -28,7 +28,7 @@ def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterab
 
 
 def to_toml(config: Any, *, meanings: bool = True) -> str:
-    """A section as TOML that `resolve` reads back; fields that are None are left out.
+    """Write a section as TOML that `resolve` reads back; fields that are None are left out.
 
     Args:
         meanings: explain each key above it: meaning, allowed values, and the default if it differs.

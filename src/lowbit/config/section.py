@@ -102,7 +102,7 @@ def section(name: str = "") -> Callable[[type[_Class]], type[_Class]]:
 
 @functools.cache
 def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]:
-    """The fields of a section by name, in order, those that are sections themselves included.
+    """Return the fields of a section by name, in order, nested sections included.
 
     Args:
         base: the section whose values are the defaults; absent: those of the class.
@@ -116,7 +116,7 @@ def settings_of(cls: Any, base: Any = dataclasses.MISSING) -> dict[str, Setting]
 
 
 def build(cls: type[_Class], values: Any, where: str = "", base: Any = None) -> _Class:
-    """A section from nested mappings, as TOML and JSON give them; missing keys keep their defaults.
+    """Build a section from nested mappings, as TOML and JSON give them; missing keys keep their defaults.
 
     Args:
         values: by key; "model.dim" stands for the key "dim" of the section "model", whose other keys stay as they are.

@@ -9,6 +9,7 @@ from typing import Any
 
 from lowbit.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
 from lowbit.report import Bars, Baseline, Column, Command, Heights, Row, Table, compare
+from lowbit.report.style import recommended, title_of
 
 _SHOWN = 4  # features in the table of a calibration
 
@@ -87,11 +88,28 @@ def _parallel(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _ranks(row: Row) -> str:
-    return f"tp {row['tp']}"
+    return f"{row['tp']} ranks"
 
 
 def _perplexity_title(rows: Sequence[Row]) -> str:
     return f"Perplexity, {rows[0]['tokens']:,} tokens, {'real' if rows[0]['real'] else 'emulated'} ranks"
+
+
+def _with_errors(rows: Sequence[Row]) -> Sequence[Row]:
+    """Rows with the error of sums, and names of their bars: the format, and the algorithm where there are several."""
+    rows = [row for row in _parallel(rows) if row["sum_error"] is not None]
+    several = len({(row["tp"], row["format"]) for row in rows}) < len(rows)
+    names = [" ".join(filter(None, (row["format"], row["algorithm"] if several else None))) for row in rows]
+    return [{**row, "bar": name} for row, name in zip(rows, names, strict=True)]
+
+
+def _quality_title(rows: Sequence[Row]) -> str:
+    """What the recommended format keeps with the fewest ranks."""
+    best = recommended(rows, "format")
+    if best is None:
+        return "Perplexity with low-bit sums"
+    bits = f" in {best['bits_per_value']:.2f} bits" if best.get("bits_per_value") else ""
+    return f"{title_of(best['format'])} keeps {best['kept']:.2%} of the perplexity on {best['tp']} ranks{bits}"
 
 
 def _share_coded(rows: Sequence[Row]) -> Sequence[Row]:
@@ -150,18 +168,20 @@ EVALUATE = Command(
     ),
     charts=(
         Bars(
-            title="Perplexity",
+            title=_quality_title,
+            subtitle="Perplexity of BF16 over that of the format, minus 100 %.",
             rows=_parallel,
             group=_ranks,
             series="format",
             y=lambda row: 100 * (row["kept"] - 1),
-            label="perplexity kept, difference to bf16 in %",
+            show=lambda row: f"{round(row['kept'] - 1, 4) + 0.0:+.2%}",
+            label="perplexity kept, difference to BF16 in %",
         ),
         Bars(
-            title="Error of the sums",
-            rows=lambda rows: [row for row in _parallel(rows) if row["sum_error"] is not None],
+            title="Relative error of the sums",
+            rows=_with_errors,
             group=_ranks,
-            series=lambda row: " ".join(filter(None, (row["format"], row["algorithm"]))),
+            series="bar",
             y=lambda row: 100 * row["sum_error"],
             label="relative error of the sums, %",
         ),

@@ -46,7 +46,7 @@ def zero_shot(
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
         where = f" or {folder}" if folder else ""
-        raise ConfigError(f"task is {unknown[0]!r}; allowed: what lm-eval knows{where}")
+        raise ConfigError(f"task is {unknown[0]!r}; allowed: a task of lm-eval{where}")
     if tokenizer.eos_token_id is None:  # lm-eval pads with it; padding is masked
         tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(0)})
     wrapped = HFLM(

@@ -25,44 +25,44 @@ class InferenceConfig:
     """Settings common to calibration and evaluation: a model, a text, and how to compute."""
 
     model: str
-    """Local folder with a Hugging Face checkpoint."""
+    """Local folder with a Hugging Face model."""
     text: tuple[str, ...] = ()
-    """Files, folders or patterns; absent: the sources of Python's standard library, the last 5 % of them for an
-    evaluation, the others for a calibration."""
+    """Files, folders or glob patterns. If omitted, Python's standard library: the last 5 % for evaluation, the rest for
+    calibration."""
     length: Annotated[int, Field(ge=2)] = 512
     """Tokens of a sequence."""
     tokenizer: str = ""
-    """"bytes" or a folder; absent: the model's own."""
+    """Local folder with a Hugging Face tokenizer, or "bytes". If omitted, the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the computation; auto: bfloat16 where the device computes in it, else float32."""
+    """Data type of the computation. auto: bfloat16 where the device supports it, otherwise float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
+    """Where to compute. auto: CUDA if every local rank has a GPU of its own, otherwise the CPU."""
     threads: NonNegative = 0
-    """Threads of PyTorch; 0: its default. Real and emulated ranks agree to the last bit with the same number."""
+    """PyTorch threads. 0: PyTorch's default. With equal numbers, real and emulated ranks give identical results."""
     seed: int = 0
-    """Of the random draw of sequences for a calibration."""
+    """Seed of the random choice of calibration sequences."""
     max_bytes: Positive = 16_000_000
-    """Read no more text than this."""
+    """Read at most this many bytes of text."""
 
 
 @section()
 class CalibrationConfig(InferenceConfig):
-    """How to calibrate a model."""
+    """Settings of a calibration."""
 
     ranks: Positive = 2
-    """Tensor-parallel ranks to calibrate for; under torchrun the ranks of the job."""
+    """Tensor-parallel ranks to calibrate for. Under torchrun, its number of processes is used instead."""
     sequences: Positive = 256
-    """Sequences that are drawn from the text."""
+    """Number of sequences to draw from the text."""
     output: str = ""
-    """File to write; absent: calibration-tp<ranks>.safetensors in the model's folder."""
+    """File to write. If omitted, calibration-tp<ranks>.safetensors in the model's folder."""
     features: str = ""
-    """Which of a layer's E features are sent as bfloat16: "E/64" (so many of each layer, those with the largest
-    ranges), any number of them, or "distributed" (as many in all, most where they help most); absent: E/64, or with
-    --continue as in the calibration that goes on."""
+    """Features that are sent in bfloat16: "E/64" (that share of the E features of each layer, those with the largest
+    ranges), a number for each layer, or "distributed" (E/64 on average, placed where they help most). If omitted, E/64,
+    or with --continue as before."""
     continue_: bool = False
-    """Go on from the calibration in the output, as after a warning that the text has drifted."""
+    """Continue the calibration in the output file, for example after a warning that the text has drifted."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    """Of the moving averages."""
+    """Momentum of the moving averages."""
 
     def __post_init__(self) -> None:
         self.selection(64)
@@ -88,40 +88,40 @@ class CalibrationConfig(InferenceConfig):
 
 @section()
 class EvaluationConfig(InferenceConfig):
-    """What to compare, and on which text."""
+    """Settings of an evaluation: what to compare, and on which text."""
 
     low_bit: bool = False
-    """Compare feature-int4 only, with bf16: short for --format bf16,feature-int4."""
+    """Compare only feature-int4 with bf16: short for --format bf16,feature-int4."""
     formats: tuple[str, ...] = FORMATS
-    """Formats of the partial sums: bf16, int4 (static scales, no outlier features), feature-int4 (outlier features as
-    the calibration chose them), feature-int4-distributed (as many, most where they help most), or any codec, such as
-    int8 (groups of 64, whose scales are sent). bf16 is always measured, to compare with."""
+    """Formats of the partial sums: bf16, int4 (static scales, no outliers), feature-int4 (with the outlier features of
+    the calibration), feature-int4-distributed (as many outliers, placed where they help most), or a codec such as int8
+    (groups of 64 with a scale each). bf16 is always measured."""
     tps: tuple[Positive, ...] = ()
-    """Numbers of tensor-parallel ranks, emulated in this process; absent: those of 1, 2, 4 and 8 that the model can be
-    cut for. Under torchrun: the ranks of the job."""
+    """Numbers of tensor-parallel ranks, emulated in this process. If omitted, those of 1, 2, 4 and 8 that the model can
+    be split for. Under torchrun, its number of processes is used instead."""
     calibrations: tuple[str, ...] = ()
-    """Files that `lowbit calibrate` wrote, at most one for each number of ranks; absent: the one in the model's folder,
-    or if that is missing one that is computed first."""
+    """Files written by `lowbit calibrate`, at most one for each number of ranks. If omitted, the file in the model's
+    folder; if there is none, a calibration is computed first."""
     calibration_text: tuple[str, ...] = ()
-    """Text to make a calibration from, like `text`; absent: the standard library but for its last 5 %."""
+    """Text for such a calibration, given like `text`. If omitted, Python's standard library without its last 5 %."""
     calibration_sequences: Positive = 256
-    """Sequences to make a calibration from."""
+    """Number of sequences for such a calibration."""
     sequences: NonNegative = 64
-    """Windows of the text, evenly spread over it; 0: all of it, each token once."""
+    """Windows of the text to evaluate on, spread evenly over it. 0: the whole text, each token once."""
     batch: Positive = 4
-    """Windows at a time."""
+    """Windows that are evaluated at a time."""
     tasks: tuple[str, ...] = ()
-    """Zero-shot tasks, by lm-eval's names (the extra lowbit[tasks])."""
+    """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks])."""
     task_folder: str = ""
-    """Folder with more of them, in YAML files as lm-eval reads them."""
+    """Folder with more tasks, as YAML files that lm-eval reads."""
     limit: NonNegative = 0
-    """Examples of each task; 0: all."""
+    """Examples of each task. 0: all."""
     shots: NonNegative = 0
-    """Solved examples before each."""
+    """Solved examples that are shown before each question."""
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
-    """Of the all-reduce; auto: one_shot for two ranks, else two_shot if large."""
+    """All-reduce algorithm. auto: one_shot for two ranks and for small messages, otherwise two_shot."""
     small: NonNegative | None = None
-    """Sums of fewer elements stay in the model's dtype; absent: as in inference."""
+    """Sums with fewer elements are sent in the model's data type. If omitted, as in inference."""
 
     def __post_init__(self) -> None:
         if not self.formats:

@@ -29,7 +29,7 @@ def all_reduce_hook(
     timeout: float = TIMEOUT,
     checksums: bool = True,
 ) -> Hook:
-    """A hook for `ddp.register_comm_hook(None, hook)`: gradients become their mean over all ranks.
+    """Return a hook for `ddp.register_comm_hook(None, hook)` that averages gradients over all ranks in few bits.
 
     Every bucket is averaged by `lowbit.collectives.all_reduce`, on a thread and a process group of the hook's own, so
     that the backward pass goes on and nothing that the program does in its own groups interferes. Parameters stay

@@ -18,7 +18,7 @@ from lowbit.collectives.reduce import CHUNK, TIMEOUT, reduce_scatter
 
 
 class LowBitReduceScatter(ReduceScatter):
-    """For `module.set_custom_reduce_scatter(...)` of a module that went through `fully_shard`; one for each of them.
+    """Reduce gradients of FSDP2 in few bits: set one on each module that went through `fully_shard`.
 
     Every rank codes its part of each shard, and the rank that keeps the shard adds them up in float32: there is one
     quantization, and each of W ranks sends (W - 1) / W n b / 8 bytes for n gradient elements of b bits. Parameters are

@@ -18,7 +18,7 @@ BUCKET_BYTES = 16 << 20
 
 
 class GradientStorage:
-    """Keeps gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
+    """Keep gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
 
     As soon as a backward pass has finished a parameter's gradient, it is added to the stored one (decoded, added in
     float32, coded again) and `parameter.grad` becomes None. So gradients exist at full precision for one layer at a

@@ -81,7 +81,7 @@ def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.
 def check_parameter(name: str, parameter: nn.Parameter) -> None:
     """Raise a TypeError for a parameter that is sharded, or of a dtype that codecs do not take."""
     if hasattr(parameter, "to_local"):
-        raise TypeError(f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole ones")
+        raise TypeError(f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole parameters")
     if parameter.dtype not in FLOATS:
         raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
 

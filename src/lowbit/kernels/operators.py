@@ -119,7 +119,7 @@ def operator(*, writes: str | Sequence[str], check: Callable[..., None]) -> Call
 
 
 def implementation(definition: Operator | Callable[..., None], device: torch.device) -> Callable[..., None]:
-    """What computes an operator on a device, for callers that make all of its tensors themselves.
+    """Return what computes an operator on a device, for callers that make all of its tensors themselves.
 
     It checks nothing, is for use `apart`, wants payloads that begin at a multiple of 16 bytes, and must be kept from
     `torch.compile` (`torch.compiler.disable`), which would free tensors whose addresses are in use. The dispatcher and

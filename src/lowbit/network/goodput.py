@@ -39,7 +39,7 @@ def measure(link: SlowLink, *, first: int = 0, second: int = 1, seconds: float =
 
 
 def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -> list[float]:
-    """Mbit/s of every (sender, receiver) route, all of them at the same time.
+    """Measure Mbit/s of every (sender, receiver) route, all at the same time.
 
     Takes 20 round trips more than ``seconds``, in which TCP reaches the rate of a distant link.
 
@@ -60,7 +60,7 @@ def goodput(link: SlowLink, routes: Sequence[tuple[int, int]], seconds: float) -
 
 
 def round_trip(link: SlowLink, *, first: int = 0, second: int = 1) -> float:
-    """Milliseconds that a byte takes between two hosts and back, the median of nine.
+    """Measure the milliseconds that a byte takes to another host and back: the median of nine.
 
     Raises:
         RuntimeError: A probe failed; the message is its own.

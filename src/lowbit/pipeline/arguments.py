@@ -54,8 +54,8 @@ def check_warm_up(argument: str, codecs: Codecs, warmup_steps: int, prefix: str 
     for codec in codecs.values() if isinstance(codecs, Mapping) else (codecs,):
         if isinstance(codec, Codec) and not codec.settled and not warmup_steps:
             raise ValueError(
-                f"{prefix}warmup_steps is 0, and {argument} has {codec}, which is settled in the last of these steps; "
-                "allowed: at least 1"
+                f"{prefix}warmup_steps is 0, and {argument} has {codec}, which chooses a parameter in the "
+                "last of these steps; allowed: at least 1"
             )
 
 

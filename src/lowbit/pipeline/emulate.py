@@ -70,7 +70,7 @@ def emulate_(
     if isinstance(at, str) or not at:
         raise ValueError(f"at is {at!r}; allowed: a list of names of submodules, such as {_some(modules)}")
     if unknown := [name for name in at if name not in modules or not name]:
-        raise ValueError(f"at has {unknown}, which the model has not; it has names such as {_some(modules)}")
+        raise ValueError(f"at has {unknown}, which the model does not have; it has names such as {_some(modules)}")
     if len(set(at)) != len(at):
         raise ValueError(f"at is {list(at)}; a name must not occur twice")
     backward = backward_beside(forward) if backward is None else backward
@@ -86,7 +86,7 @@ def emulate_(
 
 
 class Emulation:
-    """Codecs inside a model; made by `emulate_`.
+    """The codecs that `emulate_` put into a model.
 
     Attributes:
         traffic: what the stages of the pipeline would send together, with checksums, as they do by default.
@@ -187,7 +187,7 @@ class Emulation:
         step = Step.numbered(self._steps, self._warmup_steps, training=training)
         if keyed and training and not step.full_precision:
             if self._samples is None:
-                raise ValueError("a codec that keeps something per sample needs set_samples(ids) first")
+                raise ValueError("a codec that keeps state for each sample needs set_samples(ids) first")
             step = replace(step, keys=keys_of(self._samples, 1))
         return step
 

@@ -39,7 +39,7 @@ from lowbit.ranks.groups import default_group
 
 
 class LowBitStage(HookedStage):
-    """Drop-in for `torch.distributed.pipelining.PipelineStage`, under every schedule of PyTorch.
+    """Drop-in for `torch.distributed.pipelining.PipelineStage` that sends few bits, under every schedule of PyTorch.
 
     Between this stage and each neighbour on another rank, floating tensors travel as payloads of a codec; integer and
     boolean tensors travel as they are. A neighbour on the same rank (V schedules) gets the tensor itself: no bytes
@@ -213,7 +213,8 @@ class LowBitStage(HookedStage):
                 if samples is None:
                     raise ValueError(f"{codec} needs set_samples(ids) before every training step")
                 step = replace(step, keys=keys_of(samples, batch.micro_batches))
-        self.lanes.begin(step, ("" if batch.training else "evaluation before ") + f"step {self.steps}", ranks)
+        name = f"step {self.steps + 1}" if batch.training else f"evaluation after step {self.steps}"
+        self.lanes.begin(step, name, ranks)
 
     def use_configuration(self, configuration: Configuration) -> None:
         """This pass has that configuration."""

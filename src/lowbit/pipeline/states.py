@@ -138,8 +138,8 @@ class States:
             return self._codec
         if name not in self._choices:
             raise ValueError(
-                f"{name}: what {self._codec} leaves open is chosen in the last step of the warm-up, and nothing was "
-                "chosen here; allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
+                f"{name}: {self._codec} chooses a parameter in the last step of the warm-up, and has not done so here; "
+                "allowed: warmup_steps of at least 1, and states that were saved after the warm-up"
             )
         return self._codec.settle(self._choices[name])
 

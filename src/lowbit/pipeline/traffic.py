@@ -13,7 +13,7 @@ _holding = threading.Lock()  # other threads release messages, too
 
 @dataclass
 class Traffic:
-    """Counts since the start, or since `reset`, of what one stage sends to neighbours on other ranks.
+    """Counts of what one stage sends to neighbours on other ranks, since the start or since `reset`.
 
     Attributes:
         forward_bytes: bytes of activations sent to the next stage, as they travel, with their checksums.

@@ -124,7 +124,7 @@ class MemoryPlan:
 def plan_bits(
     held: InFlight, costs: Sequence[StageCost], sensitivities: Sensitivities, *, device_bytes: int, group: int = 64
 ) -> MemoryPlan:
-    """Choose the bits of each stage and layer type that lose least of the gradient within each device's bytes.
+    """Choose bits for each stage and layer type: the least error of the gradient within each device's memory.
 
     The loss of a choice is the sum over stages and layer types of squared relative gradient errors. Each type's error
     is measured on the whole model and divided among the stages by their layers: errors of separate roundings are

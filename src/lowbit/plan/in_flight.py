@@ -75,7 +75,7 @@ class InFlight:
 
 
 def in_flight(order: Order) -> InFlight:
-    """Follow every rank's actions and count.
+    """Count the micro-batches that each stage holds, by following every rank's actions.
 
     A micro-batch is held from its forward (F) until its backward has ended: B, or the pass for the weights (W) if a
     zero-bubble schedule splits backward into a pass for the inputs (I) and one for the weights. PyTorch's I keeps the
@@ -99,7 +99,7 @@ def in_flight(order: Order) -> InFlight:
 
 
 def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
-    """The actions of each rank in one step under a schedule of `torch.distributed.pipelining`; starts no process.
+    """Return each rank's actions in one step of a schedule of `torch.distributed.pipelining`; starts no process.
 
     Args:
         schedule: its name ("1F1B", "ZBVZeroBubble", ...) in upper or lower case.
@@ -124,7 +124,7 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
 
 
 def actions_of(schedule: Any) -> Order:
-    """The actions of all ranks, which every rank's schedule object knows."""
+    """Return the actions of all ranks, which every rank's schedule object knows."""
     order = getattr(schedule, "pipeline_order", None)
     return order or schedule._get_pipeline_order()
 

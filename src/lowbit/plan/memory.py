@@ -36,32 +36,31 @@ class MemorySettings:
     """A run of `lowbit train`, and the memory of its devices."""
 
     budget: str = ""
-    """Bytes of a device for weights, gradients, optimizer, saved activations and the pipeline's tensors, such as 24gb
-    or 500mib; absent: those that the neediest rank takes with 4 bits everywhere."""
+    """Memory of a device for weights, gradients, optimizer, saved activations and the tensors of the pipeline, such as
+    24gb or 500mib. If omitted, what the fullest device takes with 4 bits everywhere."""
     out: str = ""
-    """File for the bits, which `lowbit train` takes as `activations.plan`."""
+    """File for the plan. `lowbit train` takes it as `activations.plan`."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """fp32: master weights, with matrix products in bfloat16 by autocast, as `lowbit train` has them; bf16: no master
-    weights."""
+    """fp32: float32 weights, with matrix products in bfloat16, as in `lowbit train`. bf16: bfloat16 weights only."""
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
-    """Whose states count: float32, as `lowbit train` has them, or torchao's in 8 bits."""
+    """adamw: float32 states, as in `lowbit train`. adamw-8bit: torchao's states in 8 bits."""
     group: int = 64
     """Elements that share a scale."""
     error_tokens: Annotated[int, Field(ge=2)] = 256
     """Tokens of the sample on which errors of the gradient are measured."""
     error_steps: NonNegative = 20
-    """Steps of training on such samples before that, unless the model is pretrained: the gradients of random weights
-    say little."""
+    """Training steps before errors are measured: the gradients of random weights say little. Not used with a pretrained
+    model."""
     seed: NonNegative = 0
-    """Of weights and samples."""
+    """Seed of weights and samples."""
     model: ModelConfig = ModelConfig()
-    """The model of the run."""
+    """The model to train."""
     data: DataConfig = DataConfig(sequence=1024, max_bytes=1_000_000)
-    """Its windows; errors of the gradient are measured on its text."""
+    """The windows of the text. Errors of the gradient are measured on it."""
     pipeline: PipelineConfig = PipelineConfig(ranks=4, microbatches=8)
-    """Its stages, schedule and micro-batches; formats do not matter."""
+    """Stages, schedule and micro-batches. Formats do not change the plan."""
     gradients: GradientsConfig = GradientsConfig()
-    """The format in which it stores gradients."""
+    """Format in which gradients are stored."""
 
     def __post_init__(self) -> None:
         if self.gradients.storage != FULL_PRECISION:

@@ -33,7 +33,7 @@ _ODD = (0x1E3779B97F4A7C15, 0x42B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
 
 class DamagedError(PeerError):
-    """A message is not the one that was sent, or not the one that was expected.
+    """A message did not arrive as it was sent, or is not the expected one.
 
     Attributes:
         rank: the rank, within the group, that the message came from.

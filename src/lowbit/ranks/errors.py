@@ -16,7 +16,7 @@ class PeerError(RuntimeError):
 
 
 class AgreementError(RuntimeError):
-    """The members contradict each other, or some of them never came. The same text on every rank."""
+    """The ranks contradict each other, or some never came; the same text on every rank."""
 
     on_all_ranks = True
 

@@ -141,7 +141,7 @@ def reach(rank: int, *, timeout: float, patience: float, number: int = 0) -> Sto
             store = listen(host, port, timeout)
         except OSError as error:
             reason = error.strerror or error
-            raise MeetingError(f"rank 0 cannot keep the store at {_where()}: {reason}") from error
+            raise MeetingError(f"rank 0 cannot listen at {_where()}: {reason}") from error
         if port:
             _kept[host, port] = store
     return of_attempt(store, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}/{number}")

@@ -5,8 +5,9 @@ A command is one declaration, `Command`: settings, a function that measures, col
 
 from __future__ import annotations
 
-from lowbit.report.charts import Bars, Heights, Lines, Points, Stacks
+from lowbit.report.bars import Bars, Stacks
 from lowbit.report.command import Command, check_output, execute, run
+from lowbit.report.curves import Heights, Lines, Points
 from lowbit.report.results import Report, machine
 from lowbit.report.rows import Baseline, Row, Value, compare, spread, summary
 from lowbit.report.tables import Column, Table

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from lowbit.report.charts import Chart, draw
 from lowbit.report.results import Report, machine, plain
 from lowbit.report.rows import Baseline, Row, compare
 from lowbit.report.tables import Table
+
+_LOG_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,22 +106,13 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
         ModuleNotFoundError: a picture is asked for without matplotlib.
     """
     from rich.console import Console
-    from rich.live import Live
 
     check_output(json)
     check_output(png, picture=True)
     if os.environ.get("RANK", "0") != "0":
         return run(command, settings)
-    if command.live:
-        # A thread that refreshes the screen would slow down the measurement.
-        with Live(console=Console(stderr=True), transient=True, auto_refresh=False) as live:
-
-            def show(rows: Sequence[Row]) -> None:
-                live.update(command.tables[0].render(rows), refresh=True)
-
-            report = run(command, settings, file=json, on_rows=show)
-    else:
-        report = run(command, settings, file=json)
+    with _shown(command) if command.live else nullcontext() as show:
+        report = run(command, settings, file=json, on_rows=show)
     if json is not None:
         report.write_json(json)
     for table in command.tables:
@@ -124,6 +120,30 @@ def execute(command: Command, settings: Any, *, json: Path | None = None, png: P
     if png is not None:
         draw(command.charts, report.rows, png)
     return report
+
+
+@contextmanager
+def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
+    """Show rows as they come: the first table on a terminal, elsewhere a line now and then."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        # A thread that refreshes the screen would slow down the measurement.
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            yield lambda rows: live.update(command.tables[0].render(rows), refresh=True)
+        return
+    began = last = time.monotonic()
+
+    def write(rows: Sequence[Row]) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= _LOG_SECONDS:
+            last = now
+            sys.stderr.write(f"{command.name}: {len(rows)} rows after {now - began:.0f} s\n")
+            sys.stderr.flush()
+
+    yield write
 
 
 def check_output(path: Path | None, *, picture: bool = False) -> None:

@@ -42,7 +42,7 @@ def calibrate(
     progress: Callable[[int], None] | None = None,
     plan: Plan | None = None,
 ) -> Calibration:
-    """Measure the ranges of each rank's partial sums by layer and feature, and choose the features sent in 16 bits.
+    """Measure the ranges of partial sums by rank, layer and feature, and choose the features sent in 16 bits.
 
     As in the paper (arXiv 2411.07942), minimum and maximum of every sequence enter exponential moving averages, for
     each device, layer and feature; the features with the largest range aggregated over the devices are the outliers.

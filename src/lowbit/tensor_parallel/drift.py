@@ -65,7 +65,7 @@ class _Counters:
 
 
 class Drift:
-    """Counts clipped values and samples errors of every row-wise layer of a running model; warns once for each.
+    """Count clipped values and sample errors of every row-wise layer of a running model; warn once for each layer.
 
         drift = Drift()
         low_bit_(model, "calibration.safetensors", drift=drift)

@@ -24,7 +24,7 @@ Source = str | Path | Calibration | Codec
 def low_bit_(
     model: nn.Module, calibration: Source, *, settings: SumSettings | None = None, drift: Drift | None = None
 ) -> Installed:
-    """Let a tensor-parallel model add up its partial sums in few bits, in place; to be called by all ranks.
+    """Make a tensor-parallel model add up its partial sums in few bits, in place; call it on all ranks.
 
         config = DistributedConfig(tp_plan="auto")         # of transformers.distributed; torchrun --nproc-per-node 2
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)

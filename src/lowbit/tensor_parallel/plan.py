@@ -62,7 +62,7 @@ def is_row(style: str) -> bool:
 
 
 def rowwise_layers(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linear]:
-    """Return the layers whose outputs are partial sums, to be added up over the ranks, by module name.
+    """Return the layers whose outputs are partial sums over the ranks, by module name.
 
     In a model that is tensor parallel already they are found by their weights, else by the plan (`plan_of`).
     """

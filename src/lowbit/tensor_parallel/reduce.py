@@ -68,7 +68,7 @@ class SumSettings:
 
 @dataclass
 class Traffic:
-    """Values that one rank contributed to sums, and the bytes of their payloads; the same on all ranks.
+    """Counts of the values that one rank contributed to sums, and of their bytes; the same on all ranks.
 
     Counted from shapes, which costs nothing. Of two_shot, whose second step sends the sums in payloads of the same
     size, only the first step is counted. With one rank nothing is sent.

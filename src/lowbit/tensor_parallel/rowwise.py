@@ -33,7 +33,7 @@ their sum over all ranks."""
 
 
 class Installed:
-    """Layers with other forward methods, until `remove`. A context manager.
+    """Layers with replaced forward methods, until `remove`. A context manager.
 
     Attributes:
         traffic: values and bytes that their sums have carried so far.

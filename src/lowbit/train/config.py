@@ -37,28 +37,28 @@ def _schedule(name: Any) -> Any:
 
 @section("model")
 class ModelConfig:
-    """The model: a causal language model of these sizes, or pretrained from a local folder."""
+    """The model: trained from scratch, or pretrained."""
 
     family: Family = "llama"
-    """Architecture; not used with `pretrained`."""
+    """Architecture. Not used with `pretrained`."""
     pretrained: str = ""
-    """Local folder in Hugging Face format to start from; the sizes below then come from it."""
+    """Local folder with a Hugging Face model to start from. It sets all sizes of the model."""
     dim: Positive = 256
-    """Width."""
+    """Width of the model."""
     layers: Positive = 8
-    """Decoder layers."""
+    """Number of decoder layers."""
     heads: Positive = 4
-    """Attention heads."""
+    """Attention heads of a layer."""
     kv_heads: NonNegative = 0
-    """Key and value heads; 0: as many as `heads`."""
+    """Key-value heads of a layer. 0: as many as `heads`."""
     ffn: NonNegative = 0
-    """Width of the feed-forward; 0: the family's usual."""
+    """Width of the feed-forward layers. 0: what is usual for the family."""
     vocab: NonNegative = 0
-    """Entries of the embedding; 0: as many as the tokenizer has."""
+    """Size of the vocabulary. 0: that of the tokenizer."""
     tied: bool | None = None
-    """Whether embedding and output share their weights; absent: the family's usual."""
+    """Share weights between embedding and output. If omitted, as usual for the family."""
     dropout: Share = 0.0
-    """Probability of dropout, wherever the family has it."""
+    """Dropout probability, wherever the family uses dropout."""
 
     def __post_init__(self) -> None:
         if self.dim % self.heads or (self.family != "gpt2" and self.dim // self.heads % 2):
@@ -72,12 +72,12 @@ class ModelConfig:
 
 @section("data")
 class DataConfig:
-    """Text, cut into windows of `sequence` tokens that keep their number, the sample id, for the whole run."""
+    """The text to train on, cut into windows of `sequence` tokens."""
 
     text: tuple[str, ...] = ()
-    """Files, folders (all files below) or glob patterns; absent, without `dataset`: Python's standard library."""
+    """Files, folders or glob patterns to train on. If omitted, and without `dataset`, Python's standard library."""
     dataset: str = ""
-    """A folder that `datasets.save_to_disk` wrote, or a name on the Hugging Face hub."""
+    """Instead of `text`: a folder written by `datasets.save_to_disk`, or a name on the Hugging Face Hub."""
     dataset_config: str = ""
     """Configuration of the dataset."""
     dataset_split: str = "train"
@@ -85,17 +85,17 @@ class DataConfig:
     column: str = "text"
     """Column of the dataset that holds the text."""
     held_out: tuple[str, ...] = ()
-    """Like `text`, for evaluation; absent: the last `held_out_share` of the tokens."""
+    """Files, folders or glob patterns to evaluate on. If omitted, the last `held_out_share` of the tokens."""
     held_out_share: Annotated[float, Field(ge=0, le=0.9)] = 0.05
-    """Share of the tokens that is held out for evaluation."""
+    """Share of the tokens that is kept for evaluation."""
     tokenizer: str = "bytes"
-    """"bytes" (256 tokens, no files) or a local folder with a Hugging Face tokenizer."""
+    """Local folder with a Hugging Face tokenizer, or "bytes", with a token for each byte."""
     sequence: Positive = 256
-    """Tokens in a window."""
+    """Tokens of a window."""
     batch: Positive = 8
-    """Windows in a step, over all micro-batches."""
+    """Windows of an optimizer step, over all micro-batches and pipelines."""
     max_bytes: Positive = 16_000_000
-    """Most bytes of text to read."""
+    """Read at most this many bytes of text."""
 
     def __post_init__(self) -> None:
         if self.text and self.dataset:
@@ -106,86 +106,83 @@ class DataConfig:
 
 @section("pipeline")
 class PipelineConfig:
-    """How the model is cut into stages, and the formats of what they exchange."""
+    """How the model is split into stages, and the formats of what they send."""
 
     ranks: Positive = 2
-    """Processes of each pipeline; under torchrun, its number of processes divided by `data_parallel` counts instead."""
+    """Processes of one pipeline. Under torchrun, its number of processes divided by `data_parallel` is used instead."""
     data_parallel: Positive = 1
-    """Equal pipelines side by side, each with its own share of every batch."""
+    """Number of equal pipelines. Each trains on its own share of every batch."""
     stages_per_rank: Positive = 1
-    """More than one for the interleaved schedules, two for the V-shaped ones."""
+    """Stages on each rank: more than 1 for interleaved schedules, 2 for V-shaped ones."""
     schedule: Annotated[Schedule, BeforeValidator(_schedule)] = "1F1B"
-    """A schedule of `torch.distributed.pipelining`."""
+    """Schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
-    """Micro-batches of a step."""
+    """Micro-batches of a step in each pipeline."""
     forward: tuple[str, ...] = ("subspace",)
-    """Codecs of activations, by name ("subspace", "int4") or in full ("SubspaceQuant(bits=4)"): one for all boundaries,
-    or a list with one for each."""
+    """Formats of activations, by name ("subspace", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
+    boundaries between stages, or one for each."""
     backward: tuple[str, ...] = ()
-    """Codecs of gradients, in the same notation. Absent: the default for each of `forward`
-    (`lowbit.codecs.backward_codec`): itself for "fp32" and "bf16", "subspace-backward" for "subspace", else 6 bits."""
+    """Formats of the gradients of activations, written like `forward`. If omitted, the default for each format: itself
+    for "fp32" and "bf16", "subspace-backward" for "subspace", 6 bits for others."""
     warmup_steps: NonNegative | None = None
-    """First steps at full precision. Absent: min(100, steps / 4) from scratch, 0 with `model.pretrained`. A codec with
-    an open parameter, such as "SubspaceQuant(directions='auto')", chooses it in the last of them and needs one."""
+    """First steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with `model.pretrained`. A
+    format that leaves something to choose, such as "SubspaceQuant(directions='auto')", needs at least 1."""
     boundary: Boundary = "lowbit"
-    """lowbit, or for comparison PyTorch's own stage, which sends float32 or bfloat16."""
+    """lowbit uses the formats above. stock-fp32 and stock-bf16 are PyTorch's own stage, for comparison."""
 
 
 @section("activations")
 class ActivationsConfig:
-    """Bits of saved activations (`lowbit.activations.compress_saved_`).
-
-    Each of the first four is a number for all stages, or a list with one for each stage: late stages of a pipeline hold
-    fewer micro-batches.
-    """
+    """Bits of saved activations. The first four take one number, or a list with one for each stage."""
 
     bits: tuple[int, ...] = (16,)
-    """2 to 8, or 16 (uncompressed), for all layer types without bits of their own."""
+    """Bits of saved activations: 2 to 8, or 16 to leave them as they are."""
     norm: tuple[int, ...] = ()
-    """2 to 8, or 16, for norms; absent: as `bits`, at least 8."""
+    """Bits for norms. If omitted, `bits`, but at least 8."""
     mlp: tuple[int, ...] = ()
-    """2 to 8, or 16, for gated activations; absent: as `bits`."""
+    """Bits for gated activations. If omitted, `bits`."""
     linear: tuple[int, ...] = ()
-    """2 to 8, or 16, for the inputs of linear layers; absent: as `bits`."""
+    """Bits for the inputs of linear layers. If omitted, `bits`."""
     group: int = 64
-    """Elements for each scale."""
+    """Elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How values between two levels are rounded."""
+    """How a value between two levels is rounded."""
     plan: str = ""
-    """File of `lowbit plan memory` with the bits of every stage, instead of all settings above but `rounding`."""
+    """File written by `lowbit plan memory`, with the bits of every stage. It replaces all settings above but
+    `rounding`."""
 
 
 @section("gradients")
 class GradientsConfig:
-    """Formats of gradients until the optimizer's step, and between pipelines."""
+    """Formats of parameter gradients, in memory and between pipelines."""
 
     storage: str = FULL_PRECISION
-    """"fp32" (PyTorch's `.grad`), or a codec such as "fp8", in which micro-batches are added up; the optimizer gets one
-    parameter at a time in full precision (`lowbit.gradients.GradientStorage`)."""
+    """Format in which gradients are added up over micro-batches: "fp32" (PyTorch's `.grad`), or a codec such as "fp8",
+    which takes less memory."""
     all_reduce: str = "fp8"
-    """Codec in which gradients are averaged over `pipeline.data_parallel` pipelines."""
+    """Format in which gradients are averaged over `pipeline.data_parallel` pipelines."""
 
 
 @section("optimizer")
 class OptimizerConfig:
-    """AdamW with a linear rise of the learning rate and a cosine fall."""
+    """AdamW. The learning rate rises linearly and falls along a cosine."""
 
     lr: NonNegativeFloat = 1e-3
-    """The highest learning rate."""
+    """Highest learning rate."""
     lr_end: Share = 0.1
     """Learning rate of the last step, as a share of `lr`."""
     lr_warmup_steps: NonNegative = 20
-    """Steps in which the learning rate rises."""
+    """Steps over which the learning rate rises."""
     beta1: Decay = 0.9
     """Decay of the moving average of gradients."""
     beta2: Decay = 0.95
     """Decay of the moving average of squared gradients."""
     eps: Share = 1e-8
-    """Added to the denominator of the update."""
+    """Small number that is added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decay of matrices; vectors (norms, biases) have none."""
+    """Weight decay of matrices. Vectors (norms, biases) have none."""
     clip: NonNegativeFloat = 1.0
-    """Largest norm of the gradients of all stages together; 0: no clipping."""
+    """Largest norm of the gradients of all stages together. 0: no clipping."""
 
 
 @section("run")
@@ -199,43 +196,46 @@ class RunConfig:
     seed: NonNegative = 0
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if each rank of a machine has a device of its own; cuda: its ranks take its devices in turn."""
+    """auto: CUDA if every local rank has a GPU of its own, otherwise the CPU. cuda: local ranks share the GPUs."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Between GPUs: gloo (slow networks), nccl (fast ones, one device a rank); auto: NCCL within a machine only."""
+    """What carries messages between GPUs: gloo for slow networks, nccl for fast ones. auto: NCCL within a machine,
+    otherwise Gloo."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Dtype of matrix products (weights stay in float32); auto: bf16 where the device computes in it."""
+    """Data type of matrix products; weights stay in float32. auto: bf16 where the device supports it."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
-    """PyTorch's threads in each rank; 0: the machine's cores divided among its ranks."""
+    """PyTorch threads of each rank. 0: the cores of the machine divided by its ranks."""
     timeout_seconds: Seconds = 120.0
-    """Longest wait for a peer before it counts as gone."""
+    """Longest wait for another rank before it counts as failed."""
     supervise: bool = False
-    """Restart the ranks from the newest checkpoint when a rank, a machine or a link fails; implies `resume`."""
+    """Restart the ranks from the newest checkpoint when a rank, a machine or a link fails. Implies `resume`."""
     restarts: NonNegative = 5
-    """Attempts in a row without a new checkpoint before a supervised run gives up."""
+    """Restarts in a row without a new checkpoint before a supervised run gives up."""
     rejoin_seconds: Seconds = 600.0
-    """Longest wait of a supervised run for ranks to join, at the start and after a failure."""
+    """Longest wait of a supervised run for all ranks to join, at the start and after a failure."""
     checksums: bool = True
-    """8 bytes with each message; one that arrives damaged ends the run with an error that names the sender."""
+    """Add 8 bytes to each message, to detect damage. A damaged message ends the run with an error that names its
+    sender."""
     checkpoint_every: NonNegative = 100
-    """Steps between checkpoints; 0: none."""
+    """Steps between checkpoints. 0: no checkpoints."""
     keep: Annotated[int, Field(ge=2)] = 2
-    """How many checkpoints stay."""
+    """Number of checkpoints to keep."""
     resume: bool | Literal["auto"] = False
-    """Resume from the newest intact checkpoint in `output`; auto: without one, begin at step 0."""
+    """Resume from the newest intact checkpoint in `output`. auto: start from scratch if there is none."""
     allow_change: tuple[str, ...] = ()
-    """Keys, such as "run.steps", that may differ from the run that is resumed."""
+    """Settings, such as "run.steps", that may differ from those of the run that is resumed."""
     overwrite: bool = False
-    """Remove what earlier runs wrote into `output`."""
+    """Remove the files that earlier runs wrote into `output`."""
     eval_every: NonNegative = 0
-    """Steps between evaluations; 0: at the end only."""
+    """Steps between evaluations on held-out text. 0: evaluate at the end only."""
     eval_batches: NonNegative = 32
-    """Most batches of held-out text in one evaluation."""
+    """Batches of an evaluation, at most. 0: all held-out text."""
     tensorboard: bool = True
-    """Write training curves."""
+    """Write TensorBoard curves."""
     progress: bool = True
-    """Show progress."""
+    """Show progress: loss, speed, share of the time spent waiting for messages, bits per element forward/backward, and
+    time left."""
     save_model: bool = True
-    """Save the model at the end."""
+    """Save the trained model at the end."""
 
     def __post_init__(self) -> None:
         if self.allow_change and not self.resume:
@@ -249,7 +249,7 @@ class RunConfig:
 
 @section()
 class TrainConfig:
-    """A whole training run.
+    """The configuration of a training run.
 
     Raises:
         ConfigError: on construction, sections that contradict each other.
@@ -295,7 +295,7 @@ class TrainConfig:
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """A configuration from nested mappings, as TOML and JSON give them.
+    """Build a configuration from nested mappings, as TOML and JSON give them.
 
     Raises:
         ConfigError: an unknown section or key (the closest known one is named), a wrong type or value.
@@ -304,7 +304,7 @@ def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
-    """A configuration from a TOML file (or the defaults) with overrides such as "pipeline.forward=int4".
+    """Read a configuration from a TOML file (or the defaults), with overrides such as "pipeline.forward=int4".
 
     Raises:
         ConfigError: a file that is missing or no TOML, an override without "section.key=value", or what `from_mapping`

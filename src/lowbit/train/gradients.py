@@ -31,7 +31,7 @@ def storage_codec(config: GradientsConfig) -> Codec | None:
         raise ConfigError(f"gradients.storage: {error}") from error
     if not isinstance(codec, Summable):
         raise ConfigError(
-            f"gradients.storage is {config.storage!r}, which keeps something between messages or cannot be summed; "
+            f"gradients.storage is {config.storage!r}, which keeps state between messages or cannot be summed; "
             "allowed: codecs without state"
         )
     return codec

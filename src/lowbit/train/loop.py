@@ -28,6 +28,7 @@ from lowbit.train.distance import needless, round_trips
 from lowbit.train.folder import RunFolder
 from lowbit.train.metrics import Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
+from lowbit.train.progress import Progress, first_on_machine, machine_name
 from lowbit.train.summary import Summary, summarize
 from lowbit.train.trainer import Trainer
 
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> Summary:
-    """Train, evaluate and save; to be called on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
+    """Train, evaluate and save; call it on every rank of the environment (RANK, WORLD_SIZE, MASTER_*).
 
     Without such an environment this process trains alone. A process group that exists is used, otherwise one is made
     for the run. If another rank fails while this one is blocked for good, this process ends (`lowbit.ranks.peers`).
@@ -74,10 +75,13 @@ class Run:
         run = self.config.run
         self.output = Path(run.output)
         self.folder = RunFolder(self.output)
+        self.recorder: Recorder | None = None  # on rank 0
+        self.progress: Progress | None = None  # on the first rank of each machine
         self.checkpoints = Checkpoints(self.output, rank=trainer.rank, keep=run.keep)
         self._warn_of_cost()
         self.round_trip = self._measure_distance()
-        attempt = gather_json(secrets.token_hex(8), trainer.side)[0]
+        stated = gather_json([secrets.token_hex(8), machine_name()], trainer.side)
+        attempt, self._shows = stated[0][0], first_on_machine(trainer.rank, [machine for _, machine in stated])
         self.manifest = trainer.prepared.manifest(attempt, rank=trainer.rank, ranks=trainer.ranks)
         try:
             self.start = self._begin()
@@ -89,30 +93,33 @@ class Run:
         """Run the remaining steps and the final evaluation, and save the model."""
         run, trainer = self.config.run, self.trainer
         history: list[StepMetrics] = []
-        recorder = None
         try:
-            recorder = self._open_recorder()
-            for step in range(self.start, run.steps):
-                history.append(trainer.step(step))
-                if recorder is not None:
-                    recorder.record(history[-1])
+            self.recorder, self.progress = self._open_recorder(), self._open_progress()
+            for done in range(self.start + 1, run.steps + 1):
+                history.append(trainer.step(done - 1))
+                for watcher in self._watchers:
+                    watcher.record(history[-1])
                 if on_step is not None:
                     on_step(history[-1])
-                done = step + 1
                 if done == self.config.codec_warmup_steps:
                     for place, codec in trainer.chosen().items():
-                        if recorder is not None:
-                            recorder.say(f"{place}: {codec}")
+                        if self.progress is not None:
+                            self.progress.say(f"{place}: {codec}")
                 if run.checkpoint_every and (done % run.checkpoint_every == 0 or done == run.steps):
                     snapshot = state.collect(trainer.pipeline, trainer.optimizer)
                     self.checkpoints.save(done, snapshot, self.manifest, trainer.side)
                 if run.eval_every and done % run.eval_every == 0 and done < run.steps:
-                    self._evaluate(done, recorder)
-            return self._conclude(history, recorder)
+                    self._evaluate(done)
+            return self._conclude(history)
         finally:
-            if recorder is not None:
-                recorder.close()
+            for watcher in self._watchers:
+                watcher.close()
             self.folder.unlock()
+
+    @property
+    def _watchers(self) -> list[Recorder | Progress]:
+        """What this rank writes and shows each step with."""
+        return [watcher for watcher in (self.recorder, self.progress) if watcher is not None]
 
     def _begin(self) -> int:
         """Restore the newest checkpoint, or clear the output folder; returns the step to start with."""
@@ -138,15 +145,15 @@ class Run:
             (self.output / "config.json").write_text(written + "\n", encoding="utf-8")
         return done
 
-    def _evaluate(self, step: int, recorder: Recorder | None) -> dict[str, float]:
+    def _evaluate(self, step: int) -> dict[str, float]:
         losses = self.trainer.evaluate()
-        if losses and recorder is not None:
-            recorder.record_evaluation(step, losses)
+        for watcher in self._watchers if losses else ():
+            watcher.record_evaluation(step, losses)
         return losses
 
-    def _conclude(self, history: list[StepMetrics], recorder: Recorder | None) -> Summary:
+    def _conclude(self, history: list[StepMetrics]) -> Summary:
         trainer = self.trainer
-        losses = self._evaluate(self.config.run.steps, recorder)
+        losses = self._evaluate(self.config.run.steps)
         model = self.output / "model" if self.config.run.save_model else None
         if model is not None:
             first = trainer.replicas.index == 0
@@ -176,12 +183,16 @@ class Run:
         if run.tensorboard and not board.exists():
             self.folder.note("tensorboard/")
         before = set(board.glob("*"))
-        recorder = Recorder(
-            self.output, start=self.start, steps=run.steps, tensorboard=run.tensorboard, progress=run.progress
-        )
+        recorder = Recorder(self.output, start=self.start, tensorboard=run.tensorboard)
         if curves := sorted(f"tensorboard/{path.name}" for path in set(board.glob("*")) - before):
             self.folder.note(*curves)
         return recorder
+
+    def _open_progress(self) -> Progress | None:
+        run = self.config.run
+        if not (run.progress and self._shows):
+            return None
+        return Progress(run.steps, warmup=self.config.codec_warmup_steps)
 
     def _messages(self, topic: str) -> Messages:
         """Messages between the ranks of this pipeline."""

@@ -18,7 +18,7 @@ _LAST = 10  # steps over which the final training loss is averaged
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The outcome of a run; `summary.json` holds the same.
+    """The outcome of a run, as `summary.json` holds it.
 
     Attributes:
         steps: of the whole run; steps_here: those of this call (fewer after a resume).
@@ -116,7 +116,7 @@ def read_summary(path: Path) -> Summary:
 def _settled(config: TrainConfig, history: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
     """The steps after the warm-up and the one that sets the codecs up, if there are any."""
     warmup = config.codec_warmup_steps if config.pipeline.boundary == "lowbit" else 0
-    after = [m for m in history if m.step >= warmup]
+    after = [m for m in history if m.step > warmup]
     return after[1:] or after or history
 
 

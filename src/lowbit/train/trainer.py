@@ -84,16 +84,16 @@ class Trainer:
         )
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
 
-    def step(self, step: int) -> StepMetrics:
-        """One optimizer step; metrics over all ranks, by this rank's clock.
+    def step(self, done: int) -> StepMetrics:
+        """One optimizer step after so many others; metrics over all ranks, by this rank's clock.
 
         Raises:
             DivergedError: NaN or infinity in loss or gradients.
         """
         begin = time.perf_counter()
-        rate = optim.learning_rate(self.config.optimizer, step=step, steps=self.config.run.steps)
+        rate = optim.learning_rate(self.config.optimizer, step=done, steps=self.config.run.steps)
         optim.set_learning_rate(self.optimizer, rate)
-        ids = self.replicas.share(self.order.ids(step))
+        ids = self.replicas.share(self.order.ids(done))
         inputs, targets = self.prepared.data.train.batch(ids)
         loss, work = self._pass(inputs, targets, ids)
         self.gradients.finish()
@@ -105,11 +105,11 @@ class Trainer:
             self.tied.sum_gradients()
         loss, norm, work = self._sum_over_ranks(loss, work)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(f"step {step}: the loss is {loss}, the norm of the gradients {norm}")
+            raise DivergedError(f"step {done + 1}: the loss is {loss}, the norm of the gradients {norm}")
         self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
         self.gradients.step(self.optimizer)
         return step_metrics(
-            step=step, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * self.replicas.count,
+            step=done + 1, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * self.replicas.count,
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work, bytes_activations=self._saved_bytes,
         )  # fmt: skip
 

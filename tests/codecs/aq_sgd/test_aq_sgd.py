@@ -96,7 +96,7 @@ def test_bad_input() -> None:
             sender.encode(x, key=key)
     with pytest.raises(ValueError, match="expected one dimension of 1536 bytes"):
         receiver.decode(torch.zeros(10, dtype=torch.uint8), key=(0, 1))
-    with pytest.raises(ValueError, match=r"AQSGD remembers messages: use open\(\)"):
+    with pytest.raises(ValueError, match=r"AQSGD keeps state between messages: use open\(\)"):
         AQSGD().encode(x)
     with pytest.raises(TypeError, match="inner is AQSGD"):
         AQSGD(inner=AQSGD())

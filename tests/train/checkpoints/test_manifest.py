@@ -69,7 +69,7 @@ def test_another_way_to_write_the_same_is_noticed():
     ("key", "value", "text"),
     [
         ("format", 3, "has format 3; this version of lowbit reads format 2"),
-        ("ranks", "2", "whose ranks is no int"),
+        ("ranks", "2", "whose ranks is not of type int"),
         ("ranks", 2_000_000_000, "not as lowbit writes it"),
         ("layout", manifest().layout | {"layers": [1 << 40, 1]}, "not as lowbit writes it"),
         ("\x1b[2J", 1, r"lacks or has \\x1b\[2J"),

@@ -32,14 +32,14 @@ class _Stop(BaseException):
 
 
 def part(config: TrainConfig, until: int) -> list[str]:
-    """Train until a step's end, after the checkpoint before it; what was logged."""
+    """Train until a checkpoint and one step more; what was logged."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("lowbit").addHandler(handler)
 
     def on_step(metrics: StepMetrics) -> None:
-        if metrics.step == until:
+        if metrics.step == until + 1:
             dist.barrier()  # or a rank that leaves early disturbs one that is not there yet
             raise _Stop
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path, family: str):
         assert not any(outcomes[1:]), "told by one rank"
     expected = [[loss, norm] for _, loss, norm in curve(whole)]
     found = curve(config)
-    assert [step for step, *_ in found] == list(range(12))
+    assert [step for step, *_ in found] == list(range(1, 13))
     for values, wanted in zip(found, expected, strict=True):
         assert values[1:] == pytest.approx(wanted, rel=1e-5)
     summary = read_summary(Path(config.run.output) / "summary.json")

@@ -19,7 +19,7 @@ from lowbit.codecs.stateful import StatefulCodec
 
 @dataclass(frozen=True, kw_only=True)
 class AQSGD(StatefulCodec):
-    """Another codec, applied to the difference from each sample's last reconstruction (AQ-SGD, NeurIPS 2022).
+    """Code the difference from each sample's last reconstruction with another codec (AQ-SGD, NeurIPS 2022).
 
     Both ends keep the last reconstructed activation m of every sample, under its id. The first visit sends x in
     its own dtype and m = x; a later one sends q(x - m) and both ends set m to m + q(x - m). So the state grows with the

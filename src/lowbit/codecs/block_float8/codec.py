@@ -17,7 +17,7 @@ from lowbit.codecs.sums import Summable
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFloat8(Summable):
-    """FP8 numbers, E4M3 or E5M2, with a power of two as the scale of each block of elements in row-major order.
+    """8-bit floats, E4M3 or E5M2, with a power-of-two scale for each block of consecutive elements.
 
     The format of AGoQ (arXiv 2605.00539) for gradients, in memory and in their all-reduce. The paper does not give its
     scales; ours are powers of two that take one byte.

@@ -18,7 +18,7 @@ from lowbit.codecs.sums import Summable
 
 @dataclass(frozen=True, kw_only=True)
 class Cast(Summable):
-    """Send each element as a float32, bfloat16 or float16: the baselines.
+    """Send each element as float32, bfloat16 or float16: the baselines.
 
     Bytes of a payload: 4 or 2 an element, as asked for, so that float32 doubles a bfloat16 tensor. Rounds to nearest,
     ties to even. Finite values beyond float16's largest (65504) become that, so that finite input gives finite output;

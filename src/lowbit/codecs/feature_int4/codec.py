@@ -22,7 +22,7 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**125
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FeatureInt4(Summable):
-    """Partial sums of tensor parallelism: features as INT4 with scales measured beforehand, k outliers as bfloat16.
+    """INT4 with a calibrated scale for each feature, and k outlier features as bfloat16, for tensor-parallel sums.
 
     The format of arXiv 2411.07942, for the all-reduces behind attention and MLP: their summands have a few features
     that are large on every input, and others whose range hardly depends on it. So no scale travels. E features are the

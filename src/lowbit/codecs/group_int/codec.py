@@ -17,7 +17,7 @@ from lowbit.codecs.sums import Summable
 
 @dataclass(frozen=True, kw_only=True)
 class GroupInt(Summable):
-    """Uniform 2- to 8-bit integers, one scale for each group of consecutive elements in row-major order.
+    """Integers of 2 to 8 bits, with one scale for each group of consecutive elements.
 
     The naive baseline forward (4 bits, groups of 64), the pipeline's backward format (6 bits, groups of 32,
     symmetric: gradients centre on zero, so a second parameter buys nothing) and the format of saved activations.

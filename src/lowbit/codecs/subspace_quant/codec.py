@@ -30,7 +30,7 @@ MOST = 1 << 15  # directions: slots are int16
 
 @dataclass(frozen=True, kw_only=True)
 class SubspaceQuant(StatefulCodec):
-    """Coefficients along `directions` learned directions in 8 bits, the remainder in groups of `bits`-bit integers.
+    """Send tokens as 8-bit coefficients along learned directions, and what remains as integers of `bits` bits.
 
     What crosses a boundary lies near a small subspace, forward and backward. With the K directions V (K x C) that both
     ends hold, a token x (C channels) is coded as

@@ -17,7 +17,7 @@ from lowbit.codecs.tah_quant.reference import decode, encode
 
 @dataclass(frozen=True, kw_only=True)
 class TAHQuant(Summable):
-    """Tiles of a token's channels in two bit widths, chosen by what the tiles hold (arXiv 2506.01352).
+    """Quantize each tile of a token's channels in one of two bit widths, chosen from its values (arXiv 2506.01352).
 
     The tensor is (..., S, C): S tokens of C channels in each sequence; one dimension counts as one token. Each token's
     channels are cut into tiles of `tile`. `floor((1 - high_fraction) * candidates)` of them get `low_bits`:

@@ -176,7 +176,7 @@ class _Sources:
                 if not parse(codec).settled and (memory is None or not memory.has_choice):
                     self._note_problem(
                         f"it does not record what {codec} chose in the warm-up, which {lane} (after layer "
-                        f"{end.after_layer}) needs; allowed: a format that is settled, with "
+                        f"{end.after_layer}) needs; allowed: a format with all parameters set, with "
                         f"--allow-change pipeline.{end.direction}"
                     )
                 elif parse(codec).stateful and (memory is None or not memory.whole):

@@ -1,0 +1,242 @@
+"""The pictures themselves, each drawn on a figure in the colours of a theme."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.concepts.timeline import LANES, Span, Step, message_seconds
+from lowbit.codecs import GroupInt, SubspaceQuant
+from lowbit.report.rows import Row
+from lowbit.report.style import SMALL, TEXT, TITLE, WIDTH, Theme, mixed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = Sequence[Row]
+MESSAGE = (8, 128, 128)
+MBIT = 25.0
+COMPUTE = 0.45
+"""Seconds for which each stage computes in a step: forward a third, backward two thirds."""
+MICRO_BATCHES = 4
+GROUP, BITS = 64, 4
+
+
+def steps() -> dict[str, tuple[str, Step]]:
+    """The steps of the timeline by name, with the format whose colour their messages have."""
+    few = SubspaceQuant(directions=16)
+    bits = (few.bits_per_element(MESSAGE), few.for_gradients().bits_per_element(MESSAGE))
+    return {
+        "PyTorch's stage, FP32": ("fp32", step(32, 32, ahead=False)),
+        "LowBitStage, FP32": ("fp32", step(32, 32)),
+        f"LowBitStage, SubspaceQuant: {bits[0]:.1f} bits forward, {bits[1]:.1f} back": ("subspace", step(*bits)),
+    }
+
+
+def step(forward: float, back: float, *, ahead: bool = True, mbit: float = MBIT, rtt: float = 0.0) -> Step:
+    """A step with messages in so many bits per element over a link."""
+    tokens, channels = MESSAGE[0] * MESSAGE[1], MESSAGE[2]
+    there, home = (message_seconds(tokens, channels, bits, mbit) for bits in (forward, back))
+    each = COMPUTE / MICRO_BATCHES
+    return Step(
+        forward=each / 3, backward=each * 2 / 3, activations=there, gradients=home, micro_batches=MICRO_BATCHES,
+        ahead=ahead, one_way=rtt / 2,
+    )  # fmt: skip
+
+
+def timeline(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
+    """Two stages and the link between them, during one step each."""
+    shown = steps()
+    panels = figure.subplots(len(shown), 1, sharex=True)
+    longest = max(each.seconds() for _, each in shown.values())
+    figure.suptitle(
+        "With few bits the stages compute; in FP32 they wait", fontsize=TITLE, fontweight="bold", x=0.01, ha="left"
+    )
+    for axes, (name, (format_, each)) in zip(panels, shown.items(), strict=True):
+        spans = each.spans()
+        for span in spans:
+            _bar(axes, theme, span, theme.formats[format_])
+        seconds = each.seconds()
+        axes.set_title(f"{name}: {seconds:.2f} s", fontsize=TEXT, color=theme.ink, loc="left", fontweight="bold")
+        axes.plot([seconds] * 2, [-0.55, len(LANES) - 0.45], color=theme.ink, linewidth=1.2, clip_on=False)
+        axes.set_yticks(range(len(LANES)), ["stage 0", "link →", "link ←", "stage 1"], fontsize=SMALL)
+        axes.set_ylim(len(LANES) - 0.45, -0.55)
+        axes.set_xlim(0, longest * 1.01)
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=True, axis="x")
+    panels[-1].set_xlabel("seconds of one step: 4 micro-batches of 1024 tokens, C = 128, 25 Mbit/s (computed)")
+    _key(figure, theme)
+
+
+def _bar(axes: Axes, theme: Theme, span: Span, message: str) -> None:
+    computes = span.lane.startswith("stage")
+    forward, backward = theme.others[2], mixed(theme.others[2], theme.surface, 0.5)
+    colour = (forward if span.pass_ == "forward" else backward) if computes else message
+    axes.barh(
+        LANES.index(span.lane), span.end - span.start, left=span.start, height=0.78, color=colour,
+        edgecolor=theme.surface, linewidth=0.8,
+    )  # fmt: skip
+    if span.end - span.start > 0.035:
+        ink = theme.surface if colour != backward else theme.ink
+        middle = (span.start + span.end) / 2
+        axes.text(
+            middle, LANES.index(span.lane) + 0.03, str(span.micro_batch), color=ink, fontsize=SMALL - 1,
+            ha="center", va="center",
+        )  # fmt: skip
+
+
+def _key(figure: Figure, theme: Theme) -> None:
+    from matplotlib.patches import Patch
+
+    forward = theme.others[2]
+    parts = {
+        "forward": forward,
+        "backward": mixed(forward, theme.surface, 0.5),
+        "message, FP32": theme.formats["fp32"],
+        "message, SubspaceQuant": theme.formats["subspace"],
+    }
+    handles = [Patch(color=colour, label=name) for name, colour in parts.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=SMALL)
+
+
+def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
+    """A token's channels, and the levels that 4 bits give each group of them."""
+    token = torch.tensor(next(row["token"] for row in data["boundaries"] if "token" in row))
+    axes = figure.subplots()
+    decoded = GroupInt(bits=BITS, group=GROUP).round_trip(token)
+    for start in range(0, len(token), GROUP):
+        part, back = token[start : start + GROUP], decoded[start : start + GROUP]
+        low, high = float(part.min()), float(part.max())
+        step_ = (high - low) / (2**BITS - 1)
+        levels = [low + i * step_ for i in range(2**BITS)]
+        axes.hlines(levels, start - 0.5, start + len(part) - 0.5, color=theme.grid, linewidth=1.0, zorder=1)
+        error = float((back - part).norm() / part.norm())
+        axes.text(
+            start + len(part) / 2, float(token.max()) * 1.12, f"step {step_:.2f}\nerror {error:.0%}",
+            ha="center", va="bottom", fontsize=SMALL, color=theme.ink,
+        )  # fmt: skip
+        if start:
+            axes.axvline(start - 0.5, color=theme.muted, linewidth=0.8, linestyle=":")
+    places = range(len(token))
+    axes.vlines(places, token, decoded, color=theme.others[1], linewidth=1.6, zorder=3, label="error")
+    axes.plot(places, token, ".", color=theme.formats["int4"], markersize=4, zorder=4, label="channel")
+    axes.set_xlim(-1, len(token))
+    axes.set_ylim(top=float(token.max()) * 1.45)
+    axes.set(xlabel=f"channel of one token, groups of {GROUP}", ylabel="value")
+    axes.set_title(
+        "The largest channel of a group sets the step of them all", fontsize=TITLE, color=theme.ink, pad=12
+    )
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL)
+
+
+def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
+    """Energy that the best directions leave out, by their number."""
+    panels = figure.subplots(1, 2, sharey=True)
+    _title(figure, "A few directions hold nearly all of a boundary's activations")
+    for axes, direction in zip(panels, ("forward", "backward"), strict=True):
+        rows = [row for row in data["boundaries"] if row["direction"] == direction]
+        for row in rows:
+            colour = theme.others[row["boundary"]]
+            curve = row["outside"][1:]
+            axes.plot(range(1, len(curve) + 1), curve, color=colour, label=f"boundary {row['boundary']}")
+        for directions in (16, 32):
+            axes.axvline(directions, color=theme.muted, linewidth=0.8, linestyle=":")
+            shares = [row["outside"][directions] for row in rows]
+            axes.annotate(
+                f"{directions}: {_range(shares)}", (directions, max(shares)), (6, 6), textcoords="offset points",
+                fontsize=SMALL, color=theme.ink, va="bottom",
+            )  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_xlim(1, 128)
+        axes.set_ylim(1e-5, 1.3)
+        axes.set_yticks([1, 0.1, 0.01, 0.001, 0.0001], ["100 %", "10 %", "1 %", "0.1 %", "0.01 %"])
+        axes.minorticks_off()
+        axes.grid(visible=True, axis="y")
+        axes.set_title("activations" if direction == "forward" else "gradients", color=theme.ink)
+        axes.set_xlabel("directions, of 256 channels")
+    panels[0].set_ylabel("energy outside")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = min(shares), max(shares)
+    return f"{low:.1%} to {high:.1%}".replace("%", " %")
+
+
+def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
+    """Signal over noise of formats by their bits, means over the boundaries."""
+    panels = figure.subplots(1, 2, sharey=True)
+    _title(figure, "For the same bits, the subspace buys 8 to 16 dB on activations")
+    series: dict[str, tuple[str, str, Callable[[Row], bool]]] = {
+        "GroupInt, groups of 64": ("int4", "s-", lambda row: row["format"].startswith("int")),
+        "TAH-Quant": ("tah-quant", "D", lambda row: row["format"] == "tah-quant"),
+        "TAH-Quant as published": ("tah-quant-published", "^", lambda row: row["format"] == "tah-quant-published"),
+        "FP8": ("fp8", "P", lambda row: row["format"] == "fp8"),
+        "SubspaceQuant, 16 directions": ("subspace", "o--", lambda row: row["directions"] == 16),
+        "SubspaceQuant, 32 directions": ("subspace", "o-", lambda row: row["directions"] == 32),
+    }
+    for axes, direction in zip(panels, ("forward", "backward"), strict=True):
+        for name, (format_, marks, belongs) in series.items():
+            rows = [row for row in data["spectrum"] if row["direction"] == direction and belongs(row)]
+            bits = sorted({row["bits_per_element"] for row in rows})
+            means = [statistics.fmean(r["decibels"] for r in rows if r["bits_per_element"] == b) for b in bits]
+            axes.plot(bits, means, marks, color=theme.formats[format_], label=name, markersize=4.5)
+        axes.set_xlim(1.8, 9)
+        axes.grid(visible=True)
+        axes.set_title("activations" if direction == "forward" else "gradients", color=theme.ink)
+        axes.set_xlabel("bits per element, C = 256")
+    panels[0].set_ylabel("signal over noise, dB")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+
+
+def warm_up(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
+    """Held-out loss over FP32's by the length of the warm-up: each seed, and their mean."""
+    axes = figure.subplots()
+    _title(figure, "Fifty to a hundred steps of warm-up remove most of the cost")
+    rows = data["warm-up"]
+    lengths = sorted({row["warmup_steps"] for row in rows})
+    for row in rows:
+        axes.plot(lengths.index(row["warmup_steps"]), row["loss_over_fp32"], ".", color=theme.muted, markersize=6)
+    means = [statistics.fmean(r["loss_over_fp32"] for r in rows if r["warmup_steps"] == n) for n in lengths]
+    axes.plot(range(len(lengths)), means, "o-", color=theme.formats["subspace"])
+    for place, mean in enumerate(means):
+        axes.annotate(
+            f"{mean:+.3f}", (place, mean), (8, 5), textcoords="offset points", fontsize=SMALL, color=theme.ink
+        )
+    axes.axhline(0, color=theme.muted, linewidth=0.8)
+    axes.set_xticks(range(len(lengths)), [str(n) for n in lengths])
+    axes.set(xlabel="steps of warm-up, of 400", ylabel="held-out loss minus FP32's, nats")
+    axes.grid(visible=True, axis="y")
+
+
+def _title(figure: Figure, text: str) -> None:
+    figure.suptitle(text, fontsize=TITLE, fontweight="bold", x=0.01, ha="left")
+
+
+PICTURES: dict[str, tuple[Callable[[Figure, Theme, Mapping[str, Rows]], None], float]] = {
+    "timeline": (timeline, 6.2),
+    "groups": (groups, 3.6),
+    "spectrum": (spectrum, 3.8),
+    "noise": (noise, 3.9),
+    "warm-up": (warm_up, 3.4),
+}
+"""Each picture's function and height in inches."""
+
+
+def figure_of(name: str, theme: Theme, data: Mapping[str, Rows]) -> Figure:
+    """One of `PICTURES` in a theme, from recorded rows by the name of their file."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    draw, height = PICTURES[name]
+    with rc_context(theme.settings()):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        draw(figure, theme, data)
+    return figure

@@ -1,0 +1,145 @@
+"""`python -m benchmarks figures`: Draw the figures of the documentation anew, from the recorded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowbit.config import section
+from lowbit.report import Report, Row
+from lowbit.report.charts import Chart, draw
+from lowbit.report.style import THEMES, family, title_of
+
+if TYPE_CHECKING:
+    from lowbit.cli.parser import Parser
+
+SUMMARY = "Draw the figures of the documentation anew, from the recorded rows."
+
+
+@section()
+class FiguresSettings:
+    """Where."""
+
+    folder: str = "docs/results"
+    """Holds data/NAME.json, and gets figures/NAME-light.svg and figures/NAME-dark.svg."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the documentation: its name, its charts and their rows."""
+
+    name: str
+    charts: Sequence[Chart]
+    rows: Sequence[Row]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Draw it in every theme; that of the README also as PNG, for pages that show no SVG."""
+        files = {folder / f"{self.name}-{name}.svg": theme for name, theme in THEMES.items()}
+        if self.name == README:
+            files[folder / f"{self.name}.png"] = THEMES["light"]
+        for file, theme in files.items():
+            draw(self.charts, self.rows, file, theme=theme)
+        return list(files)
+
+
+class Figures:
+    """`python -m benchmarks figures`."""
+
+    summary = SUMMARY
+
+    def parser(self, program: str) -> Parser:
+        """Parser of its command line."""
+        from lowbit.cli.parser import Parser
+
+        return Parser(program, SUMMARY, FiguresSettings)
+
+    def __call__(self, program: str, words: Sequence[str]) -> None:
+        """Draw all figures."""
+        settings, _ = self.parser(program).resolve(words)
+        folder = Path(settings.folder)
+        for file in sorted((folder / "data").glob("*.json")):
+            for written in picture(file).write(folder / "figures"):
+                print(written)  # noqa: T201
+
+
+def picture(file: Path) -> Picture:
+    """The figure of a recorded file.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or holds no rows of a known command.
+    """
+    report = Report.read_json(file)
+    charts = command_of(report.command).charts
+    if report.command == "benchmarks race":
+        charts = [replace(chart, series=_first_name, panel=None) for chart in charts]
+        return Picture(README, charts, with_speed(report))
+    if report.command == "bench convergence" and "loss" not in report.rows[0]:
+        charts = [replace(chart, **MEANS) for chart in charts]
+    return Picture(file.stem, charts, [row for row in report.rows if SHOWN.get(file.stem, _every)(row)])
+
+
+def command_of(name: str) -> Any:
+    """The `lowbit.report.Command` of a report.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from lowbit.cli.app import COMMANDS, Group
+    from lowbit.cli.reports import measurements
+
+    first, *words = name.split()
+    known: Mapping[str, Any] = measurements("benchmarks") if first == "benchmarks" else COMMANDS.commands()
+    found = known.get(words[0] if first == "benchmarks" else first)
+    if isinstance(found, Group):
+        found = found.commands().get(words[0])
+    if found is None:
+        raise ValueError(f"{name!r} is no command that measures")
+    return found.command
+
+
+def with_speed(report: Report) -> list[Row]:
+    """Rows of a race with `tokens_per_second`, also where an earlier version of the race recorded none."""
+    settings = report.settings
+    tokens = settings["samples"] * settings["epochs"] * settings["data"]["sequence"]
+    return [{"tokens_per_second": tokens / row["seconds"], **row} for row in report.rows]
+
+
+def _first_name(row: Row) -> str:
+    """The format without its arguments, which the page says."""
+    name = row["boundary"]
+    return title_of(family(name)) if family(name) == "subspace" else name
+
+
+def _every(row: Row) -> bool:
+    return True
+
+
+def _gradients(row: Row) -> bool:
+    formats = ("engine-fp32", "engine-bf16", "fp8", "int8", "int4")
+    return row["link"] in ("100mbit", "1gbit") and row["format"] in formats
+
+
+def _convergence(row: Row) -> bool:
+    return not any(part in row["boundary"] for part in ("directions=8", "directions='auto'", "bits=2"))
+
+
+README = "readme"
+_WITHOUT_DIRECTIONS = {
+    "SubspaceQuant(directions=16)": "subspace",
+    "SubspaceQuant(directions=16, bits=4)": "SubspaceQuant(bits=4)",
+}
+MEANS: Mapping[str, Any] = {
+    "rows": None,
+    "panel": "text",
+    "series": lambda row: (
+        row["boundary"].replace("SubspaceQuant(directions=16)", "subspace").replace("directions=16, ", "")
+    ),
+    "low": lambda row: row["over_fp32"] - row["over_fp32_spread"],
+    "high": lambda row: row["over_fp32"] + row["over_fp32_spread"],
+    "subtitle": "Held-out loss minus that of FP32, 3 seeds: mean and standard deviation. Lower left is better.",
+}
+"""Of a file of `bench convergence` that holds means over the seeds in place of their rows."""
+SHOWN = {"gradients": _gradients, "convergence": _convergence}
+"""The rows of a file that its figure shows, where it would be too large with all of them."""

@@ -1,0 +1,200 @@
+"""How figures look: two themes, sizes for a page 700 pixels wide, and one colour and one name for each format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowbit.report.rows import Row, Value, value_of
+
+WIDTH = 7.2  # inches of every figure: 691 pixels of an SVG
+TITLE, TEXT, SMALL = 12.5, 9.5, 8.5  # points; 9.5 points are 12.7 pixels
+MARKERS = "osD^vPXp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Theme:
+    """The colours of a figure.
+
+    Args:
+        surface: behind everything; ink: titles and labels; muted: axes and remarks; grid: grid lines.
+        formats: by family of formats or part of memory, see `family`. They differ in brightness too, for every kind of
+            colour vision; the recommended formats are blue and violet, baselines are grey.
+        others: for series that are no formats, in this order.
+    """
+
+    name: str
+    surface: str
+    ink: str
+    muted: str
+    grid: str
+    formats: Mapping[str, str]
+    others: tuple[str, ...]
+
+    def settings(self) -> dict[str, Any]:
+        """Matplotlib's settings."""
+        return {
+            "figure.facecolor": self.surface, "savefig.facecolor": self.surface, "axes.facecolor": self.surface,
+            "text.color": self.ink, "axes.labelcolor": self.muted, "axes.edgecolor": self.muted,
+            "xtick.color": self.muted, "ytick.color": self.muted, "grid.color": self.grid, "grid.linewidth": 0.8,
+            "font.family": "DejaVu Sans", "font.size": TEXT, "axes.labelsize": TEXT, "xtick.labelsize": SMALL,
+            "ytick.labelsize": TEXT, "legend.fontsize": SMALL, "axes.titlesize": TEXT, "axes.titleweight": "bold",
+            "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+            "axes.axisbelow": True, "axes.unicode_minus": True, "svg.hashsalt": "lowbit", "svg.fonttype": "path",
+        }  # fmt: skip
+
+
+LIGHT = Theme(
+    name="light", surface="#ffffff", ink="#1f2328", muted="#59636e", grid="#e4e7ea",
+    formats={
+        "subspace": "#0b5fd6", "feature-int4": "#6a3fc4", "low-bit": "#0b5fd6",
+        "stock-fp32": "#3a3f45", "stock-bf16": "#6b7178", "fp32": "#8b9198", "bf16": "#b4b9be", "fp16": "#cbd0d4",
+        "tah-quant": "#e08a00", "tah-quant-published": "#b0460c", "int4": "#b5518f", "int6": "#d38cb7",
+        "int8": "#0f8a66", "fp8": "#35a0c4", "aq-sgd": "#8a7a1a", "powersgd": "#7d5a3c",
+        "saved": "#0b5fd6", "weights": "#3a3f45", "gradients": "#e08a00", "optimizer": "#b0460c",
+        "copies": "#8b9198", "rest": "#cbd0d4",
+    },
+    others=("#0b5fd6", "#e08a00", "#0f8a66", "#b5518f", "#8a7a1a", "#35a0c4", "#7d5a3c", "#6a3fc4"),
+)  # fmt: skip
+DARK = Theme(
+    name="dark", surface="#1e2129", ink="#e6e9ee", muted="#a6aeb9", grid="#363b46",
+    formats={
+        "subspace": "#5aa2ff", "feature-int4": "#ab8cff", "low-bit": "#5aa2ff",
+        "stock-fp32": "#e0e3e7", "stock-bf16": "#b7bcc3", "fp32": "#949aa3", "bf16": "#727883", "fp16": "#5a606b",
+        "tah-quant": "#f5ab35", "tah-quant-published": "#e0703a", "int4": "#e08cc0", "int6": "#a8628c",
+        "int8": "#3fc49b", "fp8": "#6fd0ee", "aq-sgd": "#c9b955", "powersgd": "#b58f6c",
+        "saved": "#5aa2ff", "weights": "#e0e3e7", "gradients": "#f5ab35", "optimizer": "#e0703a",
+        "copies": "#949aa3", "rest": "#5a606b",
+    },
+    others=("#5aa2ff", "#f5ab35", "#3fc49b", "#e08cc0", "#c9b955", "#6fd0ee", "#b58f6c", "#ab8cff"),
+)  # fmt: skip
+THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
+
+NAMES = {
+    "stock-fp32": "PyTorch's stage, FP32", "stock-bf16": "PyTorch's stage, BF16", "engine-fp32": "PyTorch, FP32",
+    "engine-bf16": "PyTorch, BF16", "hook-fp16": "DDP hook, FP16", "hook-bf16": "DDP hook, BF16",
+    "powersgd": "PowerSGD", "fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "int8": "INT8",
+    "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt4",
+    "feature-int4-distributed": "FeatureInt4, distributed", "tah-quant": "TAH-Quant",
+    "tah-quant-published": "TAH-Quant as published", "tah-quant-token": "TAH-Quant by token", "aq-sgd": "AQ-SGD",
+    "subspace": "SubspaceQuant",
+}  # fmt: skip
+"""Short names of formats, as figures write them."""
+_FAMILIES = (  # the first that matches
+    (r"^saved", "saved"),
+    (r"^weights$", "weights"),
+    (r"^gradients$", "gradients"),
+    (r"^optimizer$", "optimizer"),
+    (r"^copies", "copies"),
+    (r"^rest$", "rest"),
+    (r"(stock|engine|pytorch).*fp32|fp32.*(stock|pytorch)", "stock-fp32"),
+    (r"(stock|engine|pytorch).*bf16|bf16.*(stock|pytorch)", "stock-bf16"),
+    (r"subspace", "subspace"),
+    (r"tah-?quant.*(published|token)|published", "tah-quant-published"),
+    (r"tah-?quant", "tah-quant"),
+    (r"aq-?sgd", "aq-sgd"),
+    (r"power-?sgd", "powersgd"),
+    (r"feature-?int4", "feature-int4"),
+    (r"low-bit", "low-bit"),
+    (r"fp8|blockfloat8", "fp8"),
+    (r"int4|bits=4", "int4"),
+    (r"int6|bits=6", "int6"),
+    (r"int8|bits=8", "int8"),
+    (r"bf16", "bf16"),
+    (r"fp16", "fp16"),
+    (r"fp32|float32", "fp32"),
+)
+RECOMMENDED = ("subspace", "feature-int4", "low-bit")
+BASELINES = ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")
+
+
+def family(name: Any) -> str | None:
+    """The format that gives a series its colour: "subspace" for "SubspaceQuant(directions=16)"; None for no format.
+
+    Of formats of both ways ("int4 / int8"), that of the activations counts.
+    """
+    text = str(name).partition(" / ")[0].lower()
+    return next((family for pattern, family in _FAMILIES if re.search(pattern, text)), None)
+
+
+def title_of(name: Any) -> str:
+    """A series' name for a figure: "SubspaceQuant, 16 directions" for "SubspaceQuant(directions=16)"."""
+    text = str(name)
+    forward, both, backward = text.partition(" / ")
+    if both:
+        same = forward == backward
+        return f"{title_of(forward)} both ways" if same else f"{title_of(forward)} / {title_of(backward)}"
+    if text in NAMES:
+        return NAMES[text]
+    if found := re.fullmatch(r"SubspaceQuant\((.*)\)", text):
+        words = [_argument(part) for part in found[1].split(", ") if part]
+        return ", ".join(["SubspaceQuant", *words])
+    first, _, rest = text.partition(" ")
+    return f"{NAMES[first.rstrip(',')]}, {rest}".replace("_", "-") if first.rstrip(",") in NAMES and rest else text
+
+
+def _argument(text: str) -> str:
+    name, _, value = text.partition("=")
+    if value.strip("'") == "auto":
+        return f"automatic {name}"
+    return f"{value} {name}" if name in ("bits", "directions") else text
+
+
+def recommended(rows: Sequence[Row], series: Value) -> Row | None:
+    """The first row of a recommended format; None without one."""
+    return next((row for row in rows if family(value_of(row, series)) in RECOMMENDED), None)
+
+
+class Palette:
+    """Colours and markers of the series of a figure, by name.
+
+    Formats have the colour of their family. Further members of a family in the same figure are paler, and other series
+    take the theme's other colours.
+    """
+
+    def __init__(self, theme: Theme) -> None:
+        self.theme = theme
+        self._taken: dict[Any, str] = {}
+        self._members: dict[str, int] = {}
+
+    def __getitem__(self, name: Any) -> str:
+        if name not in self._taken:
+            self._taken[name] = self._next(name)
+        return self._taken[name]
+
+    def stands_out(self, name: Any) -> bool:
+        """Whether a series is the figure's first of a recommended format."""
+        kind = family(name)
+        return kind in RECOMMENDED and next(taken for taken in (*self._taken, name) if family(taken) == kind) == name
+
+    def ink(self, name: Any) -> str:
+        """The colour of a series' name: not as pale as its colour may be."""
+        kind = family(name)
+        return self.theme.ink if kind in BASELINES else self.theme.formats[kind] if kind else self[name]
+
+    def marker(self, name: Any) -> str:
+        """The marker of a series; the recommended format has a disc."""
+        if self.stands_out(name):
+            return MARKERS[0]
+        return MARKERS[1 + list(self._taken).index(name) % (len(MARKERS) - 1)]
+
+    def _next(self, name: Any) -> str:
+        kind = family(name)
+        if kind is None:
+            free = [colour for colour in self.theme.others if colour not in self._taken.values()]
+            return (free or self.theme.others)[0]
+        number = self._members.get(kind, 0)
+        self._members[kind] = number + 1
+        return mixed(self.theme.formats[kind], self.theme.surface, 1 - 0.68 ** min(number, 4))
+
+
+def mixed(colour: str, other: str, share: float) -> str:
+    """A colour with this share of another one."""
+    pairs = zip(_numbers(colour), _numbers(other), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def _numbers(colour: str) -> list[int]:
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]

@@ -1,0 +1,167 @@
+"""Progress of a run, shown by one rank of each machine.
+
+It goes to standard error: one live line on a terminal, plain lines elsewhere.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from lowbit.train.metrics import StepMetrics
+
+_RECENT = 50  # steps that the time left is computed from
+_REFRESH_SECONDS = 0.1
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_name() -> str:
+    """Text that is the same for all ranks of a machine, and another on every other machine."""
+    return " ".join([socket.gethostname(), *([_BOOT.read_text().strip()] if _BOOT.exists() else [])])
+
+
+def first_on_machine(rank: int, machines: Sequence[str]) -> bool:
+    """Whether a rank is the first of its machine; `machines`: `machine_name()` of every rank."""
+    return machines.index(machines[rank]) == rank
+
+
+class Rhythm:
+    """Decides when a log gets its next line of progress.
+
+    There is one for the first step, for each tenth of the run and for the last step. In between, pauses grow with the
+    time of the run: 10 seconds at first, a minute after 20 minutes, never more than 10 minutes and a step.
+    """
+
+    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every, self._steps, self._clock = max(1, steps // 10), steps, clock
+        self._began = self._last = clock()
+        self._first = True
+
+    def due(self, step: int) -> bool:
+        """Whether this step gets a line."""
+        now = self._clock()
+        pause = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, (now - self._began) / 20))
+        due = self._first or now - self._last >= pause or step % self._every == 0 or step == self._steps
+        if due:
+            self._first, self._last = False, now
+        return due
+
+
+class Progress:
+    """Shows the steps of a run.
+
+    Args:
+        steps: of the whole run. warmup: its first steps, which are not as fast as the others.
+        clock: seconds.
+    """
+
+    def __init__(self, steps: int, *, warmup: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._warmup, self._clock = steps, warmup, clock
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._before: float | None = None
+        self._was_slow = False
+        self._rhythm = Rhythm(steps, clock)
+        self._live: Live | None = None
+        self._refreshed = float("-inf")
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            # A thread that refreshes the screen would slow down the steps.
+            self._live = Live(console=Console(stderr=True), auto_refresh=False)
+            self._live.start()
+
+    def record(self, metrics: StepMetrics) -> None:
+        """Show a step."""
+        self._time(metrics)
+        if self._live is None:
+            if self._rhythm.due(metrics.step):
+                self.say(self._line(metrics, None))
+        elif self._clock() - self._refreshed >= _REFRESH_SECONDS or metrics.step == self._steps:
+            from rich.text import Text
+
+            self._refreshed = self._clock()
+            width = self._live.console.width
+            self._live.update(Text(self._line(metrics, width), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def record_evaluation(self, step: int, losses: dict[str, float]) -> None:
+        """Show held-out losses after `step` steps."""
+        shown = ", ".join(f"{_LOSSES.get(name, name)} {value:.4f}" for name, value in losses.items())
+        self.say(f"step {step}/{self._steps}  {shown}")
+
+    def say(self, text: str) -> None:
+        """Print a line; on a terminal, above the live one."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Leave the last line on the screen."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _time(self, metrics: StepMetrics) -> None:
+        """Note how long the step took, with what was done between it and the one before, such as a checkpoint."""
+        now = self._clock()
+        slow = self._before is None or metrics.step == self._warmup + 1  # it compiles kernels, or sets up the codecs
+        if slow or self._was_slow:
+            self._recent.clear()
+        self._recent.append(metrics.seconds if self._before is None else now - self._before)
+        self._before, self._was_slow = now, slow
+
+    def _line(self, metrics: StepMetrics, width: int | None) -> str:
+        """A step in one line; `width`: characters, for which parts are left out."""
+        left = self._steps - metrics.step
+        seconds = left * sum(self._recent) / len(self._recent)
+        ending = f"  {duration(seconds)} left" if left else ""
+        return f"step {metrics.step}/{self._steps}" + _fitting(
+            describe(metrics), None if width is None else width - len(f"step {metrics.step}/{self._steps}{ending}")
+        ) + ending  # fmt: skip
+
+
+_LOSSES = {"held_out_loss": "held-out loss", "held_out_loss_codecs": "with the codecs"}
+
+
+def describe(metrics: StepMetrics) -> list[str]:
+    """A step in a few words each: loss, speed, share of the time that ranks wait for messages, bits, memory."""
+    parts = [f"loss {metrics.loss:.4f}", f"{metrics.tokens_per_second:,.0f} tok/s"]
+    if metrics.bits_forward is not None and metrics.bits_backward is not None:
+        parts.append(f"waiting {metrics.wait_seconds / metrics.seconds:.0%}")
+        parts.append(f"bits {metrics.bits_forward:.2f}/{metrics.bits_backward:.2f}")
+    if metrics.bits_gradients is not None:
+        parts.append(f"gradients {metrics.bits_gradients:.2f}")
+    if metrics.bytes_activations is not None:
+        parts.append(f"activations {metrics.bytes_activations / 1e6:.1f} MB")
+    return parts
+
+
+def _fitting(parts: Sequence[str], width: int | None) -> str:
+    """As many parts as fit, each after two spaces."""
+    text = ""
+    for part in parts:
+        if width is not None and len(text) + len(part) + 2 > width:
+            break
+        text += f"  {part}"
+    return text
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units: "45s", "3m 20s", "2h 05m" or "3d 4h"."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60:02}m"
+    return f"{minutes}m {whole % 60:02}s" if minutes else f"{whole}s"

@@ -1,0 +1,92 @@
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommended, title_of
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("SubspaceQuant(directions=16, bits=4)", "subspace"),
+        ("subspace", "subspace"),
+        ("tah-quant", "tah-quant"),
+        ("TAH-Quant as published", "tah-quant-published"),
+        ("stock-fp32", "stock-fp32"),
+        ("PyTorch's stage, FP32", "stock-fp32"),
+        ("engine-bf16", "stock-bf16"),
+        ("fp32", "fp32"),
+        ("int8 / int4", "int8"),
+        ("GroupInt(bits=6, group=32, symmetric=True)", "int6"),
+        ("feature-int4 one_shot", "feature-int4"),
+        ("low-bit+8bit", "low-bit"),
+        ("saved activations", "saved"),
+        ("gradients", "gradients"),
+        ("code", None),
+    ],
+)
+def test_the_family_of_a_series(name: str, wanted: str | None):
+    assert family(name) == wanted
+    assert wanted is None or all(wanted in theme.formats for theme in THEMES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("fp32", "FP32"),
+        ("stock-bf16", "PyTorch's stage, BF16"),
+        ("SubspaceQuant(directions=16)", "SubspaceQuant, 16 directions"),
+        ("SubspaceQuant(directions='auto', bits=3/4)", "SubspaceQuant, automatic directions, 3/4 bits"),
+        ("SubspaceQuant()", "SubspaceQuant"),
+        ("int8 / int8", "INT8 both ways"),
+        ("tah-quant / int8", "TAH-Quant / INT8"),
+        ("feature-int4 one_shot", "FeatureInt4, one-shot"),
+        ("low-bit+8bit", "low-bit+8bit"),
+    ],
+)
+def test_the_name_of_a_series(name: str, wanted: str):
+    assert title_of(name) == wanted
+
+
+def test_members_of_a_family_are_paler_and_only_the_first_stands_out():
+    palette = Palette(LIGHT)
+    names = ["SubspaceQuant(directions=16)", "SubspaceQuant(directions=8)", "int4"]
+    colours = [palette[name] for name in names]
+    assert colours[0] == LIGHT.formats["subspace"]
+    assert len(set(colours)) == 3
+    assert [palette.stands_out(name) for name in names] == [True, False, False]
+    assert palette.ink(names[1]) == LIGHT.formats["subspace"], "pale text cannot be read"
+    assert palette.marker(names[0]) not in (palette.marker(names[1]), palette.marker(names[2]))
+
+
+def test_other_series_have_different_colours():
+    palette = Palette(LIGHT)
+    assert len({palette[f"series {i}"] for i in range(len(LIGHT.others))}) == len(LIGHT.others)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
+def test_text_and_recommended_formats_can_be_read(theme: Any):
+    assert all(contrast(colour, theme.surface) > 4.5 for colour in (theme.ink, theme.muted))
+    assert all(contrast(theme.formats[name], theme.surface) > 4.5 for name in ("subspace", "feature-int4"))
+    assert all(contrast(colour, theme.surface) > 1.5 for colour in theme.formats.values())
+    baselines = [theme.formats[name] for name in ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")]
+    assert all(contrast(one, other) > 1.15 for one, other in combinations(baselines, 2))
+
+
+def test_mixed_and_recommended():
+    assert mixed("#000000", "#ffffff", 0.5) == "#808080"
+    rows = [{"format": "fp32"}, {"format": "SubspaceQuant()"}]
+    assert recommended(rows, "format") == rows[1]
+    assert recommended(rows[:1], "format") is None

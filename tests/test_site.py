@@ -1,0 +1,147 @@
+"""The built site: every page is in the navigation, every link leads somewhere, every public name has its place.
+
+`make test-docs` builds the site first; `make test` leaves these tests out.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.test_docs import PROJECT, ROOT
+from tests.test_import import PUBLIC
+
+SITE = ROOT / "site"
+FILES = sorted(SITE.glob("**/*.html"))
+pytestmark = [pytest.mark.docs, pytest.mark.skipif(not FILES, reason="there is no site/: make docs")]
+
+
+@dataclass
+class Found(HTMLParser):
+    """What a page refers to and what can be referred to in it."""
+
+    links: list[str] = field(default_factory=list)
+    assets: list[str] = field(default_factory=list)
+    anchors: set[str] = field(default_factory=set)
+    paragraphs: list[str] = field(default_factory=list)
+    navigation: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._text: list[str] | None = None
+        self._code = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+            if "md-nav__link" in given.get("class", ""):
+                self.navigation.append(given["href"])
+        elif tag != "a":
+            self.assets += [
+                given[name] for name in ("src", "href") if given.get(name) and given.get("rel") != "canonical"
+            ]
+            self.assets += [part.split()[0] for part in given.get("srcset", "").split(",") if part.strip()]
+        if tag in ("p", "td", "li"):
+            self._text = []
+        self._code += tag in ("code", "pre", "script", "style", "math")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._code -= tag in ("code", "pre", "script", "style", "math")
+        if tag in ("p", "td", "li") and self._text is not None:
+            self.paragraphs.append("".join(self._text))
+            self._text = None
+
+    def handle_data(self, data: str) -> None:
+        if self._text is not None and not self._code:
+            self._text.append(data)
+
+
+def parsed(file: Path) -> Found:
+    page = Found()
+    page.feed(file.read_text(encoding="utf-8"))
+    return page
+
+
+PAGES = {file.relative_to(SITE).as_posix(): parsed(file) for file in FILES}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_and_their_anchors_exist(name: str):
+    dead = [link for link in (*PAGES[name].links, *PAGES[name].assets) if not leads_somewhere(link, name)]
+    assert not dead
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_is_loaded_from_elsewhere(name: str):
+    assert [asset for asset in PAGES[name].assets if urlsplit(asset).netloc] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_markdown_has_become_html(name: str):
+    """Lists without an empty line before them, tables that are none, marks of references that lead nowhere."""
+    for text in PAGES[name].paragraphs:
+        assert not re.search(r"\n\s*([-*+]|\d+\.) |\n\s*\||```|\]\[|\]\(|^::: |\*\*|\[!", text), text
+
+
+def test_every_page_is_in_the_navigation():
+    listed = {link.partition("#")[0] for link in PAGES["index.html"].navigation}
+    assert set(PAGES) - {"404.html"} <= {link if link != "." else "index.html" for link in listed}
+
+
+def test_every_page_of_the_documentation_is_on_the_site():
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    at_root = {name for name in ("contributing", "changelog") if (ROOT / f"{name.upper()}.md").exists()}
+    assert pages | {"index.html", *(f"{name}.html" for name in at_root)} == set(PAGES) - {"404.html"}
+
+
+def test_every_public_name_has_a_place_in_the_reference():
+    inventory = zlib.decompress((SITE / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    places = {line.split()[0]: line.split()[3] for line in inventory.splitlines()}
+    for package, names in PUBLIC.items():
+        for name in names.split():
+            page, _, anchor = places[f"{package}.{name}"].partition("#")
+            page, anchor = page.replace("$", f"{package}.{name}"), anchor.replace("$", f"{package}.{name}")
+            assert anchor in PAGES[page].anchors
+            assert page.startswith("reference/api/")
+
+
+def test_search_knows_the_pages():
+    index = (SITE / "search/search_index.json").read_text(encoding="utf-8")
+    assert "LowBitStage" in index
+    assert "pipeline.warmup_steps" in index or "warmup_steps" in index
+
+
+def leads_somewhere(link: str, name: str) -> bool:
+    """Whether a link of a page leads to a file of the site and an anchor in it, or has the form of an address."""
+    parts = urlsplit(link)
+    if parts.scheme:
+        return parts.scheme in ("https", "mailto", "data", "http") and (bool(parts.netloc) or parts.scheme != "https")
+    if name == "404.html":  # its links are absolute, below the address of the site
+        return True
+    file = (SITE / name).parent / unquote(parts.path) if parts.path else SITE / name
+    if file.is_dir():
+        file = file / "index.html"
+    if not file.resolve().is_file():
+        return False
+    page = PAGES.get(file.resolve().relative_to(SITE).as_posix())
+    return not parts.fragment or page is None or unquote(parts.fragment) in page.anchors
+
+
+def test_what_leaves_the_site_is_one_repository():
+    """The addresses of the project are those of pyproject.toml."""
+    ours = [
+        link
+        for page in PAGES.values()
+        for link in page.links
+        if "lowbit" in urlsplit(link).path + urlsplit(link).netloc
+    ]
+    allowed = tuple(PROJECT["urls"].values())
+    assert [link for link in ours if urlsplit(link).netloc and not link.startswith(allowed)] == []

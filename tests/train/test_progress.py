@@ -1,0 +1,178 @@
+"""Progress: what a line says, when a log gets one, and which ranks show it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pty
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowbit.ranks.meeting import new_secret
+from lowbit.train.metrics import StepMetrics, Work, step_metrics
+from lowbit.train.progress import Progress, Rhythm, duration, first_on_machine, machine_name
+from tests.train.runs import tiny
+
+
+def _metrics(step: int, seconds: float = 2.0) -> StepMetrics:
+    work = Work(1000, 2000, 700, 800, 3.0, 1.0, 0.2, 0.5)
+    return step_metrics(step=step, loss=2.5, lr=0.1, grad_norm=1.0, tokens=512, seconds=seconds, ranks=2, work=work)
+
+
+class _Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_line_says_what_matters(capsys: pytest.CaptureFixture[str]):
+    clock = _Clock()
+    progress = Progress(10, clock=clock)
+    for step in range(1, 11):
+        clock.now += 30.0 if step == 1 else (4.0, 6.0)[step % 2]  # the first compiles kernels
+        progress.record(_metrics(step))
+    progress.record_evaluation(10, {"held_out_loss": 3.0, "held_out_loss_codecs": 3.5})
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "step 2/10  loss 2.5000  256 tok/s  waiting 12%  bits 4.00/7.00  32s left"
+    assert lines[2].endswith("  35s left")
+    assert lines[9:] == [
+        "step 10/10  loss 2.5000  256 tok/s  waiting 12%  bits 4.00/7.00",
+        "step 10/10  held-out loss 3.0000, with the codecs 3.5000",
+    ]
+
+
+def test_the_time_left_is_that_of_steps_after_the_warm_up(capsys: pytest.CaptureFixture[str]):
+    clock = _Clock()
+    progress = Progress(100, warmup=40, clock=clock)
+    for step in range(1, 51):
+        clock.now += 60.0 if step <= 40 else 1.0
+        progress.record(_metrics(step))
+    assert capsys.readouterr().err.splitlines()[-1].endswith("  50s left")
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "lines", "longest"),
+    [
+        (200, 0.01, 11, 1),  # short: ten lines and the first
+        (1000, 1.0, 60, 60),
+        (100_000, 3.0, 700, 603),  # three days
+        (100, 900.0, 100, 900),  # slow steps
+    ],
+)
+def test_a_log_is_neither_silent_nor_flooded(steps: int, seconds: float, lines: int, longest: float):
+    clock = _Clock()
+    rhythm, times = Rhythm(steps, clock), []
+    for step in range(1, steps + 1):
+        clock.now += seconds
+        if rhythm.due(step):
+            times.append(clock.now)
+    assert len(times) <= lines
+    assert times[0] == seconds
+    assert times[-1] == pytest.approx(steps * seconds)
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    assert max(pauses) <= longest
+    assert max([pause for pause, end in zip(pauses, times[1:], strict=True) if end < 1200], default=0) <= 60 + seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (200, "3m 20s"), (7500, "2h 05m"), (273_600, "3d 4h")],
+)
+def test_durations(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
+def test_the_first_rank_of_each_machine_shows():
+    machines = ["a", "a", "b", "a", "b", "c"]
+    assert [rank for rank in range(6) if first_on_machine(rank, machines)] == [0, 2, 5]
+    assert machine_name() == machine_name() != ""
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+from lowbit.train import load, loop
+loop.machine_name = lambda: os.environ["MACHINE"]
+loop.train(load(sys.argv[1]))
+"""
+
+
+def _train(tmp_path: Path, machines: list[str]) -> list[str]:
+    """What each of several processes, started by hand as ranks of these machines, writes to standard error."""
+    config = tiny(tmp_path, run={"progress": True})
+    (tmp_path / "run.toml").write_text(_toml(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = os.environ | {
+        "WORLD_SIZE": str(len(machines)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "LOWBIT_SECRET": new_secret(),
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / "run.toml")],
+            env=common | {"RANK": str(rank), "MACHINE": machine},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, machine in enumerate(machines)
+    ]
+    return [rank.communicate(timeout=120)[1] for rank in ranks]
+
+
+def _toml(config: object) -> str:
+    from lowbit.config import to_toml
+
+    return to_toml(config, meanings=False)
+
+
+def test_a_rank_alone_on_its_machine_shows_the_run(tmp_path: Path):
+    for shown in _train(tmp_path, ["here", "there"]):
+        assert re.findall(r"^step (\d/3)  loss", shown, re.M) == ["1/3", "2/3", "3/3"]
+        assert "held-out loss" in shown
+
+
+def test_one_rank_of_a_machine_shows_the_run(tmp_path: Path):
+    first, second = _train(tmp_path, ["here", "here"])
+    assert "step 3/3  loss" in first
+    assert "loss" not in second
+
+
+TERMINAL = """
+from tests.train.test_progress import Progress, _metrics
+progress = Progress(200)
+for step in (1, 2, 200):
+    progress._refreshed = float("-inf")
+    progress.record(_metrics(step))
+progress.record_evaluation(200, {"held_out_loss": 3.0})
+progress.close()
+"""
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_terminal_has_one_live_line_that_fits(columns: int):
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", TERMINAL], stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(ours, 4096):
+                shown += part
+        except OSError:  # the other end was closed
+            pass
+        assert process.wait() == 0
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", shown.decode()).replace("\n", "\r").split("\r")
+    assert max(map(len, lines)) <= columns
+    steps = [line.rstrip() for line in lines if line.startswith("step")]
+    assert steps[0].startswith("step 1/200  loss 2.5000")
+    assert steps[0].endswith(" left")
+    assert any(line == "step 200/200  held-out loss 3.0000" for line in steps)
