@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch.distributed as dist
 
 from lowbit.config import ConfigError
+from lowbit.ranks.meeting import MeetingError
 from lowbit.ranks.process_group import interface_towards, joined, world
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -49,3 +52,15 @@ def test_ranks_that_do_not_come_are_waited_for_so_long_only(environment: pytest.
 def test_the_interface_is_the_one_that_leads_there():
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("no.such.host.invalid") is None
+
+
+def test_data_ports_that_nothing_reaches_are_an_error_in_time(environment: pytest.MonkeyPatch):
+    """As behind a firewall: Gloo itself would try five times as long."""
+    environment.setattr(dist, "init_process_group", lambda *args, **kwargs: time.sleep(20))
+    begin = time.monotonic()
+    with (
+        pytest.raises(MeetingError, match="rank 0 did not connect to all 1 ranks within 0.8 s: .* firewalls"),
+        joined(1),
+    ):
+        pass
+    assert time.monotonic() - begin < 5

@@ -9,13 +9,16 @@ from pathlib import Path
 
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 _HEADING = re.compile(r"^## (?P<title>.+)$", re.M)
-_BLOCK = re.compile(r'^```(?P<language>\w+) title="(?P<title>[^"]+)"\n(?P<body>.*?)^```$', re.M | re.S)
+_BLOCK = re.compile(
+    r"^\*\*(?P<machines>Machine A|Machine B|Both machines)\*\*[^\n]*\n\n```(?P<language>\w+)\n(?P<body>.*?)^```$",
+    re.M | re.S,
+)
 _MACHINES = {"Machine A": "A", "Machine B": "B", "Both machines": "AB"}
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A block with a title: language, machines ("A", "B" or "AB"), text."""
+    """A block that says where it is typed or shown: language, machines ("A", "B" or "AB"), text."""
 
     language: str
     machines: str
@@ -33,4 +36,4 @@ def _sections(text: str) -> Iterator[tuple[str, list[Shown]]]:
     ends = [heading.start() for heading in starts[1:]] + [len(text)]
     for heading, end in zip(starts, ends, strict=True):
         blocks = _BLOCK.finditer(text, heading.end(), end)
-        yield heading["title"], [Shown(b["language"], _MACHINES[b["title"]], b["body"]) for b in blocks]
+        yield heading["title"], [Shown(b["language"], _MACHINES[b["machines"]], b["body"]) for b in blocks]

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -98,12 +99,13 @@ def joined(timeout: float, *, backend: str = "gloo", patience: float | None = No
 
 
 def _connect(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
+    join = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    except (dist.DistError, RuntimeError) as error:
+        bounded(join, limit.total_seconds())  # Gloo itself tries five times as long
+    except (dist.DistError, RuntimeError, TimeoutError) as error:
         raise MeetingError(
             f"rank {rank} did not connect to all {ranks} ranks within {limit.total_seconds():g} s: "
-            f"{str(error).splitlines()[0]}"
+            f"{str(error).splitlines()[0]}; allowed: firewalls that let the ranks connect to each other, on all ports"
         ) from error
 
 
