@@ -36,7 +36,7 @@ class Calibration:
     """Ranges and outlier features of all row-wise layers of one model on one number of ranks.
 
     Args:
-        lows: moving averages of the minimum by layer, float32 (world + 1, E); the last row is of the sum over the ranks.
+        lows: moving averages of the minimum by layer, float32 (world + 1, E); the last row is that of the ranks' sum.
             Not corrected for their start at zero, so that a calibration can go on.
         highs: moving averages of the maximum, likewise.
         count: sequences that they were made from.
