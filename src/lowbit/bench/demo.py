@@ -174,13 +174,14 @@ def findings(rows: Sequence[Row]) -> list[str]:
     stock, full, few = rows
     stage, both = full["speedup_stock_fp32"], few["speedup_stock_fp32"]
     steps = min(row["steps"] for row in rows)
+    seconds = [f"{row['seconds_to_loss']:.0f} s" for row in rows]
     early = [row["curve"][steps - 1][1] for row in rows]
     return [
         f"The stage: lowbit's sends the same tensors while it computes. It is {stage:.2f} times as fast as PyTorch's.",
         f"The bits: {few['bits_forward']:.1f} forward and {few['bits_backward']:.1f} backward in place of 32 make it "
         f"{both / stage:.2f} times as fast again, {both:.2f} times in all.",
-        f"Training loss reaches {stock['target_loss']:.2f} after {stock['seconds_to_loss']:.0f} s with PyTorch's "
-        f"stage, {full['seconds_to_loss']:.0f} s with lowbit's in FP32 and {few['seconds_to_loss']:.0f} s with SubspaceQuant.",
+        f"Training loss reaches {stock['target_loss']:.2f} after {seconds[0]} with PyTorch's stage, {seconds[1]} with "
+        f"lowbit's in FP32 and {seconds[2]} with SubspaceQuant.",
         f"Step for step: after {steps} steps, training loss is {early[0]:.3f}, {early[1]:.3f} and {early[2]:.3f}.",
         "No run has a warm-up. `lowbit train` from scratch has one, because few bits cost most in the first steps.",
     ]
