@@ -8,7 +8,7 @@ and with `LowBitStage` and `SubspaceQuant`, which shows what few bits gain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +147,12 @@ def check_output(output: Path) -> None:
 def recipe(contestant: Contestant, output: Path) -> TrainConfig:
     """The training run of a contestant: the model and the pipeline of `lowbit bench pipeline`, without a warm-up.
 
-    The learning rate stays constant after its rise, so that runs of different length can be compared all the way.
+    The learning rate stays constant after its rise, so that runs of different length can be compared all the way. The
+    text is no longer than the steps need.
     """
     return recipe_of(
-        SETTINGS, contestant.boundary, optimizer=OptimizerConfig(lr=2e-3, lr_end=1.0, lr_warmup_steps=10),
+        SETTINGS, contestant.boundary, data=replace(SETTINGS.data, max_bytes=2_000_000, held_out_share=0.02),
+        optimizer=OptimizerConfig(lr=2e-3, lr_end=1.0, lr_warmup_steps=10),
         output=str(output / contestant.boundary), overwrite=True, steps=contestant.steps, eval_batches=4,
     )  # fmt: skip
 
