@@ -60,11 +60,13 @@ def faults(browser: Any, address: str, name: str, shots: Path | None) -> list[st
         )
         page.on("request", lambda request: None if here(request.url, address) else found.append(f"asks {request.url}"))
         page.goto(f"{address}/{name}", wait_until="networkidle")
+        page.add_style_tag(content="* { transition: none !important }")  # measured at rest
         for scheme in SCHEMES:
             page.emulate_media(color_scheme=scheme)
             found += [] if shows(page, scheme) else [f"{scheme} is not shown"]
             for size, (width, height) in WIDTHS.items():
                 page.set_viewport_size({"width": width, "height": height})
+                page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
                 across = page.evaluate("document.scrollingElement.scrollWidth")
                 found += [f"{size}: {across} pixels wide"] if across > width else []
                 found += [f"{size}: sticks out: {element}" for element in page.evaluate(WIDER)]

@@ -35,7 +35,7 @@ class Found(HTMLParser):
     def __post_init__(self) -> None:
         super().__init__()
         self._text: list[str] | None = None
-        self._code = 0
+        self._code = self._article = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
@@ -49,11 +49,13 @@ class Found(HTMLParser):
                 given[name] for name in ("src", "href") if given.get(name) and given.get("rel") != "canonical"
             ]
             self.assets += [part.split()[0] for part in given.get("srcset", "").split(",") if part.strip()]
-        if tag in ("p", "td", "li"):
+        self._article += tag == "article"
+        if tag in ("p", "td", "li") and self._article:
             self._text = []
         self._code += tag in ("code", "pre", "script", "style", "math")
 
     def handle_endtag(self, tag: str) -> None:
+        self._article -= tag == "article"
         self._code -= tag in ("code", "pre", "script", "style", "math")
         if tag in ("p", "td", "li") and self._text is not None:
             self.paragraphs.append("".join(self._text))
