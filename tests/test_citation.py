@@ -11,10 +11,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 
 
-def test_the_citation_names_this_version_and_licence():
+def test_the_citation_names_this_version_licence_and_repository():
     assert CITATION["title"].startswith(PROJECT["name"])
     assert str(CITATION["version"]) == PROJECT["version"]
     assert CITATION["license"] == PROJECT["license"]
+    assert CITATION["repository-code"] == PROJECT["urls"]["Source"]
 
 
 def test_the_page_cites_what_the_file_cites():

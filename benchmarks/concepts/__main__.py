@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.concepts.draw import PICTURES, figure_of
+from benchmarks.concepts.draw import PICTURES, figure_of, themed
 from benchmarks.concepts.record import record
 from lowbit.report.results import Report
 from lowbit.report.rows import Row
@@ -24,41 +24,19 @@ PAGES = Path(__file__).parents[2] / "docs" / "concepts"
 DATA, FIGURES = PAGES / "data", PAGES / "figures"
 
 
-def recorded(folder: Path = DATA) -> Mapping[str, Sequence[Row]]:
-    """The rows that the pictures show, by name."""
-    return {
-        "boundaries": Report.read_json(folder / "boundaries.json").rows,
-        "spectrum": Report.read_json(folder / "spectrum.json").rows,
-        "warm-up": warm_up_rows(folder),
-    }
-
-
-def warm_up_rows(folder: Path) -> list[Row]:
-    """Rows with `warmup_steps`, `seed` and `loss_over_fp32` of all reports of `lowbit bench convergence` there."""
-    reports = [Report.read_json(path) for path in sorted(folder.glob("warm-up-*.json"))]
-    plain = {row["seed"]: row["loss"] for report in reports for row in report.rows if row["boundary"] == "fp32"}
-    return [
-        {
-            "warmup_steps": report.settings["warmup_steps"],
-            "seed": row["seed"],
-            "loss_over_fp32": row["loss"] - plain[row["seed"]],
-        }
-        for report in reports
-        for row in report.rows
-        if row["boundary"] != "fp32"
-    ]
+def recorded() -> Mapping[str, Sequence[Row]]:
+    """The rows that the pictures show, by the name of their file."""
+    return {path.stem: Report.read_json(path).rows for path in sorted(DATA.glob("*.json"))}
 
 
 def draw(folder: Path = FIGURES) -> None:
     """Write every picture, NAME-light.svg and NAME-dark.svg."""
-    from matplotlib import rc_context
-
     folder.mkdir(parents=True, exist_ok=True)
     data = recorded()
     for name in PICTURES:
         for theme in THEMES.values():
             figure = figure_of(name, theme, data)
-            with rc_context(theme.settings()):
+            with themed(theme):
                 figure.savefig(folder / f"{name}-{theme.name}.svg", metadata={"Date": None})
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from benchmarks.concepts.timeline import LANES, Span, Step, message_seconds
 from lowbit.codecs import GroupInt, SubspaceQuant
 from lowbit.report.rows import Row
-from lowbit.report.style import SMALL, TEXT, TITLE, WIDTH, Theme, mixed
+from lowbit.report.style import SMALL, TEXT, TITLE, WIDTH, Theme, family, mixed, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,8 @@ COMPUTE = 0.45
 """Seconds for which each stage computes in a step: forward a third, backward two thirds."""
 MICRO_BATCHES = 4
 GROUP, BITS = 64, 4
+OUTLIER, TIMES = 100, 8
+"""A channel of the token, and how many times as large it is made."""
 
 
 def steps() -> dict[str, tuple[str, Step]]:
@@ -105,33 +108,40 @@ def _key(figure: Figure, theme: Theme) -> None:
 
 
 def groups(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """A token's channels, and the levels that 4 bits give each group of them."""
-    token = torch.tensor(next(row["token"] for row in data["boundaries"] if "token" in row))
-    axes = figure.subplots()
+    """Two groups of a token's channels and their levels; below, with one channel made larger."""
+    token = torch.tensor(next(row["token"] for row in data["boundaries"] if "token" in row))[: 2 * GROUP]
+    changed = token.clone()
+    changed[OUTLIER] *= TIMES
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    _title(figure, "One outlier makes the step of its whole group coarse")
+    for axes, shown, name in zip(
+        panels, (token, changed), ("as it is", f"channel {OUTLIER} made {TIMES} times as large"), strict=True
+    ):
+        _levels(axes, theme, shown)
+        axes.set_title(name, color=theme.ink, pad=16)
+        axes.set_ylabel("value")
+    panels[1].set_xlabel(f"channel of one token; groups of {GROUP}, {BITS} bits")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
+
+
+def _levels(axes: Axes, theme: Theme, token: torch.Tensor) -> None:
     decoded = GroupInt(bits=BITS, group=GROUP).round_trip(token)
     for start in range(0, len(token), GROUP):
         part, back = token[start : start + GROUP], decoded[start : start + GROUP]
         low, high = float(part.min()), float(part.max())
-        step_ = (high - low) / (2**BITS - 1)
-        levels = [low + i * step_ for i in range(2**BITS)]
-        axes.hlines(levels, start - 0.5, start + len(part) - 0.5, color=theme.grid, linewidth=1.0, zorder=1)
-        error = float((back - part).norm() / part.norm())
+        size = (high - low) / (2**BITS - 1)
+        levels = [low + i * size for i in range(2**BITS)]
+        label = "_again" if start else "levels"
+        axes.hlines(levels, start - 0.4, start + len(part) - 0.6, color=theme.muted, linewidth=0.5, label=label)
+        others = part.abs() < part.abs().max()
+        error = float((back - part)[others].norm() / part[others].norm())
         axes.text(
-            start + len(part) / 2, float(token.max()) * 1.12, f"step {step_:.2f}\nerror {error:.0%}",
-            ha="center", va="bottom", fontsize=SMALL, color=theme.ink,
+            start + GROUP / 2, 1.02, f"step {size:.1f}: the other channels err by {error:.0%}".replace("%", " %"),
+            transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=SMALL, color=theme.ink,
         )  # fmt: skip
-        if start:
-            axes.axvline(start - 0.5, color=theme.muted, linewidth=0.8, linestyle=":")
-    places = range(len(token))
-    axes.vlines(places, token, decoded, color=theme.others[1], linewidth=1.6, zorder=3, label="error")
-    axes.plot(places, token, ".", color=theme.formats["int4"], markersize=4, zorder=4, label="channel")
+    axes.plot(range(len(token)), token, ".", color=theme.formats["int4"], markersize=4, zorder=4, label="channels")
     axes.set_xlim(-1, len(token))
-    axes.set_ylim(top=float(token.max()) * 1.45)
-    axes.set(xlabel=f"channel of one token, groups of {GROUP}", ylabel="value")
-    axes.set_title(
-        "The largest channel of a group sets the step of them all", fontsize=TITLE, color=theme.ink, pad=12
-    )
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL)
 
 
 def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
@@ -149,7 +159,7 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
             shares = [row["outside"][directions] for row in rows]
             axes.annotate(
                 f"{directions}: {_range(shares)}", (directions, max(shares)), (6, 6), textcoords="offset points",
-                fontsize=SMALL, color=theme.ink, va="bottom",
+                fontsize=SMALL, color=theme.ink, va="bottom", bbox=_behind(theme),
             )  # fmt: skip
         axes.set_yscale("log")
         axes.set_xlim(1, 128)
@@ -165,14 +175,13 @@ def spectrum(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
 
 
 def _range(shares: Sequence[float]) -> str:
-    low, high = min(shares), max(shares)
-    return f"{low:.1%} to {high:.1%}".replace("%", " %")
+    return f"{100 * min(shares):.2g} to {100 * max(shares):.2g} %"
 
 
 def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
     """Signal over noise of formats by their bits, means over the boundaries."""
     panels = figure.subplots(1, 2, sharey=True)
-    _title(figure, "For the same bits, the subspace buys 8 to 16 dB on activations")
+    _title(figure, "The subspace helps activations far more than gradients")
     series: dict[str, tuple[str, str, Callable[[Row], bool]]] = {
         "GroupInt, groups of 64": ("int4", "s-", lambda row: row["format"].startswith("int")),
         "TAH-Quant": ("tah-quant", "D", lambda row: row["format"] == "tah-quant"),
@@ -197,23 +206,45 @@ def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
 
 
 def warm_up(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
-    """Held-out loss over FP32's by the length of the warm-up: each seed, and their mean."""
-    axes = figure.subplots()
-    _title(figure, "Fifty to a hundred steps of warm-up remove most of the cost")
+    """Held-out loss over FP32's without and with a warm-up."""
     rows = data["warm-up"]
-    lengths = sorted({row["warmup_steps"] for row in rows})
-    for row in rows:
-        axes.plot(lengths.index(row["warmup_steps"]), row["loss_over_fp32"], ".", color=theme.muted, markersize=6)
-    means = [statistics.fmean(r["loss_over_fp32"] for r in rows if r["warmup_steps"] == n) for n in lengths]
-    axes.plot(range(len(lengths)), means, "o-", color=theme.formats["subspace"])
-    for place, mean in enumerate(means):
-        axes.annotate(
-            f"{mean:+.3f}", (place, mean), (8, 5), textcoords="offset points", fontsize=SMALL, color=theme.ink
-        )
-    axes.axhline(0, color=theme.muted, linewidth=0.8)
-    axes.set_xticks(range(len(lengths)), [str(n) for n in lengths])
-    axes.set(xlabel="steps of warm-up, of 400", ylabel="held-out loss minus FP32's, nats")
-    axes.grid(visible=True, axis="y")
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    panels = figure.subplots(len(texts), 1, sharex=True)
+    _title(figure, "A hundred steps of warm-up remove most of what few bits cost")
+    for axes, text in zip(panels, texts, strict=True):
+        names = list(dict.fromkeys(row["boundary"] for row in rows if row["text"] == text))
+        for place, name in enumerate(names):
+            pair = {r["regime"]: r for r in rows if (r["text"], r["boundary"]) == (text, name)}
+            without, after = pair["scratch"], pair["scratch-warmup"]
+            colour = theme.formats[family(name) or "fp32"]
+            axes.plot([without["over_fp32"], after["over_fp32"]], [place] * 2, color=theme.grid, linewidth=4, zorder=1)
+            for row, filled in ((without, False), (after, True)):
+                axes.errorbar(
+                    row["over_fp32"], place, xerr=row["over_fp32_spread"], fmt="o", color=colour, capsize=2.5,
+                    markersize=7, markerfacecolor=colour if filled else theme.surface,
+                )  # fmt: skip
+                axes.annotate(
+                    f"{row['over_fp32']:+.3f}", (row["over_fp32"], place), (0, 9), textcoords="offset points",
+                    ha="center", fontsize=SMALL, color=theme.ink, bbox=_behind(theme),
+                )  # fmt: skip
+        axes.set_yticks(range(len(names)), [title_of(name) for name in names], fontsize=SMALL)
+        axes.set_ylim(len(names) - 0.5, -0.7)
+        axes.axvline(0, color=theme.muted, linewidth=0.8)
+        axes.grid(visible=True, axis="x")
+        axes.set_title(text, color=theme.ink)
+    panels[-1].set_xlabel("held-out loss minus FP32's, nats: mean and deviation of three seeds")
+    hollow, filled = (
+        panels[0].plot([], [], "o", color=theme.muted, markerfacecolor=face)[0] for face in (theme.surface, theme.muted)
+    )
+    figure.legend(
+        [hollow, filled], ["no warm-up", "first 100 of 400 steps at full precision"], loc="outside lower center",
+        ncols=2, frameon=False, fontsize=SMALL,
+    )  # fmt: skip
+
+
+def _behind(theme: Theme) -> dict[str, Any]:
+    """A box that keeps lines from crossing a label."""
+    return {"facecolor": theme.surface, "edgecolor": "none", "pad": 0.5}
 
 
 def _title(figure: Figure, text: str) -> None:
@@ -222,21 +253,27 @@ def _title(figure: Figure, text: str) -> None:
 
 PICTURES: dict[str, tuple[Callable[[Figure, Theme, Mapping[str, Rows]], None], float]] = {
     "timeline": (timeline, 6.2),
-    "groups": (groups, 3.6),
+    "groups": (groups, 5.0),
     "spectrum": (spectrum, 3.8),
     "noise": (noise, 3.9),
-    "warm-up": (warm_up, 3.4),
+    "warm-up": (warm_up, 4.6),
 }
 """Each picture's function and height in inches."""
 
 
 def figure_of(name: str, theme: Theme, data: Mapping[str, Rows]) -> Figure:
     """One of `PICTURES` in a theme, from recorded rows by the name of their file."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     draw, height = PICTURES[name]
-    with rc_context(theme.settings()):
+    with themed(theme):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure, theme, data)
     return figure
+
+
+def themed(theme: Theme) -> AbstractContextManager[None]:
+    """Matplotlib's settings of a theme, for as long as this is entered."""
+    from matplotlib import rc_context
+
+    return rc_context(cast(Any, theme.settings()))

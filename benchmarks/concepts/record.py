@@ -34,9 +34,7 @@ def record(checkpoint: str, text: Sequence[str], path: Path) -> None:
             channels of one token.
     """
     config = ModelConfig(pretrained=checkpoint)
-    data = load_data(
-        DataConfig(text=tuple(text), tokenizer="bytes", sequence=SEQUENCE, batch=BATCH, held_out_share=0)
-    )
+    data = load_data(DataConfig(text=tuple(text), tokenizer="bytes", sequence=SEQUENCE, batch=BATCH, held_out_share=0))
     model = build_model(config, vocab=vocabulary(config, data.tokenizer.size), sequence=SEQUENCE, seed=0)
     batch = data.train.batch(spread_evenly(BATCH, len(data.train)))
     rows = []

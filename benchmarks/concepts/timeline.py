@@ -80,9 +80,7 @@ class Step:
         self, spans: list[Span], lane: Lane, pass_: Literal["forward", "backward"], ready: list[float], after: float
     ) -> list[Span]:
         """Send a message for each micro-batch that becomes ready, and compute with it; returns the computing."""
-        message, compute = (
-            (self.activations, self.forward) if pass_ == "forward" else (self.gradients, self.backward)
-        )
+        message, compute = (self.activations, self.forward) if pass_ == "forward" else (self.gradients, self.backward)
         receiver: Lane = "stage 1" if pass_ == "forward" else "stage 0"
         free, idle, computed = 0.0, after, list[Span]()
         for i, moment in enumerate(ready):

@@ -123,9 +123,7 @@ class SubspaceQuant(StatefulCodec):
 
         Args:
             x: a typical message, (..., C): activations, or gradients.
-            bits: as above.
-            group: as above.
-            refresh: as above.
+            bits, group, refresh: as above.
 
         Raises:
             ValueError: nothing but zeros, NaN or Inf in x, or no element.

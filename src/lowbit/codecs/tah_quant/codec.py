@@ -59,8 +59,7 @@ class TAHQuant(Summable):
 
     Args:
         tile: channels of a tile: 8, 16, 32, 64 or 128.
-        high_bits: bits of some tiles, 2 to 8.
-        low_bits: bits of the others, 2 to `high_bits`.
+        high_bits, low_bits: 2 to 8, `low_bits <= high_bits`.
         high_fraction: share of the candidates that get `high_bits`, 0 to 1.
         pivot_ratio: more than 1, or None for no rotation.
         allocation: "range", "tile" or "token".
