@@ -23,7 +23,7 @@ GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py
 .PHONY: help demo test test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reference package lint format clean
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(VENV)/.installed-train ## Train a small Llama over a slow link, in FP32 and in 4 bits, side by side
 	@$(BIN)/lowbit demo
@@ -51,10 +51,10 @@ fuzz: $(VENV)/.installed-dev ## Attack the decoders with hostile bytes for longe
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --jobs 2
 
 docs: $(VENV)/.installed-docs ## Build the documentation site into site/, without a single warning
-	@$(MKDOCS) build --quiet
+	@$(MKDOCS) build
 	@echo "Built site/index.html"
 
-test-docs: docs ## Check the site's links, navigation and public names, and what the package index makes of the README
+test-docs: docs $(VENV)/.installed-dev ## Check the site's links, navigation and public names, and what the package index makes of the README
 	@$(BIN)/python -m pytest -m docs $(ARGS)
 
 docs-browser: docs ## Open every page of the site in a browser, small and large, light and dark; needs chromium

@@ -62,8 +62,7 @@ def faults(browser: Any, address: str, name: str, shots: Path | None) -> list[st
         page.goto(f"{address}/{name}", wait_until="networkidle")
         for scheme in SCHEMES:
             page.emulate_media(color_scheme=scheme)
-            shown = page.evaluate("document.body.getAttribute('data-md-color-scheme')")
-            found += [] if shown == {"light": "default", "dark": "slate"}[scheme] else [f"{scheme} shows {shown}"]
+            found += [] if shows(page, scheme) else [f"{scheme} is not shown"]
             for size, (width, height) in WIDTHS.items():
                 page.set_viewport_size({"width": width, "height": height})
                 across = page.evaluate("document.scrollingElement.scrollWidth")
@@ -74,6 +73,16 @@ def faults(browser: Any, address: str, name: str, shots: Path | None) -> list[st
                     page.screenshot(path=file, full_page=True)
             found += [f"{scheme}: no picture {source}" for source in page.evaluate(UNSEEN)]
     return found
+
+
+def shows(page: Any, scheme: str) -> bool:
+    """Whether a page takes the colors of the system."""
+    name = {"light": "default", "dark": "slate"}[scheme]
+    try:
+        page.wait_for_function(f"document.body.getAttribute('data-md-color-scheme') == '{name}'", timeout=10_000)
+    except Exception:
+        return False
+    return True
 
 
 def search(browser: Any, address: str, words: str) -> list[str]:

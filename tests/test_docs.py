@@ -39,6 +39,7 @@ KINDS = {
     "console": "commands, parsed, and what they print",
     "toml": "a training configuration, or what a package declares, read",
     "yaml": "a task of lm-eval, read",
+    "bibtex": "an entry of a list of references, read",
     "text": "what a program prints, and diagrams",
 }
 # Programs of other people that the pages may name.
@@ -236,6 +237,9 @@ def test_configurations_are_understood(page: Path):
             check_toml(tomllib.loads(block.body))
         if block.language == "yaml":
             check_task(yaml.safe_load(block.body))
+        if block.language == "bibtex":
+            assert re.fullmatch(r"@\w+\{[\w-]+,\n(  \w+ += \{.*\},?\n)+\}\n", block.body), block.body
+            assert block.body.count("{") == block.body.count("}")
 
 
 def check_toml(values: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import invoke
 from tests.messages import Message, error_classes, messages
 
 ROOT = Path(__file__).parents[1]
@@ -20,8 +21,13 @@ SPAN = re.compile(r"`([^`]+)`")
 LEAST_LETTERS = 5
 """Letters of a fragment; a shorter one would match anything."""
 
-NO_ERRORS = {"train/metrics.py:say", "tensor_parallel/drift.py:__str__"}
-"""Functions that write progress and tables."""
+NO_ERRORS = {
+    "train/progress.py:say",
+    "report/command.py:write",
+    "tensor_parallel/drift.py:__str__",
+    "network/probe.py:main",
+}
+"""Functions that write progress and tables, and a program that only lowbit itself starts."""
 PASSED_ON = {
     "cli/errors.py:one_line_errors": "an exit code",
     "network/delay.py:main": "the operating system's words",
@@ -114,6 +120,49 @@ def test_table_names_every_class_of_error():
         for place in (p for p in SPAN.findall(places) if p.startswith("lowbit.")):
             package, _, name = place.rpartition(".") if place[-5:] == "Error" else (place, "", SPAN.findall(first)[0])
             assert inspect.isclass(getattr(importlib.import_module(package), name)), place
+
+
+@pytest.mark.parametrize(
+    ("command", "fragment"),
+    [
+        ("trian", "... has no ...; did you mean ..."),
+        ("train --pipelin.ranks 4", "unknown option ...; did you mean ..."),
+        ("train a.toml b.toml", "unexpected argument ..."),
+        ("train missing.toml", "configuration file ...: ..."),
+        ("train broken.toml", "configuration file ... is not TOML: ..."),
+        ("train --data.batch 7", "data.batch is ...; allowed: a multiple of pipeline.microbatches ..."),
+        (
+            "train --pipeline.ranks 99 --pipeline.microbatches 100 --data.batch 100",
+            "the pipeline has ... stages (...), the model ... layers",
+        ),
+        ("train --pipeline.schedule ZBVZeroBubble", "pipeline.stages_per_rank is ...; allowed with ..."),
+        ("train --pipeline.forward int9", "codec is ...; allowed: ..."),
+        ("train --data.text missing.txt", "... no such file, folder or pattern with a match"),
+        ("train --data.text empty.txt", "... is empty; allowed: text ..."),
+        ("train --data.text short.txt", "data.sequence is ...; ... has ... tokens to train on"),
+        ("train --run.output empty.txt", "run.output ... cannot be written to: ..."),
+        ("train --run.output foreign", "..., which lowbit has no record of making"),
+        ("train --run.resume --run.overwrite", "run.... and run.overwrite are both true"),
+        ("train --model.pretrained foreign", "model.pretrained is ...; ...; allowed: a folder with a saved model"),
+        ("evaluate foreign", "model is ..., and there is no ..."),
+        ("plan memory --budget lots", "budget is ...; allowed: bytes, such as 24gb, 1.5gib or 800mb"),
+        ("bench pipeline --link 5parsec", "link is ...; allowed: such as ..."),
+        ("bench codecs --json foreign", "... cannot be written: ..."),
+    ],
+)
+def test_a_real_line_leads_to_its_entry(command: str, fragment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("foreign").mkdir()
+    for name, text in {
+        "broken.toml": "a = [",
+        "empty.txt": "",
+        "short.txt": "abc",
+        "foreign/summary.json": "{}",
+    }.items():
+        Path(name).write_text(text)
+    result = invoke(*command.split())
+    assert fragment in fragments()
+    assert holds(result.stderr, fragment), result.output
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 from griffe import Alias, AliasResolutionError, Class, Docstring, Extension, Function, GriffeLoader, Module, Object
 
+_NAMES = re.compile(r"(?m)^(?P<indent> +)(?P<names>\w+(?:, \w+)+)(?P<text>: .*(?:\n(?P=indent) +\S.*)*)")
 _CODE = re.compile(r"(?<![`\[])`([A-Za-z_][\w.]*)(\([^`]*\))?`(?!`)")
 
 
@@ -25,7 +26,7 @@ def public_names(source: Path) -> set[str]:
 
 
 class PublicNames(Extension):
-    """Functions with the name of their module, docstrings that overriding methods inherit, links between names."""
+    """What griffe takes for something else: see each of the functions below."""
 
     def on_package(self, *, pkg: Module, loader: GriffeLoader, **kwargs: Any) -> None:
         """Complete a loaded package."""
@@ -43,6 +44,7 @@ class PublicNames(Extension):
                 if isinstance(thing, Class):
                     _inherit(thing)
                 if thing.docstring:
+                    _part(thing.docstring)
                     _link(thing, thing.docstring, public)
 
 
@@ -61,6 +63,7 @@ def _objects(parent: Object) -> Iterator[Object]:
 
 
 def _inherit(cls: Class) -> None:
+    """Give overriding methods without a docstring that of what they override."""
     try:
         bases = cls.mro()
     except (ValueError, AliasResolutionError):
@@ -70,6 +73,15 @@ def _inherit(cls: Class) -> None:
             inherited = [base.members[name].docstring for base in bases if name in base.members]
             text = next((docstring.value for docstring in inherited if docstring), "")
             member.docstring = Docstring(text, parent=member) if text else None
+
+
+def _part(docstring: Docstring) -> None:
+    """Part `x, y: where it is` into an entry for each name."""
+
+    def parted(entry: re.Match[str]) -> str:
+        return "\n".join(entry["indent"] + name + entry["text"] for name in entry["names"].split(", "))
+
+    docstring.value = _NAMES.sub(parted, docstring.value)
 
 
 def _link(thing: Object, docstring: Docstring, public: Set[str]) -> None:

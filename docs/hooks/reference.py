@@ -63,7 +63,8 @@ def command_line() -> str:
     """The page of all commands."""
     parts = [
         "# Command line",
-        "`lowbit COMMAND --help` shows the options of a command, `lowbit --version` the installed version. With "
+        "`lowbit COMMAND --help` shows the options of a command, `--help-all` also those of the configuration, and "
+        "`lowbit --version` the installed version. With "
         "`--traceback`, an error keeps its Python traceback. `python -m lowbit` is the same as `lowbit`.",
         "A list is given with commas (`--link 100mbit,1gbit`) or by repeating its option. Dashes and underscores are "
         "the same. An exit code of 2 means a wrong option, file or installation, 1 a run that failed.",

@@ -24,7 +24,9 @@ SOURCE = PROJECT["urls"]["Source"]
 PUBLIC = public_names(ROOT / "src/lowbit")
 PAGES_AT_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
-_CODE = r"(?P<code>^(?P<indent> *)(?P<fence>```+).*?^(?P=indent)(?P=fence) *$|(?P<ticks>`+)[^`].*?(?P=ticks))"
+_FENCED = r"^(?P<indent> *)(?P<fence>```+).*?^(?P=indent)(?P=fence) *$"
+_FENCE = re.compile(_FENCED, re.M | re.S)
+_CODE = rf"(?P<code>{_FENCED}|(?P<ticks>`+)[^`].*?(?P=ticks))"
 _TARGET = r"(?P<before>\]\(|^\[[^\]\n]+\]: +|\b(?:href|src)=\")(?P<target>[^)\"\s]+)"
 _CODE_OR_TARGET = re.compile(f"{_CODE}|{_TARGET}", re.M | re.S)
 _ITEM = re.compile(r"(?P<indent> *)(?P<marker>[-*+]|\d+\.)(?P<gap> +)(?=\S)")
@@ -57,8 +59,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to pages of the site, and to the repository where they leave it."""
     markdown = "\n".join(_lists(markdown.splitlines())) + "\n"
-    markdown = _BADGE.sub("", markdown)  # a page of the site loads nothing from elsewhere
-    markdown = _FENCE_WORDS.sub(r"\1", _PICTURE.sub(_two_images, markdown))
+    markdown = "".join(_pictures(markdown))
     at_root = {uri: name for name, uri in PAGES_AT_ROOT.items()}
     source = at_root.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -77,6 +78,7 @@ def _lists(lines: list[str]) -> Iterator[str]:
     """Lists as Python-Markdown wants them: behind an empty line, and with four spaces for what belongs to an item."""
     items: list[int] = []  # columns in which the text of the items begins that a line is part of
     fence, first, before = "", "", ""  # the open fence, the first line of the paragraph, the line before
+    shift = 0
     for line in lines:
         first = line if not before.strip() else first
         indent = len(line) - len(line.lstrip())
@@ -86,8 +88,10 @@ def _lists(lines: list[str]) -> Iterator[str]:
         if item and not items and not _ITEM.match(first):
             yield ""
             first = line
-        shift = 4 * len(items) - items[-1] if items and indent >= items[-1] else 0
-        yield " " * shift + line if line.strip() else line
+        if not fence:
+            inside = bool(items) and indent >= items[-1]
+            shift = 4 * len(items) - (items[-1] if item or indent - items[-1] > 3 else indent) if inside else 0
+        yield " " * shift + line if shift > 0 else line[-shift:]
         if item:
             items.append(item.end())
         if mark := re.match(r" *(```+|~~~+)", line):
@@ -112,6 +116,16 @@ def _target(target: str, source: str, uri: str) -> str:
         return posixpath.relpath(on_site, posixpath.dirname(uri) or ".") + hash_ + anchor
     kind = "tree" if (ROOT / file).is_dir() else "blob"
     return f"{SOURCE}/{kind}/main/{file}{hash_}{anchor}" if (ROOT / file).exists() else target
+
+
+def _pictures(markdown: str) -> Iterator[str]:
+    """A page without badges, for it loads nothing from elsewhere, and with two images for each picture."""
+    end = 0
+    for fence in _FENCE.finditer(markdown):
+        yield _PICTURE.sub(_two_images, _BADGE.sub("", markdown[end : fence.start()]))
+        yield _FENCE_WORDS.sub(r"\1", fence[0], count=1)
+        end = fence.end()
+    yield _PICTURE.sub(_two_images, _BADGE.sub("", markdown[end:]))
 
 
 def _two_images(picture: re.Match[str]) -> str:

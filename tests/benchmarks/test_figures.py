@@ -16,6 +16,7 @@ from lowbit.report.style import THEMES
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDED = sorted((RESULTS / "data").glob("*.json"))
+HASHED = re.compile(r'(?<=[#"])[a-zA-Z]+[0-9a-f]{10}(?=[")])')  # names of shapes, made from their numbers
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 ABSOLUTE_PATH = re.compile(r'"(?:/|[A-Z]:\\)')
 
@@ -27,7 +28,7 @@ def test_a_figure_is_up_to_date(file: Path, tmp_path: Path):
         committed = RESULTS / "figures" / written.name
         assert committed.exists(), "draw it: python -m benchmarks figures"
         if written.suffix == ".svg":
-            new, old = written.read_text(), committed.read_text()
+            new, old = (HASHED.sub("", path.read_text()) for path in (written, committed))
             assert NUMBER.sub("0", new) == NUMBER.sub("0", old), "draw it: python -m benchmarks figures"
             numbers = zip(NUMBER.findall(new), NUMBER.findall(old), strict=True)
             assert all(abs(float(one) - float(other)) < 0.01 for one, other in numbers if one != other)
@@ -40,6 +41,18 @@ def test_the_text_of_a_figure_touches_nothing_and_stays_inside(file: Path, theme
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert collisions(figure(shown.charts, shown.rows, theme)) == []
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.stem)
+def test_pages_show_figures_that_are_there(page: Path):
+    """As a dark source and a light image, which GitHub and the site choose from."""
+    text = page.read_text()
+    dark, light = (
+        re.findall(pattern, text) for pattern in (r'srcset="([^"]+)-dark\.svg"', r'src="([^"]+)-light\.svg"')
+    )
+    assert dark == light
+    assert text.count("<img") == len(light)
+    assert all((RESULTS / f"{name}-{theme}.svg").exists() for name in light for theme in THEMES)
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)

@@ -186,12 +186,12 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     assert from_mapping(tomllib.loads(result.stdout.partition("\n\n ")[0])).pipeline.ranks == 4
     shown = " ".join(result.stdout.split())
     for part in (
-        "ranks 4 on cpu, messages by gloo",
+        "ranks 4 on cpu, messages over gloo",
         "schedule 1F1B, 4 micro-batches of 2 windows",
         "stage 3 rank 3, layers 6 to 7",
-        "boundary 0 to 2 SubspaceQuant(",
-        "4.52 bits",
-        "5.52 bits",
+        "boundary 0 to 2 forward SubspaceQuant(",
+        "4.52 bits per element",
+        "5.52 bits per element",
         "warm-up 50 of 200 steps at full precision",
         "saved by stage 0 to 2 LayerAware(bits=4",
         "saved by stage 3 as PyTorch does",

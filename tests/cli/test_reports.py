@@ -3,14 +3,18 @@
 import dataclasses
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import COMMANDS as OF_DEVELOPERS
 from lowbit.bench import COMMANDS
 from lowbit.cli.reports import Measurement
+from lowbit.config import section
 from lowbit.network import Link
+from lowbit.report import Column, Command, Table, execute
 from tests.command_line import invoke
 
 PLACES = [*COMMANDS.values(), *OF_DEVELOPERS.values(), "lowbit.plan.memory"]
@@ -96,3 +100,24 @@ def test_a_file_that_holds_no_rows_is_named(tmp_path: Path, command: str, text: 
     expected = f"error: {tmp_path / 'rows.json'} {reason.replace('{command}', command)}"
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
     assert result.stderr.startswith(expected)
+
+
+def test_a_log_hears_of_the_rows_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    seconds = iter(range(0, 1000, 10))
+    monkeypatch.setattr("lowbit.report.command.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+    @section()
+    class Settings:
+        """None."""
+
+    def measure(settings: object, earlier: object) -> Iterator[list[dict[str, int]]]:
+        yield from ([{"x": 0}] * count for count in range(1, 8))
+
+    command = Command(
+        name="bench this", summary="", settings=Settings, measure=measure, tables=[Table(columns=[Column("x", "x")])],
+        charts=[],
+    )  # fmt: skip
+    execute(command, Settings())
+    shown = capsys.readouterr()
+    assert shown.err == "bench this: 3 rows after 30 s\nbench this: 6 rows after 60 s\n"
+    assert shown.out.count("0") == 7

@@ -420,7 +420,7 @@ def test_codecs_by_boundary():
 
 @pytest.mark.parametrize(
     ("at", "said"),
-    [([], "at is"), ("0", "at is '0'"), (["9"], "names such as 0"), (["0", "0"], "twice"), ([""], "has not")],
+    [([], "at is"), ("0", "at is '0'"), (["9"], "names such as 0"), (["0", "0"], "twice"), ([""], "does not have")],
 )
 def test_bad_names_are_refused(at: Any, said: str):
     model = nn.Sequential(nn.Identity())

@@ -156,3 +156,14 @@ def test_a_picture_of_whatever_there_is(tmp_path: Path, rows: list):
     )  # fmt: skip
     draw([SPEEDS, heights], rows, tmp_path / "new" / "p.png")
     assert (tmp_path / "new" / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_that_end_together_have_their_names_in_a_column():
+    starts = {"fp32": 1.0, "bf16": 1.01, "int4": 3.0}
+    rows = [{"name": name, "x": x, "y": y + x} for name, y in starts.items() for x in (0, 1)]
+    (axes,) = drawn(Lines(series="name", x="x", y="y", x_label="s", label="loss"), rows).axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert texts(axes) == ["FP32", "BF16", "INT4"]
+    assert len({round(box.x0) for box in boxes}) == 1
+    assert all(box.x0 > axes.transData.transform((1, 0))[0] for box in boxes)
+    assert [box.y0 for box in boxes] == sorted(box.y0 for box in boxes), "in the order of the curves"

@@ -194,7 +194,7 @@ def test_a_finished_run_can_be_prolonged_and_fine_tuned(tmp_path: Path):
     longer = again(config, run=going_on)
     summary = train(longer)
     assert summary.steps_here == 2
-    assert [step for step, *_ in curve(longer)] == [0, 1, 2, 3]
+    assert [step for step, *_ in curve(longer)] == [1, 2, 3, 4]
     assert summary.bits_forward is None
 
     tuned = tiny(

@@ -49,7 +49,7 @@ class BitPlan:
                 raise ValueError(f"made_for[{name!r}] is {value!r}; allowed: a short text, a number, a boolean or None")
 
     def policy(self, stage: int, *, rounding: str = "nearest") -> LayerAware:
-        """The policy that gives a stage's module these bits, for `compress_saved_`; ValueError without such a stage."""
+        """Return the policy of a stage for `compress_saved_`; ValueError without such a stage."""
         check_int("stage", stage, 0, len(self.stages) - 1)
         bits: Mapping[str, Any] = self.stages[stage]
         return LayerAware(**bits, group=self.group, rounding=rounding)
@@ -74,7 +74,7 @@ class BitPlan:
 
     @classmethod
     def read(cls, path: str | Path) -> BitPlan:
-        """The plan that `write` wrote. The file may be hostile: it is data, bounded and checked.
+        """Read a plan that `write` wrote. The file may be hostile: it is data, bounded and checked.
 
         Raises:
             ValueError: no such file, or something else than a plan of this version.

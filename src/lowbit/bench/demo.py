@@ -71,8 +71,8 @@ def sooner(rows: Sequence[Row]) -> str:
     """How much sooner the last run reaches the loss that all reach than the first, for a title."""
     first, last = rows[0], rows[-1]
     return (
-        f"{last['title']} needs {last['seconds_to_loss']:.0f} s for the loss that {first['title']} reaches in "
-        f"{first['seconds_to_loss']:.0f} s, link: {link_name(last)}"
+        f"Loss {last['target_loss']:.2f} after {last['seconds_to_loss']:.0f} s instead of "
+        f"{first['seconds_to_loss']:.0f} s (link: {link_name(last)})"
     )
 
 

@@ -134,12 +134,12 @@ def _finding(rows: Sequence[Row]) -> str:
     best = min(rows, key=lambda row: row.get("peak_vs_bf16") or 1.0)
     if not best.get("peak_vs_bf16"):
         return "Memory at the peak of a training step"
-    return f"{best['method']}: {1 - best['peak_vs_bf16']:.0%} less memory at the peak of a training step than BF16"
+    return f"{best['method']}: {1 - best['peak_vs_bf16']:.0%} less memory at the peak of a step than BF16"
 
 
-def _share(row: Row, total: float) -> str:
+def _share(row: Row) -> str:
     share = f" · {row['peak_vs_bf16']:.0%}" if row.get("peak_vs_bf16") else ""
-    return f"{total:.0f} MB{share}"
+    return f"{row['peak_bytes'] / 1e6:.0f} MB{share}"
 
 
 TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "loss")

@@ -229,7 +229,8 @@ def _finding(rows: Sequence[Row]) -> str:
     best = recommended(slowest, "bar") or max(slowest, key=lambda row: row["speedup_fp32"], default=None)
     if best is None:
         return "Training speed by link and boundary format"
-    return f"{title_of(best['bar'])}: {best['speedup_fp32']:.1f}x as fast as FP32 at {link_name(best)}"
+    name = f"{title_of(best['bar'])}:" if recommended([best], "bar") else "Few bits: up to"
+    return f"{name} {best['speedup_fp32']:.1f}x as fast as FP32 at {link_name(best)}"
 
 
 def _what(rows: Sequence[Row]) -> str:

@@ -40,7 +40,7 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
     config, layout = prepared.config, prepared.layout
     pipelines = config.pipeline.data_parallel
     each = f" ({pipelines} pipelines of {layout.ranks})" if pipelines > 1 else ""
-    yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages by {prepared.backend}"
+    yield "ranks", f"{ranks}{each} on {prepared.device.type}, messages over {prepared.backend}"
     yield "computes in", "float32" if prepared.autocast is None else str(prepared.autocast).removeprefix("torch.")
     yield (
         "schedule",
@@ -51,7 +51,8 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield f"stage {stage}", f"rank {layout.rank_of(stage)}, layers {layers[0]} to {layers[-1]}"
     shape = (config.rows, config.data.sequence, hidden_size(config.model))
     pairs = zip(prepared.codecs.forward, prepared.codecs.backward, strict=True)
-    yield from _grouped("boundary", (" / ".join(_described(codec, shape) for codec in pair) for pair in pairs))
+    lines = (f"forward {_described(first, shape)}\nbackward {_described(second, shape)}" for first, second in pairs)
+    yield from _grouped("boundary", lines)
     if config.pipeline.boundary == "lowbit" and layout.stages > 1:
         yield "warm-up", f"{config.codec_warmup_steps} of {config.run.steps} steps at full precision"
     yield from _grouped("saved by stage", (str(policy or "as PyTorch does") for policy in prepared.activations))
@@ -75,4 +76,4 @@ def _described(codec: Codec, shape: tuple[int, int, int | None]) -> str:
     rows, sequence, width = shape
     if width is None or not codec.settled:
         return str(codec)
-    return f"{codec}, {codec.bits_per_element((rows, sequence, width)):.2f} bits"
+    return f"{codec}, {codec.bits_per_element((rows, sequence, width)):.2f} bits per element"

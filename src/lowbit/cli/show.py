@@ -21,7 +21,7 @@ def show_summary(summary: Summary) -> None:
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and values as a table."""
-    table = Table(show_header=False, box=None)
+    table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in pairs:
         table.add_row(name, value)
     Console().print(table)
@@ -29,7 +29,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.loss is not None:
-        yield "training loss", f"{summary.loss:.4f} (last steps)"
+        yield "training loss", f"{summary.loss:.4f} (mean of the last steps)"
     if summary.held_out_loss is not None:
         yield "held-out loss", f"{summary.held_out_loss:.4f}"
     if summary.tokens_per_second is not None:
@@ -37,9 +37,9 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.bits_forward is not None and summary.bits_backward is not None:
         yield "bits per element", f"{summary.bits_forward:.2f} forward, {summary.bits_backward:.2f} backward"
     if summary.bits_gradients is not None:
-        yield "bits of gradients", f"{summary.bits_gradients:.2f} between pipelines"
+        yield "gradients", f"{summary.bits_gradients:.2f} bits per element between pipelines"
     if summary.bytes_sent:
         sent, saved = summary.bytes_sent / 1e6, summary.bytes_saved / 1e6
-        yield "traffic", f"{sent:,.1f} MB sent, {saved:,.1f} MB saved against float32"
+        yield "traffic", f"{sent:,.1f} MB sent, {saved:,.1f} MB less than in float32"
     if summary.model is not None:
         yield "model", summary.model

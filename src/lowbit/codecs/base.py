@@ -25,13 +25,14 @@ class Codec(ABC):
     """A format of tensors. Thread-safe; equal configurations are equal objects.
 
     Subclasses implement `format_nbytes`, `_encode` and `_decode`. Where the format takes more bytes than plain numbers
-    would, as it may for a few elements, plain numbers travel instead, bit-exact: both ends see that from the shape.
+    would, as it may for a few elements, plain numbers are sent instead, bit-exact. Both ends see that from the shape.
 
     Attributes:
         payload_version: changes whenever the bytes of the same configuration change.
-        is_plain: numbers travel as they are; so gradients do if activations do, whatever else is said of gradients.
-        stateful: works through sessions only, which remember messages. needs_key: those need to know the samples' ids.
-        settled: payloads have a size; False while a parameter must still be chosen from data.
+        is_plain: numbers are sent as they are. Gradients are then sent the same way by default.
+        stateful: works through sessions only, which keep state between messages.
+        needs_key: sessions need the ids of the samples.
+        settled: False while a parameter must still be chosen from data.
     """
 
     payload_version: ClassVar[int] = 1
@@ -53,24 +54,24 @@ class Codec(ABC):
         """Write the tensor in `payload` to `out` (contiguous, not empty), or add it to what `out` holds."""
 
     def for_gradients(self) -> Codec | None:
-        """The format of gradients where this one codes activations; None: the default (see `backward_codec`)."""
+        """Return the format of gradients beside this format of activations; None: the default of `backward_codec`."""
         return None
 
     def sized(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[int, bool]:
-        """Bytes of a payload, and whether it is plain numbers of this dtype, because the format would take more."""
+        """Return the bytes of a payload, and whether it is plain numbers because the format would take more."""
         own, plainly = self.format_nbytes(shape), math.prod(shape) * dtype.itemsize
         return min(own, plainly), own > plainly
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of a payload, at most those of plain numbers (float32 for `encode`, else of a session's `dtype`)."""
+        """Return the bytes of a payload: at most those of plain numbers (float32, or a session's `dtype`)."""
         return self.sized(shape, dtype)[0]
 
     def bits_per_element(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
-        """Every byte of the payload (see `nbytes`), divided by the elements (0 for an empty tensor)."""
+        """Return the bits per element of a payload, every byte counted (0 for an empty tensor)."""
         return 8 * self.nbytes(shape, dtype) / max(1, math.prod(shape))
 
     def encode(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The payload of a tensor: uint8, one dimension, contiguous, on the device of `x`.
+        """Encode a tensor. The payload is uint8, one dimension, contiguous, on the device of `x`.
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides; not changed.
@@ -129,11 +130,11 @@ class Codec(ABC):
         return out
 
     def round_trip(self, x: Tensor) -> Tensor:
-        """What the other side will see of `x`: same shape and dtype."""
+        """Encode and decode: return what the receiver gets of `x`, in the same shape and dtype."""
         return self.decode(self.encode(x), shape=x.shape, dtype=x.dtype)
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that two peers compare before they talk: format, version and configuration."""
+        """Return the 16 hexadecimal digits that peers compare: of format, version and configuration."""
         settings = [getattr(self, field.name) for field in fields(self)]
         inner = "".join("/" + each.fingerprint() for each in settings if isinstance(each, Codec))
         text = f"{type(self).__name__}/{self.payload_version}/{self!r}{inner}"

@@ -43,11 +43,11 @@ class Session:
         return self._nbytes
 
     def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        """A session for messages of another shape that shares what this one keeps; see `Codec.shared_by`."""
+        """Return a session for another shape that shares the state of this one; see `StatefulCodec.shared_by`."""
         return self.codec.open(shape=shape, dtype=dtype, device=self.device)
 
     def encode(self, x: Tensor, *, key: Key | None = None, training: bool = True, out: Tensor | None = None) -> Tensor:
-        """Payload of `x`, whose shape must be the session's.
+        """Encode `x`, whose shape must be the session's.
 
         Args:
             x: the tensor; key: its samples' ids, if the codec needs them. training: False in an evaluation pass: what
@@ -74,7 +74,7 @@ class Session:
     def decode(
         self, payload: Tensor, *, key: Key | None = None, out: Tensor | None = None, training: bool = True
     ) -> Tensor:
-        """The tensor in `payload`, in the session's shape and dtype (or in `out`); arguments as for `encode`.
+        """Decode a payload to the session's shape and dtype (or into `out`); arguments as for `encode`.
 
         Raises:
             TypeError: `out` is not a tensor of float32, bfloat16 or float16.
@@ -105,11 +105,11 @@ class Session:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart for both ends to go on as before."""
+        """Return the state that this end needs to continue after a restart."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Restore what `state_dict` gave.
 
         Raises:
             ValueError: the state is of another format.

@@ -24,19 +24,19 @@ class StatefulCodec(Codec):
     def open(self, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Session: ...
 
     def choose(self, x: Tensor) -> int:
-        """The parameter that is still open, for tensors like `x`; 0 from a settled codec."""
+        """Return the parameter to use for tensors like `x`, or 0 if nothing is open."""
         return 0
 
     def settle(self, choice: int) -> StatefulCodec:
-        """The codec with that choice made; settled ones return themselves."""
+        """Return the codec with this choice made; a settled codec returns itself."""
         return self
 
     def advice(self, shape: Sequence[int]) -> str:
-        """A line that says which setting makes messages of this shape needlessly long; empty: none does."""
+        """Return a warning if a setting makes messages of this shape needlessly long, else an empty text."""
         return ""
 
     def shared_by(self, shape: Sequence[int]) -> int | None:
-        """Messages for which this is the same number share what a session keeps; None: those of one shape."""
+        """Return a number: sessions of shapes with the same number share state. None: only equal shapes do."""
         return None
 
     def _encode(self, x: Tensor, payload: Tensor) -> None:

@@ -43,19 +43,19 @@ class Summable(Codec):
         return None
 
     def part(self, rank: int) -> Self:
-        """What codes the tensor that a rank adds to a sum."""
+        """Return the codec of the tensor that a rank adds to a sum."""
         return self
 
     def whole(self) -> Self:
-        """What codes a sum over all ranks."""
+        """Return the codec of a sum over all ranks."""
         return self
 
     def nearest(self) -> Self:
-        """The same codec, rounding to nearest."""
+        """Return the same codec, rounding to nearest."""
         return self
 
     def counting(self, clipped: Tensor) -> Summable:
-        """The same codec, which also counts the values that it cuts to calibrated ranges.
+        """Return the same codec, which also counts the values that it cuts to calibrated ranges.
 
         Raises:
             TypeError: the format has none, as most.
@@ -63,11 +63,11 @@ class Summable(Codec):
         raise TypeError(f"codec is {self}; allowed: one with calibrated ranges, such as FeatureInt4")
 
     def identity(self) -> str:
-        """What ranks compare before they sum with it: the same for all its parts."""
+        """Return what ranks compare before a sum: the same for all parts of a codec."""
         return f"{self} [{self.fingerprint()}]"
 
     def layer(self) -> str:
-        """Which of the codecs of one identity this is, the same for all its parts; empty: there is only one."""
+        """Return which of the codecs with one identity this is; empty if there is only one."""
         return ""
 
     def add(self, payload: Tensor, x: Tensor) -> Tensor:

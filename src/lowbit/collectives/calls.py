@@ -105,7 +105,7 @@ class Pending:
         self._event, self._stream = job.event, job.stream
 
     def wait(self) -> None:
-        """Return when the result is there (on CUDA: when the current stream will wait for it).
+        """Wait for the result (on CUDA: make the current stream wait for it).
 
         Raises:
             AgreementError, PeerError: as the call itself.
@@ -119,7 +119,7 @@ class Pending:
         return self._future.done()
 
     def then(self, act: Callable[[BaseException | None], None]) -> None:
-        """Call `act` with the error, or None, when it is over; on the thread that ends it, and on CUDA its stream."""
+        """Call `act` with the error, or None, when the call is over: on the thread that ends it, on CUDA its stream."""
 
         def over(future: concurrent.futures.Future[None]) -> None:
             with torch.cuda.stream(self._stream):  # nothing without one

@@ -182,14 +182,7 @@ def reduce_scatter(
     Args:
         output: n elements, any float dtype.
         input: W n elements of the dtype that the codec reads.
-        codec: as for `all_reduce`.
-        group: as for `all_reduce`.
-        op: as for `all_reduce`.
-        async_op: as for `all_reduce`.
-        chunk: as for `all_reduce`.
-        timeout: as for `all_reduce`.
-        transport: as for `all_reduce`.
-        checksums: as for `all_reduce`.
+        codec, group, op, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 
     Raises:
         ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.
@@ -223,13 +216,7 @@ def all_gather(
     Args:
         output: W n elements, any float dtype.
         input: n elements.
-        codec: as for `all_reduce`.
-        group: as for `all_reduce`.
-        async_op: as for `all_reduce`.
-        chunk: as for `all_reduce`.
-        timeout: as for `all_reduce`.
-        transport: as for `all_reduce`.
-        checksums: as for `all_reduce`.
+        codec, group, async_op, chunk, timeout, transport, checksums: as for `all_reduce`.
 
     Raises:
         ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.

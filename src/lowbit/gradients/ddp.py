@@ -42,11 +42,7 @@ def all_reduce_hook(
             float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a checkpoint
             does not hold it. Errors that a NaN or infinity spoils are dropped.
         group: the ranks of the DDP module; None: the default group.
-        algorithm: as for `all_reduce`.
-        node_size: as for `all_reduce`.
-        small: as for `all_reduce`.
-        timeout: as for `all_reduce`.
-        checksums: as for `all_reduce`.
+        algorithm, node_size, small, timeout, checksums: as for `all_reduce`.
 
     Returns:
         The hook, for one DDP module. Call this on all ranks at once, because it makes a process group. An error of

@@ -25,9 +25,7 @@ class LowBitReduceScatter(ReduceScatter):
     gathered at full precision, as FSDP2 does it. The sum or mean is as `lowbit.collectives.reduce_scatter` gives it.
 
     Args:
-        codec: as for `lowbit.collectives.reduce_scatter`.
-        timeout: as for `lowbit.collectives.reduce_scatter`.
-        checksums: as for `lowbit.collectives.reduce_scatter`.
+        codec, timeout, checksums: as for `lowbit.collectives.reduce_scatter`.
 
     Raises:
         TypeError, ValueError: a codec that cannot be summed, or a wrong time limit.

@@ -88,12 +88,12 @@ class GradientStorage:
                 self._absorb(parameter)
 
     def gradient(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        """A parameter's gradient, decoded into a new tensor of `dtype` (None: the parameter's), or None."""
+        """Return a parameter's gradient, decoded into a new tensor of `dtype` (None: the parameter's), or None."""
         stored = self._stored.get(parameter)
         return None if stored is None else stored.value(self.codec, parameter, dtype or parameter.dtype)
 
     def gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Parameters (None: all) with their gradients in float32, decoded one at a time; those without are left out."""
+        """Yield parameters (None: all) with their gradients in float32, one at a time; those without are left out."""
         for parameter in self._stored if parameters is None else parameters:
             gradient = self.gradient(parameter, torch.float32)
             if gradient is not None:
@@ -112,7 +112,7 @@ class GradientStorage:
         stored.replace(self._nearest, gradient, parameter.device)
 
     def norm(self) -> float:
-        """The Euclidean norm of all stored gradients together, NaN if any of them is."""
+        """Return the Euclidean norm of all stored gradients together; NaN if any of them is."""
         norms = [torch.linalg.vector_norm(gradient).cpu() for _, gradient in self.gradients()]
         return math.sqrt(float(torch.stack(norms).double().square().sum())) if norms else 0.0
 
@@ -224,7 +224,7 @@ class GradientStorage:
             stored.held, stored.factor = False, 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
+        """Return the state for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
 
         Names are those of the module's parameters, or their positions. Payloads are not copied.
         """

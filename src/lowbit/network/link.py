@@ -103,7 +103,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> "Link":
-        """The link of a text: rates, then optionally the round trip, jitter and queue, then the loss, between slashes.
+        """Parse a link: rates, then optionally round trip, jitter and queue, then loss, separated by slashes.
 
         "25mbit", "1gbit", "unlimited", "100mbit/40ms", "20mbit-5mbit/30ms" (20 from the first host to the others, 5
         back), "100mbit/40ms/5ms/0.1%" (jitter, loss), "100mbit/40ms/0ms/100ms" (queue).

@@ -48,12 +48,7 @@ class SlowLink:
 
     Args:
         hosts: How many hosts, 2 to 64.
-        rate_mbit: As of their `Link`.
-        back_mbit: As of their `Link`.
-        rtt_ms: As of their `Link`.
-        jitter_ms: As of their `Link`.
-        loss: As of their `Link`.
-        queue_ms: As of their `Link`.
+        rate_mbit, back_mbit, rtt_ms, jitter_ms, loss, queue_ms: Fields of their `Link`.
 
     Attributes:
         link: The present link.

@@ -120,11 +120,11 @@ class Emulation:
         return sum(pair.state_bytes() for pair in self._pairs)
 
     def chosen(self) -> dict[str, Codec]:
-        """Codecs that the warm-up has settled, by boundary, direction and tensor, as `LowBitStage.chosen`."""
+        """Return the codecs that the warm-up settled, by boundary, direction and tensor, as `LowBitStage.chosen`."""
         return {name: codec for pair in self._pairs for name, codec in pair.chosen().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: training steps so far, and what codecs keep at both ends.
+        """Return the state for a checkpoint: training steps so far, and what codecs keep at both ends.
 
         Integers, strings and tensors in dictionaries, which `torch.load(..., weights_only=True)` reads. `traffic` and
         the ids of `set_samples` are not among them.
@@ -136,7 +136,7 @@ class Emulation:
         return {"steps": self._steps, "warmup_steps": self._warmup_steps, "boundaries": boundaries}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, of an emulation with the same boundaries, codecs and warm-up.
+        """Restore what `state_dict` gave, of an emulation with the same boundaries, codecs and warm-up.
 
         Raises:
             ValueError: a state of another emulation, or none at all; nothing has changed then. What does not fit the

@@ -129,16 +129,16 @@ class LowBitStage(HookedStage):
         return self.steps < self.warmup_steps
 
     def chosen(self) -> dict[str, Codec]:
-        """Codecs that the warm-up has settled for what this stage sends, by boundary, direction and tensor."""
+        """Return the codecs that the warm-up settled for what this stage sends, by boundary, direction and tensor."""
         lanes = self.lanes.by_name(outgoing_only=True)
         return {f"{name}, {x}": codec for name, lane in lanes.items() for x, codec in lane.states.chosen().items()}
 
     def state_bytes(self) -> int:
-        """Bytes that the codecs keep on this stage between steps."""
+        """Return the bytes that the codecs keep on this stage between steps."""
         return sum(lane.states.nbytes() for lane in self.lanes.by_name().values())
 
     def forward_session(self, *, outgoing: bool, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        """A session for activations of any shape that shares the state of the training's, if the codec allows that.
+        """Open a session for activations of any shape that shares the training's state, if the codec allows that.
 
         For evaluation passes outside the schedule: encode and decode with `training=False`, once the warm-up is over.
 
@@ -153,7 +153,7 @@ class LowBitStage(HookedStage):
         return self.lanes.forward(outgoing).states.session(0, (torch.Size(shape), dtype))
 
     def forward_codec(self, *, outgoing: bool) -> Codec:
-        """The format of activations, as it was given, to the next stage or from the one before.
+        """Return the format of activations to the next stage, or from the one before, as it was given.
 
         Raises:
             ValueError: there is no stage on that side.
@@ -161,12 +161,12 @@ class LowBitStage(HookedStage):
         return self.lanes.forward(outgoing).codec
 
     def codec_state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: training steps so far, and what the codecs keep."""
+        """Return the state for a checkpoint: training steps so far, and what the codecs keep."""
         lanes = {name: lane.states.state_dict() for name, lane in self.lanes.by_name().items()}
         return {"steps": self.steps, "lanes": {name: s for name, s in lanes.items() if s}}
 
     def load_codec_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `codec_state_dict` gave, before the next step.
+        """Restore what `codec_state_dict` gave, before the next step.
 
         Raises:
             ValueError: a state of another stage or codec.

@@ -103,8 +103,7 @@ def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: i
 
     Args:
         schedule: its name ("1F1B", "ZBVZeroBubble", ...) in upper or lower case.
-        ranks: of the pipeline.
-        stages_per_rank: of the pipeline; GPipe and 1F1B have one stage a rank.
+        ranks, stages_per_rank: of the pipeline; GPipe and 1F1B have one stage a rank.
         microbatches: of a step.
 
     Raises:

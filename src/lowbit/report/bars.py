@@ -119,12 +119,12 @@ class Stacks(Chart):
     Args:
         group: the name of a bar.
         parts: lengths by name of the part.
-        show: the text at the end, made from the row and the sum; absent: the sum.
+        show: the text at the end, made from the row; absent: the sum.
     """
 
     group: Value
     parts: Mapping[str, Value]
-    show: Callable[[Row, float], str] | None = None
+    show: Callable[[Row], str] | None = None
 
     def inches(self, rows: Sequence[Row]) -> float:
         return sum(0.34 * len(part) + 0.75 for _, part in self.panels(rows)) + 0.35
@@ -146,7 +146,7 @@ class Stacks(Chart):
         axes.grid(visible=True, axis="x")
         axes.set_xlabel(self.label)
         axes.figure.legend(loc="outside lower center", ncols=len(self.parts), frameon=False) if rows else None
-        texts = [self.show(row, total) if self.show else short(total) for row, total in zip(rows, sums, strict=True)]
+        texts = [self.show(row) if self.show else short(total) for row, total in zip(rows, sums, strict=True)]
         ends = [(at, total, text, False) for at, (total, text) in enumerate(zip(sums, texts, strict=True))]
         return [lambda: _label_ends(axes, ends)]
 

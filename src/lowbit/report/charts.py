@@ -55,7 +55,7 @@ class Chart(ABC):
         shown = self.selected(rows)
         texts = [text(shown) if callable(text) else text for text in (self.title, self.subtitle)]
         return [
-            *((line, {"size": TITLE, "weight": "bold"}) for line in _balanced(texts[0], 70)),
+            *((line, {"size": TITLE, "weight": "bold"}) for line in _balanced(texts[0], 67)),
             *((line, {"size": TEXT}) for line in _balanced(texts[1], 100)),
         ]
 
@@ -81,14 +81,15 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -
     """Charts, one below the other, each with its heading, laid out for good."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     shown = [chart for chart in charts if chart.panels(rows)]
     with rc_context(theme.settings()):
         headings = [chart.heading(rows) for chart in shown]
         heights = [height for chart, lines in zip(shown, headings, strict=True)
                    for height in (0.12 + sum(_line_inches(line) for line in lines), chart.inches(rows))]  # fmt: skip
-        drawn = Figure(figsize=(WIDTH, sum(heights) + 0.08 or 2.0), dpi=100, layout="constrained")
-        drawn.get_layout_engine().set(w_pad=0.1, h_pad=0.05, wspace=0.03, hspace=0.03)
+        engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.05, wspace=0.03, hspace=0.03)
+        drawn = Figure(figsize=(WIDTH, sum(heights) + 0.08 or 2.0), dpi=100, layout=engine)
         finishes: list[Finish] = []
         if shown:
             parts = drawn.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -97,6 +98,9 @@ def figure(charts: Sequence[Chart], rows: Sequence[Row], theme: Theme = LIGHT) -
                 finishes += chart.fill(parts[2 * i + 1], rows, Palette(theme))
         drawn.draw_without_rendering()
         drawn.set_layout_engine("none")
+        for axes in drawn.axes:  # the solver's last bits differ from call to call
+            x, y, width, height = (round(value, 4) for value in axes.get_position().bounds)
+            axes.set_position((x, y, width, height))
         for finish in finishes:
             finish()
         return drawn

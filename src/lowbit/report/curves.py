@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowbit.report.charts import Chart, Finish, columns, ink, wrapped
-from lowbit.report.labels import Label, along, place
+from lowbit.report.labels import Label, along, beside, place
 from lowbit.report.rows import Row, Value, distinct, value_of
 from lowbit.report.style import SMALL, TEXT, Palette, title_of
 
@@ -64,11 +64,15 @@ class Lines(Chart):
             ticks = distinct(rows, self.x)
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             axes.minorticks_off()
-        if self.note and labels:  # room below the ends
+        together = _end_together(labels, curves)
+        if self.note and labels and not together:  # room below the ends
             low, high = axes.get_ylim()
             axes.set_ylim(low - 0.28 * (high - low), high)
 
         def finish() -> None:
+            if together:
+                beside(axes, labels, size=TEXT)
+                return
             avoid = [point for curve in curves for point in along(axes, curve)]
             place(axes, labels, avoid=avoid, size=TEXT)
 
@@ -172,3 +176,11 @@ class Heights(Chart):
         axes.set(xlabel=self.x_label, ylabel=self.y_label, yticks=range(len(rows)))
         axes.grid(visible=False)
         return []
+
+
+def _end_together(labels: Sequence[Label], curves: Sequence[Sequence[tuple[float, float]]]) -> bool:
+    """Whether all curves end near the right edge, so that their names have a column there."""
+    if not labels:
+        return False
+    first, last = min(x for curve in curves for x, _ in curve), max(label.x for label in labels)
+    return min(label.x for label in labels) >= first + 0.85 * (last - first)

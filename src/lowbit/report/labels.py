@@ -51,7 +51,6 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
     to_pixels, scale = axes.transData.transform, figure.get_figure(root=True).dpi / 72
     points = [tuple(to_pixels(point)) for point in (*avoid, *((label.x, label.y) for label in labels))]
     inside, texts, boxes = axes.get_window_extent(), [], []
-    renderer = figure.get_figure(root=True)._get_renderer()
     for label in labels:
         best: tuple[float, Text, Bbox] | None = None
         for distance in _DISTANCES:
@@ -62,7 +61,7 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
                     ha=_ALIGN[0][across], va=_ALIGN[1][up], fontsize=size, color=label.colour, weight=label.weight,
                     annotation_clip=False,
                 )  # fmt: skip
-                box = text.get_window_extent(renderer).padded(_GAP * scale)
+                box = text.get_window_extent().padded(_GAP * scale)
                 cost = _cost(box, inside, boxes, points)
                 if best is None or cost < best[0]:
                     if best is not None:
@@ -81,6 +80,30 @@ def place(axes: Axes, labels: Sequence[Label], *, avoid: Sequence[tuple[float, f
     return texts
 
 
+def beside(axes: Axes, labels: Sequence[Label], *, size: float) -> list[Text]:
+    """Write labels in a column on the right of their points, for which the axes become narrower."""
+    scale = axes.figure.get_figure(root=True).dpi / 72
+    texts = [axes.text(0, 0, label.text, fontsize=size, weight=label.weight) for label in labels]
+    boxes = [text.get_window_extent() for text in texts]
+    for text in texts:
+        text.remove()
+    place, room = axes.get_position(), axes.get_window_extent()
+    share = 1 - (max(box.width for box in boxes) + 8 * scale) / room.width
+    axes.set_position((place.x0, place.y0, round(place.width * share, 4), place.height))
+    points = [axes.transData.transform((label.x, label.y)) for label in labels]
+    heights = _apart([y for _, y in points], [box.height + _GAP * scale for box in boxes], room.y0)
+    right = max(x for x, _ in points)
+    return [
+        axes.annotate(
+            label.text, (label.x, label.y), ((right - x) / scale + 8, (height - y) / scale), textcoords="offset points",
+            va="center", fontsize=size, color=label.colour, weight=label.weight, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 3}
+            if abs(height - y) > NEAR / 2 * scale else None,
+        )
+        for label, (x, y), height in zip(labels, points, heights, strict=True)
+    ]  # fmt: skip
+
+
 def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4.0) -> list[tuple[float, float]]:
     """Points of a curve at most so many pixels apart, in data."""
     pixels = axes.transData.transform(list(points))
@@ -94,8 +117,8 @@ def along(axes: Axes, points: Sequence[tuple[float, float]], *, every: float = 4
 def collisions(figure: Figure) -> list[str]:
     """What is wrong with the text of a figure: texts that overlap one another or leave the canvas."""
     figure.draw_without_rendering()
-    canvas, renderer = figure.bbox, figure._get_renderer()
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in _shown(figure)]
+    canvas = figure.bbox
+    boxes = [(text.get_text(), text.get_window_extent()) for text in _shown(figure)]
     wrong = [
         f"{text!r} leaves the canvas"
         for text, box in boxes
@@ -110,7 +133,7 @@ def _shown(figure: Figure) -> list[Text]:
     """The texts that are drawn; of ticks, those within the limits."""
     from matplotlib.text import Text
 
-    axes = [(part.xaxis, part.yaxis) for part in figure.findobj(lambda part: hasattr(part, "xaxis"))]
+    axes = [(part.xaxis, part.yaxis) for part in figure.axes]
     axis_texts = {id(text) for pair in axes for axis in pair for text in axis.findobj(Text)}
     texts = [text for text in figure.findobj(Text) if id(text) not in axis_texts]
     for axis in (axis for pair in axes for axis in pair):
@@ -120,6 +143,20 @@ def _shown(figure: Figure) -> list[Text]:
         texts += [axis.label, axis.offsetText]
         texts += [label for place, label in ticks if low - slack <= place <= high + slack]
     return [text for text in texts if text.get_visible() and text.get_text().strip()]
+
+
+def _apart(places: Sequence[float], sizes: Sequence[float], lowest: float) -> list[float]:
+    """Centres as near to these places as they can be without overlaps, none reaching below the lowest place."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    found = list(places)
+    for _ in range(200):
+        for low, high in itertools.pairwise(order):
+            overlap = (sizes[low] + sizes[high]) / 2 - (found[high] - found[low])
+            if overlap > 0:
+                found[low] -= overlap / 2
+                found[high] += overlap / 2
+        found[order[0]] = max(found[order[0]], lowest + sizes[order[0]] / 2)
+    return found
 
 
 def _cost(box: Bbox, inside: Bbox, boxes: Sequence[Bbox], points: Sequence[tuple[float, ...]]) -> float:

@@ -33,7 +33,7 @@ class Theme:
     formats: Mapping[str, str]
     others: tuple[str, ...]
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[Any, Any]:
         """Matplotlib's settings."""
         return {
             "figure.facecolor": self.surface, "savefig.facecolor": self.surface, "axes.facecolor": self.surface,

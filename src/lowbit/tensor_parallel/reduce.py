@@ -74,11 +74,9 @@ class Traffic:
     size, only the first step is counted. With one rank nothing is sent.
 
     Args:
-        coded: values sent in few bits.
-        plain: values sent in the model's dtype (below `SumSettings.small`, or without a codec).
-        coded_bytes: of the payloads of coded values, with codes, outlier features and scales, but without the 8 bytes of
+        coded, plain: values sent in few bits, and in the model's dtype (below `SumSettings.small`, or without a codec).
+        coded_bytes, plain_bytes: of their payloads, with codes, outlier features and scales, but without the 8 bytes of
             each message's checksum.
-        plain_bytes: of the payloads of plain values, likewise.
         algorithms: of the all-reduces of the coded values.
     """
 

@@ -290,7 +290,7 @@ class TrainConfig:
         return 0 if self.model.pretrained else min(100, self.run.steps // 4)
 
     def to_json(self) -> str:
-        """JSON; `from_mapping(json.loads(...))` reads it back."""
+        """Return JSON that `from_mapping(json.loads(...))` reads back."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 

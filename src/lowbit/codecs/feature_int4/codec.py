@@ -90,7 +90,7 @@ class FeatureInt4(Summable):
 
     @classmethod
     def fit(cls, parts: Sequence[Tensor], *, outliers: int | None = None, artifact: str = "") -> FeatureInt4:
-        """A codec for the very partial sums that are given: ranges are their largest magnitudes.
+        """Return a codec calibrated on these partial sums: ranges are their largest magnitudes.
 
         Args:
             parts: of each rank, all of one shape (..., E).
@@ -135,7 +135,7 @@ class FeatureInt4(Summable):
         return self._like(ranges=self.total[None], rank=0, _tables=tables, _counters=(second, second))
 
     def counting(self, clipped: Tensor) -> FeatureInt4:
-        """The same codec, which in every `encode` adds to a counter on the device of what it codes.
+        """Return the same codec with a counter, on the device of what it codes, of the values that it cuts.
 
         Args:
             clipped: int64 (2,); [0]: of this rank's partial sums, how many values were cut, NaN or Inf; [1]: the same

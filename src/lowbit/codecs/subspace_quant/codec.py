@@ -117,15 +117,13 @@ class SubspaceQuant(StatefulCodec):
 
     @classmethod
     def fitted(cls, x: Tensor, *, bits: int = 3, group: int = 64, refresh: int | None = None) -> SubspaceQuant:
-        """The codec whose directions suit messages like this one: least noise for the bits that they cost.
+        """Return the codec whose number of directions suits messages like this one: least noise for its bits.
 
         Both ends need the same number: measure once, as `lowbit bench spectrum` does, and configure the result.
 
         Args:
             x: a typical message, (..., C): activations, or gradients.
-            bits: as above.
-            group: as above.
-            refresh: as above.
+            bits, group, refresh: as above.
 
         Raises:
             ValueError: nothing but zeros, NaN or Inf in x, or no element.

@@ -59,8 +59,7 @@ class TAHQuant(Summable):
 
     Args:
         tile: channels of a tile: 8, 16, 32, 64 or 128.
-        high_bits: bits of some tiles, 2 to 8.
-        low_bits: bits of the others, 2 to `high_bits`.
+        high_bits, low_bits: 2 to 8, `low_bits <= high_bits`.
         high_fraction: share of the candidates that get `high_bits`, 0 to 1.
         pivot_ratio: more than 1, or None for no rotation.
         allocation: "range", "tile" or "token".
@@ -90,7 +89,7 @@ class TAHQuant(Summable):
 
     @classmethod
     def published(cls) -> TAHQuant:
-        """The authors' settings: tiles of 64, 4 bits for 80 % and 3 for the rest, by tile, pivots from ratio 2."""
+        """Return the paper's settings: tiles of 64, 4 bits for 80 % and 3 for others, by tile, pivots from ratio 2."""
         return cls(tile=64, high_bits=4, low_bits=3, high_fraction=0.8, pivot_ratio=2.0, allocation="tile")
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
