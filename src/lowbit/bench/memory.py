@@ -1,4 +1,4 @@
-"""`lowbit bench memory`: memory of training, and how much of it low-bit activations save.
+"""`lowbit bench memory`: memory of training, and how much low-bit activations save.
 
 Every method trains the same model from the same weights on the same tokens, in a process of its own. On a CPU the peak
 is that of the process's resident pages in a step, minus those before the model was made; on a GPU the allocator's.
@@ -131,7 +131,7 @@ TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "los
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="bench memory",
-    summary="Memory of training, and how much of it low-bit activations save.",
+    summary="Memory of training, and how much low-bit activations save.",
     examples=(
         "lowbit bench memory --sequence 1024 --method bf16,low-bit",
         "lowbit bench memory --device cuda --sequence 1024,4096 --json memory.json",
