@@ -128,6 +128,13 @@ PARTS = {
     "rest": "rest_bytes",
 }
 TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "loss")
+
+
+def _place(row: Row) -> dict[str, Any]:
+    """The fields that name a row, without others, such as `loss`, that are also names of layer types."""
+    return {name: row[name] for name in ("sequence", "method")}
+
+
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="bench memory",
@@ -167,12 +174,12 @@ COMMAND = Command(
         Table(
             title="Saved by autograd for a micro-batch, by layer type",
             columns=[*PLACE, *(Column(f"{kind}\nMB", kind, megabytes) for kind in TYPES)],
-            rows=lambda rows: [row | row["saved"] for row in map(dict, rows)],
+            rows=lambda rows: [_place(row) | row["saved"] for row in rows],
         ),
         Table(
             title="Relative error of gradients, by layer type of the parameters",
             columns=[*PLACE, *(Column(kind, kind, "{:.4f}") for kind in TYPES)],
-            rows=lambda rows: [row | row["gradient_error"] for row in map(dict, rows)],
+            rows=lambda rows: [_place(row) | row["gradient_error"] for row in rows],
         ),
     ],
     charts=[
