@@ -183,7 +183,7 @@ def test_a_dry_run_checks_and_shows_and_starts_nothing(tmp_path: Path, monkeypat
     words += ["--data.sequence", "32", "--ranks", "4", "--activations.bits", "4,4,4,16"]
     result = invoke(*words, columns=200)
     assert result.exit_code == 0, result.output
-    assert from_mapping(tomllib.loads(result.stdout.partition("\n\n ")[0])).pipeline.ranks == 4
+    assert from_mapping(tomllib.loads(result.stdout.partition("\n\nranks ")[0])).pipeline.ranks == 4
     shown = " ".join(result.stdout.split())
     for part in (
         "ranks 4 on cpu, messages over gloo",

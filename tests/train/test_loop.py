@@ -259,7 +259,7 @@ def _damaged(config: TrainConfig, sender: int, number: int) -> None:
     ("sender", "number", "where"),
     [
         (0, 3, "distance, ping, number 3: the message from rank 0 is damaged"),
-        (0, 13, "boundary 0 forward, micro-batch 1, tensor 0, step 1: the message from rank 0"),
+        (0, 13, "boundary 0 forward, micro-batch 1, tensor 0, step 2: the message from rank 0"),
         (0, 23, "evaluation, boundary 0, number 0: the message from rank 0 is damaged"),
         (1, 22, "evaluation, sums, number 1: the message from rank 1 is damaged"),
         (1, 26, "saving, names of weights, number 1: the message from rank 1 is damaged"),
@@ -293,6 +293,6 @@ def test_nan_reaches_the_loss_and_stops_all_ranks_before_the_weights(ranks: Rank
     config = tiny(tmp_path, pipeline={"forward": "int4", "backward": "int6"}, run={"checkpoint_every": 1})
     for outcome in ranks.outcomes(_with_nan, config, timeout=LIMIT):
         assert outcome.kind == "DivergedError"
-        assert outcome.text.startswith("step 1: the loss is nan")
+        assert outcome.text.startswith("step 2: the loss is nan")
     folder = Path(config.run.output) / "checkpoints"
     assert newest_step(folder) == 1

@@ -1,4 +1,4 @@
-"""`lowbit bench convergence`: the same training run with every boundary format, over several seeds.
+"""`lowbit bench convergence`: held-out loss of one training run by boundary format, over seeds.
 
 There are three regimes, because low-bit boundaries cost most early in training from scratch, where signals are small
 beside the noise: from scratch after a warm-up, from scratch without one, and fine-tuning from a full-precision
@@ -288,7 +288,7 @@ def _finding(rows: Sequence[Row]) -> str:
 
 COMMAND = Command(
     name="bench convergence",
-    summary="The same training run with every boundary format, over several seeds.",
+    summary="Held-out loss of one training run by boundary format, over seeds.",
     examples=(
         "lowbit bench convergence --regime scratch --boundary fp32,subspace --seed 0",
         "lowbit bench convergence --json convergence.json --png convergence.png",

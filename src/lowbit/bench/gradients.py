@@ -1,4 +1,4 @@
-"""`lowbit bench gradients`: averages of gradients over really slow links, by format, alone and in training."""
+"""`lowbit bench gradients`: gradient averaging over emulated slow links, by format."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _speed_and_error(row: Row) -> str:
 
 COMMAND = Command(
     name="bench gradients",
-    summary="Averages of gradients over really slow links, by format, alone and in training.",
+    summary="Gradient averaging over emulated slow links, by format.",
     examples=(
         "lowbit bench gradients --link 1gbit --rank 2 --format engine-fp32,fp8",
         "lowbit bench gradients --json gradients.json --png gradients.png",

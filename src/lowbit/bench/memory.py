@@ -1,4 +1,4 @@
-"""`lowbit bench memory`: memory of training, and how much of it low-bit activations save.
+"""`lowbit bench memory`: memory of training, and how much low-bit activations save.
 
 Every method trains the same model from the same weights on the same tokens, in a process of its own. On a CPU the peak
 is that of the process's resident pages in a step, minus those before the model was made; on a GPU the allocator's.
@@ -143,10 +143,17 @@ def _share(row: Row) -> str:
 
 
 TYPES = ("all", "norm", "mlp", "linear", "attention", "embedding", "other", "loss")
+
+
+def _place(row: Row) -> dict[str, Any]:
+    """The fields that name a row, without others, such as `loss`, that are also names of layer types."""
+    return {name: row[name] for name in ("sequence", "method")}
+
+
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="bench memory",
-    summary="Memory of training, and how much of it low-bit activations save.",
+    summary="Memory of training, and how much low-bit activations save.",
     examples=(
         "lowbit bench memory --sequence 1024 --method bf16,low-bit",
         "lowbit bench memory --device cuda --sequence 1024,4096 --json memory.json",
@@ -182,12 +189,12 @@ COMMAND = Command(
         Table(
             title="Saved by autograd for a micro-batch, by layer type",
             columns=[*PLACE, *(Column(f"{kind}\nMB", kind, megabytes) for kind in TYPES)],
-            rows=lambda rows: [row | row["saved"] for row in map(dict, rows)],
+            rows=lambda rows: [_place(row) | row["saved"] for row in rows],
         ),
         Table(
             title="Relative error of gradients, by layer type of the parameters",
             columns=[*PLACE, *(Column(kind, kind, "{:.4f}") for kind in TYPES)],
-            rows=lambda rows: [row | row["gradient_error"] for row in map(dict, rows)],
+            rows=lambda rows: [_place(row) | row["gradient_error"] for row in rows],
         ),
     ],
     charts=[

@@ -1,4 +1,4 @@
-"""`lowbit bench pipeline`: training speed over really slow links, by boundary format.
+"""`lowbit bench pipeline`: training speed over emulated slow links, by boundary format.
 
 All formats train the same model on the same samples in the same processes and take turns of a few steps, round after
 round, so that other work on the machine slows all of them alike. PyTorch's own stage is measured beside `LowBitStage`
@@ -246,7 +246,7 @@ def _speed(row: Row) -> str:
 WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
 COMMAND = Command(
     name="bench pipeline",
-    summary="Training speed over really slow links, by boundary format.",
+    summary="Training speed over emulated slow links, by boundary format.",
     examples=(
         "lowbit bench pipeline --link 100mbit --boundary stock-fp32,tah-quant",
         "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",

@@ -1,4 +1,4 @@
-"""`lowbit bench spectrum`: how many directions suit a model's activations and gradients, and how precise formats are.
+"""`lowbit bench spectrum`: how many directions suit a model's tensors, and the accuracy of formats.
 
 The model of a checkpoint runs on a text, forward and backward, without training. The tensors that would cross each
 boundary go through the sessions of every format, message after message, as in a pipeline.
@@ -211,7 +211,7 @@ def _points(rows: Sequence[Row]) -> list[Row]:
 
 COMMAND = Command(
     name="bench spectrum",
-    summary="How many directions suit a model's activations and gradients, and how precise formats are.",
+    summary="How many directions suit a model's tensors, and the accuracy of formats.",
     examples=(
         "lowbit bench spectrum runs/train/model held-out.txt",
         "lowbit bench spectrum runs/train/model held-out.txt --stages 2 --bit 3",

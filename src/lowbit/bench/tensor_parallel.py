@@ -1,4 +1,4 @@
-"""`lowbit bench tensor-parallel`: sums of partial sums over really slow links, by size of the message."""
+"""`lowbit bench tensor-parallel`: tensor-parallel sums over emulated slow links, by message size."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _width(row: Row) -> int:
 
 COMMAND = Command(
     name="bench tensor-parallel",
-    summary="Sums of partial sums over really slow links, by size of the message.",
+    summary="Tensor-parallel sums over emulated slow links, by message size.",
     examples=(
         "lowbit bench tensor-parallel --rank 2 --link 1gbit --token 1,256",
         "lowbit bench tensor-parallel --prefill 0 --json sums.json --png sums.png",

@@ -1,4 +1,4 @@
-"""`lowbit plan memory`: bits of saved activations by pipeline stage and layer type, for the memory of a device.
+"""`lowbit plan memory`: bits of saved activations by stage and layer type, for a memory budget.
 
 Bytes are counted on two decoder layers of the real shape, for stages at either end of the pipeline and within, and
 multiplied; errors of the gradient are measured on the whole model, on few tokens.
@@ -187,7 +187,7 @@ _BYTES = {
 _stage = "stage {stage}\n{held} held".format_map
 COMMAND = Command(
     name="plan memory",
-    summary="How many bits saved activations get, by pipeline stage and layer type, for the memory there is.",
+    summary="Bits of saved activations by stage and layer type, for a memory budget.",
     examples=(
         "lowbit plan memory --budget 24gb --model.pretrained my_model",
         "lowbit plan memory --budget 8gb --model.layers 16 --out plan.json",

@@ -140,7 +140,8 @@ def _shown(command: Command) -> Iterator[Callable[[Sequence[Row]], None]]:
         nonlocal last
         if (now := time.monotonic()) - last >= _LOG_SECONDS:
             last = now
-            sys.stderr.write(f"{command.name}: {len(rows)} rows after {now - began:.0f} s\n")
+            count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
+            sys.stderr.write(f"{command.name}: {count} after {now - began:.0f} s\n")
             sys.stderr.flush()
 
     yield write

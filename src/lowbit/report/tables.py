@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from lowbit.report.rows import Row, Value, distinct, value_of
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table as RichTable
+    from rich.text import Text
 
 TERMINAL = 80  # characters that a table should fit into
 
@@ -62,20 +63,21 @@ class Table:
 
         rows = self.rows(rows) if self.rows else rows
         if self.each is None:
-            return Group(*([self._render(rows)] if rows else []))
-        each = self.each
-        return Group(
-            *(self._render([r for r in rows if value_of(r, each) == part]) for part in distinct(rows, self.each))
-        )
+            return Group(*(self._render(rows) if rows else []))
+        parts = ([r for r in rows if value_of(r, self.each) == part] for part in distinct(rows, self.each))
+        return Group(*(line for part in parts for line in self._render(part)))
 
-    def _render(self, rows: Sequence[Row]) -> RichTable:
-        """One table; numbers to the right.
+    def _render(self, rows: Sequence[Row]) -> Iterator[RichTable | Text]:
+        """The title, which may be wider than the table, and the table; numbers to the right.
 
         On a narrow terminal, columns move together and text is wrapped; numbers are not.
         """
         from rich import box
         from rich.table import Table as RichTable
+        from rich.text import Text
 
+        if title := self.title(rows) if callable(self.title) else self.title:
+            yield Text(title, style="table.title")
         columns = self.columns(rows) if callable(self.columns) else self.columns
         columns = [c for c in columns if any(value_of(row, c.value) is not None for row in rows)]
         lines = [[column.cell(row) for column in columns] for row in rows]
@@ -84,8 +86,6 @@ class Table:
             for i, column in enumerate(columns)
         ]
         table = RichTable(
-            title=(self.title(rows) if callable(self.title) else self.title) or None,
-            title_justify="left",
             header_style="bold",
             box=box.SIMPLE_HEAD,
             padding=(0, int(sum(widths) < TERMINAL), 0, 0),
@@ -100,4 +100,4 @@ class Table:
         if self.gap is not None:
             for i, (row, following) in enumerate(itertools.pairwise(rows)):
                 table.rows[i].end_section = value_of(row, self.gap) != value_of(following, self.gap)
-        return table
+        yield table

@@ -124,10 +124,10 @@ class Progress:
         """A step in one line; `width`: characters, for which parts are left out."""
         left = self._steps - metrics.step
         seconds = left * sum(self._recent) / len(self._recent)
-        ending = f"  {duration(seconds)} left" if left else ""
-        return f"step {metrics.step}/{self._steps}" + _fitting(
-            describe(metrics), None if width is None else width - len(f"step {metrics.step}/{self._steps}{ending}")
-        ) + ending  # fmt: skip
+        start = f"step {metrics.step}/{self._steps}"
+        end = f"  {duration(seconds)} left" if left else ""
+        room = None if width is None else width - len(start) - len(end)
+        return start + _fitting(describe(metrics), room) + end
 
 
 _LOSSES = {"held_out_loss": "held-out loss", "held_out_loss_codecs": "with the codecs"}
