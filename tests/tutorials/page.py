@@ -10,7 +10,8 @@ from pathlib import Path
 TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 _HEADING = re.compile(r"^## (?P<title>.+)$", re.M)
 _BLOCK = re.compile(
-    r"^\*\*(?P<machines>Machine A|Machine B|Both machines)\*\*[^\n]*\n\n```(?P<language>\w+)\n(?P<body>.*?)^```$", re.M | re.S
+    r"^\*\*(?P<machines>Machine A|Machine B|Both machines)\*\*[^\n]*\n\n```(?P<language>\w+)\n(?P<body>.*?)^```$",
+    re.M | re.S,
 )
 _MACHINES = {"Machine A": "A", "Machine B": "B", "Both machines": "AB"}
 
