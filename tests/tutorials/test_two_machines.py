@@ -113,7 +113,7 @@ def test_what_the_page_says_when_it_does_not_work(link: SlowLink, machines: Mach
 
     firewall = link._namespaces[0].ip
     firewall("rule add pref 20 lookup local", "rule del pref 0")
-    for ports, expected in (("29400", "did not meet all 2 ranks"), ("30000-65535", "did not connect to all 2 ranks")):
+    for ports, expected in (("29400", "did not meet all 2 ranks"), ("30000-65534", "did not connect to all 2 ranks")):
         firewall(f"rule add pref 10 iif {link.interface(0)} ipproto tcp dport {ports} blackhole")
         for text in fail(machines):
             assert said(expected, page) in text
