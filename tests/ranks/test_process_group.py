@@ -58,9 +58,7 @@ def test_data_ports_that_nothing_reaches_are_an_error_in_time(environment: pytes
     """As behind a firewall: Gloo itself would try five times as long."""
     environment.setattr(dist, "init_process_group", lambda *args, **kwargs: time.sleep(20))
     begin = time.monotonic()
-    with (
-        pytest.raises(MeetingError, match="rank 0 did not connect to all 1 ranks within 0.8 s: .* firewalls"),
-        joined(1),
-    ):
+    expected = "rank 0 did not connect to all 1 ranks within 0.8 s: .* firewalls"
+    with pytest.raises(MeetingError, match=expected), joined(1):
         pass
     assert time.monotonic() - begin < 5

@@ -24,12 +24,13 @@ class Machine:
     """Types commands into one shell, so that what they export stays.
 
     Args:
-        link, host: where it is. address: one more of the host, that of the page.
+        link, host: where it is. address: of the host, as the page has it.
         folder: for its home. other: home of the machine that `scp` copies to.
     """
 
     def __init__(self, link: SlowLink, host: int, *, address: str, home: Path, other: Path) -> None:
-        link._namespaces[host].ip(f"address add {address}/24 dev {link.interface(host)}")
+        interface = link.interface(host)  # whose only address is the page's: by the first one the run finds it
+        link._namespaces[host].ip(f"address flush dev {interface}", f"address add {address}/24 dev {interface}")
         self.home, self.log = home, home / ".terminal"
         programs = home / ".bin"
         programs.mkdir(parents=True)
