@@ -163,8 +163,11 @@ def test_the_report_is_shown_and_drawn(report, tmp_path: Path):
     ("wrong", "message"),
     [
         ({"codecs": ("int9",)}, "codec is 'int9'"),
-        ({"codecs": ("aq-sgd",)}, "needs samples that come back"),
-        ({"codecs": ("SubspaceQuant(directions='auto')",)}, "codec is .*, which a pipeline's warm-up settles"),
+        ({"codecs": ("aq-sgd",)}, "needs every sample twice"),
+        (
+            {"codecs": ("SubspaceQuant(directions='auto')",)},
+            "codec is .*, which chooses a parameter in a",
+        ),
         ({"layer": True, "shape": (1, 4, 9)}, "model.dim is 9; allowed: .* even width"),
         ({"dtypes": ("float64",)}, r"dtypes is .*allowed: float32"),
         ({"data": ()}, r"data is empty"),

@@ -90,7 +90,10 @@ def test_a_line_has_only_what_all_boundaries_have():
         ({"directions": (0,)}, r"directions is \(0,\); allowed: at least 1"),
         ({"bits": ()}, "bits is empty"),
         ({"codecs": ("aq-sgd",)}, "codecs has 'aq-sgd', which learns"),
-        ({"codecs": ("SubspaceQuant(directions='auto')",)}, "codecs has .*, which a pipeline's warm-up settles"),
+        (
+            {"codecs": ("SubspaceQuant(directions='auto')",)},
+            "codecs has .*, which chooses a parameter in a",
+        ),
     ],
 )
 def test_settings_that_cannot_be(settings: dict, message: str):
