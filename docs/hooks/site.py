@@ -9,7 +9,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -47,12 +46,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of files at the root, and leave pages that are not there out of the navigation."""
+    """Add the pages that are made of files at the root."""
     for name, uri in PAGES_AT_ROOT.items():
         if (ROOT / name).exists():
             files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
-    there = {file.src_uri for file in files.documentation_pages()}
-    config.nav = list(_there(config.nav or [], there))
     return files
 
 
@@ -135,17 +132,3 @@ def _two_images(picture: re.Match[str]) -> str:
         return f"<img{picture['light']}>"
     light = _IMAGE.sub(r'src="\1#only-light"', picture["light"])
     return f"<img{light}>" + "<img" + _IMAGE.sub(f'src="{dark[1]}#only-dark"', picture["light"]) + ">"
-
-
-def _there(nav: list[Any], pages: set[str]) -> Iterator[Any]:
-    for item in nav:
-        if isinstance(item, str):
-            if item in pages:
-                yield item
-            continue
-        ((title, within),) = item.items()
-        if isinstance(within, str):
-            if within in pages:
-                yield item
-        elif kept := list(_there(within, pages)):
-            yield {title: kept}

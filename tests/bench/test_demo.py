@@ -37,8 +37,7 @@ def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (stock["bits_forward"], stock["speedup_stock_fp32"]) == (32.0, 1.0)
     assert few["bytes_per_step"] < fp32["bytes_per_step"] / 3
     assert few["bits_forward"] == pytest.approx(SubspaceQuant().bits_per_element((2, 32, 32)), abs=0.1)
-    assert [loss for _, loss in stock["curve"]] == pytest.approx([loss for _, loss in fp32["curve"][:3]])
-    assert fp32["curve"][0][1] == pytest.approx(few["curve"][0][1], abs=0.05)
+    assert stock["curve"][0][1] == fp32["curve"][0][1] == pytest.approx(few["curve"][0][1], abs=0.05)
     assert {row["link_mbit"] for row in report.rows} == {None if SlowLink.available() else 100.0}
     text = shown.get()
     for part in ("PyTorch's stage, FP32", "lowbit's stage, SubspaceQuant", "tokens/s", "def ", "demo.png"):
