@@ -48,6 +48,7 @@ class Figures:
     """`python -m benchmarks figures`."""
 
     summary = SUMMARY
+    examples = ("python -m benchmarks figures",)
 
     def parser(self, program: str) -> Parser:
         """Parser of its command line."""
