@@ -223,7 +223,7 @@ def _finding(rows: Sequence[Row]) -> str:
     if best is None:
         return "Held-out loss by seconds of training"
     ours, base = best["seconds_to_loss"] / 60, best["seconds_to_loss"] * best["speedup_fp32"] / 60
-    return f"Over {link_name(best)}: loss {best['target_loss']:.2f} after {ours:.1f} minutes instead of {base:.1f}"
+    return f"Over {link_name(best)}: loss {best['target_loss']:.2f} after {ours:.1f} minutes, FP32 after {base:.1f}"
 
 
 COMMAND = Command(

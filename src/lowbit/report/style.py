@@ -42,7 +42,7 @@ class Theme:
             "font.family": "DejaVu Sans", "font.size": TEXT, "axes.labelsize": TEXT, "xtick.labelsize": SMALL,
             "ytick.labelsize": TEXT, "legend.fontsize": SMALL, "axes.titlesize": TEXT, "axes.titleweight": "bold",
             "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-            "axes.axisbelow": True, "axes.unicode_minus": True, "svg.hashsalt": "lowbit", "svg.fonttype": "path",
+            "axes.axisbelow": True, "axes.unicode_minus": True, "svg.hashsalt": "lowbit", "svg.fonttype": "none",
         }  # fmt: skip
 
 
