@@ -34,7 +34,9 @@ def racer_of(boundary: str, curve: list[tuple[float, float]]) -> Racer:
     racer = object.__new__(Racer)
     racer.boundary, racer.curve, racer.state_bytes = boundary, curve, 0
     racer.formats = {"forward": None, "backward": None}
-    racer.steps = [{"bits_forward": 4.0, "bits_backward": 6.0, "bytes_sent": 1e6}]
+    racer.steps = [
+        {"bits_forward": 4.0, "bits_backward": 6.0, "bytes_sent": 1e6, "tokens_per_second": 100.0, "seconds": 1.0}
+    ]
     return racer
 
 

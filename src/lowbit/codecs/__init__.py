@@ -6,9 +6,10 @@ from lowbit.codecs.aq_sgd.codec import AQSGD
 from lowbit.codecs.base import Codec
 from lowbit.codecs.block_float8.codec import BlockFloat8
 from lowbit.codecs.cast.codec import Cast
+from lowbit.codecs.defaults import backward_codec
 from lowbit.codecs.feature_int4.codec import FeatureInt4
 from lowbit.codecs.group_int.codec import GroupInt
-from lowbit.codecs.names import backward_codec, parse, parse_pair
+from lowbit.codecs.names import parse, parse_pair
 from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.codec import SubspaceQuant

@@ -9,19 +9,10 @@ import torch
 
 from lowbit.codecs import registry
 from lowbit.codecs.base import Codec
-from lowbit.codecs.group_int.codec import GroupInt
+from lowbit.codecs.defaults import backward_codec
 
 PAIR = " / "
 """Between the formats of activations and of gradients, where the name of a boundary tells both."""
-
-
-def backward_codec(forward: Codec) -> Codec:
-    """Return the default format of gradients for a format of activations: 6 bits in groups of 32.
-
-    A format may decide otherwise (`Codec.for_gradients`): plain numbers travel alike both ways, and `SubspaceQuant`
-    comes back with the same settings and at least 4 bits.
-    """
-    return forward.for_gradients() or GroupInt(bits=6, group=32, symmetric=True)
 
 
 def parse_pair(text: str, backward: str = "") -> tuple[Codec, Codec]:

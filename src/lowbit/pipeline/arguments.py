@@ -12,14 +12,11 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
-from lowbit.codecs.names import backward_codec
+from lowbit.codecs.defaults import backward_codec
 from lowbit.codecs.sessions import Key
-from lowbit.codecs.subspace_quant.codec import SubspaceQuant
 
 Codecs = Codec | Mapping[int, Codec]
 """One codec for all boundaries, or a mapping from boundary index (i: between stages i and i + 1)."""
-RECOMMENDED = SubspaceQuant()
-"""The format of activations where nobody names another."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
+from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.pipeline.arguments import (
-    RECOMMENDED,
     Codecs,
     Step,
     backward_beside,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lowbit import __version__
 from lowbit.codecs.base import Codec
+from lowbit.codecs.defaults import RECOMMENDED
 from lowbit.codecs.sessions import Session
 from lowbit.pipeline.arguments import (
-    RECOMMENDED,
     Codecs,
     Step,
     backward_beside,

@@ -146,7 +146,7 @@ def test_boundaries_at_the_same_place_go_on_as_they_were(ranks: Ranks, tmp_path:
     chosen = read_summary_of_choices(config, 4)
     two = again(config, pipeline={"ranks": 2}, run=RESUME)
     lines = ranks.run(part, two, 100, timeout=LIMIT)[0]
-    assert not any("afresh" in line for line in lines), lines
+    assert not any("without their earlier state" in line for line in lines), lines
     [(place, codec)] = [
         (name, codec) for name, codec in read_summary_of_choices(config, 8).items() if "forward" in name
     ]
@@ -154,7 +154,7 @@ def test_boundaries_at_the_same_place_go_on_as_they_were(ranks: Ranks, tmp_path:
     longer = {"steps": 10, "allow_change": ["run.steps"]}
     four = again(two, pipeline={"ranks": 4}, run=longer)
     lines = ranks.run(part, four, 100, ranks=4, timeout=LIMIT)[0]
-    [line] = [line for line in lines if "afresh" in line]
+    [line] = [line for line in lines if "without their earlier state" in line]
     assert "boundary 0 forward, boundary 0 backward, boundary 2 forward, boundary 2 backward" in line
     assert len(read_summary_of_choices(config, 10)) == 3, "taken from the nearest boundary"
 
