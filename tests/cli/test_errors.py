@@ -92,3 +92,11 @@ def test_a_base_install_says_what_to_install():
     )
     assert told[len(NEEDS) :] == [f"error: lowbit has no 'nonsense'; known: {', '.join(APP.commands())}"]
     assert done.stdout.count("where to begin:") == 2
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback():
+    with pytest.raises(SystemExit) as ended, one_line_errors(False):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    with pytest.raises(KeyboardInterrupt), one_line_errors(True):
+        raise KeyboardInterrupt

@@ -16,21 +16,25 @@ EXTRAS = dict.fromkeys(_TRAIN, TRAIN) | {
     "lm_eval": "tasks",
     "accelerate": "tasks",
 }
-USAGE, FAILURE = 2, 1
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130
 
 
 @contextmanager
 def one_line_errors(traceback: bool) -> Iterator[None]:
     """Turn an expected error into one line and an exit code.
 
-    A wrong value, a file or a missing extra exits with 2, a run that failed with 1. Anything else is a bug in lowbit
-    and keeps its traceback.
+    A wrong value, a file or a missing extra exits with 2, a run that failed with 1, Ctrl-C with 130. Anything else is a
+    bug in lowbit and keeps its traceback.
 
     Args:
         traceback: let every error through.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        if traceback:
+            raise
+        raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         code = exit_code(error)
         if traceback or code is None:

@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 _RECENT = 50  # steps that the time left is computed from
 _REFRESH_SECONDS = 0.1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 10.0, 600.0
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
 def machine_name() -> str:
-    """Text that is the same for all ranks of a machine, and another on every other machine."""
-    return " ".join([socket.gethostname(), *([_BOOT.read_text().strip()] if _BOOT.exists() else [])])
+    """Text that is the same for all ranks of a machine, and another on every other machine.
+
+    Many machines have the same host name. A network namespace, as of a container, counts as a machine.
+    """
+    if not (_BOOT.exists() and _NETWORK.exists()):
+        return socket.gethostname()
+    return f"{socket.gethostname()} {_BOOT.read_text().strip()} {_NETWORK.stat().st_ino}"
 
 
 def first_on_machine(rank: int, machines: Sequence[str]) -> bool:
