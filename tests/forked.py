@@ -85,10 +85,9 @@ def _run(script: str, arguments: Sequence[str], environment: dict[str, str], fol
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.update(environment)
-    if environment:
-        import torch
+    import torch
 
-        torch.set_num_threads(1)  # PyTorch read OMP_NUM_THREADS when it was imported
+    torch.set_num_threads(1)  # as torchrun has it; several would wait for each other while other tests compute
     os.chdir(folder)
     sys.argv = [script, *arguments]
     sys.path.insert(0, folder)
