@@ -19,10 +19,13 @@ from typing import Any
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.__main__ import BENCHMARKS
 from lowbit.cli.app import COMMANDS, Group
 from lowbit.train import ConfigError, from_mapping
+from lowbit.train.export import save_model
+from lowbit.train.tokenizer import ByteTokenizer
 from tests.forked import run_script
 
 ROOT = Path(__file__).parents[1]
@@ -129,8 +132,21 @@ TORCHRUN = [
 ]
 
 
+MADE_EARLIER = {"docs/start/first-run.md": "runs/mine/model", "docs/tutorials/fine-tune.md": "runs/tune/model"}
+"""The model that the commands of a page have made before its Python runs."""
+
+
+def save_small_model(folder: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=256, **sizes)
+    model = LlamaForCausalLM(config)
+    save_model(folder, dict(model.state_dict()), config, ByteTokenizer())
+
+
 @pytest.mark.parametrize("page", PYTHON, ids=name)
 def test_python_runs(page: Path, tmp_path: Path):
+    if folder := MADE_EARLIER.get(name(page)):
+        save_small_model(tmp_path / folder)
     found = [b for b in blocks(page.read_text()) if b.language == "python" and not b.ranks]
     script = tmp_path / f"{page.stem}.py"
     script.write_text(joined(found))
