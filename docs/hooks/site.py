@@ -72,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _lists(lines: list[str]) -> Iterator[str]:
-    """Lists as Python-Markdown wants them: behind an empty line, and with four spaces for what belongs to an item."""
+    """Yield lists in the form that Python-Markdown needs: after an empty line, items indented by four spaces."""
     items: list[int] = []  # columns in which the text of the items begins that a line is part of
     fence, first, before = "", "", ""  # the open fence, the first line of the paragraph, the line before
     shift = 0
