@@ -24,7 +24,7 @@ from rich.console import Console
 
 from lowbit.bench.progress import step_bars
 from lowbit.bench.replicas import RANKS
-from lowbit.bench.settings import Device, EachOnce, check_device, check_width
+from lowbit.bench.settings import Device, EachOnce, check_device, check_shape
 from lowbit.bench.training import Recipe, activation_policy, codec_pair, gradient_codec
 from lowbit.bench.workers import Workers
 from lowbit.codecs import parse
@@ -132,7 +132,8 @@ def _check_codecs(settings: ConvergenceBenchmark, boundary: str) -> None:
     for regime in settings.regimes:
         width = hidden_size(_model(settings, regime))
         if width is not None:
-            check_width(boundary, (codec for codec in codecs if codec.settled), width)
+            shape = (settings.data.batch, settings.data.sequence, width)
+            check_shape(boundary, (codec for codec in codecs if codec.settled), shape)
 
 
 def _model(settings: ConvergenceBenchmark, regime: str) -> ModelConfig:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowbit.bench.settings import STOCK, check_width, formats_of
+from lowbit.bench.settings import STOCK, check_shape, formats_of
 from lowbit.bench.workers import Workers
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
@@ -129,5 +129,6 @@ def check_recipes(settings: Any, pipeline: PipelineConfig) -> None:
         plan = make_layout(config.pipeline, ranks=pipeline.ranks, layers=count_layers(settings.model))
         codecs = make_codecs(config.pipeline, plan.stages - 1)
         if (width := hidden_size(settings.model)) is not None:
-            check_width(boundary, (*codecs.forward, *codecs.backward), width)
+            shape = (config.rows, config.data.sequence, width)
+            check_shape(boundary, (*codecs.forward, *codecs.backward), shape)
     choose_device(settings.device, pipeline.ranks)

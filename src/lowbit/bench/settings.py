@@ -36,15 +36,15 @@ def formats_of(boundary: str, backward: str) -> dict[str, str | None]:
     return dict(zip(("forward", "backward"), pair, strict=True))
 
 
-def check_width(boundary: str, codecs: Iterable[Codec], width: int) -> None:
-    """Check that a boundary's formats can code tokens of `width` elements without a warm-up.
+def check_shape(boundary: str, codecs: Iterable[Codec], shape: tuple[int, ...]) -> None:
+    """Check that a boundary's formats can code messages of this shape without a warm-up.
 
     Raises:
         ConfigError: one cannot, or leaves something open.
     """
     for codec in codecs:
         try:
-            codec.nbytes((1, width))
+            codec.nbytes(shape)
         except ValueError as error:
             raise ConfigError(f"boundaries has {boundary!r}: {error}") from error
 

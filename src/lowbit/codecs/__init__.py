@@ -15,6 +15,7 @@ from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.codec import SubspaceQuant
 from lowbit.codecs.sums import Summable
 from lowbit.codecs.tah_quant.codec import TAHQuant
+from lowbit.codecs.transform_quant.codec import TransformQuant
 
 __all__ = [
     "AQSGD",
@@ -28,6 +29,7 @@ __all__ = [
     "SubspaceQuant",
     "Summable",
     "TAHQuant",
+    "TransformQuant",
     "backward_codec",
     "parse",
     "parse_pair",

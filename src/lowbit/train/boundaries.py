@@ -70,15 +70,15 @@ def in_full(pipeline: PipelineConfig) -> PipelineConfig:
     return replace(pipeline, forward=forward, backward=backward)
 
 
-def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> None:
+def check_codecs(codecs: Codecs, *, shape: tuple[int, ...] | None, warmup_steps: int) -> None:
     """Check that codecs fit the model and the warm-up.
 
     Args:
-        width: elements of an activation of a token; None: unknown.
+        shape: of a micro-batch's activations, (rows, sequence, width); None: unknown.
         warmup_steps: of the pipeline.
 
     Raises:
-        ConfigError: a codec that cannot take this width, or that needs a warm-up and there is none.
+        ConfigError: a codec that cannot take this shape, or that needs a warm-up and there is none.
     """
     for name, each in (("forward", codecs.forward), ("backward", codecs.backward)):
         for codec in each:
@@ -86,10 +86,10 @@ def check_codecs(codecs: Codecs, *, width: int | None, warmup_steps: int) -> Non
                 check_warm_up(f"pipeline.{name}", codec, warmup_steps, "pipeline.")
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-            if width is None or not codec.settled:
+            if shape is None or not codec.settled:
                 continue
             try:
-                codec.nbytes((1, width))
+                codec.nbytes(shape)
             except ValueError as error:
                 raise ConfigError(f"pipeline.{name}: {error}") from error
 

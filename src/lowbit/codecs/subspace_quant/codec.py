@@ -19,7 +19,7 @@ from lowbit.codecs.subspace_quant.fit import best_directions
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry, subspace_geometry, suited
 from lowbit.codecs.subspace_quant.memory import Memory
 from lowbit.codecs.subspace_quant.reference import coefficients_decode, coefficients_encode, rest_decode, rest_encode
-from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
+from lowbit.codecs.subspace_quant.reference_basis import Basis, coefficients, follow, renew, units
 from lowbit.kernels import apart, implementation
 from lowbit.kernels.layout import ALIGNMENT
 
@@ -236,7 +236,10 @@ class SubspaceSession(Session):
         basis = Basis(memory.directions, memory.inverse(), memory.digest)
         new = Basis(*map(torch.empty_like, basis))
         c_RK, unit_K = basis.inverse_KK.new_empty(geo.rows, geo.directions), basis.inverse_KK.new_empty(geo.directions)
-        self._run(renew, x_RC, basis, payload, c_RK, unit_K, new, memory.messages, training, brings, geo)
+        products_RK = implementation(renew, self.device)(
+            x_RC, basis, payload, new, memory.messages, training, brings, geo
+        )
+        self._run(coefficients, products_RK, new.inverse_KK, payload, c_RK, unit_K, geo)
         self._run(coefficients_encode, c_RK, unit_K, payload, c_RK, geo)
         self._run(rest_encode, x_RC, c_RK, new.directions_KC, payload, geo)
         if training:
@@ -259,9 +262,10 @@ class SubspaceSession(Session):
         expected = torch.empty(4, dtype=torch.int32, device=payload.device)
         unit_K = directions_KC.new_empty(geo.directions)
         self._run(
-            follow, payload, memory.directions, memory.digest, expected, directions_KC, digest, unit_K,
-            memory.messages, training, geo,
+            follow, payload, memory.directions, memory.digest, expected, directions_KC, digest, memory.messages,
+            training, geo,
         )  # fmt: skip
+        self._run(units, payload, unit_K, geo)
         header = geo.layout.section(payload, "header", torch.int32)
         if not memory.headers.compare(header, expected):
             # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
@@ -279,9 +283,7 @@ class SubspaceSession(Session):
 
     def state_dict(self) -> dict[str, Any]:
         """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
-        memory = self._memory
-        memory.headers.check(wait=True)
-        return {"directions": memory.directions.clone(), "messages": memory.messages, "digest": int(memory.digest)}
+        return self._memory.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave; an empty one is that of before the first message.
@@ -289,27 +291,7 @@ class SubspaceSession(Session):
         Raises:
             ValueError: it is of another number of directions, or another width.
         """
-        memory = self._memory
-        if not state:
-            memory.reset()
-            return
-        if unlike := {"directions", "messages", "digest"} ^ set(state):
-            raise ValueError(f"state lacks or has {sorted(unlike)}; it is not one of {self.codec}")
-        directions, counts = state["directions"], (state["messages"], state["digest"])
-        if not isinstance(directions, Tensor) or any(type(count) is not int for count in counts):
-            raise ValueError(
-                "state has directions, messages or digest of a wrong type; allowed: a tensor and two integers"
-            )
-        if directions.shape != memory.directions.shape:
-            expected = tuple(memory.directions.shape)
-            raise ValueError(
-                f"state has directions of shape {tuple(directions.shape)}; expected (directions, channels) = {expected}"
-            )
-        memory.restore(
-            directions.to(self.device, torch.float32, copy=True),
-            int(state["messages"]),
-            torch.full((), int(state["digest"]), dtype=torch.int64, device=self.device),
-        )
+        self._memory.load_state_dict(state, self.codec)
 
     def _run(self, function: Callable[..., None], *arguments: object) -> None:
         implementation(function, self.device)(*arguments)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs.subspace_quant.cpu_basis import follow, invert, renew
+from lowbit.codecs.subspace_quant.cpu_basis import coefficients, follow, invert, renew, units
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
 from lowbit.codecs.subspace_quant.reference import FARTHEST, NAN_STEP, ZERO_STEP
 from lowbit.kernels.cpu.jit import helper, kernel, summing
@@ -39,7 +39,8 @@ from lowbit.kernels.cpu.vectors import add
 from lowbit.kernels.exact import octave_rounding
 
 __all__ = [
-    "coefficients_decode", "coefficients_encode", "follow", "invert", "renew", "rest_decode", "rest_encode",
+    "coefficients", "coefficients_decode", "coefficients_encode", "follow", "invert", "renew", "rest_decode",
+    "rest_encode", "units",
 ]  # fmt: skip
 
 FAR, NAN = np.float32(FARTHEST), np.float32(np.nan)

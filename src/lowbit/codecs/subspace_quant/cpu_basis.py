@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
 from lowbit.codecs.subspace_quant.reference import FARTHEST
-from lowbit.codecs.subspace_quant.reference_basis import ITERATIONS, PLACES, RIDGE, WEIGHT, Basis, start
+from lowbit.codecs.subspace_quant.reference_basis import ITERATIONS, PLACES, RIDGE, WEIGHT, Basis, BasisGeometry, start
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.memory import (
     get_byte,
@@ -51,12 +51,11 @@ TINY = 1e-12  # of a pivot, so that a root and a quotient are numbers
 
 
 def renew(
-    x: Tensor, basis: Basis, payload: Tensor, c: Tensor, unit: Tensor, new: Basis,
-    number: int, training: bool, brings: bool, geo: SubspaceGeometry,
-) -> None:  # fmt: skip
+    x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, brings: bool, geo: BasisGeometry
+) -> Tensor:
     """See `reference_basis`; a message of no use brings zeros."""
     at, rows, channels, rank, count = geo.layout.offsets, geo.rows, geo.channels, geo.directions, geo.renewed
-    slots, lengths, codes, units = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions", "units"))
+    slots, lengths, codes = (payload.data_ptr() + at[n] for n in ("slots", "lengths", "directions"))
     x = x.float()
     products = torch.mm(basis.directions_KC, x.t())
     scale = _scale(x) if brings else 0.0
@@ -93,8 +92,16 @@ def renew(
         invert(new.directions_KC, new.inverse_KK)
     else:
         new.inverse_KK.copy_(basis.inverse_KK)
-    torch.mm(products.t(), new.inverse_KK, out=c)
-    _put_units(c.data_ptr(), rows, rank, units, unit.data_ptr())
+    return products.t()
+
+
+def coefficients(
+    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: SubspaceGeometry
+) -> None:
+    """See `reference_basis`."""
+    torch.mm(products, inverse, out=c)
+    units = payload.data_ptr() + geo.layout.offsets["units"]
+    _put_units(c.data_ptr(), geo.rows, geo.directions, units, unit.data_ptr())
 
 
 def invert(directions: Tensor, out: Tensor) -> None:
@@ -105,7 +112,7 @@ def invert(directions: Tensor, out: Tensor) -> None:
 
 def follow(
     payload: Tensor, directions: Tensor, digest: Tensor, header: Tensor, next_directions: Tensor, next_digest: Tensor,
-    unit: Tensor, number: int, training: bool, geo: SubspaceGeometry,
+    number: int, training: bool, geo: BasisGeometry,
 ) -> None:  # fmt: skip
     """The reference's numbers."""
     at, start = geo.layout.offsets, payload.data_ptr()
@@ -114,7 +121,11 @@ def follow(
         geo.channels, directions.data_ptr(), digest.data_ptr(), header.data_ptr(),
         next_directions.data_ptr(), next_digest.data_ptr(), number % (1 << 31), training,
     )  # fmt: skip
-    _get_units(start + at["units"], unit.data_ptr(), geo.directions)
+
+
+def units(payload: Tensor, unit: Tensor, geo: SubspaceGeometry) -> None:
+    """The reference's numbers."""
+    _get_units(payload.data_ptr() + geo.layout.offsets["units"], unit.data_ptr(), geo.directions)
 
 
 def _scale(x: Tensor) -> float:

@@ -17,7 +17,7 @@ from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
 from lowbit.codecs.subspace_quant.reference import FARTHEST, NAN_STEP, ZERO_STEP
 
 # The engine's matrix products, and a few of its operations on as many numbers as there are directions.
-from lowbit.codecs.subspace_quant.reference_basis import follow, invert, renew
+from lowbit.codecs.subspace_quant.reference_basis import coefficients, follow, invert, renew, units
 from lowbit.kernels.exact import LARGEST, SMALLEST, octave_rounding
 from lowbit.kernels.gpu import eighths
 from lowbit.kernels.gpu.lanes import lanes, row_maximum, step_of
@@ -26,7 +26,8 @@ from lowbit.kernels.gpu.numbers import bits_of, inverse_of, number_of, of_bits, 
 from lowbit.kernels.layout import ceil_div
 
 __all__ = [
-    "coefficients_decode", "coefficients_encode", "follow", "invert", "renew", "rest_decode", "rest_encode",
+    "coefficients", "coefficients_decode", "coefficients_encode", "follow", "invert", "renew", "rest_decode",
+    "rest_encode", "units",
 ]  # fmt: skip
 
 LARGEST_, SMALLEST_, FARTHEST_ = (tl.constexpr(v) for v in (LARGEST, SMALLEST, FARTHEST))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,38 @@ class Memory:
         self.directions, self.messages, self.digest = directions, messages, digest
         self._inverse: Tensor | None = None
         self.headers.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
+        self.headers.check(wait=True)
+        return {"directions": self.directions.clone(), "messages": self.messages, "digest": int(self.digest)}
+
+    def load_state_dict(self, state: dict[str, Any], codec: object) -> None:
+        """Take over what `state_dict` gave; an empty one is that of before the first message.
+
+        Raises:
+            ValueError: it is of another number of directions, or another width, or of no `codec` like this.
+        """
+        if not state:
+            self.reset()
+            return
+        if unlike := {"directions", "messages", "digest"} ^ set(state):
+            raise ValueError(f"state lacks or has {sorted(unlike)}; it is not one of {codec}")
+        directions, counts = state["directions"], (state["messages"], state["digest"])
+        if not isinstance(directions, Tensor) or any(type(count) is not int for count in counts):
+            raise ValueError(
+                "state has directions, messages or digest of a wrong type; allowed: a tensor and two integers"
+            )
+        if directions.shape != self.directions.shape:
+            expected = tuple(self.directions.shape)
+            raise ValueError(
+                f"state has directions of shape {tuple(directions.shape)}; expected (directions, channels) = {expected}"
+            )
+        self.restore(
+            directions.to(self._device, torch.float32, copy=True),
+            int(state["messages"]),
+            torch.full((), int(state["digest"]), dtype=torch.int64, device=self._device),
+        )
 
     def inverse(self) -> Tensor:
         """The inverse of the directions' products with each other; for use `apart`."""

@@ -8,7 +8,7 @@ M of them renewed, C channels.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,26 @@ from lowbit.codecs.subspace_quant.layout import SubspaceGeometry
 from lowbit.codecs.subspace_quant.reference import FARTHEST
 from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.exact import inverse as reciprocal
+from lowbit.kernels.layout import Layout
 
 PLACES, WEIGHT = 65521, 0x9E3779B1  # of a digest's weights
 ITERATIONS = 3  # of the block power method, from a random start
 RIDGE = 1e-4  # directions are of length 1 and near to orthogonal; absent ones are zeros
+
+
+class BasisGeometry(Protocol):
+    """What directions of a payload depend on: the sections `header`, `slots`, `lengths` and `directions`, and sizes."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def directions(self) -> int: ...
+    @property
+    def renewed(self) -> int: ...
+    @property
+    def layout(self) -> Layout: ...
 
 
 class Basis(NamedTuple):
@@ -78,14 +94,16 @@ class Renewal(NamedTuple):
 
 
 def renew(
-    x: Tensor, basis: Basis, payload: Tensor, c: Tensor, unit: Tensor, new: Basis,
-    number: int, training: bool, brings: bool, geo: SubspaceGeometry,
-) -> None:  # fmt: skip
-    """Header, directions and units of the payload of x (R, C), the basis that it leaves, and coefficients with that.
+    x: Tensor, basis: Basis, payload: Tensor, new: Basis, number: int, training: bool, brings: bool, geo: BasisGeometry
+) -> Tensor:
+    """Header and directions of the payload of x (R, C), and the basis that it leaves.
 
     Args:
-        basis: of the sender. c: coefficients (R, K), and their units (K,), to be written, as is the `new` basis.
+        basis: of the sender. new: the next one, to be written.
         number: of the message. brings: whether it brings new directions.
+
+    Returns:
+        Products of the tokens with the new basis, (R, K).
     """
     full_RC = x.float()
     products_RK = full_RC @ basis.directions_KC.t()
@@ -102,7 +120,14 @@ def renew(
         new.inverse_KK.copy_(gram_inverse(new.directions_KC))
     else:
         new.inverse_KK.copy_(basis.inverse_KK)
-    torch.mm(products_RK, new.inverse_KK, out=c)
+    return products_RK
+
+
+def coefficients(
+    products: Tensor, inverse: Tensor, payload: Tensor, c: Tensor, unit: Tensor, geo: SubspaceGeometry
+) -> None:
+    """Coefficients (R, K) of tokens with these products (R, K), and their units (K,), also in the payload."""
+    torch.mm(products, inverse, out=c)
     units = geo.layout.section(payload, "units", torch.bfloat16)
     units.copy_(units_of(c))
     unit.copy_(units)
@@ -115,7 +140,7 @@ def invert(directions: Tensor, out: Tensor) -> None:
 
 def follow(
     payload: Tensor, directions: Tensor, digest: Tensor, header: Tensor, next_directions: Tensor, next_digest: Tensor,
-    unit: Tensor, number: int, training: bool, geo: SubspaceGeometry,
+    number: int, training: bool, geo: BasisGeometry,
 ) -> None:  # fmt: skip
     """What the header must be if the payload's directions are meant for this basis, and what comes of it with them.
 
@@ -124,6 +149,10 @@ def follow(
     """
     renewal = Renewal(*_sections(payload, geo))
     _follow(renewal, directions, digest, header, next_directions, next_digest, number, training)
+
+
+def units(payload: Tensor, unit: Tensor, geo: SubspaceGeometry) -> None:
+    """What coefficients are measured in, (K,), from a payload."""
     unit.copy_(geo.layout.section(payload, "units", torch.bfloat16))
 
 
@@ -148,7 +177,7 @@ def _follow(
     header[3].copy_(own)
 
 
-def _sections(payload: Tensor, geo: SubspaceGeometry) -> tuple[Tensor, Tensor, Tensor]:
+def _sections(payload: Tensor, geo: BasisGeometry) -> tuple[Tensor, Tensor, Tensor]:
     """Of a payload, as those of a `Renewal`."""
     section = geo.layout.section
     return (

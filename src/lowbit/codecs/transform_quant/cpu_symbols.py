@@ -1,0 +1,101 @@
+"""What is done to each coefficient, as LLVM instructions of 32 bits (see `lowbit.kernels.cpu.formulas`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.types import float32, int32, int64
+
+from lowbit.codecs.transform_quant.reference import FARTHEST, HIGHEST
+from lowbit.codecs.transform_quant.tables import BORDERS, DEAD, DITHERS, LOWEST, MIDDLE, SYMBOLS
+from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32
+from lowbit.kernels.cpu.jit import operation
+from lowbit.kernels.cpu.memory import F32, I16, I32, I64
+
+DEAD_TOKEN = -(1 << 20)  # in place of what a token adds to scales: it has no coefficients
+
+
+@operation(int32, int64, int32)
+def dither_of(b: Any, index: Any, seed: Any) -> Any:
+    """A byte: `reference.dither`."""
+    above = b.mul(b.trunc(b.lshr(index, I64(32)), I32), I32(0x9E3779B9))
+    h = b.xor(b.trunc(index, I32), b.add(seed, above))
+    h = b.mul(b.xor(h, b.lshr(h, I32(16))), I32(0x7FEB352D))
+    h = b.mul(b.xor(h, b.lshr(h, I32(15))), I32(0x846CA68B))
+    return b.lshr(b.xor(h, b.lshr(h, I32(16))), I32(24))
+
+
+@operation(int32, int32, int32)
+def scale_of(b: Any, channel: Any, row: Any) -> Any:
+    """The standard deviation that a coefficient is coded for, in quarters of an octave of a step."""
+    return lesser32(b, greater32(b, b.add(channel, row), I32(LOWEST)), I32(HIGHEST))
+
+
+@operation(int32, int32)
+def raw_of(b: Any, scale: Any) -> Any:
+    """How many of a code's lowest bits travel as they are."""
+    return b.ashr(greater32(b, scale, I32(0)), I32(2))
+
+
+@operation(int32, int32, int32, int32)
+def context_of(b: Any, scale: Any, dither: Any, row: Any) -> Any:
+    """The table that a symbol is coded with."""
+    dead = b.icmp_signed("==", row, I32(DEAD_TOKEN))
+    high = b.icmp_signed(">=", scale, I32(0))
+    group = b.sub(b.select(high, b.and_(scale, I32(3)), scale), I32(LOWEST))
+    group = b.select(dead, I32(DEAD), group)
+    value = b.lshr(dither, b.ashr(greater32(b, scale, I32(0)), I32(2)))
+    mirrored = b.sub(I32(255), value)
+    near = lesser32(b, value, mirrored)
+    place = I32(0)
+    for border in BORDERS:
+        place = b.add(place, b.zext(b.icmp_signed(">=", near, I32(border)), I32))
+    low = b.icmp_signed("<", value, I32(128))
+    place = b.select(low, place, b.sub(I32(DITHERS - 1), place))
+    return b.add(b.shl(group, I32(4)), place)
+
+
+@operation(int32, float32, float32, int32)
+def code_of(b: Any, value: Any, inverse: Any, dither: Any) -> Any:
+    """The number of the cell that a coefficient falls into."""
+    shift = b.fmul(b.fadd(b.sitofp(dither, F32), F32(0.5)), F32(1 / 256))
+    scaled = b.fadd(b.fmul(value, inverse), shift)
+    scaled = b.select(b.fcmp_unordered("uno", scaled, scaled), F32(0), scaled)
+    scaled = lesser(b, greater(b, scaled, F32(-FARTHEST)), F32(FARTHEST))
+    code = b.fptosi(scaled, I32)
+    above = b.fcmp_ordered(">", b.sitofp(code, F32), scaled)
+    return b.sub(code, b.zext(above, I32))
+
+
+@operation(int32, int32, int32, int32)
+def symbol_of(b: Any, code: Any, scale: Any, context: Any) -> Any:
+    """16 times the table, plus the symbol of a code's upper part."""
+    upper = b.ashr(code, b.ashr(greater32(b, scale, I32(0)), I32(2)))
+    symbol = b.add(upper, I32(MIDDLE))
+    inside = b.icmp_unsigned("<", symbol, I32(SYMBOLS))  # 0, too, is one beyond
+    return b.add(b.shl(context, I32(4)), b.select(inside, symbol, I32(0)))
+
+
+@operation(float32, int32, int32, float32)
+def number_of(b: Any, code: Any, dither: Any, step: Any) -> Any:
+    """The middle of a cell, without the dither."""
+    shift = b.fmul(b.fsub(F32(127.5), b.sitofp(dither, F32)), F32(1 / 256))
+    return b.fmul(b.fadd(b.sitofp(code, F32), shift), step)
+
+
+@operation(int64, int64, int64)
+def symbol_at(b: Any, row: Any, slot: Any) -> Any:
+    """The symbol whose limits in a table's row, at this address, a slot lies between."""
+    kind = ir.VectorType(I16, SYMBOLS)
+    limits = b.load(b.inttoptr(row, ir.PointerType(kind)), align=2)
+    one = b.insert_element(ir.Constant(kind, ir.Undefined), b.trunc(slot, I16), I32(0))
+    wanted = b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, SYMBOLS), [0] * SYMBOLS))
+    below = b.bitcast(b.icmp_unsigned("<=", limits, wanted), I16)
+    return b.sub(b.zext(b.ctpop(below), I64), I64(1))
+
+
+@operation(int64, int64, int64)
+def quotient(b: Any, state: Any, share: Any) -> Any:
+    """Of a state, which is below 2^31, and a symbol's share, in 32 bits."""
+    return b.zext(b.udiv(b.trunc(state, I32), b.trunc(share, I32)), I64)

@@ -1,0 +1,83 @@
+"""The layout of `TransformQuant` payloads, and all that follows from a tensor's shape and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.kernels.layout import Layout, ceil_div
+
+LANES = 32  # states that take the symbols of a stream in turn
+STREAM = 1 << 16  # symbols of a stream, at least, where there are as many
+STREAM_BYTES = 12 + 4 * LANES  # its entry in the table of streams, and its states
+DEAD_BITS = 0.08  # that a symbol takes at least, a little rounded up
+SLACK = 4  # bytes behind the streams, so that whole words can be read at their end
+
+
+@dataclass(frozen=True)
+class TransformGeometry:
+    """Everything about a payload of `lowbit.codecs.TransformQuant` that follows from the shape and the settings.
+
+    Attributes:
+        rows: tokens in the message; channels: elements of a token.
+        directions: of the basis; renewed: of those, how many travel with a message.
+        by_token: steps are relative to each token's norm.
+        streams: of symbols; stream_rows: tokens of each but the last.
+        layout: the sections.
+    """
+
+    rows: int
+    channels: int
+    directions: int
+    renewed: int
+    by_token: bool
+    streams: int
+    stream_rows: int
+    layout: Layout
+
+    def least(self) -> int:
+        """Bytes that a message takes with the largest of steps."""
+        symbols = int(self.rows * self.channels * DEAD_BITS / 8)
+        return self.layout.offsets["streams"] + self.streams * STREAM_BYTES + symbols + SLACK
+
+
+def suited(rows: int, channels: int) -> tuple[int, int]:
+    """Directions, and how many travel with a message of this shape.
+
+    Both ends derive them from the shape, so another rule needs another payload version. Sessions of one width share
+    their directions, so their number depends on the width alone. A new direction costs 8 / rows bits an element: each
+    message brings an eighth of the directions, fewer where they would take more than 1/8 bit, but always one.
+    """
+    directions = min(128, max(1, channels // 4))
+    return directions, max(1, min(ceil_div(directions, 8), rows // 64))
+
+
+def transform_geometry(rows: int, channels: int, by_token: bool, bits: float | None, coded: float) -> TransformGeometry:
+    """Sizes of the payload of `rows` tokens of `channels` elements.
+
+    Args:
+        bits: of an element, every byte counted; None: `coded` for its symbols, and what everything else takes.
+    """
+    directions, renewed = suited(rows, channels)
+    count = max(1, min(rows, rows * channels // STREAM))
+    stream_rows = max(1, ceil_div(rows, count))
+    streams = ceil_div(rows, stream_rows)
+
+    def layout(size: int) -> Layout:
+        return Layout.of(
+            header=16,
+            slots=2 * renewed,
+            lengths=4 * renewed,
+            directions=renewed * channels,
+            scalars=16,
+            levels=channels,
+            tokens=rows,
+            norms=rows * by_token,
+            streams=max(0, size),
+        )
+
+    before, symbols = layout(16).offsets["streams"], rows * channels
+    if bits is None:
+        size = int(symbols * coded / 8) + streams * STREAM_BYTES + SLACK
+    else:
+        size = int(symbols * bits / 8) - before
+    return TransformGeometry(rows, channels, directions, renewed, by_token, streams, stream_rows, layout(size // 2 * 2))

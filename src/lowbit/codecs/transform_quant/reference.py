@@ -1,0 +1,288 @@
+"""The definition of what `TransformQuant` codes, in plain PyTorch.
+
+Sessions call these functions, and kernels of the same names, directly (`lowbit.kernels.implementation`). All that both
+ends must agree on is integer arithmetic. Which scales and steps a sender takes is its own affair: they travel. Shape
+suffixes: R rows (tokens), C channels, S streams, N steps of a stream's lanes, L lanes.
+
+Logarithms are integers: of scales and norms in quarters of an octave, of steps in 64ths.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowbit.codecs.transform_quant import tables
+from lowbit.codecs.transform_quant.layout import LANES, SLACK, TransformGeometry
+from lowbit.codecs.transform_quant.tables import DEAD, DITHERS, LOWEST, MIDDLE, PRECISION, SYMBOLS, TOTAL
+
+ZERO, NAN = 255, 254  # in place of a token's scale: all zeros; with NaN or Inf
+FURTHEST_BELOW = 253  # quarters of an octave that a scale can lie below the largest one
+ROUNDS = 2  # of fitting scales of directions and tokens to each other
+RAW = 20  # bits of a code that travel as they are, at most
+HIGHEST = 4 * RAW + 3  # scale, in quarters of an octave of a step
+FINE = 64  # steps to an octave
+LEAST_STEP, MOST_STEP = -126 * FINE, 126 * FINE
+FARTHEST = 1 << 28  # magnitude of a code, at most
+BEGIN = 1 << 15  # a lane's state before its first symbol; it stays below 2^31
+WORD = 16  # bits that a state gives out at a time
+LIMIT = 31 - PRECISION  # a state of this many bits more than a symbol's probability gives out a word first
+SMALLEST = 2.0**-126
+ENTRY = 3  # numbers of a stream in the table: words, codes beyond the symbols, bytes of lowest bits
+
+
+def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
+    """Scalars, levels, tokens, norms and streams of coefficients z (R, C), float32; `header` chooses the dither."""
+    level_C, token_R, norm_R, scalars = fitted(z, geo)
+    level, norm, _, _ = scalars
+    scale_RC = scales(level_C, token_R, level)
+    dither_RC = dither(header, z.shape)
+    room, step = geo.layout.sizes["streams"] - SLACK, first_step(scale_RC, token_R, geo)
+    while True:
+        steps_R = steps(token_R, norm_R, norm, step, geo)
+        inverse_R = torch.where(steps_R > 0, steps_R, 1.0).reciprocal()  # also of NaN
+        usable_RC = torch.where(token_R[:, None] < NAN, z, 0.0)
+        code_RC = (usable_RC * inverse_R[:, None] + (dither_RC + 0.5) / 256).floor()
+        code_RC = code_RC.clamp(-FARTHEST, FARTHEST).to(torch.int32)
+        context_RC, raw_RC = contexts(scale_RC, token_R, dither_RC, step)
+        streams = [
+            stream_of(code_RC[rows].reshape(-1), context_RC[rows].reshape(-1), raw_RC[rows].reshape(-1))
+            for rows in _stream_rows(geo)
+        ]
+        excess = 4 * ENTRY * geo.streams + sum(len(body) for _, body in streams) - room
+        if excess <= 0 or step >= MOST_STEP:
+            break
+        step = min(MOST_STEP, step + 1 + 8 * FINE * excess // z.numel())
+    if excess > 0:
+        raise AssertionError("the largest step leaves nothing but dead symbols, and the layout has room for them")
+    section = geo.layout.section
+    section(payload, "scalars", torch.int32).copy_(torch.tensor([level, norm, step, 0], dtype=torch.int32))
+    section(payload, "levels").copy_(level_C)
+    section(payload, "tokens").copy_(token_R)
+    if geo.by_token:
+        section(payload, "norms").copy_(norm_R)
+    table = torch.tensor([entry for entry, _ in streams], dtype=torch.int32).reshape(-1).view(torch.uint8)
+    content = torch.cat([table, *(body for _, body in streams)]).to(payload.device)
+    section(payload, "streams")[: len(content)] = content
+
+
+def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -> Tensor:
+    """Write the coefficients (R, C), float32, in a payload to z.
+
+    Returns:
+        Whether the streams are whole, a boolean (); z has any numbers otherwise.
+    """
+    section = geo.layout.section
+    level, norm, step, _ = section(payload, "scalars", torch.int32).tolist()
+    token_R = section(payload, "tokens").int()
+    norm_R = section(payload, "norms").int() if geo.by_token else torch.zeros_like(token_R)
+    scale_RC = scales(section(payload, "levels").int(), token_R, level)
+    dither_RC = dither(header, z.shape)
+    context_RC, raw_RC = contexts(scale_RC, token_R, dither_RC, step)
+    streams = section(payload, "streams").cpu()
+    table = streams[: 4 * ENTRY * geo.streams].view(torch.int32).view(-1, ENTRY).tolist()
+    code_RC, whole = torch.zeros(z.shape, dtype=torch.int32), True
+    at = 4 * ENTRY * geo.streams
+    for entry, rows in zip(table, _stream_rows(geo), strict=True):
+        size = body_nbytes(*entry)
+        if min(entry) < 0 or at + size > len(streams) - SLACK:
+            return torch.zeros((), dtype=torch.bool)
+        part = [values[rows].reshape(-1).cpu() for values in (context_RC, raw_RC)]
+        codes, good = codes_of(streams[at : at + size], entry, *part)
+        code_RC[rows] = codes.view(-1, geo.channels)
+        whole, at = whole and good, at + size
+    number_RC = code_RC.to(z.device).float() + (127.5 - dither_RC) / 256
+    z.copy_(number_RC * steps(token_R, norm_R, norm, step, geo)[:, None])
+    return torch.tensor(whole)
+
+
+def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Scales of channels (C,) and tokens (R,), norms (R,) for steps by token, in bytes as they travel; the scalars."""
+    most_R = z.abs().amax(1)
+    finite_R, there_R = torch.isfinite(most_R), most_R >= SMALLEST
+    usable_R = finite_R & there_R
+    exponent_R = torch.frexp(torch.where(usable_R, most_R, 1.0))[1] - 1
+    a_RC = torch.ldexp(torch.where(usable_R[:, None], z, 0.0), -exponent_R[:, None]).double().square()
+    norm_R = _quarters(a_RC.mean(1)) if geo.by_token else torch.zeros_like(exponent_R)
+    a_RC = a_RC * torch.exp2(-0.5 * norm_R.double())[:, None]
+    count = usable_R.sum().clamp(min=1)
+    token_R = usable_R.double()
+    for _ in range(ROUNDS + 1):
+        channel_C = (a_RC / torch.where(token_R > 0, token_R, 1.0)[:, None]).sum(0) / count
+        token_R = (a_RC / torch.where(channel_C > 0, channel_C, 1.0)).mean(1)
+    tokens_R = _quarters(token_R) + (0 if geo.by_token else 4 * exponent_R)
+    level_C, level = _below(_quarters(channel_C), channel_C > 0, 255)
+    token_R, most = _below(tokens_R, usable_R, ZERO)
+    norm_R, norm = _below(norm_R + 4 * exponent_R, usable_R, FURTHEST_BELOW)
+    token_R = torch.where(finite_R, token_R, NAN)
+    return level_C, token_R, norm_R if geo.by_token else torch.zeros_like(token_R), [level + most, norm, 0, 0]
+
+
+def _quarters(square: Tensor) -> Tensor:
+    """The logarithm of a root, in quarters of an octave."""
+    return (torch.where(square > 0, square, 1.0).log2() * 2).round().int()
+
+
+def _below(quarters: Tensor, there: Tensor, otherwise: int) -> tuple[Tensor, int]:
+    """How far below their maximum numbers lie, and the maximum."""
+    most = int(torch.where(there, quarters, -(1 << 20)).amax())
+    most = most if bool(there.any()) else 0
+    return torch.where(there, (most - quarters).clamp(max=FURTHEST_BELOW), otherwise), most
+
+
+def scales(level_C: Tensor, token_R: Tensor, level: int) -> Tensor:
+    """What standard deviation each coefficient is coded for, in quarters of an octave, (R, C)."""
+    return level - level_C.int() - token_R[:, None].int()
+
+
+def steps(token_R: Tensor, norm_R: Tensor, norm: int, step: int, geo: TransformGeometry) -> Tensor:
+    """Each token's step, float32; 0 for tokens of zeros."""
+    by_norm_R = FINE // 4 * (norm - norm_R.long()) if geo.by_token else torch.zeros_like(token_R, dtype=torch.int64)
+    fine_R = (step + by_norm_R).clamp(LEAST_STEP, MOST_STEP)
+    step_R = torch.ldexp(_mantissas(token_R.device)[fine_R % FINE], torch.div(fine_R, FINE, rounding_mode="floor"))
+    return torch.where(token_R == ZERO, 0.0, torch.where(token_R == NAN, torch.nan, step_R))
+
+
+@functools.lru_cache(maxsize=8)
+def _mantissas(device: torch.device) -> Tensor:
+    return torch.tensor([2.0 ** (i / FINE) for i in range(FINE)], dtype=torch.float32, device=device)
+
+
+def dither(header: Tensor, shape: torch.Size) -> Tensor:
+    """A byte for each element, int64 (R, C): the upper one of a hash of its place and of the message's header."""
+    count, device = shape.numel(), header.device
+    number, before, training, own = header.long().unbind()
+    seed = number * 0x9E3779B1 + before * 0x85EBCA77 + training * 0xC2B2AE3D + own * 0x27D4EB2F
+    index = torch.arange(count, device=device)
+    h = (index & 0xFFFFFFFF) ^ ((seed + (index >> 32) * 0x9E3779B9) & 0xFFFFFFFF)
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return ((h ^ (h >> 16)) >> 24).view(shape)
+
+
+def contexts(scale_RC: Tensor, token_R: Tensor, dither_RC: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """The table that each code's symbol is coded with, and the number of its lowest bits that travel as they are."""
+    clipped_RC = (scale_RC - ((step + FINE // 8) >> 4)).clamp(LOWEST, HIGHEST)
+    raw_RC = clipped_RC.clamp(min=0) >> 2
+    class_RC = torch.where(clipped_RC >= 0, clipped_RC & 3, clipped_RC) - LOWEST
+    class_RC = torch.where(token_R[:, None] >= NAN, DEAD, class_RC)
+    raw_RC = torch.where(token_R[:, None] >= NAN, 0, raw_RC)
+    of_dither = torch.from_numpy(tables.dither_classes()).to(scale_RC.device)
+    return class_RC * DITHERS + of_dither[dither_RC >> raw_RC], raw_RC
+
+
+def first_step(scale_RC: Tensor, token_R: Tensor, geo: TransformGeometry) -> int:
+    """The smallest step with which symbols as likely as the tables say would fit into the payload."""
+    coded_RC = scale_RC[token_R < NAN]
+    if not coded_RC.numel():
+        return 0
+    room = 8 * (geo.layout.sizes["streams"] - geo.streams * 140 - SLACK)
+    low, count = int(coded_RC.amin()), torch.bincount((coded_RC - coded_RC.amin()).reshape(-1))
+    cost = torch.from_numpy(tables.costs())
+    scale = low + torch.arange(len(count))
+    for step in range(int(coded_RC.amax()) - HIGHEST, 8 * 256):
+        clipped = (scale - step).clamp(LOWEST, HIGHEST)
+        bits = cost[torch.where(clipped >= 0, clipped & 3, clipped) - LOWEST] + (clipped.clamp(min=0) >> 2)
+        if float((bits * count).sum()) <= room:
+            return max(LEAST_STEP, step * 16)
+    return MOST_STEP
+
+
+def _stream_rows(geo: TransformGeometry) -> list[slice]:
+    return [slice(i * geo.stream_rows, (i + 1) * geo.stream_rows) for i in range(geo.streams)]
+
+
+def body_nbytes(words: int, beyond: int, raw: int) -> int:
+    """Bytes of a stream: its states, words, codes beyond the symbols, and lowest bits."""
+    return 4 * LANES + 2 * words + 2 * beyond + raw
+
+
+def stream_of(code: Tensor, context: Tensor, raw: Tensor) -> tuple[tuple[int, int, int], Tensor]:
+    """Code a stream, last symbol first.
+
+    Returns:
+        Its entry in the table, and its bytes.
+    """
+    upper = (code >> raw).clamp(-(1 << 15), (1 << 15) - 1)
+    symbol = upper + MIDDLE
+    symbol = torch.where((symbol < 1) | (symbol >= SYMBOLS), 0, symbol).long()
+    limits = _limits()
+    begin_NL, end_NL = (_lanes(limits[context, symbol + i]) for i in (0, 1))
+    exists_NL = _lanes(torch.ones_like(symbol)) > 0
+    state_L = torch.full((LANES,), BEGIN, dtype=torch.int64)
+    words: list[Tensor] = []
+    for begin_L, end_L, exists_L in zip(begin_NL.flip(0), end_NL.flip(0), exists_NL.flip(0), strict=True):
+        share_L = torch.where(exists_L, end_L - begin_L, TOTAL)
+        full_L = state_L >= share_L << LIMIT
+        words.append((state_L & 0xFFFF)[full_L])
+        state_L = torch.where(full_L, state_L >> WORD, state_L)
+        next_L = (state_L // share_L << PRECISION) + state_L % share_L + begin_L
+        state_L = torch.where(exists_L, next_L, state_L)
+    word = torch.cat(words[::-1]).to(torch.int16) if words else torch.zeros(0, dtype=torch.int16)
+    beyond = upper[symbol == 0].to(torch.int16)
+    packed = _packed(code, raw)
+    pieces = [state_L.to(torch.int32), word, beyond, packed]
+    return (len(word), len(beyond), len(packed)), torch.cat([piece.view(torch.uint8) for piece in pieces])
+
+
+def codes_of(body: Tensor, entry: list[int], context: Tensor, raw: Tensor) -> tuple[Tensor, bool]:
+    """Inverse of `stream_of`: the codes, int32, and whether everything there has been used, and no more."""
+    count = [4 * LANES, 2 * entry[0], 2 * entry[1], entry[2]]
+    state, word, beyond, packed = body.split(count)
+    state_L = state.clone().view(torch.int32).long() & 0xFFFFFFFF
+    word = torch.cat([word.clone().view(torch.int16).long() & 0xFFFF, torch.zeros(1, dtype=torch.int64)])
+    limits, at, symbols = _limits(), 0, []
+    context_NL, exists_NL = _lanes(context), _lanes(torch.ones_like(context)) > 0
+    for context_L, exists_L in zip(context_NL, exists_NL, strict=True):
+        slot_L = state_L & TOTAL - 1
+        row_LK = limits[context_L]
+        symbol_L = (row_LK[:, :SYMBOLS] <= slot_L[:, None]).sum(1) - 1
+        begin_L, end_L = (row_LK.gather(1, (symbol_L + i)[:, None])[:, 0] for i in (0, 1))
+        next_L = (end_L - begin_L) * (state_L >> PRECISION) + slot_L - begin_L
+        empty_L = exists_L & (next_L < BEGIN)
+        place_L = (at + empty_L.cumsum(0) - 1).clamp(0, len(word) - 1)
+        next_L = torch.where(empty_L, next_L << WORD | word[place_L], next_L)
+        state_L = torch.where(exists_L, next_L, state_L)
+        symbols.append(symbol_L[exists_L])
+        at += int(empty_L.sum())
+    symbol = torch.cat(symbols)
+    upper, escaped = symbol - MIDDLE, symbol == 0
+    few = min(int(escaped.sum()), entry[1])
+    value = torch.zeros(int(escaped.sum()), dtype=torch.int64)
+    value[:few] = beyond.clone().view(torch.int16)[:few].long()
+    upper[escaped] = value
+    low, used = _unpacked(packed, raw)
+    whole = at == entry[0] and int(escaped.sum()) == entry[1] and used == entry[2]
+    return (upper << raw | low).to(torch.int32), whole and bool((state_L == BEGIN).all())
+
+
+def _limits() -> Tensor:
+    return torch.from_numpy(tables.limits().astype(np.int64))
+
+
+def _lanes(values: Tensor) -> Tensor:
+    """In steps of lanes, (N, L); the last one filled with zeros."""
+    values = values.long()
+    return torch.cat([values, values.new_zeros(-len(values) % LANES)]).view(-1, LANES)
+
+
+def _packed(code: Tensor, raw: Tensor) -> Tensor:
+    """The lowest bits of codes, one after the other, in an even number of bytes, uint8."""
+    taken = torch.arange(RAW) < raw[:, None]
+    bit = ((code[:, None].long() >> torch.arange(RAW)) & 1)[taken]
+    bit = torch.cat([bit, bit.new_zeros(-len(bit) % 16)]).view(-1, 8)
+    return (bit << torch.arange(8)).sum(1).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor, raw: Tensor) -> tuple[Tensor, int]:
+    """Inverse of `_packed`: the lowest bits as integers, and the bytes that they take."""
+    taken = torch.arange(RAW) < raw[:, None]
+    count = int(raw.sum())
+    bit = (packed[:, None].long() >> torch.arange(8) & 1).reshape(-1)
+    bit = torch.cat([bit, bit.new_zeros(max(0, count - len(bit)))])[:count]
+    low = torch.zeros(taken.shape, dtype=torch.int64)
+    low[taken] = bit
+    return (low << torch.arange(RAW)).sum(1), -(-count // 16) * 2
