@@ -18,19 +18,16 @@ class Transform:
     """H for K directions of C channels."""
 
     def __init__(self, directions_KC: Tensor) -> None:
-        packed_CK, tau_K = torch.geqrf(directions_KC.double().t())
-        used_K = tau_K != 0  # no direction, no reflection
-        y_CK = packed_CK.tril(-1)
-        y_CK.diagonal().fill_(1)
-        y_CK = y_CK * used_K
+        packed_CK, tau_K = torch.geqrf(directions_KC.t())
+        y_KC = packed_CK.t().triu(1)
+        y_KC.diagonal().fill_(1)
+        y_KC *= (tau_K != 0)[:, None]  # no direction, no reflection
         # T and its transpose's inverse are the two triangles of Y'Y, whose diagonal is that of both together.
-        diagonal_K = torch.where(used_K, tau_K, 1.0).reciprocal()
-        inverse_KK = (y_CK.t() @ y_CK).triu(1) + diagonal_K.diag()
-        eye_KK = torch.eye(len(tau_K), dtype=torch.float64, device=tau_K.device)
-        t_KK = torch.linalg.solve_triangular(inverse_KK, eye_KK, upper=True)
-        self._y_KC = y_CK.t().float().contiguous()
-        self._there_KC = (t_KK @ y_CK.t()).float()  # T Y'
-        self._back_KC = (t_KK.t() @ y_CK.t()).float()  # T' Y'
+        inverse_KK = (y_KC @ y_KC.t()).triu_(1)
+        inverse_KK.diagonal().copy_(torch.where(tau_K != 0, tau_K, 1.0).reciprocal_())
+        self._y_KC = y_KC
+        self._there_KC = torch.linalg.solve_triangular(inverse_KK, y_KC, upper=True)  # T Y'
+        self._back_KC = torch.linalg.solve_triangular(inverse_KK.t(), y_KC, upper=False)  # T' Y'
 
     def forward(self, x_RC: Tensor) -> Tensor:
         """Coefficients of float32 tokens, (R, C)."""

@@ -13,29 +13,32 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, inverses, next_step, row_scales, steps
+from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, next_step, token_steps
 from lowbit.codecs.transform_quant.cpu_symbols import (
     code_of,
     context_of,
     dither_of,
+    is_full,
     number_of,
-    quotient,
     raw_of,
     scale_of,
+    shares,
     symbol_at,
     symbol_of,
+    with_symbol,
 )
 from lowbit.codecs.transform_quant.layout import LANES, SLACK, TransformGeometry
 from lowbit.codecs.transform_quant.reference import (
     BEGIN,
     ENTRY,
-    LIMIT,
+    LEAST_STEP,
     MOST_STEP,
+    WORD,
     body_nbytes,
 )
 from lowbit.codecs.transform_quant.tables import MIDDLE, PRECISION, STRIDE, TOTAL
 from lowbit.kernels.cpu.jit import kernel
-from lowbit.kernels.cpu.memory import get_float, get_half, get_int, put_float, put_half, put_int
+from lowbit.kernels.cpu.memory import get_float, get_half, get_int, get_word, put_float, put_half, put_int
 from lowbit.kernels.cpu.threads import over_rows
 
 STATES = 4 * LANES
@@ -43,61 +46,63 @@ STATES = 4 * LANES
 
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
     """The reference's format; steps may be others."""
-    fit = fitted(z, geo)
+    fit, seed = fitted(z, geo), seed_of(header)
     room = geo.layout.sizes["streams"] - SLACK - 4 * ENTRY * geo.streams
-    step, slope = first_step(fit, z, _seed(header), room, geo)
+    step = first_step(fit, z, seed, room, geo)
     while True:
-        rows, inverse = row_scales(fit.token, step), inverses(fit.token, fit.norm, fit.scalars[1], step, geo)
-        entries, bodies = _coded(z, _seed(header), fit.channel, rows, inverse, room, geo)
-        size = sum(map(len, bodies))
-        if (size <= room and len(bodies) == geo.streams) or step >= MOST_STEP:
+        rows, _, inverse = token_steps(fit.token, fit.norm, fit.largest, step, geo)
+        entries, bodies = _coded(z, seed, fit.channel, rows, inverse, room, geo)
+        size = sum(map(len, bodies)) if bodies else 2 * room
+        if size <= room or step >= MOST_STEP:
             break
-        step = next_step(step, size - room if len(bodies) == geo.streams else None, slope)
-    if size > room or len(bodies) < geo.streams:
+        step = next_step(step, size - room, z.numel())
+    if size > room:
         raise AssertionError("the largest step leaves nothing but dead symbols, and the layout has room for them")
-    section = geo.layout.section
-    level, norm = fit.scalars
-    section(payload, "scalars", torch.int32).copy_(torch.tensor([level, norm, step, 0], dtype=torch.int32))
-    section(payload, "levels").numpy()[:] = fit.level
-    section(payload, "tokens").numpy()[:] = fit.token
-    if geo.by_token:
-        section(payload, "norms").numpy()[:] = fit.norm
-    streams = section(payload, "streams").numpy()
+    bytes_, at = payload.numpy(), geo.layout.offsets
+    scalars = np.array([fit.highest, fit.largest, step, 0], np.int32).view(np.uint8)
     table = np.array(entries, np.int32).reshape(-1).view(np.uint8)
-    at = len(table)
-    streams[:at] = table
+    for name, part in (("scalars", scalars), ("levels", fit.level), ("tokens", fit.token), ("streams", table)):
+        bytes_[at[name] : at[name] + len(part)] = part
+    if geo.by_token:
+        bytes_[at["norms"] : at["norms"] + geo.rows] = fit.norm
+    start = at["streams"] + len(table)
     for body in bodies:
-        streams[at : at + len(body)] = body
-        at += len(body)
+        bytes_[start : start + len(body)] = body
+        start += len(body)
 
 
 def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -> Tensor:
     """The reference's numbers."""
-    section = geo.layout.section
-    level, norm, step, _ = section(payload, "scalars", torch.int32).tolist()
-    token = section(payload, "tokens").numpy()
-    norms = section(payload, "norms").numpy() if geo.by_token else np.zeros_like(token)
-    channel = (level - section(payload, "levels").numpy().astype(np.int64)).astype(np.int32)
-    rows, step_R = row_scales(token, step), steps(token, norms, norm, step, geo)
-    streams = section(payload, "streams")
-    entries = streams[: 4 * ENTRY * geo.streams].view(torch.int32).view(-1, ENTRY).tolist()
-    sizes = [body_nbytes(*entry) if min(entry) >= 0 else len(streams) for entry in entries]
-    starts = np.cumsum([4 * ENTRY * geo.streams, *sizes])
-    if starts[-1] > len(streams) - SLACK:
+    bytes_, at, sizes = payload.numpy(), geo.layout.offsets, geo.layout.sizes
+    level, token, norm = (bytes_[at[name] : at[name] + sizes[name]] for name in ("levels", "tokens", "norms"))
+    highest, largest, step, _ = bytes_[at["scalars"] :][:16].view(np.int32).tolist()
+    step = min(max(step, LEAST_STEP), MOST_STEP)
+    channel = (highest - level.astype(np.int64)).astype(np.int32)
+    rows, steps, _ = token_steps(token, norm, largest, step, geo)
+    table = bytes_[at["streams"] :][: 4 * ENTRY * geo.streams].view(np.int32).reshape(-1, ENTRY).tolist()
+    starts = [4 * ENTRY * geo.streams]
+    for entry in table:
+        starts.append(starts[-1] + (body_nbytes(*entry) if min(entry) >= 0 else sizes["streams"]))
+    if starts[-1] > sizes["streams"] - SLACK:
         return torch.zeros((), dtype=torch.bool, device="cpu")
-    whole = np.zeros(geo.streams, np.bool_)
-    address, seed, limits = streams.data_ptr(), _seed(header), tables.limits()
-    fixed = (channel.ctypes.data, rows.ctypes.data, step_R.ctypes.data, seed, limits.ctypes.data)
+    whole = [False] * geo.streams
+    address = payload.data_ptr() + at["streams"]
+    fixed = (channel.ctypes.data, rows.ctypes.data, steps.ctypes.data, seed_of(header), tables.limits().ctypes.data)
 
     def work(begin: int, end: int) -> None:
         for i in range(begin, end):
             first, last = i * geo.stream_rows, min(geo.rows, (i + 1) * geo.stream_rows)
-            whole[i] = _decode_stream(
-                address + int(starts[i]), *entries[i], *fixed, z.data_ptr(), first, last, geo.channels
-            )
+            whole[i] = _decode_stream(address + starts[i], *table[i], *fixed, z.data_ptr(), first, last, geo.channels)
 
     over_rows(work, geo.streams, z.nbytes)
-    return torch.tensor(bool(whole.all()), device="cpu")
+    return torch.tensor(all(whole), device="cpu")
+
+
+def seed_of(header: Tensor) -> int:
+    """Of the dither, as a signed number of 32 bits: the reference's."""
+    number, before, training, own = header.tolist()
+    seed = number * 0x9E3779B1 + before * 0x85EBCA77 + training * 0xC2B2AE3D + own * 0x27D4EB2F
+    return (seed & 0xFFFFFFFF) - ((seed & 0x80000000) << 1)
 
 
 def _coded(
@@ -105,8 +110,7 @@ def _coded(
 ) -> tuple[list[tuple[int, int, int]], list[np.ndarray]]:
     """Entries of the streams, and their bytes; none if one of them is much longer than the payload."""
     entries, bodies = [(-1, -1, -1)] * geo.streams, [np.empty(0, np.uint8)] * geo.streams
-    limits = tables.limits()
-    fixed = (channel.ctypes.data, rows.ctypes.data, inverse.ctypes.data, seed, limits.ctypes.data)
+    fixed = (channel.ctypes.data, rows.ctypes.data, inverse.ctypes.data, seed, shares().ctypes.data)
     most = room // 2 * 2 + 2 * geo.channels  # bytes of words, and of codes beyond the symbols
 
     def work(begin: int, end: int) -> None:
@@ -131,12 +135,6 @@ def _coded(
     return entries, bodies if all(map(len, bodies)) else []
 
 
-def _seed(header: Tensor) -> int:
-    number, before, training, own = header.tolist()
-    seed = number * 0x9E3779B1 + before * 0x85EBCA77 + training * 0xC2B2AE3D + own * 0x27D4EB2F
-    return (seed & 0xFFFFFFFF) - ((seed & 0x80000000) << 1)
-
-
 @kernel
 def _raw_bits(channel, rows, first, last, channels) -> Any:
     """How many bits of a stream travel as they are."""
@@ -149,7 +147,7 @@ def _raw_bits(channel, rows, first, last, channels) -> Any:
 
 @kernel
 def _encode_stream(
-    z, first, last, channels, channel, rows, inverse, seed, limits, scratch, most, raw, bit
+    z, first, last, channels, channel, rows, inverse, seed, shares, scratch, most, raw, bit
 ) -> Any:  # fmt: skip
     """Code rows from the last symbol to the first; each part of the scratch fills from its end.
 
@@ -162,7 +160,8 @@ def _encode_stream(
     """
     codes, symbols = np.empty(channels, np.int32), np.empty(channels, np.int32)
     code, symbol = codes.ctypes.data, symbols.ctypes.data
-    states = np.full(LANES, BEGIN, np.int64)
+    kept = np.full(LANES, BEGIN, np.int32)
+    states = kept.ctypes.data
     word, beyond, low = scratch + most, scratch + 2 * most, scratch + 2 * most
     place = (last - first) * channels
     for r in range(last - 1, first - 1, -1):
@@ -179,17 +178,12 @@ def _encode_stream(
         for j in range(channels - 1, -1, -1):
             place -= 1
             both = np.int64(get_int(symbol, j))
-            at = (both >> 4) * STRIDE + (both & 15)
-            start = np.int64(get_half(limits, at))
-            share = np.int64(get_half(limits, at + 1)) - start
-            lane = place & (LANES - 1)
-            state = states[lane]
-            full = state >= share << LIMIT
+            entry, lane = get_word(shares, both), place & (LANES - 1)
+            state = np.int64(get_int(states, lane))
+            full = is_full(state, entry)
             put_half(word, -1, state)
             word -= 2 * full
-            state = state >> 16 if full else state
-            upper = quotient(state, share)
-            states[lane] = (upper << PRECISION) + (state - upper * share) + start
+            put_int(states, lane, with_symbol(state >> (WORD * full), entry))
             if both & 15 == 0:
                 width = raw_of(scale_of(get_int(channel, j), row))
                 beyond -= 2
@@ -202,7 +196,7 @@ def _encode_stream(
                 part = np.int64(get_int(code, j)) & ((1 << width) - 1)
                 put_int(to, 0, np.int64(get_int(to, 0)) | (part << (bit & 7)))
     for lane in range(LANES):
-        put_int(scratch + 2 * most + raw + SLACK, lane, states[lane])
+        put_int(scratch + 2 * most + raw + SLACK, lane, get_int(states, lane))
     return (scratch + most - word) >> 1, (scratch + 2 * most - beyond) >> 1
 
 

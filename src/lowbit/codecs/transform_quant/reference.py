@@ -77,6 +77,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     """
     section = geo.layout.section
     level, norm, step, _ = section(payload, "scalars", torch.int32).tolist()
+    step = min(max(step, LEAST_STEP), MOST_STEP)
     token_R = section(payload, "tokens").int()
     norm_R = section(payload, "norms").int() if geo.by_token else torch.zeros_like(token_R)
     scale_RC = scales(section(payload, "levels").int(), token_R, level)
