@@ -71,7 +71,7 @@ package: $(VENV)/.installed-docs ## Build the packages into dist/ and check them
 docs-serve: $(VENV)/.installed-docs ## Serve the documentation site on http://127.0.0.1:8000 and follow changes
 	@$(MKDOCS) serve $(ARGS)
 
-lint: $(VENV)/.installed-dev ## Check style, format and types
+lint: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Check style, format and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright
