@@ -77,9 +77,9 @@ NAMES = {
     "engine-bf16": "PyTorch, BF16", "hook-fp16": "DDP hook, FP16", "hook-bf16": "DDP hook, BF16",
     "powersgd": "PowerSGD", "fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "int8": "INT8",
     "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt4",
-    "feature-int4-distributed": "FeatureInt4, distributed", "tah-quant": "TAH-Quant",
-    "tah-quant-published": "TAH-Quant as published", "tah-quant-token": "TAH-Quant by token", "aq-sgd": "AQ-SGD",
-    "subspace": "SubspaceQuant",
+    "feature-int4-distributed": "FeatureInt4, distributed", "tah-quant": "TAH-Quant by range (ours)",
+    "TAHQuant()": "TAH-Quant by range (ours)", "tah-quant-published": "TAH-Quant as published",
+    "tah-quant-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
 }  # fmt: skip
 """Short names of formats, as figures write them."""
 _FAMILIES = (  # the first that matches
@@ -133,6 +133,11 @@ def title_of(name: Any) -> str:
         return ", ".join(["SubspaceQuant", *words])
     first, _, rest = text.partition(" ")
     return f"{NAMES[first.rstrip(',')]}, {rest}".replace("_", "-") if first.rstrip(",") in NAMES and rest else text
+
+
+def row_name(name: Any) -> str:
+    """A format's name for a row of a table: as it was typed, but nobody must take our TAH-Quant for the paper's."""
+    return re.sub(r"(?<![\w-])(tah-quant|TAHQuant\(\))(?![\w-])", r"\1 (ours, by range)", str(name))
 
 
 def _argument(text: str) -> str:
