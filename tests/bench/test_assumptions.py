@@ -192,6 +192,6 @@ def test_more_stages_than_layers_are_an_error_before_anything_is_trained(setting
 def test_a_text_of_one_window_is_an_error(settings: AssumptionsBenchmark, tmp_path: Path):
     text = tmp_path / "short.txt"
     text.write_text("a" * 20)
-    data = dataclasses.replace(settings.data, text=(str(text),), held_out_share=0)
+    data = dataclasses.replace(settings.data, text=(str(text),), batch=1, held_out_share=0)
     with pytest.raises(ValueError, match="windows? to train on; allowed: at least 2"):
         run(COMMAND, dataclasses.replace(settings, data=data))

@@ -136,7 +136,7 @@ def observe(settings: AssumptionsBenchmark, boundary: str, seed: int) -> dict[st
         values = [one[name] for one in observed.alignment]
         row |= {name: statistics.fmean(values), f"{name}_{worst}": EXTREMES[worst](values)}
     curve = running(observed.norms, settings.every)
-    return row | {"curve": curve, "slope": slope_of(curve)}
+    return row | {"curve": [list(point) for point in curve], "slope": slope_of(curve)}
 
 
 def _fixed(windows: Windows, count: int) -> tuple[Batch, Batch]:
@@ -196,10 +196,12 @@ def _directions(rows: Sequence[Row]) -> list[Row]:
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    worst = max((row for row in rows if row["slope"] is not None), key=lambda row: row["slope"], default=None)
-    if worst is None:
-        return "Squared norm of the gradient by steps"
-    return f"The squared norm of the gradient falls with a slope of {worst['slope']:.2f} or less"
+    slopes = {row["boundary"]: row["slope"] for row in rows if row["slope"] is not None}
+    exact = slopes.pop("fp32", None)
+    if exact is None or not slopes:
+        return "Mean squared norm of the gradient by steps"
+    low, high = min(slopes.values()), max(slopes.values())
+    return f"Slope of the mean squared gradient norm: {low:+.2f} to {high:+.2f}; {exact:+.2f} with FP32"
 
 
 COMMAND = Command(
@@ -225,7 +227,7 @@ COMMAND = Command(
                 Column("error,\nmean", "error", "{:.2g}"),
                 Column("error,\nhighest", "highest", "{:.2g}"),
                 Column("same for\na tensor", "bias", "{:.0%}"),
-                Column("same for\nall tokens", "constant", "{:.2%}"),
+                Column("same for\nall tokens", "constant", "{:z.2%}"),
             ],
         ),
         Table(
