@@ -41,8 +41,8 @@ class CodecsBenchmark:
     """Formats and the tensors that they code."""
 
     codecs: tuple[str, ...] = (
-        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform", "tah-quant",
-        "tah-quant-published", "tah-quant-token", FITTED,
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
+        "tah-quant", "tah-quant-published", "tah-quant-token", FITTED,
     )  # fmt: skip
     """Formats by name or in full, except those that need sample ids. feature-int4 is fitted to the tensors that it
     codes. tah-quant is our setting of TAH-Quant, tah-quant-published the paper's, tah-quant-token that of its first

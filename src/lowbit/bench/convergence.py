@@ -56,7 +56,9 @@ class ConvergenceBenchmark:
     regimes: Annotated[tuple[Regime, ...], EachOnce] = get_args(Regime)
     """scratch-warmup: from scratch, the first steps at full precision. scratch: from scratch, without a warm-up.
     finetune: from a full-precision checkpoint, on another text."""
-    boundaries: tuple[str, ...] = ("fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform")
+    boundaries: tuple[str, ...] = (
+        "fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform",
+    )  # fmt: skip
     """Formats of activations, by name or in full. tah-quant is our setting of TAH-Quant, tah-quant-published the
     paper's. aq-sgd runs in fine-tuning only: it needs samples that come again.
     "gradients:fp8": float32 activations, but gradients stored and all-reduced over two ranks in this format.
