@@ -88,10 +88,9 @@ class Subspace:
         memory, geo = session._memory, session._geometry
         header = torch.empty(4, dtype=torch.int32)
         then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
-        unit = memory.directions.new_empty(geo.directions)
         follower = kernels.implementation(follow, payload.device)
-        follower(payload, memory.directions, memory.digest, header, *then, unit, memory.messages, training, geo)
-        return [header, *then, unit]
+        follower(payload, memory.directions, memory.digest, header, *then, memory.messages, training, geo)
+        return [header, *then]
 
 
 def _bytes(state: dict[str, Any]) -> bytes:
