@@ -54,7 +54,7 @@ LIGHT = Theme(
         "tah-quant": "#e08a00", "tah-quant-published": "#b0460c", "int4": "#b5518f", "int6": "#d38cb7",
         "int8": "#0f8a66", "fp8": "#35a0c4", "aq-sgd": "#8a7a1a", "powersgd": "#7d5a3c",
         "saved": "#0b5fd6", "weights": "#3a3f45", "gradients": "#e08a00", "optimizer": "#b0460c",
-        "copies": "#8b9198", "rest": "#cbd0d4",
+        "copies": "#8b9198", "rest": "#cbd0d4", "bound": "#1f2328",
     },
     others=("#0b5fd6", "#e08a00", "#0f8a66", "#b5518f", "#8a7a1a", "#35a0c4", "#7d5a3c", "#6a3fc4"),
 )  # fmt: skip
@@ -66,7 +66,7 @@ DARK = Theme(
         "tah-quant": "#f5ab35", "tah-quant-published": "#e0703a", "int4": "#e08cc0", "int6": "#a8628c",
         "int8": "#3fc49b", "fp8": "#6fd0ee", "aq-sgd": "#c9b955", "powersgd": "#b58f6c",
         "saved": "#5aa2ff", "weights": "#e0e3e7", "gradients": "#f5ab35", "optimizer": "#e0703a",
-        "copies": "#949aa3", "rest": "#5a606b",
+        "copies": "#949aa3", "rest": "#5a606b", "bound": "#e6e9ee",
     },
     others=("#5aa2ff", "#f5ab35", "#3fc49b", "#e08cc0", "#c9b955", "#6fd0ee", "#b58f6c", "#ab8cff"),
 )  # fmt: skip
@@ -79,7 +79,7 @@ NAMES = {
     "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt4",
     "feature-int4-distributed": "FeatureInt4, distributed", "tah-quant": "TAH-Quant",
     "tah-quant-published": "TAH-Quant as published", "tah-quant-token": "TAH-Quant by token", "aq-sgd": "AQ-SGD",
-    "subspace": "SubspaceQuant",
+    "subspace": "SubspaceQuant", "bound": "rate-distortion bound",
 }  # fmt: skip
 """Short names of formats, as figures write them."""
 _FAMILIES = (  # the first that matches
@@ -89,6 +89,7 @@ _FAMILIES = (  # the first that matches
     (r"^optimizer$", "optimizer"),
     (r"^copies", "copies"),
     (r"^rest$", "rest"),
+    (r"^bound$", "bound"),
     (r"(stock|engine|pytorch).*fp32|fp32.*(stock|pytorch)", "stock-fp32"),
     (r"(stock|engine|pytorch).*bf16|bf16.*(stock|pytorch)", "stock-bf16"),
     (r"subspace", "subspace"),

@@ -15,7 +15,7 @@ from lowbit.codecs.sessions import Key, Session
 from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.memory import Memory
 from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
-from lowbit.codecs.transform_quant.basis import Transform
+from lowbit.codecs.transform_quant.basis import coefficients, tokens
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
 from lowbit.codecs.transform_quant.reference import decode, encode
 from lowbit.kernels import apart, implementation
@@ -116,7 +116,7 @@ class TransformSession(Session):
         new = Basis(*map(torch.empty_like, basis))
         implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, True, geo)
         header = geo.layout.section(payload, "header", torch.int32)
-        z_RC = Transform(new.directions_KC).forward(x_RC)
+        z_RC = coefficients(x_RC, new.directions_KC)
         implementation(encode, self.device)(z_RC, header, payload, geo)
         if training:
             memory.keep(new.directions_KC, new.digest, new.inverse_KK)
@@ -149,7 +149,7 @@ class TransformSession(Session):
             wrong = ((header != expected) | (expected < 0)).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             z_RC = torch.where(wrong, math.nan, z_RC)
-        Transform(directions_KC).inverse(z_RC, out.view(geo.rows, geo.channels))
+        tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels))
         if training:
             memory.keep(directions_KC, digest)
 

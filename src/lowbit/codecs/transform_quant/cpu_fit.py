@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,130 +33,105 @@ from lowbit.codecs.transform_quant.reference import (
     _mantissas,
 )
 from lowbit.codecs.transform_quant.tables import LOWEST
-from lowbit.kernels.cpu.jit import kernel, summing
-from lowbit.kernels.cpu.memory import get_float, get_int, get_word, put_float, put_int
-from lowbit.kernels.cpu.operations import float_bits, greater, greater32, lesser32, magnitude, power_of_two
-from lowbit.kernels.cpu.runs import SMALLEST
+from lowbit.kernels.cpu.jit import helper, kernel, summing
+from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, put_byte, put_float, put_int
+from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two
+from lowbit.kernels.cpu.runs import ONE, SMALLEST
 from lowbit.kernels.cpu.threads import over_rows
 from lowbit.kernels.cpu.vectors import squares
 
 SAMPLE = 1 << 14  # coefficients that tell how well the tables suit a message, about
-RESERVE = 0.004  # of the payload, which the first attempt leaves
+CORRECTIONS = 2  # of the first step, by that sample
+RESERVE = 0.012  # of the payload, which the first attempt leaves
 INFINITE, NORMAL = 0x7F800000, 0x00800000  # bits of float32 magnitudes
+HALF_SMALLEST = np.float32(2.0**-126)  # brings the largest numbers below 4
+NONE = -(1 << 20)  # in place of a scale
+ZERO_, NOT_A_NUMBER = np.float32(0), np.float32(np.nan)
 
 
-class Fit(NamedTuple):
-    """Scales as they travel, uint8, and `scalars`: the largest scale and norm; `channel`: each one's scale, int32."""
+@dataclass(frozen=True)
+class Fit:
+    """What a sender chooses for a message but its step.
+
+    Attributes:
+        level, token, norm: scales of channels, and tokens' scales and norms, as they travel, uint8.
+        highest, largest: the largest scale, and the largest norm.
+        channel: each one's scale, int32.
+    """
 
     level: np.ndarray
     token: np.ndarray
     norm: np.ndarray
-    scalars: tuple[int, int]
+    highest: int
+    largest: int
     channel: np.ndarray
 
 
 def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
     """See the reference; sums are float32, and their order is another one."""
     rows, channels = z.shape
-    most, factor, sums = np.empty(rows, np.int32), np.empty(rows, np.float32), np.empty(rows, np.float32)
-    at = [a.ctypes.data for a in (most, factor, sums)]
-    over_rows(lambda i, j: _measure(z.data_ptr(), i, j, channels, *at), rows, z.nbytes)
-    finite, usable = most < INFINITE, (most < INFINITE) & (most >= NORMAL)
-    exponent = np.where(usable, (most >> 23) - 127, 0)
-    norm = _quarters(sums / channels) if geo.by_token else np.zeros(rows, np.int64)
-    factor *= np.exp2(-0.25 * norm).astype(np.float32)
-    factor[~usable] = 0
-    square = usable.astype(np.float32)
-    channel = np.ones(channels, np.float32)
+    quarters, norms = np.empty(rows, np.int32), np.empty(rows, np.int32)
+    factor, square = np.empty(rows, np.float32), np.empty(rows, np.float32)
+    at = [a.ctypes.data for a in (quarters, norms, factor, square)]
+    over_rows(lambda i, j: _measure(z.data_ptr(), i, j, channels, *at, geo.by_token), rows, z.nbytes)
+    inverse = np.ones(channels, np.float32)
     for turn in range(ROUNDS + 1):
-        inverse = np.where(channel > 0, 1 / np.where(channel > 0, channel, 1), 1).astype(np.float32)
-        channel = _turn(z, factor, inverse, square, bool(turn), rows, channels) / max(1, usable.sum())
-    inverse = np.where(channel > 0, 1 / np.where(channel > 0, channel, 1), 1).astype(np.float32)
+        total = _turn(z, factor, inverse, square, turn > 0, rows, channels)
+        _invert(total.ctypes.data, inverse.ctypes.data, channels)
     _turn(z, factor, inverse, square, True, rows, channels)
-    token = _quarters(square) + (0 if geo.by_token else 4 * exponent)
-    level, highest = _below(_quarters(channel), channel > 0, 255)
-    token, largest = _below(token, usable, ZERO)
-    norm, norms = _below(norm + 4 * exponent, usable, FURTHEST_BELOW)
-    token[~finite] = NAN
-    scalars = (highest + largest, norms)
-    return Fit(level, token, norm, scalars, (scalars[0] - level.astype(np.int64)).astype(np.int32))
+    level, token, norm = np.empty(channels, np.uint8), np.empty(rows, np.uint8), np.empty(rows, np.uint8)
+    channel = np.empty(channels, np.int32)
+    highest, largest = _travelling(
+        total.ctypes.data, channels, *at, rows, geo.by_token, level.ctypes.data, token.ctypes.data, norm.ctypes.data,
+        channel.ctypes.data,
+    )  # fmt: skip
+    return Fit(level, token, norm, highest, largest, channel)
 
 
-def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry) -> tuple[int, float]:
-    """The step that is likely to fill `room` bytes of streams, and the bits that a message loses by each further one.
+def first_step(fit: Fit, z: Tensor, seed: int, room: int, geo: TransformGeometry) -> int:
+    """The step that is likely to fill `room` bytes of streams.
 
     How many bits symbols take follows from their scales, by the tables; how well these suit, from a sample of tokens.
     """
-    coded = np.flatnonzero(fit.token < NAN)
-    if not len(coded):
-        return 0, 1.0
     wanted = 8 * (room - geo.streams * STREAM_BYTES) * (1 - RESERVE)
-    by_level = np.bincount(fit.level, minlength=256)
-    bits = _bits(by_level, fit.token[coded])
-    step, _ = _step_for(bits, wanted, fit.scalars[0])
-    sample = coded[:: max(1, len(coded) * z.shape[1] // SAMPLE)]
-    rows, inverse = row_scales(fit.token, step), inverses(fit.token, fit.norm, fit.scalars[1], step, geo)
-    sample = np.ascontiguousarray(sample, np.int64)
-    taken = _cost_of(
-        z.data_ptr(), sample.ctypes.data, len(sample), z.shape[1], fit.channel.ctypes.data, rows.ctypes.data,
-        inverse.ctypes.data, seed, symbol_costs().ctypes.data,
+    rows, channels = z.shape
+    every = max(1, rows * channels // SAMPLE) | 1  # no divisor of the tokens of a sequence, most likely
+    of_level = (fit.level.ctypes.data, channels, fit.token.ctypes.data, rows)
+    cost = costs().ctypes.data
+    step = _step_for(*of_level, fit.highest, cost, wanted)
+    for _ in range(CORRECTIONS):
+        row, _, inverse = token_steps(fit.token, fit.norm, fit.largest, step, geo)
+        taken, expected = _costs_of(
+            z.data_ptr(), rows, channels, every, fit.channel.ctypes.data, row.ctypes.data, inverse.ctypes.data,
+            seed, symbol_costs().ctypes.data, cost,
+        )  # fmt: skip
+        step = _step_for(*of_level, fit.highest, cost, wanted * expected / max(taken, 1.0))
+    return step
+
+
+def next_step(step: int, excess: int, size: int) -> int:
+    """A larger step, for streams that are too long by `excess` bytes of a tensor of `size` numbers."""
+    return min(MOST_STEP, step + 1 + min(FINE, 8 * FINE * excess // size))
+
+
+def token_steps(
+    token: np.ndarray, norm: np.ndarray, largest: int, step: int, geo: TransformGeometry
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each token: what it adds to channels' scales, int32, its step, and one divided by that, float32."""
+    row = np.empty(len(token), np.int32)
+    steps, inverse = np.empty(len(token), np.float32), np.empty(len(token), np.float32)
+    _token_steps(
+        token.ctypes.data, norm.ctypes.data, len(token), geo.by_token, largest, step, _powers().ctypes.data,
+        row.ctypes.data, steps.ctypes.data, inverse.ctypes.data,
     )  # fmt: skip
-    expected = np.interp(step / 16, *_curve(_bits(by_level, fit.token[sample]), fit.scalars[0]))
-    return _step_for(bits * (taken / expected), wanted, fit.scalars[0])
-
-
-def next_step(step: int, excess: int | None, slope: float) -> int:
-    """A larger step, for streams that are too long by `excess` bytes; None: by far."""
-    more = FINE if excess is None else 1 + int(8 * excess / max(slope, 1.0))
-    return min(MOST_STEP, step + min(more, FINE))
-
-
-def row_scales(token: np.ndarray, step: int) -> np.ndarray:
-    """What each row adds to its channels' scales, int32."""
-    quarters = (step + FINE // 8) >> 4
-    row = (-quarters - token.astype(np.int64)).clip(DEAD_TOKEN + 1, -DEAD_TOKEN)
-    return np.where(token >= NAN, DEAD_TOKEN, row).astype(np.int32)
-
-
-def steps(token: np.ndarray, norms: np.ndarray, norm: int, step: int, geo: TransformGeometry) -> np.ndarray:
-    """Each token's step, float32: the reference's."""
-    by_norm = FINE // 4 * (norm - norms.astype(np.int64)) if geo.by_token else np.zeros(len(token), np.int64)
-    fine = np.clip(step + by_norm, LEAST_STEP, MOST_STEP)
-    step_R = np.ldexp(_powers()[fine % FINE], fine // FINE)
-    return np.where(token == ZERO, 0.0, np.where(token == NAN, np.nan, step_R)).astype(np.float32)
-
-
-def inverses(token: np.ndarray, norms: np.ndarray, norm: int, step: int, geo: TransformGeometry) -> np.ndarray:
-    """One divided by each token's step; 0 where nothing is coded."""
-    step_R = steps(token, norms, norm, step, geo)
-    there = step_R > 0
-    return np.where(there, np.float32(1) / np.where(there, step_R, np.float32(1)), 0).astype(np.float32)
-
-
-def _bits(by_level: np.ndarray, token: np.ndarray) -> np.ndarray:
-    """Bits of the symbols of these tokens, for each scale that the largest may have, from the lowest one on."""
-    return _cost_by_largest() @ np.convolve(by_level, np.bincount(token, minlength=256))
-
-
-def _curve(bits: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, in quarters of an octave, from the smallest one on, and the bits that they take."""
-    return level - np.arange(HIGHEST, LOWEST - 1, -1), bits[::-1]
-
-
-def _step_for(bits: np.ndarray, wanted: float, level: int) -> tuple[int, float]:
-    """The step that takes so many bits, and the bits that the next one saves."""
-    quarters, falling = _curve(bits, level)
-    step = int(np.ceil(16 * np.interp(-wanted, -falling, quarters)))
-    at = min(max((step >> 4) - int(quarters[0]), 0), len(falling) - 2)
-    return min(max(step, LEAST_STEP), MOST_STEP), float(falling[at] - falling[at + 1]) / 16
+    return row, steps, inverse
 
 
 @functools.cache
-def _cost_by_largest() -> np.ndarray:
-    """Bits of a symbol, by the largest scale and how far below it this one lies."""
-    largest, below = np.arange(LOWEST, HIGHEST + 1), np.arange(511)
-    scale = np.maximum(largest[:, None] - below, LOWEST)
-    return tables.costs()[np.where(scale >= 0, scale & 3, scale) - LOWEST] + (np.maximum(scale, 0) >> 2)
+def costs() -> np.ndarray:
+    """Bits of a code by scale, from `LOWEST` to `HIGHEST`, with its lowest bits, float32."""
+    scale = np.arange(LOWEST, HIGHEST + 1)
+    return (tables.costs()[np.where(scale >= 0, scale & 3, scale) - LOWEST] + (scale.clip(0) >> 2)).astype(np.float32)
 
 
 @functools.cache
@@ -172,17 +148,6 @@ def _powers() -> np.ndarray:
     return _mantissas(torch.device("cpu")).numpy()
 
 
-def _quarters(square: np.ndarray) -> np.ndarray:
-    """The logarithm of a root, in quarters of an octave."""
-    return np.rint(2 * np.log2(np.where(square > 0, square, 1).astype(np.float64))).astype(np.int64)
-
-
-def _below(quarters: np.ndarray, there: np.ndarray, otherwise: int) -> tuple[np.ndarray, int]:
-    """How far below their maximum numbers lie, uint8, and the maximum."""
-    most = int(quarters[there].max()) if there.any() else 0
-    return np.where(there, (most - quarters).clip(0, FURTHEST_BELOW), otherwise).astype(np.uint8), most
-
-
 def _turn(
     z: Tensor, factor: np.ndarray, inverse: np.ndarray, square: np.ndarray, fit: bool, rows: int, channels: int
 ) -> np.ndarray:
@@ -196,20 +161,34 @@ def _turn(
         _fit_rows(z.data_ptr(), first, last, channels, *at, fit, part.ctypes.data)
 
     over_rows(work, rows, z.nbytes)
-    return np.sum(sums, 0)
+    return sums[0] if len(sums) == 1 else np.sum(sums, 0)
 
 
 @kernel
-def _measure(z, first, last, channels, most, factor, sums) -> None:
-    """Bits of each row's largest magnitude, what brings it below 2, and the sum of squares then."""
+def _measure(z, first, last, channels, quarters, norms, factor, square, by_token) -> None:
+    """Of each row: what its scale and its norm are counted from, and what brings its numbers near 1.
+
+    A row of zeros has the factor 0, and one with NaN or Inf a negative one.
+    """
     for r in range(first, last):
         line, largest = z + 4 * r * channels, np.int32(0)
         for j in range(channels):
             largest = greater32(largest, float_bits(magnitude(get_float(line, j))))
-        put_int(most, r, largest)
-        scale = power_of_two(127 - lesser32(greater32(largest >> 23, 1), 253))
-        put_float(factor, r, scale)
-        put_float(sums, r, squares(line, channels, scale))
+        exponent = (np.int64(largest) >> 23) - 127
+        usable = NORMAL <= largest < INFINITE
+        scale = power_of_two(-exponent) if usable and exponent < 127 else HALF_SMALLEST
+        norm = _quarters(squares(line, channels, scale) / channels) if by_token and usable else 0
+        put_int(quarters, r, 0 if by_token else 4 * exponent)
+        put_int(norms, r, norm + 4 * exponent)
+        scale *= np.float32(2.0 ** (-0.25 * norm))
+        put_float(factor, r, scale if usable else np.float32(0 if largest < NORMAL else -1))
+        put_float(square, r, ONE)
+
+
+@helper
+def _quarters(square) -> Any:
+    """The logarithm of a root, in quarters of an octave."""
+    return np.int64(np.rint(2 * np.log2(np.float64(square))))
 
 
 @kernel
@@ -219,12 +198,12 @@ def _fit_rows(z, first, last, channels, factor, inverse, square, fit, sums) -> N
         if scale > 0:
             if fit:
                 put_float(square, r, _weighted(line, inverse, scale, channels) / np.float32(channels))
-            _add_squares(sums, line, scale, np.float32(1) / greater(get_float(square, r), SMALLEST), channels)
+            _add_squares(sums, line, scale, ONE / greater(get_float(square, r), SMALLEST), channels)
 
 
 @summing
 def _weighted(line, weight, scale, channels) -> Any:
-    total = np.float32(0)
+    total = ZERO_
     for j in range(channels):
         value = get_float(line, j) * scale
         total += value * value * get_float(weight, j)
@@ -239,15 +218,125 @@ def _add_squares(sums, line, scale, weight, channels) -> Any:
 
 
 @kernel
-def _cost_of(z, sample, count, channels, channel, rows, inverse, seed, costs) -> Any:
-    """Bits of these rows' symbols and of what travels beside them."""
-    total, raw = np.float64(0), np.int64(0)
-    for i in range(count):
-        r = np.int64(get_word(sample, i))
-        row, scaled = get_int(rows, r), get_float(inverse, r)
-        for j in range(channels):
-            dither, scale = dither_of(r * channels + j, seed), scale_of(get_int(channel, j), row)
-            value = code_of(get_float(z, r * channels + j), scaled, dither)
-            total += get_float(costs, symbol_of(value, scale, context_of(scale, dither, row)))
-            raw += raw_of(scale)
-    return total + raw
+def _invert(total, inverse, channels) -> None:
+    """Weights of channels, from sums of squares; how many there are does not matter to the tokens' scales."""
+    for j in range(channels):
+        put_float(inverse, j, ONE / greater(get_float(total, j), SMALLEST) if get_float(total, j) > 0 else ONE)
+
+
+@kernel
+def _travelling(
+    total, channels, quarters, norms, factor, square, rows, by_token, level, token, norm, channel
+) -> Any:  # fmt: skip
+    """Scales as they travel, and the largest of them."""
+    highest, most, largest = NONE, NONE, NONE
+    for j in range(channels):
+        scale = _quarters(get_float(total, j)) if get_float(total, j) > 0 else NONE
+        put_int(channel, j, scale)
+        highest = max(highest, scale)
+    for r in range(rows):
+        if get_float(factor, r) > 0:
+            scale = np.int64(get_int(quarters, r))
+            scale += _quarters(greater(get_float(square, r), SMALLEST))
+            put_int(quarters, r, scale)
+            most, largest = max(most, scale), max(largest, np.int64(get_int(norms, r)))
+    for j in range(channels):
+        scale = np.int64(get_int(channel, j))
+        put_byte(level, j, 255 if scale == NONE else min(highest - scale, FURTHEST_BELOW))
+    for r in range(rows):
+        coded = get_float(factor, r) > 0
+        below = min(most - np.int64(get_int(quarters, r)), FURTHEST_BELOW)
+        put_byte(token, r, below if coded else ZERO if get_float(factor, r) == 0 else NAN)
+        below = min(largest - np.int64(get_int(norms, r)), FURTHEST_BELOW)
+        put_byte(norm, r, below if coded else FURTHEST_BELOW)
+    if most == NONE:
+        highest, most, largest = 0, 0, 0
+    for j in range(channels):
+        put_int(channel, j, highest + most - np.int64(get_byte(level, j)))
+    return highest + most, largest
+
+
+@kernel
+def _token_steps(token, norm, rows, by_token, largest, step, powers, row, steps, inverse) -> None:
+    quarters = (step + FINE // 8) >> 4
+    for r in range(rows):
+        below = np.int64(get_byte(token, r))
+        fine = step
+        if by_token:
+            fine += FINE // 4 * (largest - np.int64(get_byte(norm, r)))
+        fine = min(max(fine, LEAST_STEP), MOST_STEP)
+        size = get_float(powers, fine & (FINE - 1)) * power_of_two(fine >> 6)
+        add = min(max(-quarters - below, DEAD_TOKEN + 1), -DEAD_TOKEN)
+        put_int(row, r, DEAD_TOKEN if below >= NAN else add)
+        put_float(steps, r, size if below < NAN else ZERO_ if below == ZERO else NOT_A_NUMBER)
+        put_float(inverse, r, ONE / size if below < NAN else ZERO_)
+
+
+@kernel
+def _step_for(level, channels, token, rows, highest, cost, wanted) -> Any:
+    """The step whose symbols take about so many bits, if they are as the tables have it."""
+    levels, tokens = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for j in range(channels):
+        levels[get_byte(level, j)] += 1
+    for r in range(rows):
+        tokens[get_byte(token, r)] += 1
+    tokens[NAN:] = 0
+    count = np.zeros(512, np.float64)
+    for i in range(256):
+        if levels[i] > 0:
+            for k in range(NAN):
+                count[i + k] += levels[i] * tokens[k]
+    low, high = highest - HIGHEST, highest - LOWEST  # too small a step, and one that is large enough if any is
+    more, fewer = _bits_at(count, highest - low, cost), _bits_at(count, highest - high, cost)
+    if more <= wanted:
+        high, fewer = low, more
+    while high - low > 1:
+        middle = (low + high) >> 1
+        bits = _bits_at(count, highest - middle, cost)
+        if bits <= wanted:
+            high, fewer = middle, bits
+        else:
+            low, more = middle, bits
+    share = (wanted - fewer) / (more - fewer) if more > fewer else 0.0
+    step = 16 * high - np.int64(16 * min(max(share, 0.0), 1.0))
+    return min(max(step, LEAST_STEP), MOST_STEP)
+
+
+@helper
+def _bits_at(count, largest, cost) -> Any:
+    total = 0.0
+    for below in range(512):
+        if count[below] > 0:
+            total += count[below] * np.float64(get_float(cost, max(largest - below, LOWEST) - LOWEST))
+    return total
+
+
+@kernel
+def _costs_of(z, rows, channels, every, channel, row, inverse, seed, costs, mean) -> Any:
+    """Bits of a sample of rows, and those that the tables expect."""
+    taken, expected = 0.0, 0.0
+    for r in range(0, rows, every):
+        if get_int(row, r) > DEAD_TOKEN:
+            line, first = z + 4 * r * channels, r * channels
+            taken += _cost_of(line, first, channels, channel, get_int(row, r), get_float(inverse, r), seed, costs)
+            expected += _expected(channels, channel, get_int(row, r), mean)
+    return taken, expected
+
+
+@summing
+def _cost_of(line, first, channels, channel, add, inverse, seed, costs) -> Any:
+    total = ZERO_
+    for j in range(channels):
+        dither, scale = dither_of(first + j, seed), scale_of(get_int(channel, j), add)
+        value = code_of(get_float(line, j), inverse, dither)
+        bits = get_float(costs, symbol_of(value, scale, context_of(scale, dither, add)))
+        total += bits + np.float32(raw_of(scale))
+    return total
+
+
+@summing
+def _expected(channels, channel, add, mean) -> Any:
+    total = ZERO_
+    for j in range(channels):
+        total += get_float(mean, np.int64(scale_of(get_int(channel, j), add)) - LOWEST)
+    return total

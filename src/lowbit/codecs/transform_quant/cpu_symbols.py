@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba.types import float32, int32, int64
+from numba.types import float32, int32, int64, uint16
 
-from lowbit.codecs.transform_quant.reference import FARTHEST, HIGHEST
-from lowbit.codecs.transform_quant.tables import BORDERS, DEAD, DITHERS, LOWEST, MIDDLE, SYMBOLS
+from lowbit.codecs.transform_quant import tables
+from lowbit.codecs.transform_quant.reference import FARTHEST, HIGHEST, LIMIT, WORD
+from lowbit.codecs.transform_quant.tables import (
+    BORDERS,
+    DEAD,
+    DITHERS,
+    LOWEST,
+    MIDDLE,
+    PRECISION,
+    SYMBOLS,
+    TOTAL,
+)
 from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32
 from lowbit.kernels.cpu.jit import operation
 from lowbit.kernels.cpu.memory import F32, I16, I32, I64
@@ -96,6 +108,54 @@ def symbol_at(b: Any, row: Any, slot: Any) -> Any:
 
 
 @operation(int64, int64, int64)
-def quotient(b: Any, state: Any, share: Any) -> Any:
-    """Of a state, which is below 2^31, and a symbol's share, in 32 bits."""
-    return b.zext(b.udiv(b.trunc(state, I32), b.trunc(share, I32)), I64)
+def is_full(b: Any, state: Any, entry: Any) -> Any:
+    """Whether a state must give out a word before it takes a symbol (see `shares`), as 0 or 1."""
+    share = b.and_(b.lshr(entry, I64(PRECISION)), I64(2 * TOTAL - 1))
+    return b.zext(b.icmp_unsigned(">=", state, b.shl(share, I64(LIMIT))), I64)
+
+
+@operation(int64, int64, int64)
+def with_symbol(b: Any, state: Any, entry: Any) -> Any:
+    """A state, below 2^31, that has taken a symbol: the quotient by its share is a product and a shift."""
+    start = b.and_(entry, I64(TOTAL - 1))
+    share = b.and_(b.lshr(entry, I64(PRECISION)), I64(2 * TOTAL - 1))
+    shift = b.and_(b.lshr(entry, I64(25)), I64(63))
+    upper = b.lshr(b.mul(state, b.lshr(entry, I64(31))), shift)
+    return b.add(b.add(state, start), b.mul(upper, b.sub(I64(TOTAL), share)))
+
+
+@operation(int64, int64, int64, int64, int64)
+def without_symbol(b: Any, state: Any, slot: Any, row: Any, symbol: Any) -> Any:
+    """A state from which a symbol has been taken, by the limits in its table's row."""
+    limits = b.gep(b.inttoptr(row, ir.PointerType(I16)), [symbol])
+    start = b.zext(b.load(limits, align=2), I64)
+    end = b.zext(b.load(b.gep(limits, [I64(1)]), align=2), I64)
+    return b.add(b.mul(b.sub(end, start), b.lshr(state, I64(PRECISION))), b.sub(slot, start))
+
+
+@operation(int64, int64, int64, uint16)
+def refilled(b: Any, state: Any, empty: Any, word: Any) -> Any:
+    """The state, with a word below it where it is empty."""
+    fresh = b.or_(b.shl(state, I64(WORD)), b.zext(word, I64))
+    return b.select(b.icmp_signed("!=", empty, I64(0)), fresh, state)
+
+
+@operation(int64, int64, int64)
+def lesser64(b: Any, i: Any, j: Any) -> Any:
+    """The smaller of two integers, without a branch."""
+    return b.select(b.icmp_signed("<", i, j), i, j)
+
+
+@functools.cache
+def shares() -> np.ndarray:
+    """Of each symbol of each table, 16 to a table, uint64: start, 12 bits; share, 13; a shift, 6; and a factor, 33.
+
+    The factor is 2^shift / share, rounded up, with 31 + ceil(log2(share)) for the shift: its product with a number
+    below 2^31, shifted back, is the quotient by the share, rounded down.
+    """
+    limits = tables.limits()[:, : SYMBOLS + 1].astype(np.int64)
+    start, share = limits[:, :-1].reshape(-1), np.diff(limits, axis=1).reshape(-1)
+    shift = np.array([30 + int(s - 1).bit_length() + 1 for s in share])
+    factor = np.array([-(-(1 << int(n)) // int(s)) for n, s in zip(shift, share, strict=True)], np.uint64)
+    packed = start | share << PRECISION | shift << 25
+    return packed.astype(np.uint64) | factor << np.uint64(31)

@@ -27,6 +27,7 @@ HIGHEST = 4 * RAW + 3  # scale, in quarters of an octave of a step
 FINE = 64  # steps to an octave
 LEAST_STEP, MOST_STEP = -126 * FINE, 126 * FINE
 FARTHEST = 1 << 28  # magnitude of a code, at most
+MOST_LEVEL = 1 << 14  # magnitude of the largest scale that a receiver takes
 BEGIN = 1 << 15  # a lane's state before its first symbol; it stays below 2^31
 WORD = 16  # bits that a state gives out at a time
 LIMIT = 31 - PRECISION  # a state of this many bits more than a symbol's probability gives out a word first
@@ -77,6 +78,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     """
     section = geo.layout.section
     level, norm, step, _ = section(payload, "scalars", torch.int32).tolist()
+    step, level = min(max(step, LEAST_STEP), MOST_STEP), min(max(level, -MOST_LEVEL), MOST_LEVEL)
     token_R = section(payload, "tokens").int()
     norm_R = section(payload, "norms").int() if geo.by_token else torch.zeros_like(token_R)
     scale_RC = scales(section(payload, "levels").int(), token_R, level)
