@@ -32,6 +32,7 @@ BEGIN = 1 << 15  # a lane's state before its first symbol; it stays below 2^31
 WORD = 16  # bits that a state gives out at a time
 LIMIT = 31 - PRECISION  # a state of this many bits more than a symbol's probability gives out a word first
 SMALLEST = 2.0**-126
+LARGEST = 2.0**112  # a token with a coefficient of this size or more is as one with Inf: noise of its step is finite
 ENTRY = 3  # numbers of a stream in the table: words, codes beyond the symbols, bytes of lowest bits
 
 
@@ -104,7 +105,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
 def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Scales of channels (C,) and tokens (R,), norms (R,) for steps by token, in bytes as they travel; the scalars."""
     most_R = z.abs().amax(1)
-    finite_R, there_R = torch.isfinite(most_R), most_R >= SMALLEST
+    finite_R, there_R = most_R < LARGEST, most_R >= SMALLEST
     usable_R = finite_R & there_R
     exponent_R = torch.frexp(torch.where(usable_R, most_R, 1.0))[1] - 1
     a_RC = torch.ldexp(torch.where(usable_R[:, None], z, 0.0), -exponent_R[:, None]).double().square()
