@@ -53,7 +53,9 @@ class SpectrumBenchmark:
     """Elements that share a scale in SubspaceQuant."""
     refresh: Positive | None = None
     """Messages within which SubspaceQuant renews all its directions. If omitted, its default."""
-    codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published")
+    codecs: tuple[str, ...] = (
+        "int8", "int4", "tah-quant", "tah-quant-published", "transform", "transform-backward",
+    )  # fmt: skip
     """Other formats to compare with, by name or in full."""
     sequence: AtLeastTwo = 256
     """Tokens of a window."""

@@ -1,5 +1,7 @@
 """What is done to each coefficient, as LLVM instructions of 32 bits (see `lowbit.kernels.cpu.formulas`)."""
 
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools

@@ -105,8 +105,8 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
 def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Scales of channels (C,) and tokens (R,), norms (R,) for steps by token, in bytes as they travel; the scalars."""
     most_R = z.abs().amax(1)
-    finite_R, there_R = most_R < LARGEST, most_R >= SMALLEST
-    usable_R = finite_R & there_R
+    finite_R = most_R < LARGEST
+    usable_R = finite_R & most_R.ge(SMALLEST)
     exponent_R = torch.frexp(torch.where(usable_R, most_R, 1.0))[1] - 1
     a_RC = torch.ldexp(torch.where(usable_R[:, None], z, 0.0), -exponent_R[:, None]).double().square()
     norm_R = _quarters(a_RC.mean(1)) if geo.by_token else torch.zeros_like(exponent_R)
@@ -117,7 +117,7 @@ def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, l
         channel_C = (a_RC / torch.where(token_R > 0, token_R, 1.0)[:, None]).sum(0) / count
         token_R = (a_RC / torch.where(channel_C > 0, channel_C, 1.0)).mean(1)
     tokens_R = _quarters(token_R) + (0 if geo.by_token else 4 * exponent_R)
-    level_C, level = _below(_quarters(channel_C), channel_C > 0, 255)
+    level_C, level = _below(_quarters(channel_C), channel_C.gt(0), 255)
     token_R, most = _below(tokens_R, usable_R, ZERO)
     norm_R, norm = _below(norm_R + 4 * exponent_R, usable_R, FURTHEST_BELOW)
     token_R = torch.where(finite_R, token_R, NAN)
