@@ -78,9 +78,7 @@ class Subspace:
         kinds = [f"{kind}{' forged' if forge else ''}" for (kind, _), forge in zip(made, forged, strict=True)]
         return Case(f"{self.name} {dtype} state {at} {kinds}", run)
 
-    def _decode(
-        self, bench: Bench, session: Following, message: bytes, dtype: torch.dtype, training: bool
-    ) -> bytes:
+    def _decode(self, bench: Bench, session: Following, message: bytes, dtype: torch.dtype, training: bool) -> bytes:
         """What comes of it, with the state; an error changes neither."""
         room, out = bench.out(self._shape, dtype)
         before, state = room.content, _bytes(session.state_dict())
