@@ -11,7 +11,6 @@ from torch import Tensor
 from lowbit.codecs.subspace_quant.reference_basis import invert
 from lowbit.kernels import implementation
 
-
 BAD_STREAMS = -2  # in place of the digest of what a message brings: its coded symbols are damaged
 
 
