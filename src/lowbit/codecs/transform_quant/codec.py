@@ -176,9 +176,12 @@ class TransformSession(Session):
         device = self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
-        payload.zero_()
+        target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
+        target.zero_()
         with apart(device):
-            self._code(x.contiguous(), payload, training)
+            self._code(x.contiguous(), target, training)
+            if target is not payload:
+                payload.copy_(target)
 
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
