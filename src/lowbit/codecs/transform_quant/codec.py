@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.codecs.sessions import Key, Session
 from lowbit.codecs.stateful import StatefulCodec
-from lowbit.codecs.subspace_quant.memory import Memory
+from lowbit.codecs.subspace_quant.memory import BAD_STREAMS, Memory
 from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
 from lowbit.codecs.transform_quant.basis import coefficients, tokens
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
@@ -58,7 +58,7 @@ class TransformQuant(StatefulCodec):
     - scalars, 4 int32: the largest sum of a coordinate's and a token's scale, the largest norm, both in quarters of an
       octave, the step in 64ths of an octave, and 0;
     - levels, C bytes, and tokens, R bytes: scales of coordinates and tokens, in quarters of an octave below the
-      largest; a token of zeros has 255, one with NaN or Inf has 254 and decodes to NaN;
+      largest; a token of zeros has 255, one with NaN, Inf or coefficients beyond 2^112 has 254 and decodes to NaN;
     - norms, R bytes, likewise, if steps are relative to tokens' norms;
     - streams of about 2^16 symbols, after a table of three int32 for each: 32 states of rANS, which take the symbols in
       turn, 4 bytes each; words of 16 bits; codes beyond the 15 symbols, int16; the lowest bits of codes whose scale is
@@ -177,9 +177,12 @@ class TransformSession(Session):
         device = self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
-        payload.zero_()
+        target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
+        target.zero_()
         with apart(device):
-            self._code(x.contiguous(), payload, training)
+            self._code(x.contiguous(), target, training)
+            if target is not payload:
+                payload.copy_(target)
 
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
@@ -215,7 +218,7 @@ class TransformSession(Session):
         header = geo.layout.section(payload, "header", torch.int32)
         z_RC = directions_KC.new_empty(geo.rows, geo.channels)
         whole = run(decode)(payload, header, z_RC, geo)
-        expected[3] = torch.where(whole, expected[3], -1)
+        expected[3] = torch.where(whole, expected[3], BAD_STREAMS)
         if not memory.headers.compare(header, expected):
             # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
             wrong = ((header != expected) | (expected < 0)).any()
