@@ -230,7 +230,7 @@ COMMAND = Command(
     name="benchmarks race",
     summary="Seconds of training until each boundary format has reached the same held-out loss.",
     examples=(
-        "python -m benchmarks race --boundary fp32,aq-sgd,tah-quant-published --epochs 3",
+        "python -m benchmarks race --boundary fp32,aq-sgd,transform --epochs 3",
     ),
     settings=RaceBenchmark,
     measure=measure,

@@ -209,7 +209,7 @@ COMMAND = Command(
     summary="What proofs of convergence assume of a boundary format, measured while a model trains.",
     examples=(
         "lowbit bench assumptions --boundary int4,subspace --steps 60",
-        "lowbit bench assumptions --data.text train.txt --seed 0,1,2 --json assumptions.json",
+        "lowbit bench assumptions --data.text train.txt --json assumptions.json",
     ),
     settings=AssumptionsBenchmark,
     measure=measure,

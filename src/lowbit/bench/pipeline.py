@@ -250,7 +250,7 @@ COMMAND = Command(
     name="bench pipeline",
     summary="Training speed over emulated slow links, by boundary format.",
     examples=(
-        "lowbit bench pipeline --link 100mbit --boundary stock-fp32,tah-quant-published",
+        "lowbit bench pipeline --link 100mbit --boundary stock-fp32,transform",
         "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",
     ),
     settings=PipelineBenchmark,
