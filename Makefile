@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+# Files of tests at a time on 2 cores: their tests wait for time limits, links and other processes, too.
+WORKERS ?= 3
 MINUTES ?= 10
 SEED   ?= $(shell date +%s)
 # What a processor without AVX-512 and bfloat16 has, and what every x86-64 has. PyTorch and numba choose kernels by it.
@@ -29,7 +31,7 @@ demo: $(VENV)/.installed-train ## Train a small Llama over a slow link: PyTorch'
 	@$(BIN)/lowbit demo
 
 test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed to pytest)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not docs" $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not docs" $(ARGS)
 
 test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
@@ -71,7 +73,7 @@ package: $(VENV)/.installed-docs ## Build the packages into dist/ and check them
 docs-serve: $(VENV)/.installed-docs ## Serve the documentation site on http://127.0.0.1:8000 and follow changes
 	@$(MKDOCS) serve $(ARGS)
 
-lint: $(VENV)/.installed-dev ## Check style, format and types
+lint: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Check style, format and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/pyright

@@ -8,7 +8,7 @@ from lowbit.cli.reports import measurements
 BENCHMARKS = Group(
     "Measurements that only developers of lowbit need, and the figures of the documentation.",
     lambda: {**measurements("benchmarks"), "figures": Figures()},
-    examples=("python -m benchmarks race --boundary fp32,tah-quant", "python -m benchmarks figures"),
+    examples=("python -m benchmarks race --boundary fp32,tah-quant-published", "python -m benchmarks figures"),
 )
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from lowbit.bench.workers import UNLIMITED, Workers, set_link, started
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link, SlowLink
 from lowbit.report import Baseline, Column, Command, Lines, Row, Table
-from lowbit.report.style import recommended
+from lowbit.report.style import recommended, row_name
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 
 
@@ -45,7 +45,7 @@ class RaceBenchmark:
 
     links: Links = (Link(100.0),)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
-    boundaries: Names = ("fp32", "tah-quant", "aq-sgd", "subspace")
+    boundaries: Names = ("fp32", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform")
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6"."""
     backward: str = ""
     """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
@@ -230,7 +230,7 @@ COMMAND = Command(
     name="benchmarks race",
     summary="Seconds of training until each boundary format has reached the same held-out loss.",
     examples=(
-        "python -m benchmarks race --boundary fp32,aq-sgd,tah-quant --epochs 3",
+        "python -m benchmarks race --boundary fp32,aq-sgd,tah-quant-published --epochs 3",
     ),
     settings=RaceBenchmark,
     measure=measure,
@@ -246,7 +246,7 @@ COMMAND = Command(
             title="Seconds of training until the same held-out loss",
             columns=[
                 LINK,
-                Column("boundary", "boundary"),
+                Column("boundary", "boundary", row_name),
                 Column("loss", "target_loss", "{:.4f}"),
                 Column("reached\nafter s", "seconds_to_loss", "{:.1f}"),
                 Column("over\nfp32", "speedup_fp32", "{:.2f}x"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,22 @@ if not torch.cuda.is_available():
 
 from tests.processes import Ranks
 
-SLOW = ("test_docs", "test_launch", "test_examples", "test_demo", "test_convergence", "test_held")
+TESTS = Path(__file__).parent
+LONG = [
+    *("bench/test_demo.py", "bench/test_convergence.py", "test_docs.py", "test_examples.py", "train/test_launch.py"),
+    *("plan/test_held.py", "fuzz/test_fuzz.py", "bench/test_gradients.py", "bench/test_pipeline.py"),
+    *("network/test_distance.py", "kernels/test_jit.py", "train/test_loop.py", "train/test_progress.py"),
+    *("pipeline/test_transport.py", "train/test_supervise.py", "cli/test_app.py", "ranks/test_peers.py"),
+    *("train/checkpoints/test_resume.py", "train/checkpoints/test_save.py", "bench/test_memory.py"),
+    *("collectives/test_reduce.py", "collectives/test_checksum.py", "pipeline/test_guard.py", "train/test_export.py"),
+]
+"""Files that take longest. A file is one worker's: the last one to start keeps the others waiting."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few long tests first, so that the two workers of `make test` end together."""
-    items.sort(key=lambda item: item.path.stem not in SLOW)
+    """Long files first, so that the workers of `make test` end together."""
+    places = {TESTS / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session")

@@ -184,7 +184,7 @@ def noise(figure: Figure, theme: Theme, data: Mapping[str, Rows]) -> None:
     _title(figure, "The subspace helps activations far more than gradients")
     series: dict[str, tuple[str, str, Callable[[Row], bool]]] = {
         "GroupInt, groups of 64": ("int4", "s-", lambda row: row["format"].startswith("int")),
-        "TAH-Quant": ("tah-quant", "D", lambda row: row["format"] == "tah-quant"),
+        "TAH-Quant by range (ours)": ("tah-quant", "D", lambda row: row["format"] == "tah-quant"),
         "TAH-Quant as published": ("tah-quant-published", "^", lambda row: row["format"] == "tah-quant-published"),
         "FP8": ("fp8", "P", lambda row: row["format"] == "fp8"),
         "SubspaceQuant, 16 directions": ("subspace", "o--", lambda row: row["directions"] == 16),

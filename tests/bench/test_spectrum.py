@@ -1,6 +1,7 @@
 """`lowbit bench spectrum`: the tensors are the model's own, and the figures those of the sessions."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -57,14 +58,56 @@ def test_a_checkpoint_and_a_text_give_a_table(tmp_path: Path):
         (b, d) for b in (0, 1) for d in spectrum.DIRECTIONS
     }
     assert not any(row["directions"] == 64 for row in rows), "more directions than channels are left out"
-    for row in rows:
+    formats = [row for row in rows if row["format"] != "bound"]
+    for row in formats:
         assert row["decibels"] > 0
+        assert row["token_decibels"] > 0
+        for measure in ("", "token_"):
+            assert row[f"{measure}bound"] >= 0
+            assert row[f"{measure}above"] == row["bits_per_element"] - row[f"{measure}bound"]
         if row["format"] == "int4":
             assert row["bits_per_element"] == GroupInt(bits=4).bits_per_element((2, 32, 32))
     for place in itertools.product((0, 1), spectrum.DIRECTIONS):
-        chosen = [r for r in rows if (r["boundary"], r["direction"]) == place and r["fitted"]]
+        own = [r for r in rows if (r["boundary"], r["direction"]) == place]
+        chosen = [r for r in own if r["fitted"]]
         assert [r["bits"] for r in chosen] == [3, 4]
         assert all(0 <= r["outside"] < 1 for r in chosen)
+        line = [(r["decibels"], r["bits_per_element"]) for r in own if r["format"] == "bound"]
+        assert line[0] == (0, pytest.approx(0, abs=1e-9))
+        assert line == sorted(line), "more precision takes more bits"
+        for row in own:  # between its neighbours on the line
+            if row["format"] != "bound":
+                lower = max(bits for decibels, bits in line if decibels <= row["decibels"])
+                upper = min(bits for decibels, bits in line if decibels >= row["decibels"])
+                assert lower <= row["bound"] <= upper
+
+
+def test_the_chart_has_the_bound_in_the_range_of_the_formats():
+    rows = [
+        {"direction": "forward", "format": "int4", "boundary": boundary, "directions": None, "bits_per_element": 4.5,
+         "decibels": 22.0}
+        for boundary in (0, 1)
+    ] + [
+        {"direction": "forward", "format": "bound", "boundary": boundary, "directions": None,
+         "bits_per_element": decibels / 10 + boundary, "decibels": decibels}
+        for boundary in (0, 1) for decibels in (10.0, 15.0, 20.0, 25.0, 30.0)
+    ]  # fmt: skip
+    ((_, points),) = COMMAND.charts[0].panels(rows)
+    line = [(p["bits_per_element"], p["decibels"]) for p in points if p["series"] == "bound"]
+    assert line == [(2.5, 20), (3.0, 25)]
+
+
+def test_a_format_without_error_has_no_bound(tmp_path: Path):
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    place = spectrum._Boundary(0, "forward")
+    settings = SpectrumBenchmark(checkpoint="a", text="b", directions=(4,), bits=(3,), codecs=("fp32", "int8"))
+    place.begin(settings, x)
+    place.carry(x, True)
+    exact, coded = list(place.rows(x.shape))[:2]
+    assert exact["decibels"] == math.inf
+    assert exact["bound"] is exact["above"] is exact["token_above"] is None
+    assert coded["above"] > 0
+    assert "–" in shown(COMMAND, [exact, coded], tmp_path)
 
 
 def test_a_line_has_only_what_all_boundaries_have():

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommended, title_of
+from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommended, row_name, title_of
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,21 @@ def test_the_family_of_a_series(name: str, wanted: str | None):
         ("SubspaceQuant(directions='auto', bits=3/4)", "SubspaceQuant, automatic directions, 3/4 bits"),
         ("SubspaceQuant()", "SubspaceQuant"),
         ("int8 / int8", "INT8 both ways"),
-        ("tah-quant / int8", "TAH-Quant / INT8"),
+        ("tah-quant / int8", "TAH-Quant by range (ours) / INT8"),
         ("feature-int4 one_shot", "FeatureInt4, one-shot"),
         ("low-bit+8bit", "low-bit+8bit"),
     ],
 )
 def test_the_name_of_a_series(name: str, wanted: str):
     assert title_of(name) == wanted
+
+
+def test_no_row_of_a_table_passes_our_setting_off_as_the_published_format():
+    assert row_name("tah-quant") == "tah-quant (ours, by range)"
+    assert row_name("int4 / TAHQuant()") == "int4 / TAHQuant() (ours, by range)"
+    for name in ("tah-quant-published", "tah-quant-token", "TAHQuant(tile=32)", "int4"):
+        assert row_name(name) == name
+    assert title_of("TAHQuant()") == title_of("tah-quant") != title_of("tah-quant-published")
 
 
 def test_members_of_a_family_are_paler_and_only_the_first_stands_out():

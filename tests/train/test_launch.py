@@ -82,6 +82,7 @@ def _process_of_rank(rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_on_two_machines_without_a_disk_in_common(ranks: Ranks, tmp_path: Path):
     if reason := SlowLink.available():

@@ -7,8 +7,6 @@ import os
 import pty
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import pytest
 from lowbit.ranks.meeting import new_secret
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.progress import Progress, Rhythm, duration, first_on_machine, machine_name
+from tests.forked import CONTEXT, run_script
 from tests.train.runs import tiny
 
 
@@ -97,34 +96,29 @@ def test_the_first_rank_of_each_machine_shows():
 
 RANK = """
 import os, sys
-from pathlib import Path
+port, secret, *machines = sys.argv[1:]
+print("[rank]", flush=True)
+for name in ("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    del os.environ[name]
+os.environ |= {"MASTER_PORT": port, "LOWBIT_SECRET": secret}
 from lowbit.train import load, loop
-loop.machine_name = lambda: os.environ["MACHINE"]
-loop.train(load(sys.argv[1]))
+loop.machine_name = lambda: machines[int(os.environ["RANK"])]
+loop.train(load("run.toml"))
 """
 
 
 def _train(tmp_path: Path, machines: list[str]) -> list[str]:
-    """What each of several processes, started by hand as ranks of these machines, writes to standard error."""
+    """What each of several processes, started by hand as ranks of these machines, writes."""
     config = tiny(tmp_path, run={"progress": True})
     (tmp_path / "run.toml").write_text(_toml(config))
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = os.environ | {
-        "WORLD_SIZE": str(len(machines)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "LOWBIT_SECRET": new_secret(),
-    }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path / "run.toml")],
-            env=common | {"RANK": str(rank), "MACHINE": machine},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, machine in enumerate(machines)
-    ]
-    return [rank.communicate(timeout=120)[1] for rank in ranks]
+    done = run_script(script, str(port), new_secret(), *machines, ranks=len(machines), timeout=120, folder=tmp_path)
+    assert done.code == 0, done.output
+    return done.output.split("[rank]\n")[1:]
 
 
 def _toml(config: object) -> str:
@@ -145,32 +139,33 @@ def test_one_rank_of_a_machine_shows_the_run(tmp_path: Path):
     assert "loss" not in second
 
 
-TERMINAL = """
-from tests.train.test_progress import Progress, _metrics
-progress = Progress(200)
-for step in (1, 2, 200):
-    progress._refreshed = float("-inf")
-    progress.record(_metrics(step))
-progress.record_evaluation(200, {"held_out_loss": 3.0})
-progress.close()
-"""
+def _on_a_terminal(terminal: str, columns: int) -> None:
+    os.dup2(os.open(terminal, os.O_WRONLY), 2)
+    os.environ |= {"COLUMNS": str(columns), "TERM": "xterm"}
+    try:
+        progress = Progress(200)
+        for step in (1, 2, 200):
+            progress._refreshed = float("-inf")
+            progress.record(_metrics(step))
+        progress.record_evaluation(200, {"held_out_loss": 3.0})
+        progress.close()
+    finally:
+        os.write(2, b"\0")
 
 
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_terminal_has_one_live_line_that_fits(columns: int):
     ours, theirs = pty.openpty()
-    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
-    with subprocess.Popen([sys.executable, "-c", TERMINAL], stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        shown = b""
-        try:
-            while part := os.read(ours, 4096):
-                shown += part
-        except OSError:  # the other end was closed
-            pass
-        assert process.wait() == 0
+    process = CONTEXT.Process(target=_on_a_terminal, args=(os.ttyname(theirs), columns), daemon=True)
+    process.start()
+    shown = b""
+    while not shown.endswith(b"\0"):
+        shown += os.read(ours, 4096)
+    process.join()
+    assert process.exitcode == 0
     os.close(ours)
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", shown.decode()).replace("\n", "\r").split("\r")
+    os.close(theirs)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", shown[:-1].decode()).replace("\n", "\r").split("\r")
     assert max(map(len, lines)) <= columns
     steps = [line.rstrip() for line in lines if line.startswith("step")]
     assert steps[0].startswith("step 1/200  loss 2.5000")

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from lowbit.ranks.process import ALONE, DIVERGED, FAILED, USAGE
-from lowbit.train import ConfigError, LaunchError, from_mapping, launch, run
+from lowbit.train import ConfigError, LaunchError, TrainConfig, from_mapping, launch, run
 from lowbit.train.supervise import Attempts, supervise
 from tests.processes import Ranks
 from tests.train.runs import again, curve, losses, tiny
 from tests.train.test_launch import LIMIT, _process_of_rank, _wait_for_lines
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_supervised_run_reaches_its_last_step_bit_for_bit(ranks: Ranks, tmp_path: Path):
     """A rank is killed, and later another one stopped for good."""
@@ -59,6 +60,22 @@ def test_attempts_count_where_they_bring_no_checkpoint():
     assert not any(attempts.give_up(FAILED, step) for step in (None, None, 5, 5, 9, 9))
     assert attempts.in_vain == 2
     assert attempts.pause == 2
+
+
+def test_a_failed_attempt_is_followed_by_one_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With real ranks: the slow test above, and the resumed run of tests/train/test_launch.py."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    attempts: list[str | bool] = []
+
+    def start_ranks(config: TrainConfig) -> None:
+        attempts.append(config.run.resume)
+        if len(attempts) < 3:
+            raise LaunchError("rank 1 was ended by SIGKILL", -9)
+
+    monkeypatch.setattr(launch, "start_ranks", start_ranks)
+    config = tiny(tmp_path, run={"supervise": True, "restarts": 2, "overwrite": False})
+    launch.run(config)
+    assert attempts == ["auto", "auto", "auto"]
 
 
 def test_it_gives_up_with_the_way_to_go_on(

@@ -6,6 +6,7 @@ COMMANDS = {
     "pipeline": "lowbit.bench.pipeline",
     "codecs": "lowbit.bench.codecs",
     "spectrum": "lowbit.bench.spectrum",
+    "assumptions": "lowbit.bench.assumptions",
     "gradients": "lowbit.bench.gradients",
     "tensor-parallel": "lowbit.bench.tensor_parallel",
     "convergence": "lowbit.bench.convergence",

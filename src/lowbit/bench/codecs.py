@@ -26,6 +26,7 @@ from lowbit.bench.settings import Device, EachOnce, check_device
 from lowbit.codecs import Codec, FeatureInt4, TAHQuant, parse
 from lowbit.config import ConfigError, Positive, section
 from lowbit.report import Bars, Column, Command, Row, Table
+from lowbit.report.style import row_name
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Data = Literal["gaussian", "student-t", "outliers", "real"]
@@ -40,11 +41,12 @@ class CodecsBenchmark:
     """Formats and the tensors that they code."""
 
     codecs: tuple[str, ...] = (
-        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "tah-quant",
-        "tah-quant-published", "tah-quant-token", FITTED,
+        "bf16", "fp8", "int8", "GroupInt(bits=6, group=32, symmetric=True)", "int4", "subspace", "transform",
+        "tah-quant", "tah-quant-published", "tah-quant-token", FITTED,
     )  # fmt: skip
     """Formats by name or in full, except those that need sample ids. feature-int4 is fitted to the tensors that it
-    codes; tah-quant-token chooses its bits by token."""
+    codes. tah-quant is our setting of TAH-Quant, tah-quant-published the paper's, tah-quant-token that of its first
+    version, by token."""
     dtypes: Annotated[tuple[DTypeName, ...], EachOnce] = ("float32", "bfloat16")
     """Data types of the tensors."""
     device: Device = "cpu"
@@ -224,7 +226,7 @@ COMMAND = Command(
     name="bench codecs",
     summary="Speed, bits and accuracy of codecs, beside a copy and eager PyTorch.",
     examples=(
-        "lowbit bench codecs --codec tah-quant,int4 --thread 1",
+        "lowbit bench codecs --codec tah-quant-published,int4 --thread 1",
         "lowbit bench codecs --dtype bfloat16 --data gaussian --json codecs.json",
     ),
     settings=CodecsBenchmark,
@@ -235,7 +237,7 @@ COMMAND = Command(
             each=lambda row: (row["dtype"], row["threads"]),
             title=lambda rows: "GB of {dtype} a second, {threads} thread(s), {data}".format(**rows[0]),
             columns=[
-                Column("codec", _label),
+                Column("codec", _label, row_name),
                 Column("encode", "encode_gb_s", "{:.2f}"),
                 Column("of\ncopy", "encode_share_of_copy", "{:.0%}"),
                 Column("of its\nrate", "encode_share_of_rate", "{:.0%}"),
@@ -254,7 +256,7 @@ COMMAND = Command(
             rows=_errors,
             title=lambda rows: "Relative error, {dtype}; bits per element, {data}".format(**rows[0]),
             columns=[
-                Column("codec", _label),
+                Column("codec", _label, row_name),
                 Column("bits", "bits_per_element", "{:.2f}"),
                 *(Column(kind, kind, "{:.4f}") for kind in get_args(Data)),
             ],

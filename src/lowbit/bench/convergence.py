@@ -32,7 +32,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.pipeline.arguments import check_warm_up
 from lowbit.report import Baseline, Column, Command, Points, Row, Table
-from lowbit.report.style import family, recommended, title_of
+from lowbit.report.style import family, recommended, row_name, title_of
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.corpus import library_files
 from lowbit.train.data import load_data
@@ -56,8 +56,11 @@ class ConvergenceBenchmark:
     regimes: Annotated[tuple[Regime, ...], EachOnce] = get_args(Regime)
     """scratch-warmup: from scratch, the first steps at full precision. scratch: from scratch, without a warm-up.
     finetune: from a full-precision checkpoint, on another text."""
-    boundaries: tuple[str, ...] = ("fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace")
-    """Formats of activations, by name or in full. aq-sgd runs in fine-tuning only: it needs samples that come again.
+    boundaries: tuple[str, ...] = (
+        "fp32", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform",
+    )  # fmt: skip
+    """Formats of activations, by name or in full. tah-quant is our setting of TAH-Quant, tah-quant-published the
+    paper's. aq-sgd runs in fine-tuning only: it needs samples that come again.
     "gradients:fp8": float32 activations, but gradients stored and all-reduced over two ranks in this format.
     "activations:low-bit": float32 boundaries, but saved activations in 4 bits, norms in 8; "activations:norm-4": norms
     in 4, too; "activations:attention-8": attention in 8; "activations:uniform": everything in 4."""
@@ -308,7 +311,7 @@ COMMAND = Command(
             each="regime",
             title=lambda rows: f"Held-out loss, nats a token: {TITLES[rows[0]['regime']]}",
             columns=[
-                Column("boundary", "boundary"),
+                Column("boundary", "boundary", row_name),
                 Column("bits\nfwd", "bits_forward", "{:.2f}"),
                 Column("bits\nbwd", "bits_backward", "{:.2f}"),
                 Column("bits\nboth", "bits_total", "{:.2f}"),

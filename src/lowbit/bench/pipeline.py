@@ -32,7 +32,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Bars, Baseline, Column, Command, Row, Table
-from lowbit.report.style import recommended, title_of
+from lowbit.report.style import recommended, row_name, title_of
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 
 MEDIANS = ("bits_forward", "bits_backward", "compute_seconds", "codec_seconds", "checksum_seconds", "wait_seconds")
@@ -48,9 +48,11 @@ class PipelineBenchmark:
 
     links: Links = (Link(25.0), Link(100.0), Link(1000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
-    boundaries: Names = (*STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace")
+    boundaries: Names = (
+        *STOCK, "fp32", "bf16", "int4", "tah-quant", "tah-quant-published", "aq-sgd", "subspace", "transform",
+    )  # fmt: skip
     """Formats of activations, by name or in full, or of both ways, such as "int4 / int6". stock-fp32 and stock-bf16 are
-    PyTorch's own stage."""
+    PyTorch's own stage; tah-quant is our setting of TAH-Quant, tah-quant-published the paper's."""
     backward: str = ""
     """Format of gradients beside low-bit activations, unless `boundaries` names it. If omitted, the default of each
     format. fp32, bf16 and fp16 are used both ways."""
@@ -243,12 +245,12 @@ def _speed(row: Row) -> str:
     return f"{row['tokens_per_second']:,.0f}{ratio}"
 
 
-WHERE = (LINK, Column("split", "split"), Column("boundary", "name"))
+WHERE = (LINK, Column("split", "split"), Column("boundary", "name", row_name))
 COMMAND = Command(
     name="bench pipeline",
     summary="Training speed over emulated slow links, by boundary format.",
     examples=(
-        "lowbit bench pipeline --link 100mbit --boundary stock-fp32,tah-quant",
+        "lowbit bench pipeline --link 100mbit --boundary stock-fp32,tah-quant-published",
         "lowbit bench pipeline --link 25mbit,100mbit/40ms --png speed.png",
     ),
     settings=PipelineBenchmark,

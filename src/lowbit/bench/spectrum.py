@@ -1,7 +1,8 @@
 """`lowbit bench spectrum`: how many directions suit a model's tensors, and the accuracy of formats.
 
 The model of a checkpoint runs on a text, forward and backward, without training. The tensors that would cross each
-boundary go through the sessions of every format, message after message, as in a pipeline.
+boundary go through the sessions of every format, message after message, as in a pipeline. Beside each format's bits
+stand those of the rate-distortion bound of the same messages at the same error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from lowbit.bench import bound
 from lowbit.bench.codec_speed import ends_of
 from lowbit.bench.samples import capture
 from lowbit.bench.training import spread_evenly
@@ -28,6 +30,8 @@ from lowbit.train.data import load_data
 from lowbit.train.model import build_model, count_layers, vocabulary
 
 DIRECTIONS = ("forward", "backward")
+BOUND = "bound"
+BOUND_DECIBELS = range(0, 65, 5)  # where rows show the bound
 AtLeastTwo = Annotated[int, Field(ge=2)]
 
 
@@ -49,7 +53,9 @@ class SpectrumBenchmark:
     """Elements that share a scale in SubspaceQuant."""
     refresh: Positive | None = None
     """Messages within which SubspaceQuant renews all its directions. If omitted, its default."""
-    codecs: tuple[str, ...] = ("int8", "int4", "tah-quant", "tah-quant-published")
+    codecs: tuple[str, ...] = (
+        "int8", "int4", "tah-quant", "tah-quant-published", "transform", "transform-backward",
+    )  # fmt: skip
     """Other formats to compare with, by name or in full."""
     sequence: AtLeastTwo = 256
     """Tokens of a window."""
@@ -80,6 +86,27 @@ class SpectrumBenchmark:
 
 
 @dataclass
+class _Errors:
+    """Squared errors and what they are measured against, of all messages that count."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    elements: int = 0
+
+    def add(self, x: Tensor, error: Tensor) -> None:
+        self.signal += float(x.square().sum())
+        self.noise += float(error.square().sum())
+        self.elements += x.numel()
+
+    def decibels(self) -> float:
+        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+
+    def bound(self, spectra: Sequence[Tensor]) -> float | None:
+        """Bits per element of the rate-distortion bound at this error."""
+        return bound.rate(spectra, self.noise / self.elements)
+
+
+@dataclass
 class _Trial:
     """A format at one boundary, in one direction."""
 
@@ -87,18 +114,17 @@ class _Trial:
     codec: Codec
     ends: tuple[Session, Session]
     fitted: bool = False
-    signal: float = 0.0
-    noise: float = 0.0
+    total: _Errors = field(default_factory=_Errors)
+    by_token: _Errors = field(default_factory=_Errors)
 
     def carry(self, x: Tensor, counted: bool) -> None:
         sender, receiver = self.ends
         y = receiver.decode(sender.encode(x))
         if counted:
-            self.signal += float(x.double().square().sum())
-            self.noise += float((x.double() - y.double()).square().sum())
-
-    def decibels(self) -> float:
-        return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else math.inf
+            x, error = x.double(), x.double() - y.double()
+            norm = bound.norms(x)
+            self.total.add(x, error)
+            self.by_token.add(x / norm, error / norm)
 
 
 @dataclass
@@ -108,6 +134,8 @@ class _Boundary:
     index: int
     direction: str
     outside: Tensor = field(default_factory=lambda: torch.zeros(0))
+    spectra: list[Tensor] = field(default_factory=list)
+    token_spectra: list[Tensor] = field(default_factory=list)
     trials: list[_Trial] = field(default_factory=list)
 
     def begin(self, settings: SpectrumBenchmark, x: Tensor) -> None:
@@ -124,6 +152,13 @@ class _Boundary:
             codec = SubspaceQuant(directions=directions, bits=bits, **shared)
             self.trials.append(_Trial("subspace", codec, ends_of(codec, x), fitted))
 
+    def carry(self, x: Tensor, counted: bool) -> None:
+        if counted:
+            self.spectra.append(bound.spectrum(x))
+            self.token_spectra.append(bound.spectrum(x.double() / bound.norms(x)))
+        for trial in self.trials:
+            trial.carry(x, counted)
+
     def rows(self, shape: Sequence[int]) -> Iterator[Row]:
         for trial in self.trials:
             directions = getattr(trial.codec, "directions", None)
@@ -137,9 +172,21 @@ class _Boundary:
                 "bits": getattr(trial.codec, "bits", None) if directions else None,
                 "fitted": trial.fitted,
                 "outside": float(self.outside[min(directions, len(self.outside) - 1)]) if directions else None,
-                "bits_per_element": trial.codec.bits_per_element(shape),
-                "decibels": trial.decibels(),
+                "bits_per_element": (bits := trial.codec.bits_per_element(shape)),
+                "decibels": trial.total.decibels(),
+                **_beside("", bits, trial.total.bound(self.spectra)),
+                "token_decibels": trial.by_token.decibels(),
+                **_beside("token_", bits, trial.by_token.bound(self.token_spectra)),
             }
+        about = {"boundary": self.index, "direction": self.direction, "shape": list(shape), "format": BOUND}
+        for decibels in BOUND_DECIBELS:
+            bits = bound.rate_at(self.spectra, decibels)
+            yield {**about, "directions": None, "fitted": False, "bits_per_element": bits, "decibels": float(decibels)}
+
+
+def _beside(prefix: str, bits: float, least: float | None) -> Row:
+    """The bound, and the bits of a format above it."""
+    return {f"{prefix}bound": least, f"{prefix}above": None if least is None else bits - least}
 
 
 def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -147,9 +194,12 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
 
     Yields:
         Rows with `boundary`, `direction`, `shape` (of a message), `format` (a name), `codec`, `bits_per_element` (every
-        byte counted) and `decibels` (signal over noise, second half of the messages); those of SubspaceQuant also
-        `directions`, `bits` and `outside`: the share of the first message's energy that its best directions leave
-        out; `fitted`: whether this number is `SubspaceQuant.fitted`'s.
+        byte counted), `decibels` (signal over noise, second half of the messages), `bound` (bits per element of the
+        rate-distortion bound of these messages at this error, see `lowbit.bench.bound`; None where there is none) and
+        `above` (bits of the format above it); `token_decibels`, `token_bound`, `token_above`: the same for each
+        token's error relative to its own norm; those of SubspaceQuant also `directions`, `bits` and `outside`: the
+        share of the first message's energy that its best directions leave out; `fitted`: whether this number is
+        `SubspaceQuant.fitted`'s. Rows whose format is "bound" are points of the bound.
 
     Raises:
         ConfigError: a model or text that cannot be used, or more stages than layers.
@@ -173,8 +223,7 @@ def measure(settings: SpectrumBenchmark, earlier: Sequence[Row]) -> Iterator[lis
         for boundary, x in zip(boundaries, tensors, strict=True):
             if not message:
                 boundary.begin(settings, x)
-            for trial in boundary.trials:
-                trial.carry(x, message >= settings.messages // 2)
+            boundary.carry(x, message >= settings.messages // 2)
         if message >= settings.messages // 2:
             yield [row for b, x in zip(boundaries, tensors, strict=True) for row in b.rows(x.shape)]
 
@@ -194,11 +243,18 @@ def _name(row: Row) -> str:
     return f"{row['format']}, {row['bits']} bits" if row["directions"] else row["format"]
 
 
+def _formats(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["format"] != BOUND]
+
+
 def _points(rows: Sequence[Row]) -> list[Row]:
-    """Means over the boundaries, by bits; one that only some boundaries have, because it suits them, by itself."""
+    """Means over the boundaries, by bits; one that only some boundaries have, because it suits them, by itself.
+
+    The bound's are by decibels, in the range of the formats.
+    """
     boundaries = len({row["boundary"] for row in rows})
     groups: dict[tuple[str, str, float], list[Row]] = {}
-    for row in rows:
+    for row in _formats(rows):
         groups.setdefault((row["direction"], _name(row), row["bits_per_element"]), []).append(row)
     points = []
     for (direction, name, bits), group in sorted(groups.items(), key=lambda item: item[0][2]):
@@ -206,6 +262,14 @@ def _points(rows: Sequence[Row]) -> list[Row]:
         about = {"direction": direction, "series": name, "bits_per_element": bits, "alone": alone}
         heights = [row["decibels"] for row in group]
         points += [{**about, "decibels": height} for height in (heights if alone else [statistics.fmean(heights)])]
+    for direction in DIRECTIONS:
+        heights = [p["decibels"] for p in points if p["direction"] == direction and math.isfinite(p["decibels"])]
+        for decibels in BOUND_DECIBELS if heights else ():
+            own = [row["bits_per_element"] for row in rows if row["format"] == BOUND
+                   and row["direction"] == direction and row["decibels"] == decibels]  # fmt: skip
+            if own and None not in own and min(heights) - 5 < decibels < max(heights) + 5:
+                about = {"direction": direction, "series": BOUND, "alone": False, "decibels": decibels}
+                points.append({**about, "bits_per_element": statistics.fmean(own)})
     return sorted(points, key=lambda point: DIRECTIONS.index(point["direction"]))
 
 
@@ -220,10 +284,11 @@ COMMAND = Command(
     measure=measure,
     tables=[
         Table(
+            rows=_formats,
             each="direction",
             title=lambda rows: (
                 f"{rows[0]['direction'].capitalize()}, messages of {' x '.join(map(str, rows[0]['shape']))}; "
-                "*: number by the spectrum"
+                "*: number by the spectrum;\nby token: bits above the bound for errors relative to each token's norm"
             ),
             columns=[
                 Column("boundary", "boundary"),
@@ -232,6 +297,9 @@ COMMAND = Command(
                 Column("energy\noutside", "outside", "{:.2%}"),
                 Column("bits", "bits_per_element", "{:.2f}"),
                 Column("dB", "decibels", "{:.1f}"),
+                Column("bound,\nbits", "bound", "{:.2f}"),
+                Column("above\nit", "above", "{:.2f}"),
+                Column("by\ntoken", "token_above", "{:.2f}"),
             ],
         )
     ],
@@ -239,8 +307,8 @@ COMMAND = Command(
         Lines(
             rows=_points, panel="direction", series="series", x="bits_per_element", y="decibels",
             alone="alone", x_label="bits per element", label="signal over noise, dB",
-            title="Precision of formats by bits", subtitle="Higher and further left is better. Means over the "
-            "boundaries; stars: a number of directions that only some boundaries have.",
+            title="Precision of formats by bits, and the bound", subtitle="Higher and further left is better. Means "
+            "over the boundaries; stars: a number of directions that only some boundaries have.",
         )
     ],
 )  # fmt: skip

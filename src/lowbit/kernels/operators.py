@@ -118,7 +118,7 @@ def operator(*, writes: str | Sequence[str], check: Callable[..., None]) -> Call
     return lambda definition: Operator(definition, names, check)
 
 
-def implementation(definition: Operator | Callable[..., None], device: torch.device) -> Callable[..., None]:
+def implementation(definition: Operator | Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return what computes an operator on a device, for callers that make all of its tensors themselves.
 
     It checks nothing, is for use `apart`, wants payloads that begin at a multiple of 16 bytes, and must be kept from
@@ -156,7 +156,7 @@ def implementation(definition: Operator | Callable[..., None], device: torch.dev
     return definition
 
 
-def _kernel(definition: Callable[..., None], name: str) -> Callable[..., None] | str:
+def _kernel(definition: Callable[..., Any], name: str) -> Callable[..., Any] | str:
     """A backend's kernel for a definition, from the module of that name beside it; or why there is none."""
     path = f"{definition.__module__.rpartition('.')[0]}.{name}"
     if path not in _modules:

@@ -49,24 +49,24 @@ class Theme:
 LIGHT = Theme(
     name="light", surface="#ffffff", ink="#1f2328", muted="#59636e", grid="#e4e7ea",
     formats={
-        "subspace": "#0b5fd6", "feature-int4": "#6a3fc4", "low-bit": "#0b5fd6",
+        "subspace": "#0b5fd6", "transform": "#c0264e", "feature-int4": "#6a3fc4", "low-bit": "#0b5fd6",
         "stock-fp32": "#3a3f45", "stock-bf16": "#6b7178", "fp32": "#8b9198", "bf16": "#b4b9be", "fp16": "#cbd0d4",
         "tah-quant": "#e08a00", "tah-quant-published": "#b0460c", "int4": "#b5518f", "int6": "#d38cb7",
         "int8": "#0f8a66", "fp8": "#35a0c4", "aq-sgd": "#8a7a1a", "powersgd": "#7d5a3c",
         "saved": "#0b5fd6", "weights": "#3a3f45", "gradients": "#e08a00", "optimizer": "#b0460c",
-        "copies": "#8b9198", "rest": "#cbd0d4",
+        "copies": "#8b9198", "rest": "#cbd0d4", "bound": "#1f2328",
     },
     others=("#0b5fd6", "#e08a00", "#0f8a66", "#b5518f", "#8a7a1a", "#35a0c4", "#7d5a3c", "#6a3fc4"),
 )  # fmt: skip
 DARK = Theme(
     name="dark", surface="#1e2129", ink="#e6e9ee", muted="#a6aeb9", grid="#363b46",
     formats={
-        "subspace": "#5aa2ff", "feature-int4": "#ab8cff", "low-bit": "#5aa2ff",
+        "subspace": "#5aa2ff", "transform": "#ff7a9c", "feature-int4": "#ab8cff", "low-bit": "#5aa2ff",
         "stock-fp32": "#e0e3e7", "stock-bf16": "#b7bcc3", "fp32": "#949aa3", "bf16": "#727883", "fp16": "#5a606b",
         "tah-quant": "#f5ab35", "tah-quant-published": "#e0703a", "int4": "#e08cc0", "int6": "#a8628c",
         "int8": "#3fc49b", "fp8": "#6fd0ee", "aq-sgd": "#c9b955", "powersgd": "#b58f6c",
         "saved": "#5aa2ff", "weights": "#e0e3e7", "gradients": "#f5ab35", "optimizer": "#e0703a",
-        "copies": "#949aa3", "rest": "#5a606b",
+        "copies": "#949aa3", "rest": "#5a606b", "bound": "#e6e9ee",
     },
     others=("#5aa2ff", "#f5ab35", "#3fc49b", "#e08cc0", "#c9b955", "#6fd0ee", "#b58f6c", "#ab8cff"),
 )  # fmt: skip
@@ -77,9 +77,10 @@ NAMES = {
     "engine-bf16": "PyTorch, BF16", "hook-fp16": "DDP hook, FP16", "hook-bf16": "DDP hook, BF16",
     "powersgd": "PowerSGD", "fp32": "FP32", "bf16": "BF16", "fp16": "FP16", "fp8": "FP8", "int8": "INT8",
     "int6": "INT6", "int4": "INT4", "feature-int4": "FeatureInt4",
-    "feature-int4-distributed": "FeatureInt4, distributed", "tah-quant": "TAH-Quant",
-    "tah-quant-published": "TAH-Quant as published", "tah-quant-token": "TAH-Quant by token", "aq-sgd": "AQ-SGD",
-    "subspace": "SubspaceQuant",
+    "feature-int4-distributed": "FeatureInt4, distributed", "tah-quant": "TAH-Quant by range (ours)",
+    "TAHQuant()": "TAH-Quant by range (ours)", "tah-quant-published": "TAH-Quant as published",
+    "tah-quant-token": "TAH-Quant as published, by token", "aq-sgd": "AQ-SGD", "subspace": "SubspaceQuant",
+    "transform": "TransformQuant", "bound": "rate-distortion bound",
 }  # fmt: skip
 """Short names of formats, as figures write them."""
 _FAMILIES = (  # the first that matches
@@ -89,9 +90,11 @@ _FAMILIES = (  # the first that matches
     (r"^optimizer$", "optimizer"),
     (r"^copies", "copies"),
     (r"^rest$", "rest"),
+    (r"^bound$", "bound"),
     (r"(stock|engine|pytorch).*fp32|fp32.*(stock|pytorch)", "stock-fp32"),
     (r"(stock|engine|pytorch).*bf16|bf16.*(stock|pytorch)", "stock-bf16"),
     (r"subspace", "subspace"),
+    (r"transform", "transform"),
     (r"tah-?quant.*(published|token)|published", "tah-quant-published"),
     (r"tah-?quant", "tah-quant"),
     (r"aq-?sgd", "aq-sgd"),
@@ -124,6 +127,8 @@ def title_of(name: Any) -> str:
     text = str(name)
     forward, both, backward = text.partition(" / ")
     if both:
+        if (rates := re.findall(r"TransformQuant\(bits=([\d.]+)", text)) and len(rates) == 2:
+            return f"TransformQuant, {' / '.join(rates)} bits"
         same = forward == backward
         return f"{title_of(forward)} both ways" if same else f"{title_of(forward)} / {title_of(backward)}"
     if text in NAMES:
@@ -133,6 +138,11 @@ def title_of(name: Any) -> str:
         return ", ".join(["SubspaceQuant", *words])
     first, _, rest = text.partition(" ")
     return f"{NAMES[first.rstrip(',')]}, {rest}".replace("_", "-") if first.rstrip(",") in NAMES and rest else text
+
+
+def row_name(name: Any) -> str:
+    """A format's name for a row of a table: as it was typed, but nobody must take our TAH-Quant for the paper's."""
+    return re.sub(r"(?<![\w-])(tah-quant|TAHQuant\(\))(?![\w-])", r"\1 (ours, by range)", str(name))
 
 
 def _argument(text: str) -> str:

@@ -19,13 +19,16 @@ from lowbit.codecs.tah_quant.reference import decode, encode
 class TAHQuant(Summable):
     """Quantize each tile of a token's channels in one of two bit widths, chosen from its values (arXiv 2506.01352).
 
+    `TAHQuant()` is our setting: bits by range, no rotation. `TAHQuant.published()` is the paper's: bits by entropy,
+    pivots, Hadamard transform. Figures of ours are not those of the paper.
+
     The tensor is (..., S, C): S tokens of C channels in each sequence; one dimension counts as one token. Each token's
     channels are cut into tiles of `tile`. `floor((1 - high_fraction) * candidates)` of them get `low_bits`:
 
     - allocation "token" (the paper's v1): in each sequence, the tokens of lowest entropy, p = |x| / sum|x|;
     - "tile" (v2): in each token, the tiles of lowest entropy;
     - "range" (ours): among the tiles of consecutive tokens, as many as have up to 256, those of smallest range, so that
-      all tiles come near to one step size. Best measured, and the default. (Choosing among all tiles of a sequence is
+      all tiles come near to one step size. The default. (Choosing among all tiles of a sequence is
       no better, and takes a second pass over the tensor.)
 
     With a `pivot_ratio`, a tile whose largest |x| is at least that many times its second has it swapped to the front

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,46 +16,111 @@ from lowbit.codecs.sessions import Key, Session
 from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.memory import Memory
 from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
-from lowbit.codecs.transform_quant.basis import Transform
+from lowbit.codecs.transform_quant.basis import coefficients, tokens
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
+from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
 from lowbit.kernels import apart, implementation
 from lowbit.kernels.layout import ALIGNMENT
 
+log = logging.getLogger(__name__)
+
 MOST = 16.0  # bits
-CODED = {"token": 2.25, "message": 2.25}  # bits of the symbols where no rate is set
+CODED = 2.375  # bits of an element for symbols, where no rate is set
+GRAIN = 64  # rates to a bit that can be chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformQuant(StatefulCodec):
-    """Send tokens as entropy-coded coefficients in a basis that both ends hold, at a rate of `bits`, both ways.
+    """Send tokens as entropy-coded coefficients in a basis that both ends hold, at a set rate, both ways.
+
+    This is transform coding, as codecs of images do it. What crosses a boundary lies near a small subspace. An
+    orthonormal transform H, whose first coordinates are K directions that both ends hold, packs most of a token x (C
+    channels) into few coefficients. One uniform step for all of them, with subtractive dither u in [0, 1) from a hash
+    that both ends compute, makes integers of them, and rANS codes these with probabilities that follow from a scale of
+    each coordinate and one of each token:
+
+        z = x H,  q = floor(z / step + u),  z' = (q + 1/2 - u) step,  y = z' H'.
+
+    The error y - x has variance step^2 / 12 in every direction, and neither depends on x nor has a bias, also where
+    x has less than a step: small signals are learned from, in the mean. A coordinate's bits follow its energy by
+    themselves. A useless basis costs error at the same rate, never correctness. A message takes the smallest step with
+    which it fits its bytes, so that payloads of a shape have one size and a receiver can always post its buffer.
+
+    Each message brings new directions, in place of those that serve it least, as in `SubspaceQuant`: an eighth of K =
+    C / 4 (at most 128), fewer where they would take more than 1/8 bit. Evaluation is coded likewise, and what its
+    messages bring is forgotten. Messages carry numbers and digests as there, with the same errors; beyond that, a
+    message whose streams do not end where and as they must is one of these errors, too.
+
+    Payload, sections at multiples of 16 bytes, for R tokens and M new directions:
+
+    - header, slots, lengths and directions as in `SubspaceQuant`; the header's words choose the dither;
+    - scalars, 4 int32: the largest sum of a coordinate's and a token's scale, the largest norm, both in quarters of an
+      octave, the step in 64ths of an octave, and 0;
+    - levels, C bytes, and tokens, R bytes: scales of coordinates and tokens, in quarters of an octave below the
+      largest; a token of zeros has 255, one with NaN or Inf has 254 and decodes to NaN;
+    - norms, R bytes, likewise, if steps are relative to tokens' norms;
+    - streams of about 2^16 symbols, after a table of three int32 for each: 32 states of rANS, which take the symbols in
+      turn, 4 bytes each; words of 16 bits; codes beyond the 15 symbols, int16; the lowest bits of codes whose scale is
+      2 steps or more.
+
+    Each end of each direction of a boundary keeps `state_bytes()` = 4 C K + 16, and a sender 4 K^2 more. While it
+    works, `encode` takes about 14 R C bytes beside its payload, and `decode` 4 R C. A message needs what earlier ones
+    left, so this codec works through sessions only (`open`), not through `encode`.
 
     Args:
-        bits: of an element, with everything that travels, above 0 and at most 16.
-        step: "token": the error is relative to each token's norm, as activations bear it; "message": one step for all
-            tokens, as gradients do.
+        bits: of an element, every byte counted, above 0 and at most 16. None: 2.375 for the symbols, and what scales
+            and directions take beside them. "auto": a sender chooses the rate that gives `decibels`, in the last step
+            of the warm-up, by the first message that it sends there, and its choice travels with the messages of that
+            step. Each tensor of each boundary gets a rate of its own. Until the warm-up is over there is no session.
+        step: "token": the error of each token is relative to its norm, which suits activations; "message": it is the
+            same for all, which suits gradients.
+        decibels: signal over noise that "auto" wants, more than 0 and at most 80. The basis is a little less good in
+            a run than for the message that was looked at, so it will be about 1 dB less.
     """
 
-    bits: float | None = None
+    bits: float | Literal["auto"] | None = None
     step: Literal["token", "message"] = "token"
+    decibels: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.bits is not None:
-            if not isinstance(self.bits, int | float) or isinstance(self.bits, bool) or not 0 < self.bits <= MOST:
-                raise ValueError(f"bits is {self.bits!r}; allowed: a number above 0, at most {MOST:g}")
-            object.__setattr__(self, "bits", float(self.bits))
-        if self.step not in CODED:
-            raise ValueError(f"step is {self.step!r}; allowed: {', '.join(map(repr, CODED))}")
+        if isinstance(self.bits, str | bool):
+            if self.bits != "auto":
+                raise ValueError(f"bits is {self.bits!r}; allowed: a number above 0, at most {MOST:g}, or 'auto'")
+        elif self.bits is not None:
+            object.__setattr__(self, "bits", _number("bits", self.bits, MOST, ", or 'auto'"))
+        object.__setattr__(self, "decibels", _number("decibels", self.decibels, 80.0))
+        if self.step not in ("token", "message"):
+            raise ValueError(f"step is {self.step!r}; allowed: 'token', 'message'")
 
     def __repr__(self) -> str:
-        """The settings, without a rate that is left to the shape."""
-        settings = {field.name: getattr(self, field.name) for field in fields(self)}
-        named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
-        return f"{type(self).__name__}({named})"
+        """The settings, without a rate that is left to the shape, and the error only where it is asked for."""
+        bits = "" if self.bits is None else f"bits={self.bits!r}, "
+        wanted = f", decibels={self.decibels!r}" if self.bits == "auto" else ""
+        return f"{type(self).__name__}({bits}step={self.step!r}{wanted})"
+
+    @property
+    def settled(self) -> bool:
+        return self.bits != "auto"
 
     def for_gradients(self) -> TransformQuant:
         """The same rate, with one step for all tokens."""
         return replace(self, step="message")
+
+    def choose(self, x: Tensor) -> int:
+        """The rate for messages like `x`, (..., C), in 64ths of a bit; that of None where this one does not tell."""
+        rows, channels = _folded(x.shape)
+        geo = replace(self, bits=None).geometry(x.shape)
+        with apart(x.device):
+            coded = coded_bits(x.detach().reshape(rows, channels), self.decibels, geo)
+        if coded is None:
+            log.warning("a message of %s is zeros, or has NaN or Inf: %g bits", tuple(x.shape), CODED)
+            coded = CODED
+        size = geo.overhead() + x.numel() * coded / 8
+        return min(int(MOST * GRAIN), math.ceil(max(size, geo.least()) * 8 * GRAIN / x.numel()))
+
+    def settle(self, choice: int) -> TransformQuant:
+        return self if self.settled else replace(self, bits=choice / GRAIN)
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
         return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
@@ -63,15 +129,20 @@ class TransformQuant(StatefulCodec):
         """Sizes of a payload.
 
         Raises:
-            ValueError: the rate is below what directions, scales and empty streams take.
+            ValueError: the rate is below what directions, scales and empty streams take, or still to be chosen.
         """
+        if isinstance(self.bits, str):
+            raise ValueError(
+                "bits is 'auto': the rate is chosen in the last step of a pipeline's warm-up, and nothing can be coded "
+                "before; allowed here: a number, or None"
+            )
         rows, channels = _folded(shape)
-        geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
-        if geo.layout.nbytes < geo.least() and math.prod(shape):
+        geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED)
+        if self.bits is not None and math.prod(shape) and geo.layout.nbytes < geo.least():
             raise ValueError(
                 f"bits is {self.bits:g}, which is {int(self.bits * math.prod(shape) / 8)} bytes for messages of "
-                f"{tuple(shape)}; allowed: at least {8 * geo.least() / math.prod(shape):.2f}, for their directions, "
-                "scales and streams"
+                f"{tuple(shape)}; allowed: at least {math.ceil(800 * geo.least() / math.prod(shape)) / 100:.2f}, for "
+                "their directions, scales and streams"
             )
         return geo
 
@@ -116,7 +187,7 @@ class TransformSession(Session):
         new = Basis(*map(torch.empty_like, basis))
         implementation(renew, self.device)(x_RC, basis, payload, new, memory.messages, training, True, geo)
         header = geo.layout.section(payload, "header", torch.int32)
-        z_RC = Transform(new.directions_KC).forward(x_RC)
+        z_RC = coefficients(x_RC, new.directions_KC)
         implementation(encode, self.device)(z_RC, header, payload, geo)
         if training:
             memory.keep(new.directions_KC, new.digest, new.inverse_KK)
@@ -149,7 +220,7 @@ class TransformSession(Session):
             wrong = ((header != expected) | (expected < 0)).any()
             directions_KC = torch.where(wrong, memory.directions, directions_KC)
             z_RC = torch.where(wrong, math.nan, z_RC)
-        Transform(directions_KC).inverse(z_RC, out.view(geo.rows, geo.channels))
+        tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels))
         if training:
             memory.keep(directions_KC, digest)
 
@@ -167,6 +238,13 @@ class TransformSession(Session):
             ValueError: it is of another number of directions, or another width.
         """
         self._memory.load_state_dict(state, self.codec)
+
+
+def _number(name: str, value: object, most: float, besides: str = "") -> float:
+    """A setting as a float, if it is above 0 and at most `most`."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
+        raise ValueError(f"{name} is {value!r}; allowed: a number above 0, at most {most:g}{besides}")
+    return float(value)
 
 
 def _folded(shape: Sequence[int]) -> tuple[int, int]:

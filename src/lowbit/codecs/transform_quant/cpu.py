@@ -1,11 +1,12 @@
 """`TransformQuant` on CPUs: streams of symbols, each by one thread, row after row.
 
-What is done to a row's coefficients alike runs as vectors, through a buffer of one row; the entropy coder takes its
-symbols one by one. Its states are those of `LANES` coders in turn, so that a processor works on several at once.
+What is done to coefficients alike runs as vectors, row after row. The entropy coder takes its symbols one by one, in a
+loop that does nothing else; its states are those of `LANES` coders in turn, so that a processor works on several.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,35 +14,44 @@ import torch
 from torch import Tensor
 
 from lowbit.codecs.transform_quant import tables
+from lowbit.codecs.transform_quant.cpu_basis import reflections
 from lowbit.codecs.transform_quant.cpu_fit import first_step, fitted, next_step, token_steps
 from lowbit.codecs.transform_quant.cpu_symbols import (
+    DEAD_TOKEN,
     code_of,
     context_of,
     dither_of,
     is_full,
+    lesser64,
     number_of,
     raw_of,
+    refilled,
     scale_of,
     shares,
     symbol_at,
     symbol_of,
     with_symbol,
+    without_symbol,
 )
 from lowbit.codecs.transform_quant.layout import LANES, SLACK, TransformGeometry
 from lowbit.codecs.transform_quant.reference import (
     BEGIN,
     ENTRY,
     LEAST_STEP,
+    MOST_LEVEL,
     MOST_STEP,
     WORD,
     body_nbytes,
 )
-from lowbit.codecs.transform_quant.tables import MIDDLE, PRECISION, STRIDE, TOTAL
-from lowbit.kernels.cpu.jit import kernel
+from lowbit.codecs.transform_quant.tables import MIDDLE, STRIDE, TOTAL
+from lowbit.kernels.cpu.jit import helper, kernel
 from lowbit.kernels.cpu.memory import get_float, get_half, get_int, get_word, put_float, put_half, put_int
 from lowbit.kernels.cpu.threads import over_rows
 
+__all__ = ["decode", "encode", "reflections"]
+
 STATES = 4 * LANES
+BEYOND = -MIDDLE  # in place of a code beyond the symbols
 
 
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
@@ -51,8 +61,8 @@ def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -
     step = first_step(fit, z, seed, room, geo)
     while True:
         rows, _, inverse = token_steps(fit.token, fit.norm, fit.largest, step, geo)
-        entries, bodies = _coded(z, seed, fit.channel, rows, inverse, room, geo)
-        size = sum(map(len, bodies)) if bodies else 2 * room
+        streams = _coded(z, seed, fit.channel, rows, inverse, geo)
+        size = sum(body_nbytes(*stream.entry) for stream in streams)
         if size <= room or step >= MOST_STEP:
             break
         step = next_step(step, size - room, z.numel())
@@ -60,15 +70,22 @@ def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -
         raise AssertionError("the largest step leaves nothing but dead symbols, and the layout has room for them")
     bytes_, at = payload.numpy(), geo.layout.offsets
     scalars = np.array([fit.highest, fit.largest, step, 0], np.int32).view(np.uint8)
-    table = np.array(entries, np.int32).reshape(-1).view(np.uint8)
+    table = np.array([stream.entry for stream in streams], np.int32).reshape(-1).view(np.uint8)
     for name, part in (("scalars", scalars), ("levels", fit.level), ("tokens", fit.token), ("streams", table)):
         bytes_[at[name] : at[name] + len(part)] = part
     if geo.by_token:
         bytes_[at["norms"] : at["norms"] + geo.rows] = fit.norm
     start = at["streams"] + len(table)
-    for body in bodies:
-        bytes_[start : start + len(body)] = body
-        start += len(body)
+    for i, stream in enumerate(streams):
+        words = len(stream.words) - stream.entry[0]
+        for part in (stream.states.view(np.uint8), stream.words[words:].view(np.uint8)):
+            bytes_[start : start + len(part)] = part
+            start += len(part)
+        _put_rest(
+            stream.codes.ctypes.data, stream.symbols.ctypes.data, *_rows_of(i, geo), geo.channels,
+            fit.channel.ctypes.data, rows.ctypes.data, payload.data_ptr() + start, stream.entry[1],
+        )  # fmt: skip
+        start += 2 * stream.entry[1] + stream.entry[2]
 
 
 def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -> Tensor:
@@ -76,7 +93,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     bytes_, at, sizes = payload.numpy(), geo.layout.offsets, geo.layout.sizes
     level, token, norm = (bytes_[at[name] : at[name] + sizes[name]] for name in ("levels", "tokens", "norms"))
     highest, largest, step, _ = bytes_[at["scalars"] :][:16].view(np.int32).tolist()
-    step = min(max(step, LEAST_STEP), MOST_STEP)
+    step, highest = min(max(step, LEAST_STEP), MOST_STEP), min(max(highest, -MOST_LEVEL), MOST_LEVEL)
     channel = (highest - level.astype(np.int64)).astype(np.int32)
     rows, steps, _ = token_steps(token, norm, largest, step, geo)
     table = bytes_[at["streams"] :][: 4 * ENTRY * geo.streams].view(np.int32).reshape(-1, ENTRY).tolist()
@@ -87,12 +104,21 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
         return torch.zeros((), dtype=torch.bool, device="cpu")
     whole = [False] * geo.streams
     address = payload.data_ptr() + at["streams"]
-    fixed = (channel.ctypes.data, rows.ctypes.data, steps.ctypes.data, seed_of(header), tables.limits().ctypes.data)
+    fixed, seed, limits = (channel.ctypes.data, rows.ctypes.data), seed_of(header), tables.limits()
 
     def work(begin: int, end: int) -> None:
         for i in range(begin, end):
-            first, last = i * geo.stream_rows, min(geo.rows, (i + 1) * geo.stream_rows)
-            whole[i] = _decode_stream(address + starts[i], *table[i], *fixed, z.data_ptr(), first, last, geo.channels)
+            first, last = _rows_of(i, geo)
+            words, beyond, raw = table[i]
+            word, count = address + starts[i] + STATES, (last - first) * geo.channels
+            line = z.data_ptr() + 4 * first * geo.channels
+            states = bytes_[at["streams"] + starts[i] :][:STATES].copy()
+            _contexts_of(first, last, geo.channels, *fixed, seed, z.data_ptr())
+            given = _given_out(states.ctypes.data, word, words, limits.ctypes.data, count, line)
+            low = _numbers_of(
+                first, last, geo.channels, *fixed, steps.ctypes.data, seed, word + 2 * words, beyond, raw, z.data_ptr()
+            )
+            whole[i] = given == (words, beyond, True) and low == raw
 
     over_rows(work, geo.streams, z.nbytes)
     return torch.tensor(all(whole), device="cpu")
@@ -105,151 +131,169 @@ def seed_of(header: Tensor) -> int:
     return (seed & 0xFFFFFFFF) - ((seed & 0x80000000) << 1)
 
 
+@dataclass(frozen=True)
+class _Stream:
+    """What a stream consists of: numbers of words, of codes beyond the symbols, and of bytes of lowest bits; words."""
+
+    entry: tuple[int, int, int]
+    states: np.ndarray
+    words: np.ndarray
+    codes: np.ndarray
+    symbols: np.ndarray
+
+
+def _rows_of(stream: int, geo: TransformGeometry) -> tuple[int, int]:
+    return stream * geo.stream_rows, min(geo.rows, (stream + 1) * geo.stream_rows)
+
+
 def _coded(
-    z: Tensor, seed: int, channel: np.ndarray, rows: np.ndarray, inverse: np.ndarray, room: int, geo: TransformGeometry
-) -> tuple[list[tuple[int, int, int]], list[np.ndarray]]:
-    """Entries of the streams, and their bytes; none if one of them is much longer than the payload."""
-    entries, bodies = [(-1, -1, -1)] * geo.streams, [np.empty(0, np.uint8)] * geo.streams
-    fixed = (channel.ctypes.data, rows.ctypes.data, inverse.ctypes.data, seed, shares().ctypes.data)
-    most = room // 2 * 2 + 2 * geo.channels  # bytes of words, and of codes beyond the symbols
+    z: Tensor, seed: int, channel: np.ndarray, rows: np.ndarray, inverse: np.ndarray, geo: TransformGeometry
+) -> list[_Stream]:
+    streams: list[Any] = [None] * geo.streams
+    at = (channel.ctypes.data, rows.ctypes.data, inverse.ctypes.data)
 
     def work(begin: int, end: int) -> None:
         for i in range(begin, end):
-            first, last = i * geo.stream_rows, min(geo.rows, (i + 1) * geo.stream_rows)
-            bits = _raw_bits(channel.ctypes.data, rows.ctypes.data, first, last, geo.channels)
-            raw = -(-bits // 16) * 2
-            if raw > room:
-                return
-            scratch = np.zeros(2 * most + raw + SLACK + STATES, np.uint8)
-            words, beyond = _encode_stream(
-                z.data_ptr(), first, last, geo.channels, *fixed, scratch.ctypes.data, most, raw, bits
+            first, last = _rows_of(i, geo)
+            count = (last - first) * geo.channels
+            codes, symbols = np.empty(count, np.int32), np.empty(count, np.uint16)
+            words, states = np.empty(count, np.uint16), np.full(LANES, BEGIN, np.uint32)
+            bits, beyond = _symbols_of(
+                z.data_ptr(), first, last, geo.channels, *at, seed, codes.ctypes.data, symbols.ctypes.data
             )
-            if words < 0:
-                return
-            low = 2 * most + raw
-            parts = (slice(low + SLACK, None), slice(most - 2 * words, most), slice(2 * most - 2 * beyond, 2 * most))
-            bodies[i] = np.concatenate([*(scratch[part] for part in parts), scratch[2 * most : low]])
-            entries[i] = (words, beyond, raw)
+            used = _taken_in(symbols.ctypes.data, count, shares().ctypes.data, words.ctypes.data, states.ctypes.data)
+            streams[i] = _Stream((used, beyond, -(-bits // 16) * 2), states, words, codes, symbols)
 
     over_rows(work, geo.streams, z.nbytes)
-    return entries, bodies if all(map(len, bodies)) else []
+    return streams
 
 
 @kernel
-def _raw_bits(channel, rows, first, last, channels) -> Any:
-    """How many bits of a stream travel as they are."""
-    total = 0
+def _symbols_of(z, first, last, channels, channel, rows, inverse, seed, codes, symbols) -> Any:
+    """Codes and symbols of rows; how many bits travel as they are, and how many codes are beyond the symbols."""
+    bits, beyond = 0, 0
     for r in range(first, last):
-        for j in range(channels):
-            total += np.int64(raw_of(scale_of(get_int(channel, j), get_int(rows, r))))
-    return total
-
-
-@kernel
-def _encode_stream(
-    z, first, last, channels, channel, rows, inverse, seed, shares, scratch, most, raw, bit
-) -> Any:  # fmt: skip
-    """Code rows from the last symbol to the first; each part of the scratch fills from its end.
-
-    Args:
-        scratch: `most` bytes of words, as many of codes beyond the symbols, `raw` of lowest bits, slack, states.
-        bit: how many lowest bits there are.
-
-    Returns:
-        Numbers of words and of codes beyond the symbols; -1 if they do not fit.
-    """
-    codes, symbols = np.empty(channels, np.int32), np.empty(channels, np.int32)
-    code, symbol = codes.ctypes.data, symbols.ctypes.data
-    kept = np.full(LANES, BEGIN, np.int32)
-    states = kept.ctypes.data
-    word, beyond, low = scratch + most, scratch + 2 * most, scratch + 2 * most
-    place = (last - first) * channels
-    for r in range(last - 1, first - 1, -1):
         row, scaled = get_int(rows, r), get_float(inverse, r)
-        line = z + 4 * r * channels
+        line, at = z + 4 * r * channels, (r - first) * channels
         for j in range(channels):
             dither = dither_of(r * channels + j, seed)
             scale = scale_of(get_int(channel, j), row)
             value = code_of(get_float(line, j), scaled, dither)
-            put_int(code, j, value)
-            put_int(symbol, j, symbol_of(value, scale, context_of(scale, dither, row)))
-        if word - scratch < 2 * channels or beyond - scratch - most < 2 * channels:
-            return -1, -1
-        for j in range(channels - 1, -1, -1):
-            place -= 1
-            both = np.int64(get_int(symbol, j))
-            entry, lane = get_word(shares, both), place & (LANES - 1)
-            state = np.int64(get_int(states, lane))
-            full = is_full(state, entry)
-            put_half(word, -1, state)
-            word -= 2 * full
-            put_int(states, lane, with_symbol(state >> (WORD * full), entry))
-            if both & 15 == 0:
-                width = raw_of(scale_of(get_int(channel, j), row))
-                beyond -= 2
-                put_half(beyond, 0, min(max(np.int64(get_int(code, j)) >> width, -32768), 32767))
-        for j in range(channels - 1, -1, -1):
-            width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
-            if width > 0:
-                bit -= width
-                to = low + (bit >> 3)
-                part = np.int64(get_int(code, j)) & ((1 << width) - 1)
-                put_int(to, 0, np.int64(get_int(to, 0)) | (part << (bit & 7)))
-    for lane in range(LANES):
-        put_int(scratch + 2 * most + raw + SLACK, lane, get_int(states, lane))
-    return (scratch + most - word) >> 1, (scratch + 2 * most - beyond) >> 1
+            put_int(codes, at + j, value)
+            put_half(symbols, at + j, symbol_of(value, scale, context_of(scale, dither, row)))
+        for j in range(channels):
+            bits += np.int64(raw_of(scale_of(get_int(channel, j), row)))
+            beyond += (np.int64(get_half(symbols, at + j)) & 15) == 0
+    return bits, beyond
 
 
 @kernel
-def _decode_stream(
-    body, words, beyonds, raw, channel, rows, steps, seed, limits, z, first, last, channels
-) -> Any:  # fmt: skip
-    """Write a stream's coefficients; whether everything there has been used, and no more."""
-    contexts = np.empty(channels, np.int32)
-    context = contexts.ctypes.data
-    states = np.empty(LANES, np.int64)
-    for lane in range(LANES):
-        states[lane] = np.int64(get_int(body, lane)) & 0xFFFFFFFF
-    word = body + STATES
-    beyond = word + 2 * words
-    low = beyond + 2 * beyonds
-    used, escaped, bit, place = 0, 0, 0, 0
+def _taken_in(symbols, count, shares, words, states) -> Any:
+    """Let states take symbols in, from the last one to the first; `words` fills from its end. How many words."""
+    word = words + 2 * count
+    for place in range(count - 1, -1, -1):
+        entry, lane = get_word(shares, get_half(symbols, place)), place & (LANES - 1)
+        state = np.int64(get_int(states, lane))
+        full = is_full(state, entry)
+        put_half(word, -1, state)
+        word -= 2 * full
+        put_int(states, lane, with_symbol(state >> (WORD * full), entry))
+    return (words + 2 * count - word) >> 1
+
+
+@helper
+def _wide_columns(columns, channel, rows, first, last) -> Any:
+    """Which channels have lowest bits in any of the rows, and how many do."""
+    most, wide = np.int64(DEAD_TOKEN), 0
     for r in range(first, last):
-        row, step = get_int(rows, r), get_float(steps, r)
-        line = z + 4 * r * channels
-        for j in range(channels):
-            scale = scale_of(get_int(channel, j), row)
-            put_int(context, j, context_of(scale, dither_of(r * channels + j, seed), row))
-        for j in range(channels):
-            at = np.int64(get_int(context, j)) * STRIDE
-            lane = place & (LANES - 1)
-            place += 1
-            state = states[lane]
-            slot = state & (TOTAL - 1)
-            symbol = symbol_at(limits + 2 * at, slot)
-            start = np.int64(get_half(limits, at + symbol))
-            share = np.int64(get_half(limits, at + symbol + 1)) - start
-            state = share * (state >> PRECISION) + slot - start
-            empty = state < BEGIN
-            fresh = state << 16 | np.int64(get_half(word, min(used, words)))
-            state = fresh if empty else state
-            used += empty
-            states[lane] = state & 0xFFFFFFFF
-            upper = symbol - MIDDLE
-            if symbol == 0:
-                upper = np.int64(np.int16(get_half(beyond, escaped))) if escaped < beyonds else 0
-                escaped += 1
-            put_int(line, j, upper)
-        for j in range(channels):
+        most = max(most, np.int64(get_int(rows, r)))
+    for j in range(len(columns)):
+        columns[wide] = j
+        wide += np.int64(raw_of(scale_of(get_int(channel, j), most))) > 0
+    return wide
+
+
+@kernel
+def _put_rest(codes, symbols, first, last, channels, channel, rows, beyond, count) -> None:
+    """Write codes beyond the symbols, `count` of them, and behind them the lowest bits of all."""
+    low, bit, at = beyond + 2 * count, 0, 0
+    columns = np.empty(channels, np.int64)
+    wide = _wide_columns(columns, channel, rows, first, last)
+    for r in range(first, last):
+        row = get_int(rows, r)
+        for k in range(wide):
+            j = columns[k]
             width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
             if width > 0:
-                at = min(bit >> 3, raw)
-                part = (np.int64(get_int(low + at, 0)) & 0xFFFFFFFF) >> (bit & 7)
+                to = low + (bit >> 3)
+                part = np.int64(get_int(codes, at + j)) & ((1 << width) - 1)
+                put_int(to, 0, np.int64(get_int(to, 0)) | (part << (bit & 7)))
+                bit += width
+        if count > 0:
+            for j in range(channels):
+                if np.int64(get_half(symbols, at + j)) & 15 == 0:
+                    width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
+                    put_half(beyond, 0, min(max(np.int64(get_int(codes, at + j)) >> width, -32768), 32767))
+                    beyond, count = beyond + 2, count - 1
+        at += channels
+
+
+@kernel
+def _contexts_of(first, last, channels, channel, rows, seed, out) -> None:
+    """The tables that symbols are coded with, int32, in the place of the coefficients."""
+    for r in range(first, last):
+        row, line = get_int(rows, r), out + 4 * r * channels
+        for j in range(channels):
+            scale = scale_of(get_int(channel, j), row)
+            put_int(line, j, context_of(scale, dither_of(r * channels + j, seed), row))
+
+
+@kernel
+def _given_out(states, word, words, limits, count, out) -> Any:
+    """Put the upper part of codes in the place of their tables: `BEYOND` for what travels by itself.
+
+    Returns:
+        Words used, codes beyond the symbols, and whether all states are as they were before the first symbol.
+    """
+    used, beyond = 0, 0
+    for place in range(count):
+        row, lane = limits + 2 * STRIDE * np.int64(get_int(out, place)), place & (LANES - 1)
+        state = np.int64(get_int(states, lane)) & 0xFFFFFFFF
+        slot = state & (TOTAL - 1)
+        symbol = symbol_at(row, slot)
+        state = without_symbol(state, slot, row, symbol)
+        empty = np.int64(state < BEGIN)
+        state = refilled(state, empty, get_half(word, lesser64(used, words)))
+        used += empty
+        beyond += np.int64(symbol == 0)
+        put_int(states, lane, state)
+        put_int(out, place, symbol - MIDDLE)
+    whole = True
+    for lane in range(LANES):
+        whole = whole and get_int(states, lane) == BEGIN
+    return used, beyond, whole
+
+
+@kernel
+def _numbers_of(first, last, channels, channel, rows, steps, seed, beyond, count, raw, out) -> Any:
+    """Put coefficients in the place of the upper part of their codes. How many bytes of lowest bits there are."""
+    low, bit, left = beyond + 2 * count, 0, count
+    columns = np.empty(channels, np.int64)
+    wide = _wide_columns(columns, channel, rows, first, last)
+    for r in range(first, last):
+        row, step, line = get_int(rows, r), get_float(steps, r), out + 4 * r * channels
+        if count > 0:
+            for j in range(channels):
+                if get_int(line, j) == BEYOND:
+                    put_int(line, j, np.int64(np.int16(get_half(beyond, 0))) if left > 0 else 0)
+                    beyond, left = beyond + 2 * (left > 0), left - 1
+        for k in range(wide):
+            j = columns[k]
+            width = np.int64(raw_of(scale_of(get_int(channel, j), row)))
+            if width > 0:
+                part = (np.int64(get_int(low + min(bit >> 3, raw), 0)) & 0xFFFFFFFF) >> (bit & 7)
                 put_int(line, j, np.int64(get_int(line, j)) << width | (part & ((1 << width) - 1)))
                 bit += width
         for j in range(channels):
             put_float(line, j, number_of(get_int(line, j), dither_of(r * channels + j, seed), step))
-    whole = used == words and escaped == beyonds and ((bit + 15) >> 4) * 2 == raw
-    for lane in range(LANES):
-        whole = whole and states[lane] == BEGIN
-    return whole
+    return ((bit + 15) >> 4) * 2

@@ -1,5 +1,7 @@
 """What is done to each coefficient, as LLVM instructions of 32 bits (see `lowbit.kernels.cpu.formulas`)."""
 
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -7,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.types import float32, int32, int64
+from numba.types import float32, int32, int64, uint16
 
 from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.reference import FARTHEST, HIGHEST, LIMIT
+from lowbit.codecs.transform_quant.reference import FARTHEST, HIGHEST, LIMIT, WORD
 from lowbit.codecs.transform_quant.tables import (
     BORDERS,
     DEAD,
@@ -122,6 +124,28 @@ def with_symbol(b: Any, state: Any, entry: Any) -> Any:
     shift = b.and_(b.lshr(entry, I64(25)), I64(63))
     upper = b.lshr(b.mul(state, b.lshr(entry, I64(31))), shift)
     return b.add(b.add(state, start), b.mul(upper, b.sub(I64(TOTAL), share)))
+
+
+@operation(int64, int64, int64, int64, int64)
+def without_symbol(b: Any, state: Any, slot: Any, row: Any, symbol: Any) -> Any:
+    """A state from which a symbol has been taken, by the limits in its table's row."""
+    limits = b.gep(b.inttoptr(row, ir.PointerType(I16)), [symbol])
+    start = b.zext(b.load(limits, align=2), I64)
+    end = b.zext(b.load(b.gep(limits, [I64(1)]), align=2), I64)
+    return b.add(b.mul(b.sub(end, start), b.lshr(state, I64(PRECISION))), b.sub(slot, start))
+
+
+@operation(int64, int64, int64, uint16)
+def refilled(b: Any, state: Any, empty: Any, word: Any) -> Any:
+    """The state, with a word below it where it is empty."""
+    fresh = b.or_(b.shl(state, I64(WORD)), b.zext(word, I64))
+    return b.select(b.icmp_signed("!=", empty, I64(0)), fresh, state)
+
+
+@operation(int64, int64, int64)
+def lesser64(b: Any, i: Any, j: Any) -> Any:
+    """The smaller of two integers, without a branch."""
+    return b.select(b.icmp_signed("<", i, j), i, j)
 
 
 @functools.cache

@@ -34,10 +34,13 @@ class TransformGeometry:
     stream_rows: int
     layout: Layout
 
+    def overhead(self) -> int:
+        """Bytes that a message takes without symbols."""
+        return self.layout.offsets["streams"] + self.streams * STREAM_BYTES + SLACK
+
     def least(self) -> int:
         """Bytes that a message takes with the largest of steps."""
-        symbols = int(self.rows * self.channels * DEAD_BITS / 8)
-        return self.layout.offsets["streams"] + self.streams * STREAM_BYTES + symbols + SLACK
+        return self.overhead() + int(self.rows * self.channels * DEAD_BITS / 8) + 2
 
 
 def suited(rows: int, channels: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ HIGHEST = 4 * RAW + 3  # scale, in quarters of an octave of a step
 FINE = 64  # steps to an octave
 LEAST_STEP, MOST_STEP = -126 * FINE, 126 * FINE
 FARTHEST = 1 << 28  # magnitude of a code, at most
+MOST_LEVEL = 1 << 14  # magnitude of the largest scale that a receiver takes
 BEGIN = 1 << 15  # a lane's state before its first symbol; it stays below 2^31
 WORD = 16  # bits that a state gives out at a time
 LIMIT = 31 - PRECISION  # a state of this many bits more than a symbol's probability gives out a word first
@@ -77,7 +78,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     """
     section = geo.layout.section
     level, norm, step, _ = section(payload, "scalars", torch.int32).tolist()
-    step = min(max(step, LEAST_STEP), MOST_STEP)
+    step, level = min(max(step, LEAST_STEP), MOST_STEP), min(max(level, -MOST_LEVEL), MOST_LEVEL)
     token_R = section(payload, "tokens").int()
     norm_R = section(payload, "norms").int() if geo.by_token else torch.zeros_like(token_R)
     scale_RC = scales(section(payload, "levels").int(), token_R, level)
@@ -103,8 +104,8 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
 def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Scales of channels (C,) and tokens (R,), norms (R,) for steps by token, in bytes as they travel; the scalars."""
     most_R = z.abs().amax(1)
-    finite_R, there_R = torch.isfinite(most_R), most_R >= SMALLEST
-    usable_R = finite_R & there_R
+    finite_R = torch.isfinite(most_R)
+    usable_R = finite_R & most_R.ge(SMALLEST)
     exponent_R = torch.frexp(torch.where(usable_R, most_R, 1.0))[1] - 1
     a_RC = torch.ldexp(torch.where(usable_R[:, None], z, 0.0), -exponent_R[:, None]).double().square()
     norm_R = _quarters(a_RC.mean(1)) if geo.by_token else torch.zeros_like(exponent_R)
@@ -115,7 +116,7 @@ def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, l
         channel_C = (a_RC / torch.where(token_R > 0, token_R, 1.0)[:, None]).sum(0) / count
         token_R = (a_RC / torch.where(channel_C > 0, channel_C, 1.0)).mean(1)
     tokens_R = _quarters(token_R) + (0 if geo.by_token else 4 * exponent_R)
-    level_C, level = _below(_quarters(channel_C), channel_C > 0, 255)
+    level_C, level = _below(_quarters(channel_C), channel_C.gt(0), 255)
     token_R, most = _below(tokens_R, usable_R, ZERO)
     norm_R, norm = _below(norm_R + 4 * exponent_R, usable_R, FURTHEST_BELOW)
     token_R = torch.where(finite_R, token_R, NAN)
