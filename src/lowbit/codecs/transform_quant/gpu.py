@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# The engine's decomposition and matrix products, of as many rows as there are directions.
+from lowbit.codecs.transform_quant.basis import reflections
 from lowbit.codecs.transform_quant.gpu_fit import (
     ATTEMPTS,
     LAST,
@@ -40,6 +42,7 @@ from lowbit.codecs.transform_quant.gpu_streams import (
 from lowbit.codecs.transform_quant.gpu_symbols import (
     LEAST_STEP,
     MIDDLE,
+    MOST_LEVEL,
     MOST_STEP,
     SYMBOLS,
     coded,
@@ -54,6 +57,8 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
 from lowbit.codecs.transform_quant.layout import TransformGeometry
 from lowbit.kernels.gpu.launch import launch, power_of_two_from
 from lowbit.kernels.layout import ceil_div
+
+__all__ = ["decode", "encode", "reflections"]
 
 BLOCK = 1024  # coefficients of a chunk
 WARPS = 4
@@ -250,8 +255,9 @@ def _before(counts, stream, chunks, CHUNKS: tl.constexpr):
 @triton.jit
 def _scalars(scalars):
     """A message's largest scale and norm, and its step."""
+    level = tl.minimum(tl.maximum(tl.load(scalars), -MOST_LEVEL), MOST_LEVEL)
     step = tl.minimum(tl.maximum(tl.load(scalars + 2), LEAST_STEP), MOST_STEP)
-    return tl.load(scalars), tl.load(scalars + 1), step
+    return level, tl.load(scalars + 1), step
 
 
 @triton.jit(do_not_specialize=NUMBERS)

@@ -25,6 +25,7 @@ DITHERS, MIDDLE, SYMBOLS = (tl.constexpr(n) for n in (tables.DITHERS, tables.MID
 B0, B1, B2, B3, B4, B5, B6 = (tl.constexpr(border) for border in tables.BORDERS)
 LEAST_STEP, MOST_STEP = tl.constexpr(reference.LEAST_STEP), tl.constexpr(reference.MOST_STEP)
 FARTHEST = tl.constexpr(float(reference.FARTHEST))
+MOST_LEVEL = tl.constexpr(reference.MOST_LEVEL)
 HALF_QUARTER = tl.constexpr(reference.FINE // 8)
 NOTHING = tl.constexpr(tables.CONTEXTS * tables.SYMBOLS)  # in place of a symbol: leaves a state as it is
 UNITS = tl.constexpr(256)  # of a bit, in `costs`
