@@ -30,7 +30,6 @@ from lowbit.codecs.transform_quant.gpu_fit import (
     note,
 )
 from lowbit.codecs.transform_quant.gpu_streams import (
-    BEGIN,
     ENTRY,
     LANES,
     SLACK,
@@ -143,7 +142,7 @@ def _quantize(
     if tl.program_id(0) == 0:
         note(plan, number, step, level)
     if needed:
-        stream, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
+        _, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
         code, context, raw = coded(
             z, levels, tokens, norms, inverses, seed_of(header), level, tl.load(plan + NORM).to(tl.int32), step, dead,
             index, row, column, exists, BY_TOKEN,
@@ -265,7 +264,7 @@ def _contexts(
     contexts, header, levels, tokens, scalars, raws, rows, stream_rows, chunks, C: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Put each coefficient's context in its place, and count a chunk's lowest bits."""
-    stream, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
+    _, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
     level, _, step = _scalars(scalars)
     token = tl.load(tokens + row, mask=exists, other=255).to(tl.int32)
     channel = level - tl.load(levels + column, mask=exists, other=0).to(tl.int32)
@@ -285,9 +284,7 @@ def _decode(
     if inside:
         first, length = _span(stream, rows, stream_rows, C)
         by_lane = escapes + stream.to(tl.int64) * chunks * LANES
-        used, ended = decode_stream(
-            contexts + first, quarters, within, streams, start, words, length, by_lane, BLOCK
-        )
+        used, ended = decode_stream(contexts + first, quarters, within, streams, start, words, length, by_lane, BLOCK)
         i = tl.arange(0, CHUNKS)
         bits = tl.sum(tl.load(raws + stream * chunks + i, mask=i < chunks, other=0), axis=0)
         inside = ended & (used == beyonds) & ((bits + 15) // 16 * 2 == raw)

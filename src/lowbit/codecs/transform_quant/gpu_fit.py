@@ -1,4 +1,4 @@
-"""What a sender of `TransformQuant` chooses on a GPU: scales of channels and tokens, and the step that fills the payload.
+"""What a sender of `TransformQuant` chooses on a GPU: scales of channels and tokens, and the step.
 
 The host waits for none of it: choices are numbers in a plan on the device, int64, which later kernels read.
 """

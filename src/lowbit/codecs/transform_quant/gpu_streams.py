@@ -22,11 +22,14 @@ MANY = tl.constexpr(1024)  # streams whose sizes are summed at a time
 
 @triton.jit
 def body(streams, stream, count, end):
-    """Where a stream begins in its section, its numbers of words, of codes beyond the symbols, and of bytes of lowest
-    bits, and whether it lies within the section; if not, all of it is empty.
+    """Where a stream lies in the section, and what it holds; nothing, if it does not lie within.
 
     Args:
         streams: the section; count: of streams; end: of the section, without its slack.
+
+    Returns:
+        Its first byte; numbers of its words, its codes beyond the symbols, its bytes of lowest bits; whether it lies
+        within the section.
     """
     table = streams.to(tl.pointer_type(tl.int32))
     start = tl.full((), 0, tl.int64) + 4 * ENTRY * count
