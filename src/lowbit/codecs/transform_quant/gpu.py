@@ -48,6 +48,7 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     context_of,
     dither_of,
     elements,
+    loaded,
     seed_of,
     step_of,
     symbol_of,
@@ -143,10 +144,12 @@ def _quantize(
         note(plan, number, step, level)
     if needed:
         _, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
-        code, context, raw = coded(
-            z, levels, tokens, norms, inverses, seed_of(header), level, tl.load(plan + NORM).to(tl.int32), step, dead,
-            index, row, column, exists, BY_TOKEN,
-        )  # fmt: skip
+        value, below, token, norm, dither = loaded(
+            z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN
+        )
+        largest_norm = tl.load(plan + NORM).to(tl.int32)
+        code, context, raw = coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead)
+        raw = tl.where(exists, raw, 0)
         symbol = symbol_of(code, context, raw)
         tl.store(symbols + index, symbol.to(tl.int16), mask=exists)
         beyond = exists & (symbol % SYMBOLS == 0)
@@ -226,10 +229,12 @@ def _pack(
         step, level = tl.load(plan + STEPS + LAST).to(tl.int32), tl.load(plan + LEVELS + LAST).to(tl.int32)
         dead = level != tl.load(plan + LEVEL)
         stream, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
-        code, context, raw = coded(
-            z, levels, tokens, norms, inverses, seed_of(header), level, tl.load(plan + NORM).to(tl.int32), step, dead,
-            index, row, column, exists, BY_TOKEN,
-        )  # fmt: skip
+        value, below, token, norm, dither = loaded(
+            z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN
+        )
+        largest_norm = tl.load(plan + NORM).to(tl.int32)
+        code, context, raw = coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead)
+        raw = tl.where(exists, raw, 0)
         start, words, beyonds, _, _ = body(streams, stream, count, end)
         to = streams.to(tl.pointer_type(tl.int32))
         beyond = exists & (symbol_of(code, context, raw) % SYMBOLS == 0)
@@ -315,7 +320,7 @@ def _numbers(
     lane = tl.arange(0, LANES)
     rank = tl.sum(tl.load(escapes + tl.program_id(0).to(tl.int64) * LANES + lane), axis=0)
     rank += tl.cumsum(beyond.to(tl.int32), axis=0) - 1
-    upper = tl.load(halves + rank, mask=beyond & (rank < beyonds), other=0).to(tl.int32)
+    upper = tl.load(halves + rank, mask=beyond & (rank >= 0) & (rank < beyonds), other=0).to(tl.int32)
     code = tl.where(beyond, upper, code) << raw
 
     bit = tl.cumsum(raw, axis=0) - raw + _before(raws, stream, chunks, CHUNKS)

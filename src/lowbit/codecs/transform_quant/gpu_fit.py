@@ -21,7 +21,7 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     MOST_STEP,
     UNITS,
     coded,
-    seed_of,
+    loaded,
     symbol_of,
     tables_on,
 )
@@ -116,14 +116,13 @@ def _count(
     index = place * every + ((h >> 8) % every.to(tl.uint32)).to(tl.int64)
     exists = index < count
     row, column = (index // C).to(tl.int32), (index % C).to(tl.int32)
-    seed, level, norm = seed_of(header), tl.load(plan + LEVEL).to(tl.int32), tl.load(plan + NORM).to(tl.int32)
+    value, below, token, norm, dither = loaded(z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN)
+    level, largest_norm = tl.load(plan + LEVEL).to(tl.int32), tl.load(plan + NORM).to(tl.int32)
     for k in range(CANDIDATES):
         step = tl.minimum(tl.maximum((level - HIGHEST + k) * 16, LEAST_STEP), MOST_STEP)
-        code, context, raw = coded(
-            z, levels, tokens, norms, inverses, seed, level, norm, step, False, index, row, column, exists, BY_TOKEN
-        )
-        cost = tl.load(costs + symbol_of(code, context, raw), mask=exists, other=0)
-        tl.atomic_add(plan + COSTS + k, tl.sum(cost + UNITS * raw, axis=0).to(tl.int64))
+        code, context, raw = coded(value, below, token, norm, dither, inverses, level, largest_norm, step, False)
+        cost = tl.load(costs + symbol_of(code, context, raw)) + UNITS * raw
+        tl.atomic_add(plan + COSTS + k, tl.sum(tl.where(exists, cost, 0), axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["wanted", "share"])

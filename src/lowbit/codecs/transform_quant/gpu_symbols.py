@@ -139,7 +139,8 @@ def code_of(value, inverse, dither):
     """The number of the cell that a coefficient falls into."""
     scaled = value * inverse + (dither.to(tl.float32) + 0.5) * (1 / 256)
     scaled = tl.minimum(tl.maximum(scaled, -FARTHEST), FARTHEST)
-    return tl.floor(scaled).to(tl.int32)
+    code = scaled.to(tl.int32)
+    return code - (code.to(tl.float32) > scaled).to(tl.int32)
 
 
 @triton.jit
@@ -150,19 +151,20 @@ def symbol_of(code, context, raw):
 
 
 @triton.jit
-def coded(
-    z, levels, tokens, norms, powers, seed, level, largest_norm, step, dead, index, row, column, exists,
-    BY_TOKEN: tl.constexpr,
-):  # fmt: skip
-    """Codes of coefficients, their contexts, and numbers of lowest bits."""
-    token = tl.load(tokens + row, mask=exists, other=255).to(tl.int32)
+def loaded(z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN: tl.constexpr):
+    """Coefficients, 0 for those of no use, the bytes of their scales and norms, and their dither."""
+    level = tl.load(levels + column, mask=exists, other=0).to(tl.int32)
+    token = tl.load(tokens + row, mask=exists, other=ZERO).to(tl.int32)
     norm = token * 0
     if BY_TOKEN:
         norm = tl.load(norms + row, mask=exists, other=0).to(tl.int32)
-    dither = dither_of(index, seed)
-    channel = level - tl.load(levels + column, mask=exists, other=0).to(tl.int32)
-    context, raw = context_of(channel, token, step, dither)
-    inverse = step_of(powers, token, norm, largest_norm, step, True)
-    inverse = tl.where(dead, 0.0, inverse)
     value = tl.load(z + index, mask=exists & (token < NAN), other=0.0)
-    return code_of(value, inverse, dither), context, tl.where(exists, raw, 0)
+    return value, level, token, norm, dither_of(index, seed_of(header))
+
+
+@triton.jit
+def coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead):
+    """Codes of coefficients, their contexts, and numbers of lowest bits; of `dead` ones, the code is 0."""
+    context, raw = context_of(level - below, token, step, dither)
+    inverse = step_of(inverses, token, norm, largest_norm, step, True)
+    return code_of(value, tl.where(dead, 0.0, inverse), dither), context, raw
