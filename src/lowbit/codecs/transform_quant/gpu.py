@@ -305,9 +305,9 @@ def _numbers(
     stream, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
     level, largest_norm, step = _scalars(scalars)
     token = tl.load(tokens + row, mask=exists, other=255).to(tl.int32)
-    norm = token * 0
+    by_norm = token * 0
     if BY_TOKEN:
-        norm = tl.load(norms + row, mask=exists, other=0).to(tl.int32)
+        by_norm = largest_norm - tl.load(norms + row, mask=exists, other=0).to(tl.int32)
     channel = level - tl.load(levels + column, mask=exists, other=0).to(tl.int32)
     dither = dither_of(index, seed_of(header))
     _, raw = context_of(channel, token, step, dither)
@@ -333,6 +333,6 @@ def _numbers(
     code |= (low >> (bit & 15)).to(tl.int32) & ((1 << raw) - 1)
 
     value = (code.to(tl.float32) + (127.5 - dither.to(tl.float32)) * (1 / 256)) * step_of(
-        mantissas, token, norm, largest_norm, step, False
+        mantissas, token, by_norm, step, False
     )
     tl.store(z + index, value, mask=exists)

@@ -74,7 +74,9 @@ def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
     plan = torch.zeros(COSTS + CANDIDATES, dtype=torch.int64, device=z.device)
     levels, level = _below(_quarters(channel_C), channel_C > 0, 255)
     tokens, token = _below(tokens_R, usable_R, ZERO)
-    norms, plan[NORM.value] = _below(norm_R + 4 * exponent_R, usable_R, FURTHEST_BELOW)
+    norms, norm = _below(norm_R + 4 * exponent_R, usable_R, FURTHEST_BELOW)
+    if geo.by_token:
+        plan[NORM.value] = norm
     plan[LEVEL.value] = level + token
     return Fit(levels, torch.where(finite_R, tokens, NAN).byte(), norms, plan)
 

@@ -121,9 +121,9 @@ def context_of(channel, token, step, dither):
 
 
 @triton.jit
-def step_of(powers, token, norm, largest_norm, step, INVERSE: tl.constexpr):
+def step_of(powers, token, by_norm, step, INVERSE: tl.constexpr):
     """Each token's step, by the table of mantissas, or one divided by it, by theirs; 0 if nothing is coded."""
-    fine = step + 16 * (tl.minimum(tl.maximum(largest_norm, -4096), 4096) - norm)
+    fine = step + 16 * tl.minimum(tl.maximum(by_norm, -4096), 4096)
     fine = tl.minimum(tl.maximum(fine, LEAST_STEP), MOST_STEP)
     octave = (fine >> 6) << 23
     bits = tl.load(powers + (fine & 63))
@@ -166,5 +166,5 @@ def loaded(z, header, levels, tokens, norms, index, row, column, exists, BY_TOKE
 def coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead):
     """Codes of coefficients, their contexts, and numbers of lowest bits; of `dead` ones, the code is 0."""
     context, raw = context_of(level - below, token, step, dither)
-    inverse = step_of(inverses, token, norm, largest_norm, step, True)
+    inverse = step_of(inverses, token, largest_norm - norm, step, True)
     return code_of(value, tl.where(dead, 0.0, inverse), dither), context, raw
