@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ class Message:
     payload: Tensor
     geo: TransformGeometry
 
-    def decoded(self, backend: object) -> tuple[Tensor, bool]:
+    def decoded(self, backend: ModuleType) -> tuple[Tensor, bool]:
         """The numbers that a backend makes of it, and whether it takes it as whole; nothing else is written."""
         device = "cpu" if backend is reference else DEVICE
         room = torch.full((self.z.numel() + 2 * GUARD,), 7.0, device=device)
@@ -40,7 +41,7 @@ class Message:
         payload[GUARD:-GUARD] = self.payload
         before = payload.clone()
         y = room[GUARD:-GUARD].view(self.z.shape)
-        whole = backend.decode(payload[GUARD:-GUARD], self.header.to(device), y, self.geo)  # type: ignore[attr-defined]
+        whole = backend.decode(payload[GUARD:-GUARD], self.header.to(device), y, self.geo)
         assert whole.shape == ()
         assert whole.dtype == torch.bool
         assert whole.device.type == torch.device(device).type
@@ -64,14 +65,14 @@ def tensor(rows: int, channels: int) -> Tensor:
     return torch.randn(rows, channels, generator=g) * slope * torch.exp2(torch.randn(rows, 1, generator=g))
 
 
-def sent(backend: object, z: Tensor, by_token: bool, bits: float) -> Message:
+def sent(backend: ModuleType, z: Tensor, by_token: bool, bits: float) -> Message:
     """A message of so many bits for the symbols."""
     geo = transform_geometry(*z.shape, by_token, None, bits)
     device = "cpu" if backend is reference else DEVICE
     header = torch.tensor([3, -77, 1, 123456789], dtype=torch.int32, device=device)
     payload = torch.zeros(geo.layout.nbytes + 2 * GUARD, dtype=torch.uint8, device=device)
     inside = payload[GUARD:-GUARD]
-    backend.encode(z.to(device), header, inside, geo)  # type: ignore[attr-defined]
+    backend.encode(z.to(device), header, inside, geo)
     assert not payload[:GUARD].any()
     assert not payload[-GUARD:].any()
     return Message(z, header.cpu(), inside.cpu(), geo)
