@@ -27,7 +27,7 @@ PUBLIC = {
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
         "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session StatefulCodec SubspaceQuant Summable TAHQuant "
-        "backward_codec parse parse_pair"
+        "TransformQuant backward_codec parse parse_pair"
     ),
     "lowbit.collectives": (
         "AgreementError DamagedError Pending PeerError agree all_gather all_reduce all_reduce_bytes reduce_scatter"

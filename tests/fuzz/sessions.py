@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,13 +10,30 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import AQSGD, SubspaceQuant
+from lowbit.codecs import AQSGD, SubspaceQuant, TransformQuant
 from lowbit.codecs.subspace_quant.codec import SubspaceSession
 from lowbit.codecs.subspace_quant.reference import coefficients_decode, rest_decode
 from lowbit.codecs.subspace_quant.reference_basis import follow
+from lowbit.codecs.transform_quant.codec import TransformSession
+from lowbit.codecs.transform_quant.reference import LARGEST, decode
 
 from .damage import damage
-from .targets import DTYPES, Bench, Case, Shape, as_bytes, as_tensor, hard, layout_of, spans_of
+from .targets import (
+    BEFORE,
+    DTYPES,
+    Bench,
+    Case,
+    Shape,
+    as_bytes,
+    as_tensor,
+    hard,
+    hostile_numbers,
+    layout_of,
+    spans_of,
+)
+
+Following = SubspaceSession | TransformSession
+"""Sessions whose ends learn directions from the messages between them."""
 
 
 class Subspace:
@@ -24,7 +42,7 @@ class Subspace:
     A forged one has the header that belongs to its bytes, so that it is not refused for its numbers and digests.
     """
 
-    def __init__(self, codec: SubspaceQuant, shape: Shape) -> None:
+    def __init__(self, codec: SubspaceQuant | TransformQuant, shape: Shape) -> None:
         self.codec, self.name, self._shape = codec, f"{codec!r} {shape}", shape
         self._states: list[dict[str, Any]] = []
         self._messages: list[bytes] = []
@@ -49,7 +67,7 @@ class Subspace:
 
         def run(bench: Bench) -> bytes:
             session = self.codec.open(shape=self._shape, dtype=dtype)
-            assert isinstance(session, SubspaceSession)
+            assert isinstance(session, Following)
             session.load_state_dict(self._states[at])
             found = b""
             for (_, payload), forge in zip(made, forged, strict=True):
@@ -60,9 +78,7 @@ class Subspace:
         kinds = [f"{kind}{' forged' if forge else ''}" for (kind, _), forge in zip(made, forged, strict=True)]
         return Case(f"{self.name} {dtype} state {at} {kinds}", run)
 
-    def _decode(
-        self, bench: Bench, session: SubspaceSession, message: bytes, dtype: torch.dtype, training: bool
-    ) -> bytes:
+    def _decode(self, bench: Bench, session: Following, message: bytes, dtype: torch.dtype, training: bool) -> bytes:
         """What comes of it, with the state; an error changes neither."""
         room, out = bench.out(self._shape, dtype)
         before, state = room.content, _bytes(session.state_dict())
@@ -74,7 +90,7 @@ class Subspace:
             return str(error).encode()
         return room.content + _bytes(session.state_dict())
 
-    def _forged(self, session: SubspaceSession, payload: bytes, training: bool) -> bytes:
+    def _forged(self, session: Following, payload: bytes, training: bool) -> bytes:
         """With the header that the receiver expects of these bytes; both backends expect the same."""
         found = []
         for backend in ("cpu", "reference"):
@@ -84,14 +100,13 @@ class Subspace:
             assert bool(((a == b) | (a.isnan() & b.isnan())).all()), "the backends follow differently"
         return found[0][0].numpy().tobytes() + payload[16:]
 
-    def _follow(self, session: SubspaceSession, payload: Tensor, training: bool) -> list[Tensor]:
+    def _follow(self, session: Following, payload: Tensor, training: bool) -> list[Tensor]:
         memory, geo = session._memory, session._geometry
         header = torch.empty(4, dtype=torch.int32)
         then = [torch.empty_like(memory.directions), torch.empty_like(memory.digest)]
-        unit = memory.directions.new_empty(geo.directions)
         follower = kernels.implementation(follow, payload.device)
-        follower(payload, memory.directions, memory.digest, header, *then, unit, memory.messages, training, geo)
-        return [header, *then, unit]
+        follower(payload, memory.directions, memory.digest, header, *then, memory.messages, training, geo)
+        return [header, *then]
 
 
 def _bytes(state: dict[str, Any]) -> bytes:
@@ -129,6 +144,71 @@ class SubspaceDecoding:
             return torch.cat([c.to(dtype).view(-1), out.view(-1)])
 
         return Case(f"{self.name} {dtype} {kind}", run, expected, dtype)
+
+
+class TransformDecoding:
+    """The entropy decoder behind a session: the reference's coefficients, exactly, or refused by both."""
+
+    def __init__(self, codec: TransformQuant, shape: Shape) -> None:
+        self.codec, self.name, self._shape = codec, f"operators of {codec!r} {shape}", shape
+        self._valid: list[bytes] = []
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        geo = self.codec.geometry(self._shape)
+        if not self._valid:
+            fixed = random.Random(repr(self._shape))
+            sender = self.codec.open(shape=self._shape, dtype=torch.float32)
+            self._valid = [as_bytes(sender.encode(hard(fixed, self._shape))) for _ in range(3)]
+        kind, payload = damage(rng, rng.choice(self._valid), spans_of(geo.layout))
+        size = geo.rows * geo.channels
+
+        def decoded(given: Tensor, z: Tensor) -> bytes:
+            """The coefficients, and whether they are good; anything may be in the place of those that are not."""
+            header = geo.layout.section(as_tensor(payload, torch.uint8), "header", torch.int32)
+            whole = kernels.implementation(decode, given.device)(given, header, z, geo)
+            return as_bytes(torch.cat([z.view(-1) if whole else torch.zeros(size), torch.full((1,), float(whole))]))
+
+        def run(bench: Bench) -> bytes:
+            _, z = bench.out((geo.rows, geo.channels), torch.float32)
+            return decoded(bench.payload(payload), z)
+
+        def expected() -> Tensor:
+            z = torch.empty(geo.rows, geo.channels)
+            return as_tensor(decoded(as_tensor(payload, torch.uint8), z), torch.float32)
+
+        return Case(f"{self.name} {kind}", run, expected, torch.float32)
+
+
+class TransformEncoding:
+    """A sender of hostile numbers: its payload can be decoded, and NaN comes of what is none or far too large."""
+
+    def __init__(self, codec: TransformQuant, shape: Shape) -> None:
+        self.codec, self.name, self._shape = codec, f"encode {codec!r} {shape}", shape
+
+    def case(self, rng: random.Random) -> Case:
+        """What the numbers at random make of it."""
+        shape, dtype = self._shape, rng.choice(DTYPES)
+        kinds, contents = zip(*(hostile_numbers(rng, math.prod(shape), dtype) for _ in range(2)), strict=True)
+
+        def run(bench: Bench) -> bytes:
+            sender, receiver = (self.codec.open(shape=shape, dtype=dtype) for _ in range(2))
+            found = b""
+            for content in contents:
+                size = sender.nbytes()
+                _, payload = bench.written("the payload", BEFORE[bench.at_end] * size, (size,), torch.uint8)
+                x = bench.read_only("x", content, shape, dtype)
+                y = receiver.decode(sender.encode(x, out=payload)).float().view(-1, shape[-1])
+                most = x.float().view(-1, shape[-1]).abs().amax(1)
+                lost = y.isnan().all(1)
+                assert not y[~lost].isnan().any(), "a part of a token is NaN"
+                assert lost[~most.isfinite()].all()
+                # A coefficient is larger than the token's largest number by up to the root of how many there are.
+                assert not lost[most * shape[-1] < LARGEST].any()
+                found += as_bytes(lost)
+            return found
+
+        return Case(f"{self.name} {dtype} {kinds}", run)
 
 
 class Differences:

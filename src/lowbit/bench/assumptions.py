@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lowbit.bench.observed import WAYS, Batch, Meter, Observed, running, slope_of
-from lowbit.bench.settings import Device, Names, check_device, check_width
+from lowbit.bench.settings import Device, Names, check_device, check_shape
 from lowbit.bench.training import Recipe, boundary_modules, prepare, spread_evenly
 from lowbit.codecs import parse, parse_pair
 from lowbit.codecs.names import pair_name
@@ -79,7 +79,7 @@ class AssumptionsBenchmark:
                         "allowed: codecs with all parameters set"
                     )
             if (width := hidden_size(self.model)) is not None:
-                check_width(boundary, codecs, width)
+                check_shape(boundary, codecs, (self.data.batch, self.data.sequence, width))
         if self.warmup_steps >= self.steps:
             raise ConfigError(f"warmup_steps is {self.warmup_steps}; allowed: fewer than steps ({self.steps})")
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs.subspace_quant.layout import subspace_geometry
-from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, gram_inverse, invert, renew
+from lowbit.codecs.subspace_quant.reference_basis import (
+    Basis,
+    coefficients,
+    follow,
+    gram_inverse,
+    invert,
+    renew,
+    units,
+)
 from lowbit.kernels.layout import Layout
 
 BITS, GROUP = 3, 32
@@ -40,7 +48,8 @@ def renewed(backend: str, x: Tensor, basis: Tensor, refresh: int, *, number: int
     after = Basis(*map(torch.empty_like, before))
     with kernels.backend(backend):
         kernels.implementation(invert, CPU)(basis, before.inverse_KK)
-        kernels.implementation(renew, CPU)(x, before, payload, c, unit, after, number, True, brings, geo)
+        products = kernels.implementation(renew, CPU)(x, before, payload, after, number, True, brings, geo)
+        kernels.implementation(coefficients, CPU)(products, after.inverse_KK, payload, c, unit, geo)
     return Found(geo.layout, payload, c, unit, *after)
 
 
@@ -53,7 +62,8 @@ def followed(
     with kernels.backend(backend):
         geo = subspace_geometry(rows, basis.shape[1], len(basis), BITS, GROUP, refresh)
         follower = kernels.implementation(follow, CPU)
-        follower(payload, basis, digest, header, directions, after, unit, number, True, geo)
+        follower(payload, basis, digest, header, directions, after, number, True, geo)
+        kernels.implementation(units, CPU)(payload, unit, geo)
     return header, directions, after, unit
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from lowbit.codecs.subspace_quant.reference_basis import invert
 from lowbit.kernels import implementation
 
+BAD_STREAMS = -2  # in place of the digest of what a message brings: its coded symbols are damaged
+
 
 class Headers:
     """Received and expected headers, which the host compares once they have arrived, without waiting for a GPU."""
@@ -127,4 +129,5 @@ def _described(header: list[int]) -> str:
     number, before, training, own = header
     kind = {0: "evaluation", 1: "training"}.get(training, f"unknown ({training})")
     new = f"new ones {own:08x}" if own >= 0 else "new ones beyond the basis or twice in one place"
+    new = "streams that end as they must" if own == BAD_STREAMS else new
     return f"{kind} message {number} after directions {before:08x} with {new}"

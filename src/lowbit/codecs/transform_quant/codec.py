@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.codecs.sessions import Key, Session
 from lowbit.codecs.stateful import StatefulCodec
-from lowbit.codecs.subspace_quant.memory import Memory
+from lowbit.codecs.subspace_quant.memory import BAD_STREAMS, Memory
 from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
 from lowbit.codecs.transform_quant.basis import coefficients, tokens
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
@@ -26,7 +26,7 @@ from lowbit.kernels.layout import ALIGNMENT
 log = logging.getLogger(__name__)
 
 MOST = 16.0  # bits
-CODED = 2.375  # bits of an element for symbols, where no rate is set
+CODED = {"token": 2.875, "message": 1.875}  # bits of an element for symbols, where no rate is set, by `step`
 GRAIN = 64  # rates to a bit that can be chosen
 
 
@@ -58,7 +58,7 @@ class TransformQuant(StatefulCodec):
     - scalars, 4 int32: the largest sum of a coordinate's and a token's scale, the largest norm, both in quarters of an
       octave, the step in 64ths of an octave, and 0;
     - levels, C bytes, and tokens, R bytes: scales of coordinates and tokens, in quarters of an octave below the
-      largest; a token of zeros has 255, one with NaN or Inf has 254 and decodes to NaN;
+      largest; a token of zeros has 255, one with NaN, Inf or coefficients beyond 2^112 has 254 and decodes to NaN;
     - norms, R bytes, likewise, if steps are relative to tokens' norms;
     - streams of about 2^16 symbols, after a table of three int32 for each: 32 states of rANS, which take the symbols in
       turn, 4 bytes each; words of 16 bits; codes beyond the 15 symbols, int16; the lowest bits of codes whose scale is
@@ -69,14 +69,15 @@ class TransformQuant(StatefulCodec):
     left, so this codec works through sessions only (`open`), not through `encode`.
 
     Args:
-        bits: of an element, every byte counted, above 0 and at most 16. None: 2.375 for the symbols, and what scales
-            and directions take beside them. "auto": a sender chooses the rate that gives `decibels`, in the last step
-            of the warm-up, by the first message that it sends there, and its choice travels with the messages of that
-            step. Each tensor of each boundary gets a rate of its own. Until the warm-up is over there is no session.
+        bits: of an element, every byte counted, above 0 and at most 16. None: 2.875 for the symbols with step="token",
+            1.875 with step="message", and what scales and directions take beside them. "auto": a sender chooses the
+            rate that gives `decibels`, in the last step of the warm-up, by the first message that it sends there, and
+            its choice travels with the messages of that step. Each tensor of each boundary gets a rate of its own.
+            Until the warm-up is over there is no session.
         step: "token": the error of each token is relative to its norm, which suits activations; "message": it is the
             same for all, which suits gradients.
-        decibels: signal over noise that "auto" wants, more than 0 and at most 80. The basis is a little less good in
-            a run than for the message that was looked at, so it will be about 1 dB less.
+        decibels: signal over noise that "auto" wants, more than 0 and at most 80. The basis is less good in a run than
+            for the message that was looked at: it will be about 2 dB less, and much less while a model changes fast.
     """
 
     bits: float | Literal["auto"] | None = None
@@ -90,7 +91,7 @@ class TransformQuant(StatefulCodec):
         elif self.bits is not None:
             object.__setattr__(self, "bits", _number("bits", self.bits, MOST, ", or 'auto'"))
         object.__setattr__(self, "decibels", _number("decibels", self.decibels, 80.0))
-        if self.step not in ("token", "message"):
+        if self.step not in CODED:
             raise ValueError(f"step is {self.step!r}; allowed: 'token', 'message'")
 
     def __repr__(self) -> str:
@@ -104,7 +105,7 @@ class TransformQuant(StatefulCodec):
         return self.bits != "auto"
 
     def for_gradients(self) -> TransformQuant:
-        """The same rate, with one step for all tokens."""
+        """The format with one step for all tokens, and the same rate, or a bit less where none is set."""
         return replace(self, step="message")
 
     def choose(self, x: Tensor) -> int:
@@ -114,8 +115,8 @@ class TransformQuant(StatefulCodec):
         with apart(x.device):
             coded = coded_bits(x.detach().reshape(rows, channels), self.decibels, geo)
         if coded is None:
-            log.warning("a message of %s is zeros, or has NaN or Inf: %g bits", tuple(x.shape), CODED)
-            coded = CODED
+            log.warning("a message of %s is zeros, or has NaN or Inf: %g bits", tuple(x.shape), CODED[self.step])
+            coded = CODED[self.step]
         size = geo.overhead() + x.numel() * coded / 8
         return min(int(MOST * GRAIN), math.ceil(max(size, geo.least()) * 8 * GRAIN / x.numel()))
 
@@ -137,7 +138,7 @@ class TransformQuant(StatefulCodec):
                 "before; allowed here: a number, or None"
             )
         rows, channels = _folded(shape)
-        geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED)
+        geo = transform_geometry(rows, channels, self.step == "token", self.bits, CODED[self.step])
         if self.bits is not None and math.prod(shape) and geo.layout.nbytes < geo.least():
             raise ValueError(
                 f"bits is {self.bits:g}, which is {int(self.bits * math.prod(shape) / 8)} bytes for messages of "
@@ -176,9 +177,12 @@ class TransformSession(Session):
         device = self._memory.directions.device
         if x.device != device:
             raise ValueError(f"x is on {x.device}; this session is for {device}")
-        payload.zero_()
+        target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
+        target.zero_()
         with apart(device):
-            self._code(x.contiguous(), payload, training)
+            self._code(x.contiguous(), target, training)
+            if target is not payload:
+                payload.copy_(target)
 
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
@@ -214,7 +218,7 @@ class TransformSession(Session):
         header = geo.layout.section(payload, "header", torch.int32)
         z_RC = directions_KC.new_empty(geo.rows, geo.channels)
         whole = run(decode)(payload, header, z_RC, geo)
-        expected[3] = torch.where(whole, expected[3], -1)
+        expected[3] = torch.where(whole, expected[3], BAD_STREAMS)
         if not memory.headers.compare(header, expected):
             # The host learns it later: what does not belong here decodes to NaN and leaves the directions alone.
             wrong = ((header != expected) | (expected < 0)).any()

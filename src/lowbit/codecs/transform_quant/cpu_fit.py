@@ -43,8 +43,7 @@ from lowbit.kernels.cpu.vectors import squares
 SAMPLE = 1 << 14  # coefficients that tell how well the tables suit a message, about
 CORRECTIONS = 2  # of the first step, by that sample
 RESERVE = 0.012  # of the payload, which the first attempt leaves
-INFINITE, NORMAL = 0x7F800000, 0x00800000  # bits of float32 magnitudes
-HALF_SMALLEST = np.float32(2.0**-126)  # brings the largest numbers below 4
+BEYOND, NORMAL = (127 + 112) << 23, 0x00800000  # bits of float32 magnitudes: `LARGEST`, and the least normal one
 NONE = -(1 << 20)  # in place of a scale
 ZERO_, NOT_A_NUMBER = np.float32(0), np.float32(np.nan)
 
@@ -168,15 +167,15 @@ def _turn(
 def _measure(z, first, last, channels, quarters, norms, factor, square, by_token) -> None:
     """Of each row: what its scale and its norm are counted from, and what brings its numbers near 1.
 
-    A row of zeros has the factor 0, and one with NaN or Inf a negative one.
+    A row of zeros has the factor 0, and one with NaN or numbers beyond `LARGEST` a negative one.
     """
     for r in range(first, last):
         line, largest = z + 4 * r * channels, np.int32(0)
         for j in range(channels):
             largest = greater32(largest, float_bits(magnitude(get_float(line, j))))
         exponent = (np.int64(largest) >> 23) - 127
-        usable = NORMAL <= largest < INFINITE
-        scale = power_of_two(-exponent) if usable and exponent < 127 else HALF_SMALLEST
+        usable = NORMAL <= largest < BEYOND
+        scale = power_of_two(-exponent) if usable else ONE
         norm = _quarters(squares(line, channels, scale) / channels) if by_token and usable else 0
         put_int(quarters, r, 0 if by_token else 4 * exponent)
         put_int(norms, r, norm + 4 * exponent)

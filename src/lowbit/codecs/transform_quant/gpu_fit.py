@@ -26,7 +26,7 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     tables_on,
 )
 from lowbit.codecs.transform_quant.layout import LANES, TransformGeometry
-from lowbit.codecs.transform_quant.reference import FINE, FURTHEST_BELOW, NAN, ROUNDS, ZERO
+from lowbit.codecs.transform_quant.reference import FINE, FURTHEST_BELOW, LARGEST, NAN, ROUNDS, ZERO
 from lowbit.kernels.exact import SMALLEST
 from lowbit.kernels.gpu.launch import launch
 from lowbit.kernels.layout import ceil_div
@@ -57,7 +57,7 @@ class Fit(NamedTuple):
 def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
     """See the reference; sums are float32, and their order is another one."""
     most_R = z.abs().amax(1)
-    finite_R = torch.isfinite(most_R)
+    finite_R = most_R < LARGEST
     usable_R = finite_R & (most_R >= SMALLEST)
     exponent_R = torch.frexp(torch.where(usable_R, most_R, 1.0))[1] - 1
     factor_R = torch.ldexp(torch.ones_like(most_R), -exponent_R)

@@ -32,6 +32,7 @@ BEGIN = 1 << 15  # a lane's state before its first symbol; it stays below 2^31
 WORD = 16  # bits that a state gives out at a time
 LIMIT = 31 - PRECISION  # a state of this many bits more than a symbol's probability gives out a word first
 SMALLEST = 2.0**-126
+LARGEST = 2.0**112  # a token with a coefficient of this size or more is as one with Inf: noise of its step is finite
 ENTRY = 3  # numbers of a stream in the table: words, codes beyond the symbols, bytes of lowest bits
 
 
@@ -47,7 +48,7 @@ def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -
         steps_R = steps(token_R, norm_R, norm, step, geo)
         inverse_R = torch.where(steps_R > 0, steps_R, 1.0).reciprocal()  # also of NaN
         usable_RC = torch.where(token_R[:, None] < NAN, z, 0.0)
-        code_RC = (usable_RC * inverse_R[:, None] + (dither_RC + 0.5) / 256).floor()
+        code_RC = (usable_RC * inverse_R[:, None] + (dither_RC.float() + 0.5) / 256).floor()
         code_RC = code_RC.clamp(-FARTHEST, FARTHEST).to(torch.int32)
         context_RC, raw_RC = contexts(scale_RC, token_R, dither_RC, step)
         streams = [
@@ -61,12 +62,14 @@ def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -
     if excess > 0:
         raise AssertionError("the largest step leaves nothing but dead symbols, and the layout has room for them")
     section = geo.layout.section
-    section(payload, "scalars", torch.int32).copy_(torch.tensor([level, norm, step, 0], dtype=torch.int32))
+    section(payload, "scalars", torch.int32).copy_(
+        torch.tensor([level, norm, step, 0], dtype=torch.int32, device="cpu")
+    )
     section(payload, "levels").copy_(level_C)
     section(payload, "tokens").copy_(token_R)
     if geo.by_token:
         section(payload, "norms").copy_(norm_R)
-    table = torch.tensor([entry for entry, _ in streams], dtype=torch.int32).reshape(-1).view(torch.uint8)
+    table = torch.tensor([entry for entry, _ in streams], dtype=torch.int32, device="cpu").reshape(-1).view(torch.uint8)
     content = torch.cat([table, *(body for _, body in streams)]).to(payload.device)
     section(payload, "streams")[: len(content)] = content
 
@@ -87,7 +90,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     context_RC, raw_RC = contexts(scale_RC, token_R, dither_RC, step)
     streams = section(payload, "streams").cpu()
     table = streams[: 4 * ENTRY * geo.streams].view(torch.int32).view(-1, ENTRY).tolist()
-    code_RC, whole = torch.zeros(z.shape, dtype=torch.int32), True
+    code_RC, whole = torch.zeros(z.shape, dtype=torch.int32, device="cpu"), True
     at = 4 * ENTRY * geo.streams
     for entry, rows in zip(table, _stream_rows(geo), strict=True):
         size = body_nbytes(*entry)
@@ -97,7 +100,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
         codes, good = codes_of(streams[at : at + size], entry, *part)
         code_RC[rows] = codes.view(-1, geo.channels)
         whole, at = whole and good, at + size
-    number_RC = code_RC.to(z.device).float() + (127.5 - dither_RC) / 256
+    number_RC = code_RC.to(z.device).float() + (127.5 - dither_RC.float()) / 256
     z.copy_(number_RC * steps(token_R, norm_R, norm, step, geo)[:, None])
     return torch.tensor(whole, device=z.device)
 
@@ -105,7 +108,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
 def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Scales of channels (C,) and tokens (R,), norms (R,) for steps by token, in bytes as they travel; the scalars."""
     most_R = z.abs().amax(1)
-    finite_R = torch.isfinite(most_R)
+    finite_R = most_R < LARGEST
     usable_R = finite_R & most_R.ge(SMALLEST)
     exponent_R = torch.frexp(torch.where(usable_R, most_R, 1.0))[1] - 1
     a_RC = torch.ldexp(torch.where(usable_R[:, None], z, 0.0), -exponent_R[:, None]).double().square()
@@ -146,7 +149,7 @@ def steps(token_R: Tensor, norm_R: Tensor, norm: int, step: int, geo: TransformG
     by_norm_R = FINE // 4 * (norm - norm_R.long()) if geo.by_token else torch.zeros_like(token_R, dtype=torch.int64)
     fine_R = (step + by_norm_R).clamp(LEAST_STEP, MOST_STEP)
     step_R = torch.ldexp(_mantissas(token_R.device)[fine_R % FINE], torch.div(fine_R, FINE, rounding_mode="floor"))
-    return torch.where(token_R == ZERO, 0.0, torch.where(token_R == NAN, torch.nan, step_R))
+    return torch.where(token_R == ZERO, 0.0, torch.where(token_R == NAN, torch.nan, step_R)).float()
 
 
 @functools.lru_cache(maxsize=8)
@@ -185,7 +188,7 @@ def first_step(scale_RC: Tensor, token_R: Tensor, geo: TransformGeometry) -> int
     room = 8 * (geo.layout.sizes["streams"] - geo.streams * 140 - SLACK)
     low, count = int(coded_RC.amin()), torch.bincount((coded_RC - coded_RC.amin()).reshape(-1))
     cost = torch.from_numpy(tables.costs())
-    scale = low + torch.arange(len(count))
+    scale = low + torch.arange(len(count), device="cpu")
     for step in range(int(coded_RC.amax()) - HIGHEST, 8 * 256):
         clipped = (scale - step).clamp(LOWEST, HIGHEST)
         bits = cost[torch.where(clipped >= 0, clipped & 3, clipped) - LOWEST] + (clipped.clamp(min=0) >> 2)
@@ -215,7 +218,7 @@ def stream_of(code: Tensor, context: Tensor, raw: Tensor) -> tuple[tuple[int, in
     limits = _limits()
     begin_NL, end_NL = (_lanes(limits[context, symbol + i]) for i in (0, 1))
     exists_NL = _lanes(torch.ones_like(symbol)) > 0
-    state_L = torch.full((LANES,), BEGIN, dtype=torch.int64)
+    state_L = torch.full((LANES,), BEGIN, dtype=torch.int64, device="cpu")
     words: list[Tensor] = []
     for begin_L, end_L, exists_L in zip(begin_NL.flip(0), end_NL.flip(0), exists_NL.flip(0), strict=True):
         share_L = torch.where(exists_L, end_L - begin_L, TOTAL)
@@ -224,7 +227,7 @@ def stream_of(code: Tensor, context: Tensor, raw: Tensor) -> tuple[tuple[int, in
         state_L = torch.where(full_L, state_L >> WORD, state_L)
         next_L = (state_L // share_L << PRECISION) + state_L % share_L + begin_L
         state_L = torch.where(exists_L, next_L, state_L)
-    word = torch.cat(words[::-1]).to(torch.int16) if words else torch.zeros(0, dtype=torch.int16)
+    word = torch.cat(words[::-1]).to(torch.int16) if words else torch.zeros(0, dtype=torch.int16, device="cpu")
     beyond = upper[symbol == 0].to(torch.int16)
     packed = _packed(code, raw)
     pieces = [state_L.to(torch.int32), word, beyond, packed]
@@ -236,7 +239,7 @@ def codes_of(body: Tensor, entry: list[int], context: Tensor, raw: Tensor) -> tu
     count = [4 * LANES, 2 * entry[0], 2 * entry[1], entry[2]]
     state, word, beyond, packed = body.split(count)
     state_L = state.clone().view(torch.int32).long() & 0xFFFFFFFF
-    word = torch.cat([word.clone().view(torch.int16).long() & 0xFFFF, torch.zeros(1, dtype=torch.int64)])
+    word = torch.cat([word.clone().view(torch.int16).long() & 0xFFFF, torch.zeros(1, dtype=torch.int64, device="cpu")])
     limits, at, symbols = _limits(), 0, []
     context_NL, exists_NL = _lanes(context), _lanes(torch.ones_like(context)) > 0
     for context_L, exists_L in zip(context_NL, exists_NL, strict=True):
@@ -254,7 +257,7 @@ def codes_of(body: Tensor, entry: list[int], context: Tensor, raw: Tensor) -> tu
     symbol = torch.cat(symbols)
     upper, escaped = symbol - MIDDLE, symbol == 0
     few = min(int(escaped.sum()), entry[1])
-    value = torch.zeros(int(escaped.sum()), dtype=torch.int64)
+    value = torch.zeros(int(escaped.sum()), dtype=torch.int64, device="cpu")
     value[:few] = beyond.clone().view(torch.int16)[:few].long()
     upper[escaped] = value
     low, used = _unpacked(packed, raw)
@@ -274,18 +277,18 @@ def _lanes(values: Tensor) -> Tensor:
 
 def _packed(code: Tensor, raw: Tensor) -> Tensor:
     """The lowest bits of codes, one after the other, in an even number of bytes, uint8."""
-    taken = torch.arange(RAW) < raw[:, None]
-    bit = ((code[:, None].long() >> torch.arange(RAW)) & 1)[taken]
+    taken = torch.arange(RAW, device="cpu") < raw[:, None]
+    bit = ((code[:, None].long() >> torch.arange(RAW, device="cpu")) & 1)[taken]
     bit = torch.cat([bit, bit.new_zeros(-len(bit) % 16)]).view(-1, 8)
-    return (bit << torch.arange(8)).sum(1).to(torch.uint8)
+    return (bit << torch.arange(8, device="cpu")).sum(1).to(torch.uint8)
 
 
 def _unpacked(packed: Tensor, raw: Tensor) -> tuple[Tensor, int]:
     """Inverse of `_packed`: the lowest bits as integers, and the bytes that they take."""
-    taken = torch.arange(RAW) < raw[:, None]
+    taken = torch.arange(RAW, device="cpu") < raw[:, None]
     count = int(raw.sum())
-    bit = (packed[:, None].long() >> torch.arange(8) & 1).reshape(-1)
+    bit = (packed[:, None].long() >> torch.arange(8, device="cpu") & 1).reshape(-1)
     bit = torch.cat([bit, bit.new_zeros(max(0, count - len(bit)))])[:count]
-    low = torch.zeros(taken.shape, dtype=torch.int64)
+    low = torch.zeros(taken.shape, dtype=torch.int64, device="cpu")
     low[taken] = bit
-    return (low << torch.arange(RAW)).sum(1), -(-count // 16) * 2
+    return (low << torch.arange(RAW, device="cpu")).sum(1), -(-count // 16) * 2

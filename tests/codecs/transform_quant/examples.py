@@ -1,0 +1,31 @@
+"""Examples of `TransformQuant` for the tests of all formats."""
+
+from __future__ import annotations
+
+from lowbit.codecs import TransformQuant
+from lowbit.kernels.layout import Layout
+from tests.fuzz.sessions import Subspace, TransformDecoding, TransformEncoding
+from tests.fuzz.targets import Shape, Target
+
+MESSAGES: list[tuple[TransformQuant, Shape]] = [
+    (TransformQuant(), (6, 40)),
+    (TransformQuant(step="message"), (100, 9)),
+    (TransformQuant(bits=8, step="message"), (2, 20, 64)),
+    (TransformQuant(bits=12), (70, 33)),
+    (TransformQuant(), (3, 130)),
+    (TransformQuant(step="message"), (400,)),
+    (TransformQuant(), (300, 520)),  # two streams
+]
+
+
+def layout(codec: TransformQuant, shape: tuple[int, ...]) -> Layout:
+    return codec.geometry(shape).layout
+
+
+def hostile() -> list[Target]:
+    small = MESSAGES[:-1]
+    return [
+        *(Subspace(*pair) for pair in small),
+        *(TransformDecoding(*pair) for pair in MESSAGES),
+        *(TransformEncoding(*pair) for pair in small),
+    ]

@@ -1,0 +1,475 @@
+"""Tokens in a basis that both ends hold, one step with dither, entropy-coded to a rate."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lowbit import kernels
+from lowbit.codecs import TransformQuant, parse
+from lowbit.codecs.sessions import Session
+from lowbit.codecs.transform_quant import layout
+from lowbit.codecs.transform_quant.basis import coefficients
+from lowbit.codecs.transform_quant.basis import tokens as tokens_of
+from lowbit.codecs.transform_quant.layout import suited
+from lowbit.codecs.transform_quant.reference import LARGEST, decode, dither, steps
+
+SHAPE = (2, 40, 48)
+STEPS = ("token", "message")
+BACKENDS = ("reference", "cpu")
+FORMS = [
+    (40, 64), (37, 77), (3, 300), (1, 600), (300, 1), (64,), (2, 5, 7), (1, 1), (9, 31), (5, 33), (2, 3, 4, 8),
+    (200, 12),
+]  # fmt: skip
+"""One token, one channel, one element, C that is no multiple of 32, more directions than tokens."""
+
+
+def ends(
+    codec: TransformQuant, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32
+) -> tuple[Session, Session]:
+    return codec.open(shape=shape, dtype=dtype), codec.open(shape=shape, dtype=dtype)
+
+
+def tokens(shape: tuple[int, ...] = SHAPE, *, seed: int, directions: int = 4) -> Tensor:
+    """Near to a subspace that is the same for every seed, beside a tenth of noise and far from the origin."""
+    fixed, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(seed)
+    span = torch.randn(directions, shape[-1], generator=fixed)
+    mean = torch.randn(shape[-1], generator=fixed)
+    c = torch.randn(*shape[:-1], directions, generator=own)
+    return c @ span + mean + 0.1 * torch.randn(shape, generator=own)
+
+
+def decibels(x: Tensor, y: Tensor) -> float:
+    x, y = x.double(), y.double()  # squares of the largest numbers are beyond float32
+    return float(20 * torch.log10(x.norm() / (x - y).norm()))
+
+
+def crossed(sender: Session, receiver: Session, x: Tensor, **settings: bool) -> Tensor:
+    payload = sender.encode(x, **settings)
+    assert payload.shape == (sender.nbytes(),) == (receiver.nbytes(),) == (sender.max_nbytes(),)
+    return receiver.decode(payload, **settings)
+
+
+def same_state(a: Session, b: Session) -> None:
+    one, other = a.state_dict(), b.state_dict()
+    assert torch.equal(one["directions"], other["directions"])
+    assert (one["messages"], one["digest"]) == (other["messages"], other["digest"])
+
+
+def coded(sender: Session, payload: Tensor) -> tuple[Tensor, Tensor]:
+    """The coefficients in a payload, which all backends decode alike, and each token's step."""
+    geo, found = sender._geometry, []
+    header = geo.layout.section(payload, "header", torch.int32)
+    for name in BACKENDS:
+        with kernels.backend(name):
+            z = torch.empty(geo.rows, geo.channels)
+            assert kernels.implementation(decode, z.device)(payload, header, z, geo)
+            found.append(z)
+    assert torch.equal(found[0].isnan(), found[1].isnan())
+    assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
+    section = geo.layout.section
+    _, norm, step, _ = section(payload, "scalars", torch.int32).tolist()
+    token = section(payload, "tokens").int()
+    norms = section(payload, "norms").int() if geo.by_token else torch.zeros_like(token)
+    return found[0], steps(token, norms, norm, step, geo)
+
+
+@pytest.mark.parametrize(("source", "step"), product(BACKENDS, STEPS))
+@pytest.mark.parametrize("shape", FORMS, ids=str)
+def test_backends_decode_each_others_messages_alike(shape: tuple[int, ...], source: str, step: str) -> None:
+    codec = TransformQuant(step=step)
+    sender, *receivers = (codec.open(shape=shape, dtype=torch.float32) for _ in range(3))
+    if codec.sized(shape)[1]:
+        return  # goes as it is
+    for seed in range(2):
+        x = tokens(shape, seed=seed)
+        with kernels.backend(source):
+            payload = sender.encode(x)
+        assert len(payload) == codec.nbytes(shape) == sender.nbytes()
+        z, step_R = coded(sender, payload)
+        found = []
+        for name, receiver in zip(BACKENDS, receivers, strict=True):
+            with kernels.backend(name):
+                found.append(receiver.decode(payload))
+            same_state(receiver, sender)
+        assert torch.allclose(*found, rtol=0, atol=1e-5 * float(x.abs().max()))
+        own = coefficients(x.view(z.shape), sender._memory.directions)
+        error = (z - own).abs() / step_R[:, None]
+        assert error.max() <= 0.501 + 1e-5 * float((own.abs().amax(1) / step_R).max()), "half a step at most"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_streams(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "STREAM", 1 << 9)
+    for shape in ((50, 48), (7, 600)):
+        sender, receiver = ends(TransformQuant(), shape)
+        assert sender._geometry.streams > 3
+        with kernels.backend(backend):
+            x = tokens(shape, seed=0)
+            payload = sender.encode(x)
+            coded(sender, payload)
+            assert decibels(x, receiver.decode(payload)) > 8
+
+
+@pytest.mark.parametrize("bits", [2.5, 3, 4.25, 8, 16])
+@pytest.mark.parametrize("step", STEPS)
+def test_every_byte_of_a_rate_is_used_and_no_more(bits: float, step: str) -> None:
+    shape = (128, 96)
+    codec, numel = TransformQuant(bits=bits, step=step), math.prod(shape)
+    assert int(numel * bits / 8) - 2 < codec.nbytes(shape) <= int(numel * bits / 8)
+    sender, receiver = ends(codec, shape)
+    for seed in range(3):
+        x = tokens(shape, seed=seed)
+        payload = sender.encode(x)
+        receiver.decode(payload)
+    geo = sender._geometry
+    table = geo.layout.section(payload, "streams").view(torch.int16)[:6].view(torch.int32)
+    used = 12 + 128 + int(table[0]) * 2 + int(table[1]) * 2 + int(table[2])
+    assert 0 <= geo.layout.sizes["streams"] - used < 0.05 * len(payload) + 64
+
+
+def test_more_bits_less_error() -> None:
+    shape, found = (128, 96), []
+    for bits in (2.25, 3, 4, 6, 9, 12):
+        pair = ends(TransformQuant(bits=bits), shape)
+        for seed in range(4):
+            y = crossed(*pair, tokens(shape, seed=seed))
+        found.append(decibels(tokens(shape, seed=3), y))
+    assert found == sorted(found)
+    # A bit more halves the step: 6.02 dB, where all coordinates have more than a step.
+    assert found[-1] - found[-2] == pytest.approx(3 * 6.02, abs=1)
+
+
+CONTENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gaussian": lambda x: x,
+    "zeros": torch.zeros_like,
+    "constant": lambda x: torch.full_like(x, -3.5),
+    "heavy tails": lambda x: x**7,
+    "one outlier": lambda x: x.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1e30)),
+    "massive channel": lambda x: torch.cat([x[:, :1] * 1e20, x[:, 1:]], 1),
+    "massive token": lambda x: torch.cat([x[:1] * 1e25, x[1:]]),
+    "channels of all sizes": lambda x: x * torch.logspace(-20, 0, x.shape[1]),
+    "tokens of all sizes": lambda x: x * torch.logspace(-37, 30, len(x))[:, None],
+    "denormal": lambda x: x * 1e-40,
+    "next to denormal": lambda x: x * 1e-37,
+    "large": lambda x: x * 1e32,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.filterwarnings("error")
+def test_whatever_a_message_holds_it_fits_and_is_finite(name: str, backend: str, step: str) -> None:
+    x = CONTENTS[name](torch.randn(40, 48, generator=torch.Generator().manual_seed(0)))
+    with kernels.backend(backend):
+        sender, receiver = ends(TransformQuant(step=step), x.shape)
+        for _ in range(2):
+            y = crossed(sender, receiver, x)
+            assert y.isfinite().all()
+            if name == "zeros":
+                assert torch.equal(x, y)
+            elif name == "denormal":
+                assert not y.any(), "steps are normal numbers"
+            else:
+                # Gaussian numbers have 6 dB a bit, less the space between cells and spheres, and what tables cost.
+                assert decibels(x, y) > 8
+        same_state(sender, receiver)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    x = tokens(seed=0).to(dtype)
+    for backend in BACKENDS:
+        with kernels.backend(backend):
+            pair = ends(TransformQuant(bits=6), dtype=dtype)
+            y = crossed(*pair, x)
+            assert y.dtype == dtype
+            assert decibels(x.float(), y.float()) > 25
+    most = torch.finfo(torch.float16).max
+    x = (torch.randn(40, 48, generator=torch.Generator().manual_seed(0)).sign() * most).half()
+    assert crossed(*ends(TransformQuant(), x.shape, torch.float16), x).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("step", STEPS)
+def test_tokens_that_are_no_numbers_are_nan_and_no_others(backend: str, step: str) -> None:
+    with kernels.backend(backend):
+        sender, receiver = ends(TransformQuant(step=step), (40, 48))
+        for seed in range(2):
+            crossed(sender, receiver, tokens((40, 48), seed=seed))
+        before = sender.state_dict()["directions"]
+        x = tokens((40, 48), seed=3)
+        x[3, 5], x[7, 0], x[9, 1], x[11] = math.nan, math.inf, -math.inf, 2 * LARGEST
+        payload = sender.encode(x)
+        coded(sender, payload)
+        y = receiver.decode(payload)
+        bad = torch.zeros(40, dtype=torch.bool)
+        bad[[3, 7, 9, 11]] = True
+        assert y[bad].isnan().all(), "and so is what is too large for any step"
+        assert y[~bad].isfinite().all()
+        assert decibels(x[~bad], y[~bad]) > 10
+        assert torch.equal(sender.state_dict()["directions"], before)
+        assert crossed(sender, receiver, torch.full_like(x, math.nan)).isnan().all()
+        x = tokens((40, 48), seed=4)
+        assert decibels(x, crossed(sender, receiver, x)) > 10, "and the next message is coded as ever"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_errors_are_white_and_unbiased(step: str) -> None:
+    """Also in directions in which there is no signal, and of tokens of very different norms."""
+    rows, channels, count = 60, 16, 48
+    g = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(channels, channels, generator=g))[0]
+    x = torch.randn(rows, 2, generator=g) @ axes[:2] * torch.exp(torch.randn(rows, 1, generator=g))
+    sender, receiver = ends(TransformQuant(step=step), (rows, channels))
+    errors = []
+    for _ in range(count):
+        payload = sender.encode(x)
+        _, step_R = coded(sender, payload)
+        errors.append((receiver.decode(payload) - x) / step_R[:, None])
+    error = torch.stack(errors)
+    # Uniform in a cell: variance 1/12. A mean of n such numbers is off by 6 deviations in none of the cases here.
+    assert (error.mean(0).abs() < 6 / math.sqrt(12 * count)).all()
+    along = error.view(-1, channels) @ axes.t()  # 2 with signal, 14 without
+    n = len(along)
+    assert (along.mean(0).abs() < 5 / math.sqrt(12 * n)).all()
+    variance = 12 * along.square().mean(0)
+    assert ((variance - 1).abs() < 5 * math.sqrt(2 / n)).all(), variance
+    covariance = 12 * (along.t() @ along) / n
+    assert ((covariance - covariance.diagonal().diag()).abs() < 5 / math.sqrt(n)).all()
+    size = x.norm(dim=1)
+    by_token = 12 * error.square().mean((0, 2))
+    weak, strong = by_token[size < size.median()].mean(), by_token[size >= size.median()].mean()
+    assert abs(float(weak - strong)) < 5 * math.sqrt(2 * 2 / (n * channels / 2))
+
+
+def test_dither_depends_on_the_message_and_is_uniform() -> None:
+    header = torch.tensor([3, 12345, 1, 678], dtype=torch.int32)
+    first = dither(header, torch.Size((256, 256)))
+    assert torch.bincount(first.view(-1), minlength=256).sub(256).abs().max() < 6 * 16
+    for i in range(4):
+        other = header.clone()
+        other[i] ^= 1
+        same = (dither(other, torch.Size((256, 256))) == first).float().mean()
+        assert abs(float(same) - 1 / 256) < 6 * math.sqrt(1 / 256 / 65536)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("channels", "filled"), [(48, 12), (48, 5), (48, 0), (1, 1), (7, 1), (130, 32)])
+def test_the_transform_is_orthonormal_and_begins_with_the_directions(backend: str, channels: int, filled: int) -> None:
+    count = suited(64, channels)[0]
+    g = torch.Generator().manual_seed(channels)
+    directions = torch.zeros(count, channels)
+    directions[:filled] = torch.nn.functional.normalize(torch.randn(filled, channels, generator=g))
+    x = torch.randn(30, channels, generator=g)
+    with kernels.backend(backend):
+        z, y = coefficients(x, directions), torch.empty_like(x)
+        tokens_of(z, directions, y)
+        inside = coefficients(directions[:filled].contiguous(), directions)
+        half = torch.empty(30, channels, dtype=torch.bfloat16)
+        tokens_of(z, directions, half)
+    assert torch.allclose(z.norm(dim=1), x.norm(dim=1), rtol=1e-5)
+    assert torch.allclose(y, x, atol=1e-5)
+    assert torch.equal(half, y.bfloat16()) or torch.allclose(half.float(), y, rtol=2**-8, atol=1e-6)
+    assert (inside[:, filled:].abs() < 1e-5).all()
+
+
+def test_the_basis_is_learned() -> None:
+    sender, receiver = ends(TransformQuant(bits=4), (128, 64))
+    found = [decibels(x, crossed(sender, receiver, x)) for x in (tokens((128, 64), seed=s) for s in range(12))]
+    assert min(found[8:]) > found[0] + 6
+    same_state(sender, receiver)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_stale_or_useless_basis_costs_precision_but_not_correctness(step: str) -> None:
+    shape = (128, 64)
+    sender, receiver = ends(TransformQuant(bits=4.5, step=step), shape)
+    for seed in range(6):
+        crossed(sender, receiver, tokens(shape, seed=seed))
+    g = torch.Generator().manual_seed(0)
+    x = 1e3 * torch.randn(shape, generator=g) - 5
+    fresh = crossed(*ends(TransformQuant(bits=4.5, step=step), shape), x)
+    assert decibels(x, crossed(sender, receiver, x)) > decibels(x, fresh) - 1.5, "noise has no directions to lose"
+
+
+def test_evaluation_of_another_shape_uses_the_basis_and_leaves_no_trace() -> None:
+    sender, receiver = ends(TransformQuant())
+    for seed in range(4):
+        crossed(sender, receiver, tokens(seed=seed))
+    before = sender.state_dict()
+    small = {"shape": (1, 30, 48), "dtype": torch.bfloat16}
+    there, here = sender.beside(**small), receiver.beside(**small)
+    x = tokens((1, 30, 48), seed=8).bfloat16()
+    y = crossed(there, here, x, training=False)
+    assert y.dtype == torch.bfloat16
+    assert decibels(x.float(), y.float()) > 8
+    for end in (sender, receiver):
+        after = end.state_dict()
+        assert torch.equal(after["directions"], before["directions"])
+        assert (after["messages"], after["digest"]) == (before["messages"], before["digest"])
+    crossed(there, here, x)  # in training, the other shape's messages count among the first's
+    crossed(sender, receiver, tokens(seed=9))
+    assert sender.state_dict()["messages"] == before["messages"] + 2
+    same_state(sender, receiver)
+
+
+def test_a_restart_goes_on_bit_for_bit() -> None:
+    codec = TransformQuant()
+    sender, receiver = ends(codec)
+    for seed in range(3):
+        crossed(sender, receiver, tokens(seed=seed))
+    again = ends(codec)
+    again[0].load_state_dict(sender.state_dict())
+    again[1].load_state_dict(receiver.state_dict())
+    for seed in range(3, 6):
+        payload = sender.encode(tokens(seed=seed))
+        assert torch.equal(payload, again[0].encode(tokens(seed=seed)))
+        assert torch.equal(receiver.decode(payload), again[1].decode(payload))
+    fresh, _ = ends(codec)
+    sender.load_state_dict({})  # of before the first message
+    assert torch.equal(sender.encode(tokens(seed=0)), fresh.encode(tokens(seed=0)))
+    with pytest.raises(ValueError, match="it is not one of TransformQuant"):
+        sender.load_state_dict({"5": torch.zeros(2)})
+    other = codec.open(shape=(4, 64), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"state has directions .* \(12, 48\); expected .* \(16, 64\)"):
+        other.load_state_dict(receiver.state_dict())
+
+
+def test_strided_tensors_and_outputs() -> None:
+    codec = TransformQuant()
+    sender, receiver = ends(codec, (40, 48))
+    x = tokens((48, 40), seed=0).t()
+    out = torch.full((48, 40), math.nan).t()
+    payload = sender.encode(x)
+    assert receiver.decode(payload, out=out) is out
+    same, other = ends(codec, (40, 48))
+    room = torch.empty(len(payload) + 3, dtype=torch.uint8)
+    assert torch.equal(same.encode(x.contiguous(), out=room[3:]), payload)
+    assert torch.equal(other.decode(room[3:]), out)
+
+
+def test_empty_tensors() -> None:
+    for shape in ((0,), (0, 64), (3, 0)):
+        for codec in (TransformQuant(), TransformQuant(bits=3)):
+            assert codec.nbytes(shape) == 0
+            assert crossed(*ends(codec, shape), torch.empty(shape)).shape == shape
+
+
+def test_bad_input() -> None:
+    for bad in (0, -1, 17, True, "much"):
+        with pytest.raises((TypeError, ValueError), match=f"bits is {bad!r}; allowed: "):
+            TransformQuant(bits=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step is 'channel'; allowed: 'token', 'message'"):
+        TransformQuant(step="channel")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"bits is 0.5, which is .* bytes for messages of \(40, 64\); allowed: at least"
+    ):
+        TransformQuant(bits=0.5).open(shape=(40, 64), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"use open\(\)"):
+        TransformQuant().encode(torch.randn(40, 64))
+    sender, receiver = ends(TransformQuant())
+    with pytest.raises(ValueError, match=r"x has shape \(3,\)"):
+        sender.encode(torch.randn(3))
+    with pytest.raises(TypeError, match="float64"):
+        sender.encode(torch.randn(SHAPE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="expected .* bytes"):
+        receiver.decode(torch.zeros(10, dtype=torch.uint8))
+    assert receiver.state_dict()["messages"] == 0
+
+
+def test_names() -> None:
+    for codec in (TransformQuant(), TransformQuant(bits=3), TransformQuant(bits=2.5, step="message")):
+        assert parse(repr(codec)) == codec
+    assert parse("transform") == TransformQuant()
+    assert parse("transform-backward") == TransformQuant(step="message") == TransformQuant().for_gradients()
+    assert TransformQuant(bits=3) == TransformQuant(bits=3.0)
+
+
+def test_the_least_rate_is_enough() -> None:
+    """Of nothing but dead symbols, whatever the tokens are."""
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) ** 5
+    least = TransformQuant().geometry(x.shape).least()
+    codec = TransformQuant(bits=8 * (least + 2) / x.numel())
+    for backend in BACKENDS:
+        with kernels.backend(backend):
+            assert crossed(*ends(codec, x.shape), x).isfinite().all()
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        default_dtype,
+        lambda: torch.device("meta"),
+        torch.inference_mode,
+        contextlib.nullcontext,  # with a graph
+    ],
+    ids=["autocast", "default-dtype", "default-device", "inference", "grad"],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_callers_modes_do_not_matter(caller: Callable[[], contextlib.AbstractContextManager], backend: str) -> None:
+    xs = [tokens(seed=seed) for seed in range(3)]
+    with kernels.backend(backend):
+        with torch.no_grad():
+            plain = ends(TransformQuant())
+            expected = [plain[0].encode(x) for x in xs]
+            decoded = [plain[1].decode(payload) for payload in expected]
+        with caller():
+            sender, receiver = ends(TransformQuant())
+            payloads = [sender.encode(x.clone().requires_grad_()) for x in xs[:2]]
+            found = [receiver.decode(payload) for payload in payloads]
+            sender.load_state_dict(sender.state_dict())
+        payloads.append(sender.encode(xs[2]))  # and outside of it
+        found.append(receiver.decode(payloads[2]))
+    for a, b in zip(expected + decoded, payloads + found, strict=True):
+        assert torch.equal(a, b)
+        assert not b.requires_grad
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_shape_rate_and_values(data: st.DataObject) -> None:
+    rows, channels = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 90))
+    step, seed = data.draw(st.sampled_from(STEPS)), data.draw(st.integers(0, 99))
+    bits = data.draw(st.none() | st.floats(0.5, 16))
+    codec, g = TransformQuant(bits=bits, step=step), torch.Generator().manual_seed(seed)
+    sizes = [torch.exp(data.draw(st.floats(0, 12)) * torch.randn(n, generator=g)) for n in (rows, channels)]
+    x = torch.randn(rows, channels, generator=g) * sizes[0][:, None] * sizes[1]
+    bad = data.draw(st.sampled_from([None, 0.0, math.nan, math.inf, 1e-42]))
+    if bad is not None:
+        x[seed % rows, seed % channels :] = bad
+    with kernels.backend("cpu"):
+        least = TransformQuant(step=step).geometry(x.shape).least()
+        if bits is not None and int(bits * x.numel() / 8) // 2 * 2 < least:
+            with pytest.raises(ValueError, match="bits is .* allowed: at least"):
+                ends(codec, x.shape)
+            return
+        sender, receiver = ends(codec, x.shape)
+        for _ in range(2):
+            y = crossed(sender, receiver, x)
+            fine = x.isfinite().all(1)
+            if codec.sized(x.shape)[1]:
+                assert torch.equal(y.nan_to_num(), x.nan_to_num())
+            else:
+                assert y[fine & (x.abs().amax(1) < LARGEST / 100)].isfinite().all()
+                assert y[~fine].isnan().all()
+        same_state(sender, receiver)
