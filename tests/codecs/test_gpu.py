@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.codecs import BlockFloat8, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant, TransformQuant
+from lowbit.codecs.transform_quant.layout import transform_geometry
 from tests.codecs.examples import rooms
 from tests.codecs.group_int.examples import KERNELS as GROUP_INT
 from tests.codecs.tah_quant.examples import BY_TOKEN
@@ -228,11 +229,12 @@ def test_nothing_waits_for_the_gpu() -> None:
 
 
 @needs_gpu
-def test_directions_are_learned_without_waiting_and_errors_come_later() -> None:
-    """Headers of a `SubspaceQuant` message are compared by the host once they are there."""
+@pytest.mark.parametrize("codec", [SubspaceQuant(), TransformQuant(bits=4.0)], ids=repr)
+def test_directions_are_learned_without_waiting_and_errors_come_later(codec: SubspaceQuant | TransformQuant) -> None:
+    """Headers of messages are compared by the host once they are there."""
     x = torch.randn(4, 256, 1024, device=DEVICE)
     settings = {"shape": x.shape, "dtype": x.dtype, "device": DEVICE}
-    sender, receiver = (SubspaceQuant().open(**settings) for _ in range(2))
+    sender, receiver = (codec.open(**settings) for _ in range(2))
     receiver.decode(sender.encode(x))
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -247,6 +249,27 @@ def test_directions_are_learned_without_waiting_and_errors_come_later() -> None:
     with pytest.raises(ValueError, match="training message 3 .* expects training message 2"):
         receiver.state_dict()
     assert torch.isfinite(sender.state_dict()["directions"]).all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("shape", [(2048, 4096), (777, 1000), (70_000, 3), (2, 200_000)])
+def test_streams_of_symbols_made_on_a_gpu_and_read_elsewhere(shape: tuple[int, int], by_token: bool) -> None:
+    """And the other way round; both decode to the same numbers, with about the same error."""
+    from lowbit.codecs.transform_quant import cpu, gpu
+
+    z = torch.randn(shape) * torch.exp2(-8 * torch.arange(shape[1]) / shape[1]) * torch.exp2(torch.randn(shape[0], 1))
+    geo = transform_geometry(*shape, by_token, None, 2.25)
+    header, errors = torch.tensor([1, 2, 1, 3], dtype=torch.int32), []
+    for encoder, device in ((cpu, "cpu"), (gpu, DEVICE)):
+        payload = torch.zeros(geo.layout.nbytes, dtype=torch.uint8, device=device)
+        encoder.encode(z.to(device), header.to(device), payload, geo)
+        here, there = torch.empty_like(z), torch.empty(shape, device=DEVICE)
+        assert cpu.decode(payload.cpu(), header, here, geo)
+        assert gpu.decode(payload.to(DEVICE), header.to(DEVICE), there, geo)
+        assert torch.equal(here.view(torch.int32), there.cpu().view(torch.int32))
+        errors.append((here - z).norm() / z.norm())
+    assert errors[1] < 1.02 * errors[0]
 
 
 @needs_gpu

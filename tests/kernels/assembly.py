@@ -29,9 +29,12 @@ import lowbit.codecs.feature_int4.gpu as feature_int4
 import lowbit.codecs.group_int.gpu as group_int
 import lowbit.codecs.subspace_quant.gpu as subspace
 import lowbit.codecs.tah_quant.gpu as tah_quant
+import lowbit.codecs.transform_quant.gpu as transform
+import lowbit.codecs.transform_quant.gpu_fit as transform_fit
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
 from lowbit.codecs.feature_int4.reference import feature_int4_layout
 from lowbit.codecs.subspace_quant.layout import subspace_geometry
+from lowbit.codecs.transform_quant.layout import transform_geometry
 
 KERNELS: dict[str, tuple[Codec, bool]] = {
     "TAHQuant() encode": (TAHQuant(), True),
@@ -63,11 +66,17 @@ SUBSPACE: dict[str, Any] = {  # arguments from coefficients, units, matrix, dire
     "rest_encode": lambda c, u, m, d, p: (m, c, d, p),
     "rest_decode": lambda c, u, m, d, p: (p, c, d, m),
 }
+TRANSFORM: dict[str, Any] = {  # arguments from coefficients, header, payload
+    "TransformQuant encode": lambda z, h, p: (z, h, p),
+    "TransformQuant decode": lambda z, h, p: (p, h, z),
+}
 MODULES = {"BlockFloat8": block_float8, "GroupInt": group_int, "TAHQuant": tah_quant}
 SHAPE = (8, 4096, 4096)
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
+    torch.bool: "*i1",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float32: "*fp32",
@@ -109,6 +118,19 @@ def subspace_launches(operator: str, count: int = 64) -> list[tuple]:
     return _caught(getattr(subspace, operator), (*given, geo), subspace)
 
 
+def transform_launches(name: str) -> list[tuple]:
+    """The same for coefficients, each kernel once: attempts launch some of them again."""
+    rows, channels = SHAPE[0] * SHAPE[1], SHAPE[2]
+    geo = transform_geometry(rows, channels, True, None, 2.25)
+    given = TRANSFORM[name](
+        torch.empty(rows, channels, device="meta"),
+        torch.empty(4, dtype=torch.int32, device="meta"),
+        torch.empty(geo.layout.nbytes, dtype=torch.uint8, device="meta"),
+    )
+    caught = _caught(getattr(transform, name.split()[1]), (*given, geo), transform, transform_fit)
+    return list({launch[0]: launch for launch in caught}.values())
+
+
 def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any], tuple, dict]]:
     """Kernels that a call launches, caught before they run: kernel, warps, shape, arguments, settings."""
     x = torch.empty(SHAPE, dtype=torch.bfloat16, device="meta")
@@ -120,17 +142,20 @@ def launches(codec: Codec, encode: bool) -> list[tuple[Any, int, dict[str, Any],
     return _caught(function, (*flat, *_settings(codec, encode)), module)
 
 
-def _caught(function: Any, given: tuple, module: Any) -> list[tuple]:
+def _caught(function: Any, given: tuple, *modules: Any) -> list[tuple]:
     caught = []
 
     def catch(kernel: Any, programs: int, warps: int, shape: dict, *arguments: Any, **settings: Any) -> None:
         caught.append((kernel, warps, shape, arguments, settings))
 
-    before, module.launch = module.launch, catch
+    before = [module.launch for module in modules]
+    for module in modules:
+        module.launch = catch
     try:
         function(*given)
     finally:
-        module.launch = before
+        for module, launch in zip(modules, before, strict=True):
+            module.launch = launch
     return caught
 
 
@@ -201,9 +226,11 @@ def _output(*command: Any) -> str:
 
 
 def main(names: list[str]) -> None:
-    for name in names or (*KERNELS, *FUSED, *FEATURES, *SUBSPACE):
+    for name in names or (*KERNELS, *FUSED, *FEATURES, *SUBSPACE, *TRANSFORM):
         if name in FEATURES:
             caught = feature_launches(name)
+        elif name in TRANSFORM:
+            caught = transform_launches(name)
         elif name in SUBSPACE:
             caught = subspace_launches(name)
         else:
@@ -217,6 +244,8 @@ def _elements(name: str, shape: dict[str, int]) -> float:
     """Of a program."""
     if name in FEATURES:
         return 2 * shape["ROWS"] * shape["WIDTH"]
+    if name in TRANSFORM:
+        return shape.get("BLOCK", 1)
     if "K" in shape:
         return shape["ROWS"] * shape["WIDTH"]
     lanes = shape.get("NT") or shape.get("LANES") or shape["GROUPS"] / (8 if "BLOCK" in shape else 1)

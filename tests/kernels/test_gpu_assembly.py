@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,21 +16,24 @@ CODECS = ("TAHQuant()", "GroupInt()", "BlockFloat8()")
 KERNELS = [f"{codec} {way}" for codec in CODECS for way in ("encode", "decode")]
 FEATURES = [f"FeatureInt4 {way}" for way in ("encode", "decode", "sum")]
 SUBSPACE = [f"{part}_{way}" for part in ("coefficients", "rest") for way in ("encode", "decode")]
+TRANSFORM = ["TransformQuant encode", "TransformQuant decode"]
 FUSED = ["RMSNorm + GroupInt() encode", "RMSNorm backward", "SwiGLU backward"]
+
+
+def _rows(*names: str) -> list[dict[str, Any]]:
+    """What the assembly of these kernels says."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.assembly", *names], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's tools there")
 def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.assembly", *KERNELS, *FUSED, *FEATURES, *SUBSPACE],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = _rows(*KERNELS, *FUSED, *FEATURES, *SUBSPACE)
     assert len(rows) == len(KERNELS) + len(FUSED) + len(FEATURES) + len(SUBSPACE)
     features = rows[len(KERNELS) + len(FUSED) :]
     for row in features:
@@ -49,3 +53,15 @@ def test_kernels_compile_without_spills_approximations_or_narrow_accesses() -> N
         assert row["vector_loads" if encode else "vector_stores"] >= 8, row
         assert row["vector_stores" if encode else "vector_loads"] >= 4, row
         assert row["instructions_per_element"] < (36 if encode else 20), row
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton brings NVIDIA's tools there")
+def test_streams_of_symbols_compile_without_spills() -> None:
+    rows = _rows(*TRANSFORM)
+    assert len(rows) == 9
+    for row in rows:
+        assert row["spilled_bytes"] == row["flushed"] == 0, row
+        assert row["registers"] <= 128, row
+    warps = [row for row in rows if row["kernel"] == "TransformQuant decode"]
+    assert warps[1]["shared_bytes"] == 0, "states stay in the registers of one warp"

@@ -32,5 +32,5 @@ def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float |
     power = 1.0 if geo.by_token else float((z_RC / most).square().mean()) * most**2
     step = 2 * math.log2(12 * power) - 4 * decibels / (20 * math.log10(2))
     scale_RC = (scales(level_C, token_R, level)[token_R < NAN] - round(step)).clamp(LOWEST, HIGHEST)
-    cost = torch.from_numpy(tables.costs())[torch.where(scale_RC >= 0, scale_RC & 3, scale_RC) - LOWEST]
+    cost = torch.from_numpy(tables.costs()).to(x_RC.device)[torch.where(scale_RC >= 0, scale_RC & 3, scale_RC) - LOWEST]
     return float((cost + (scale_RC.clamp(min=0) >> 2)).sum()) / x_RC.numel()

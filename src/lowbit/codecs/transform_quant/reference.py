@@ -38,6 +38,7 @@ ENTRY = 3  # numbers of a stream in the table: words, codes beyond the symbols, 
 
 def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
     """Scalars, levels, tokens, norms and streams of coefficients z (R, C), float32; `header` chooses the dither."""
+    z, header = z.cpu(), header.cpu()
     level_C, token_R, norm_R, scalars = fitted(z, geo)
     level, norm, _, _ = scalars
     scale_RC = scales(level_C, token_R, level)
@@ -94,14 +95,14 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     for entry, rows in zip(table, _stream_rows(geo), strict=True):
         size = body_nbytes(*entry)
         if min(entry) < 0 or at + size > len(streams) - SLACK:
-            return torch.zeros((), dtype=torch.bool, device="cpu")
+            return torch.zeros((), dtype=torch.bool, device=z.device)
         part = [values[rows].reshape(-1).cpu() for values in (context_RC, raw_RC)]
         codes, good = codes_of(streams[at : at + size], entry, *part)
         code_RC[rows] = codes.view(-1, geo.channels)
         whole, at = whole and good, at + size
     number_RC = code_RC.to(z.device).float() + (127.5 - dither_RC.float()) / 256
     z.copy_(number_RC * steps(token_R, norm_R, norm, step, geo)[:, None])
-    return torch.tensor(whole, device="cpu")
+    return torch.tensor(whole, device=z.device)
 
 
 def fitted(z: Tensor, geo: TransformGeometry) -> tuple[Tensor, Tensor, Tensor, list[int]]:

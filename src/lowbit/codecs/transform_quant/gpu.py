@@ -1,0 +1,338 @@
+"""`TransformQuant` on a GPU: a warp for each stream, and programs that take a chunk of a stream for all else.
+
+Nothing waits for the GPU. Which step fits is decided there: attempts that turn out not to be needed do nothing.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# The engine's decomposition and matrix products, of as many rows as there are directions.
+from lowbit.codecs.transform_quant.basis import reflections
+from lowbit.codecs.transform_quant.gpu_fit import (
+    ATTEMPTS,
+    LAST,
+    LEVEL,
+    LEVELS,
+    NORM,
+    STEPS,
+    TOTALS,
+    attempt,
+    choose_step,
+    fitted,
+    note,
+)
+from lowbit.codecs.transform_quant.gpu_streams import (
+    ENTRY,
+    LANES,
+    SLACK,
+    STATES,
+    body,
+    decode_stream,
+    encode_stream,
+)
+from lowbit.codecs.transform_quant.gpu_symbols import (
+    LEAST_STEP,
+    MIDDLE,
+    MOST_LEVEL,
+    MOST_STEP,
+    SYMBOLS,
+    coded,
+    context_of,
+    dither_of,
+    elements,
+    loaded,
+    seed_of,
+    step_of,
+    symbol_of,
+    tables_on,
+)
+from lowbit.codecs.transform_quant.layout import TransformGeometry
+from lowbit.kernels.gpu.launch import launch, power_of_two_from
+from lowbit.kernels.layout import ceil_div
+
+__all__ = ["decode", "encode", "reflections"]
+
+BLOCK = 1024  # coefficients of a chunk
+WARPS = 4
+
+
+def encode(z: Tensor, header: Tensor, payload: Tensor, geo: TransformGeometry) -> None:
+    """The reference's format; steps may be others."""
+    fit, table, section = fitted(z, geo), tables_on(z.device), geo.layout.section
+    section(payload, "levels").copy_(fit.levels)
+    section(payload, "tokens").copy_(fit.tokens)
+    if geo.by_token:
+        section(payload, "norms").copy_(fit.norms)
+    streams = section(payload, "streams").zero_()
+    room = _end(geo) - 4 * ENTRY.value * geo.streams
+    choose_step(fit, z, header, room, geo)
+    shape, programs = _shape(geo)
+    by_chunk = [torch.empty(programs, dtype=torch.int32, device=z.device) for _ in range(2)]
+    symbols, words = (torch.empty(z.numel(), dtype=torch.int16, device=z.device) for _ in range(2))
+    states = torch.empty(geo.streams, LANES.value, dtype=torch.int32, device=z.device)
+    place = geo.rows, geo.stream_rows, shape.pop("chunks")
+    what = z, header, fit.levels, fit.tokens, fit.norms, table.inverses, fit.plan
+    tokens, many = {"BY_TOKEN": geo.by_token}, {"CHUNKS": power_of_two_from(place[-1])}
+    for number in range(ATTEMPTS):
+        launch(_quantize, programs, WARPS, shape, *what, symbols, *by_chunk, number, room, *place, **tokens)
+        launch(
+            _encode, geo.streams, 1, shape | many, symbols, table.shares, words, states, *by_chunk, streams, fit.plan,
+            number, room, *place,
+        )  # fmt: skip
+    given = fit.plan, streams, room, geo.streams, _end(geo)
+    scalars = section(payload, "scalars", torch.int32)
+    launch(_assemble, programs, WARPS, shape, words, states, scalars, *given, *place)
+    launch(_pack, programs, WARPS, shape | many, *what, *by_chunk, *given[1:], *place, **tokens)
+
+
+def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -> Tensor:
+    """The reference's numbers."""
+    table, section = tables_on(z.device), geo.layout.section
+    levels, tokens, scalars = section(payload, "levels"), section(payload, "tokens"), section(payload, "scalars")
+    norms, streams = section(payload, "norms" if geo.by_token else "tokens"), section(payload, "streams")
+    scalars, contexts = scalars.view(torch.int32), z.view(torch.int32)
+    shape, programs = _shape(geo)
+    place = geo.rows, geo.stream_rows, shape.pop("chunks")
+    raws = torch.empty(programs, dtype=torch.int32, device=z.device)
+    escapes = torch.empty(programs, LANES.value, dtype=torch.int32, device=z.device)
+    whole = torch.empty(geo.streams, dtype=torch.bool, device=z.device)
+    given, many = (streams, geo.streams, _end(geo)), {"CHUNKS": power_of_two_from(place[-1])}
+    launch(_contexts, programs, WARPS, shape, contexts, header, levels, tokens, scalars, raws, *place)
+    launch(
+        _decode, geo.streams, 1, shape | many, contexts, table.quarters, table.within, raws, escapes, whole,
+        *given, *place,
+    )  # fmt: skip
+    launch(
+        _numbers, programs, WARPS, shape | many, z, header, levels, tokens, norms, table.mantissas, scalars, raws,
+        escapes, *given, *place, BY_TOKEN=geo.by_token,
+    )  # fmt: skip
+    return whole.all()
+
+
+def _shape(geo: TransformGeometry) -> tuple[dict[str, Any], int]:
+    """Of programs that take a chunk of a stream, and how many there are."""
+    chunks = ceil_div(geo.stream_rows * geo.channels, BLOCK)
+    return {"C": geo.channels, "BLOCK": BLOCK, "chunks": chunks}, chunks * geo.streams
+
+
+def _end(geo: TransformGeometry) -> int:
+    """Of the streams in their section."""
+    return geo.layout.sizes["streams"] - SLACK.value
+
+
+NUMBERS = ("number", "room", "rows", "stream_rows", "chunks", "count", "end")
+"""Arguments that change with a message's length: kernels are compiled once for all of them."""
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _quantize(
+    z, header, levels, tokens, norms, inverses, plan, symbols, escapes, raws, number, room,
+    rows, stream_rows, chunks,
+    C: tl.constexpr, BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Symbols of a chunk, how many codes are beyond them, and how many lowest bits there are."""
+    needed, step, level, dead = attempt(plan, number, room)
+    if tl.program_id(0) == 0:
+        note(plan, number, step, level)
+    if needed:
+        _, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
+        value, below, token, norm, dither = loaded(
+            z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN
+        )
+        largest_norm = tl.load(plan + NORM).to(tl.int32)
+        code, context, raw = coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead)
+        raw = tl.where(exists, raw, 0)
+        symbol = symbol_of(code, context, raw)
+        tl.store(symbols + index, symbol.to(tl.int16), mask=exists)
+        beyond = exists & (symbol % SYMBOLS == 0)
+        tl.store(escapes + tl.program_id(0), tl.sum(beyond.to(tl.int32), axis=0))
+        tl.store(raws + tl.program_id(0), tl.sum(raw, axis=0))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _encode(
+    symbols, shares, words, states, escapes, raws, streams, plan, number, room, rows, stream_rows, chunks,
+    C: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """A stream's words and states, and its entry in the table."""
+    needed, _, _, _ = attempt(plan, number, room)
+    if needed:
+        stream = tl.program_id(0)
+        first, length = _span(stream, rows, stream_rows, C)
+        count = encode_stream(symbols + first, shares, words + first + length, states + stream * LANES, length)
+        i = tl.arange(0, CHUNKS)
+        beyond = tl.sum(tl.load(escapes + stream * chunks + i, mask=i < chunks, other=0), axis=0)
+        raw = tl.sum(tl.load(raws + stream * chunks + i, mask=i < chunks, other=0), axis=0)
+        raw = (raw + 15) // 16 * 2
+        entry = streams.to(tl.pointer_type(tl.int32)) + stream * ENTRY
+        tl.store(entry, count)
+        tl.store(entry + 1, beyond)
+        tl.store(entry + 2, raw)
+        size = STATES + 2 * (count.to(tl.int64) + beyond) + raw
+        tl.atomic_add(plan + TOTALS + number, size)
+
+
+@triton.jit
+def _span(stream, rows, stream_rows, C: tl.constexpr):
+    """A stream's first coefficient, and how many it has."""
+    first = stream * stream_rows
+    return first.to(tl.int64) * C, tl.minimum(stream_rows, rows - first) * C
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _assemble(
+    words, states, scalars, plan, streams, room, count, end, rows, stream_rows, chunks,
+    C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put a chunk of words, a stream's states, and the message's scalars in their places."""
+    stream, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    fits = tl.load(plan + TOTALS + LAST) <= room
+    if tl.program_id(0) == 0:
+        tl.store(scalars, tl.load(plan + LEVELS + LAST).to(tl.int32))
+        tl.store(scalars + 1, tl.load(plan + NORM).to(tl.int32))
+        tl.store(scalars + 2, tl.load(plan + STEPS + LAST).to(tl.int32))
+        tl.store(scalars + 3, 0)
+        if not fits:  # which cannot be; no receiver takes it
+            tl.store(streams.to(tl.pointer_type(tl.int32)), -1)
+    if fits:
+        start, some, _, _, _ = body(streams, stream, count, end)
+        first, length = _span(stream, rows, stream_rows, C)
+        to = (streams + start).to(tl.pointer_type(tl.int16))
+        if chunk == 0:
+            lane = tl.arange(0, LANES)
+            state = tl.load(states + stream * LANES + lane)
+            tl.store(to + 2 * lane, state.to(tl.int16))
+            tl.store(to + 2 * lane + 1, (state >> 16).to(tl.int16))
+        i = chunk * BLOCK + tl.arange(0, BLOCK)
+        word = tl.load(words + first + length - some + i, mask=i < some, other=0)
+        tl.store(to + 2 * LANES + i, word, mask=i < some)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _pack(
+    z, header, levels, tokens, norms, inverses, plan, escapes, raws, streams, room, count, end,
+    rows, stream_rows, chunks,
+    C: tl.constexpr, BLOCK: tl.constexpr, BY_TOKEN: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Add a chunk's codes beyond the symbols, and its lowest bits."""
+    fits = tl.load(plan + TOTALS + LAST) <= room
+    some = tl.load(escapes + tl.program_id(0)) + tl.load(raws + tl.program_id(0))
+    if fits & (some > 0):
+        step, level = tl.load(plan + STEPS + LAST).to(tl.int32), tl.load(plan + LEVELS + LAST).to(tl.int32)
+        dead = level != tl.load(plan + LEVEL)
+        stream, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
+        value, below, token, norm, dither = loaded(
+            z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN
+        )
+        largest_norm = tl.load(plan + NORM).to(tl.int32)
+        code, context, raw = coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead)
+        raw = tl.where(exists, raw, 0)
+        start, words, beyonds, _, _ = body(streams, stream, count, end)
+        to = streams.to(tl.pointer_type(tl.int32))
+        beyond = exists & (symbol_of(code, context, raw) % SYMBOLS == 0)
+        upper = tl.minimum(tl.maximum(code >> raw, -32768), 32767) & 0xFFFF
+        rank = tl.cumsum(beyond.to(tl.int32), axis=0) - 1 + _before(escapes, stream, chunks, CHUNKS)
+        half = start // 2 + 2 * LANES + words + rank
+        tl.atomic_or(to + half // 2, upper << (half % 2 * 16).to(tl.int32), mask=beyond)
+        bit = 8 * (start + STATES) + 16 * (words + beyonds).to(tl.int64)
+        bit += tl.cumsum(raw, axis=0) - raw + _before(raws, stream, chunks, CHUNKS)
+        part = (code & ((1 << raw) - 1)).to(tl.int64) << (bit & 31)
+        tl.atomic_or(to + bit // 32, part.to(tl.int32), mask=raw > 0)
+        tl.atomic_or(to + bit // 32 + 1, (part >> 32).to(tl.int32), mask=(part >> 32) > 0)
+
+
+@triton.jit
+def _before(counts, stream, chunks, CHUNKS: tl.constexpr):
+    """The sum of the counts of a stream's chunks before this program's."""
+    i = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(counts + stream * chunks + i, mask=i < tl.program_id(0) % chunks, other=0), axis=0)
+
+
+@triton.jit
+def _scalars(scalars):
+    """A message's largest scale and norm, and its step."""
+    level = tl.minimum(tl.maximum(tl.load(scalars), -MOST_LEVEL), MOST_LEVEL)
+    step = tl.minimum(tl.maximum(tl.load(scalars + 2), LEAST_STEP), MOST_STEP)
+    return level, tl.load(scalars + 1), step
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _contexts(
+    contexts, header, levels, tokens, scalars, raws, rows, stream_rows, chunks, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Put each coefficient's context in its place, and count a chunk's lowest bits."""
+    _, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
+    level, _, step = _scalars(scalars)
+    token = tl.load(tokens + row, mask=exists, other=255).to(tl.int32)
+    channel = level - tl.load(levels + column, mask=exists, other=0).to(tl.int32)
+    context, raw = context_of(channel, token, step, dither_of(index, seed_of(header)))
+    tl.store(contexts + index, context, mask=exists)
+    tl.store(raws + tl.program_id(0), tl.sum(tl.where(exists, raw, 0), axis=0))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _decode(
+    contexts, quarters, within, raws, escapes, whole, streams, count, end, rows, stream_rows, chunks,
+    C: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Put upper parts of a stream's codes in place of their contexts."""
+    stream = tl.program_id(0)
+    start, words, beyonds, raw, inside = body(streams, stream, count, end)
+    if inside:
+        first, length = _span(stream, rows, stream_rows, C)
+        by_lane = escapes + stream.to(tl.int64) * chunks * LANES
+        used, ended = decode_stream(contexts + first, quarters, within, streams, start, words, length, by_lane, BLOCK)
+        i = tl.arange(0, CHUNKS)
+        bits = tl.sum(tl.load(raws + stream * chunks + i, mask=i < chunks, other=0), axis=0)
+        inside = ended & (used == beyonds) & ((bits + 15) // 16 * 2 == raw)
+    tl.store(whole + stream, inside)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _numbers(
+    z, header, levels, tokens, norms, mantissas, scalars, raws, escapes, streams, count, end, rows, stream_rows, chunks,
+    BY_TOKEN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Put a chunk's coefficients in place of the upper parts of their codes."""
+    stream, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
+    level, largest_norm, step = _scalars(scalars)
+    token = tl.load(tokens + row, mask=exists, other=255).to(tl.int32)
+    by_norm = token * 0
+    if BY_TOKEN:
+        by_norm = largest_norm - tl.load(norms + row, mask=exists, other=0).to(tl.int32)
+    channel = level - tl.load(levels + column, mask=exists, other=0).to(tl.int32)
+    dither = dither_of(index, seed_of(header))
+    _, raw = context_of(channel, token, step, dither)
+    raw = tl.where(exists, raw, 0)
+
+    start, words, beyonds, size, _ = body(streams, stream, count, end)
+    code = tl.load(z.to(tl.pointer_type(tl.int32)) + index, mask=exists, other=0)
+    halves = (streams + start).to(tl.pointer_type(tl.int16)) + 2 * LANES + words
+    beyond = exists & (code == -MIDDLE)
+    lane = tl.arange(0, LANES)
+    rank = tl.sum(tl.load(escapes + tl.program_id(0).to(tl.int64) * LANES + lane), axis=0)
+    rank += tl.cumsum(beyond.to(tl.int32), axis=0) - 1
+    upper = tl.load(halves + rank, mask=beyond & (rank >= 0) & (rank < beyonds), other=0).to(tl.int32)
+    code = tl.where(beyond, upper, code) << raw
+
+    bit = tl.cumsum(raw, axis=0) - raw + _before(raws, stream, chunks, CHUNKS)
+    halves += beyonds
+    half = bit // 16
+    low = tl.zeros((BLOCK,), tl.int64)
+    for i in tl.static_range(3):
+        part = tl.load(halves + half + i, mask=(raw > 0) & (half + i < size // 2), other=0).to(tl.int64)
+        low |= (part & 0xFFFF) << 16 * i
+    code |= (low >> (bit & 15)).to(tl.int32) & ((1 << raw) - 1)
+
+    value = (code.to(tl.float32) + (127.5 - dither.to(tl.float32)) * (1 / 256)) * step_of(
+        mantissas, token, by_norm, step, False
+    )
+    tl.store(z + index, value, mask=exists)

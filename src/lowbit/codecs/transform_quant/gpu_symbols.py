@@ -1,0 +1,170 @@
+"""What is done to each coefficient of `TransformQuant` on a GPU, and the tables for it.
+
+A program takes a chunk of a stream: consecutive coefficients.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.codecs.transform_quant import reference, tables
+from lowbit.kernels.gpu.numbers import of_bits
+
+ZERO, NAN = tl.constexpr(reference.ZERO), tl.constexpr(reference.NAN)
+LOWEST, HIGHEST, DEAD = tl.constexpr(tables.LOWEST), tl.constexpr(reference.HIGHEST), tl.constexpr(tables.DEAD)
+DITHERS, MIDDLE, SYMBOLS = (tl.constexpr(n) for n in (tables.DITHERS, tables.MIDDLE, tables.SYMBOLS))
+B0, B1, B2, B3, B4, B5, B6 = (tl.constexpr(border) for border in tables.BORDERS)
+LEAST_STEP, MOST_STEP = tl.constexpr(reference.LEAST_STEP), tl.constexpr(reference.MOST_STEP)
+FARTHEST = tl.constexpr(float(reference.FARTHEST))
+MOST_LEVEL = tl.constexpr(reference.MOST_LEVEL)
+HALF_QUARTER = tl.constexpr(reference.FINE // 8)
+NOTHING = tl.constexpr(tables.CONTEXTS * tables.SYMBOLS)  # in place of a symbol: leaves a state as it is
+UNITS = tl.constexpr(256)  # of a bit, in `costs`
+
+
+class Tables(NamedTuple):
+    """On a device.
+
+    Attributes:
+        mantissas, inverses: int32, bits of 2^(i / 64), and of one divided by it.
+        shares: int64, of each symbol of each context: a factor of 32 bits and a shift, which divide by its share of the
+            probability; from bit 32 on where it begins (12 bits), the share (13), the shift. The last one: `NOTHING`.
+        quarters: int64, of each context: where its symbols 4, 8 and 12 begin, 16 bits each.
+        within: int64, of each four symbols: where they begin, and the last place, 12 bits each.
+        costs: int32, `UNITS` of each symbol of each context, and of what is sent beside it.
+    """
+
+    mantissas: Tensor
+    inverses: Tensor
+    shares: Tensor
+    quarters: Tensor
+    within: Tensor
+    costs: Tensor
+
+
+@functools.lru_cache(maxsize=8)
+def tables_on(device: torch.device) -> Tables:
+    """All of them."""
+    limits = tables.limits()[:, : tables.SYMBOLS + 1].astype(np.int64)
+    begin, share = limits[:, :-1].reshape(-1), np.diff(limits).reshape(-1)
+    bits = tables.PRECISION - np.log2(share)
+    bits.reshape(-1, tables.SYMBOLS)[:, 0] += 16
+    begin, share = np.append(begin, 0), np.append(share, tables.TOTAL)
+    shift = np.ceil(np.log2(share)).astype(np.int64)
+    factor = -(-(1 << 31 + shift) // share)
+    quarters = sum(limits[:, 4 * i] << 16 * (i - 1) for i in (1, 2, 3))
+    starts = limits[:, :-1].reshape(-1, 4)
+    within = sum(starts[:, i] << 12 * i for i in range(4)) + (limits[:, 4::4].reshape(-1) - 1 << 48)
+    mantissas = reference._mantissas(torch.device("cpu"))
+    made = (
+        mantissas.view(torch.int32),
+        mantissas.reciprocal().view(torch.int32),
+        factor | begin << 32 | share << 44 | shift << 57,
+        quarters,
+        within,
+        np.rint(bits * UNITS.value).astype(np.int32),
+    )
+    return Tables(*(torch.as_tensor(table).to(device) for table in made))
+
+
+@triton.jit
+def elements(rows, stream_rows, chunks, C: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's stream, its coefficients' places in the tensor, rows and channels, and which of them exist."""
+    stream, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    first = stream * stream_rows
+    local = chunk * BLOCK + tl.arange(0, BLOCK)
+    exists = local < tl.minimum(stream_rows, rows - first) * C
+    return stream, first.to(tl.int64) * C + local, first + local // C, local % C, exists
+
+
+@triton.jit
+def seed_of(header):
+    """What the message's dither begins with."""
+    seed = tl.load(header).to(tl.uint32) * 0x9E3779B1
+    seed += tl.load(header + 1).to(tl.uint32) * 0x85EBCA77
+    seed += tl.load(header + 2).to(tl.uint32) * 0xC2B2AE3D
+    return seed + tl.load(header + 3).to(tl.uint32) * 0x27D4EB2F
+
+
+@triton.jit
+def dither_of(index, seed):
+    """`reference.dither`, int32."""
+    above = (index >> 32).to(tl.uint32) * 0x9E3779B9
+    h = index.to(tl.uint32) ^ (seed + above)
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return ((h ^ (h >> 16)) >> 24).to(tl.int32)
+
+
+@triton.jit
+def context_of(channel, token, step, dither):
+    """The table of each symbol, and how many lowest bits travel as they are (see `reference.contexts`)."""
+    scale = tl.minimum(tl.maximum(channel - token - ((step + HALF_QUARTER) >> 4), LOWEST), HIGHEST)
+    scale = tl.where(token >= NAN, LOWEST, scale)
+    raw = tl.maximum(scale, 0) >> 2
+    group = tl.where(token >= NAN, DEAD, tl.where(scale >= 0, scale & 3, scale) - LOWEST)
+    value = dither >> raw
+    near = tl.minimum(value, 255 - value)
+    place = (near >= B0).to(tl.int32) + (near >= B1).to(tl.int32) + (near >= B2).to(tl.int32)
+    place += (near >= B3).to(tl.int32) + (near >= B4).to(tl.int32) + (near >= B5).to(tl.int32)
+    place += (near >= B6).to(tl.int32)
+    return group * DITHERS + tl.where(value < 128, place, DITHERS - 1 - place), raw
+
+
+@triton.jit
+def step_of(powers, token, by_norm, step, INVERSE: tl.constexpr):
+    """Each token's step, by the table of mantissas, or one divided by it, by theirs; 0 if nothing is coded."""
+    fine = step + 16 * tl.minimum(tl.maximum(by_norm, -4096), 4096)
+    fine = tl.minimum(tl.maximum(fine, LEAST_STEP), MOST_STEP)
+    octave = (fine >> 6) << 23
+    bits = tl.load(powers + (fine & 63))
+    if INVERSE:
+        return of_bits(tl.where(token >= NAN, 0, bits - octave))
+    else:
+        bits = tl.where(token == NAN, 0x7FC00000, bits + octave)
+        return of_bits(tl.where(token == ZERO, 0, bits))
+
+
+@triton.jit
+def code_of(value, inverse, dither):
+    """The number of the cell that a coefficient falls into."""
+    scaled = value * inverse + (dither.to(tl.float32) + 0.5) * (1 / 256)
+    scaled = tl.minimum(tl.maximum(scaled, -FARTHEST), FARTHEST)
+    code = scaled.to(tl.int32)
+    return code - (code.to(tl.float32) > scaled).to(tl.int32)
+
+
+@triton.jit
+def symbol_of(code, context, raw):
+    """Sixteen times the table, plus the symbol of a code's upper part."""
+    symbol = (code >> raw) + MIDDLE
+    return context * SYMBOLS + tl.where((symbol > 0) & (symbol < SYMBOLS), symbol, 0)
+
+
+@triton.jit
+def loaded(z, header, levels, tokens, norms, index, row, column, exists, BY_TOKEN: tl.constexpr):
+    """Coefficients, 0 for those of no use, the bytes of their scales and norms, and their dither."""
+    level = tl.load(levels + column, mask=exists, other=0).to(tl.int32)
+    token = tl.load(tokens + row, mask=exists, other=ZERO).to(tl.int32)
+    norm = token * 0
+    if BY_TOKEN:
+        norm = tl.load(norms + row, mask=exists, other=0).to(tl.int32)
+    value = tl.load(z + index, mask=exists & (token < NAN), other=0.0)
+    return value, level, token, norm, dither_of(index, seed_of(header))
+
+
+@triton.jit
+def coded(value, below, token, norm, dither, inverses, level, largest_norm, step, dead):
+    """Codes of coefficients, their contexts, and numbers of lowest bits; of `dead` ones, the code is 0."""
+    context, raw = context_of(level - below, token, step, dither)
+    inverse = step_of(inverses, token, largest_norm - norm, step, True)
+    return code_of(value, tl.where(dead, 0.0, inverse), dither), context, raw

@@ -1,0 +1,158 @@
+"""`TransformQuant` on a GPU: what either backend sends, the other decodes to the same numbers, to the last bit.
+
+On a GPU where there is one, else in Triton's interpreter, which takes 20 ms or more for each step of a stream.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit.codecs.transform_quant import layout, reference
+from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
+
+pytest.importorskip("triton")
+
+from lowbit.codecs.transform_quant import gpu, gpu_fit
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GUARD = 64  # bytes and numbers around what may be written
+
+
+@dataclass
+class Message:
+    """Coefficients, and what one backend sends for them."""
+
+    z: Tensor
+    header: Tensor
+    payload: Tensor
+    geo: TransformGeometry
+
+    def decoded(self, backend: ModuleType) -> tuple[Tensor, bool]:
+        """The numbers that a backend makes of it, and whether it takes it as whole; nothing else is written."""
+        device = "cpu" if backend is reference else DEVICE
+        room = torch.full((self.z.numel() + 2 * GUARD,), 7.0, device=device)
+        payload = torch.full((len(self.payload) + 2 * GUARD,), 77, dtype=torch.uint8, device=device)
+        payload[GUARD:-GUARD] = self.payload
+        before = payload.clone()
+        y = room[GUARD:-GUARD].view(self.z.shape)
+        whole = backend.decode(payload[GUARD:-GUARD], self.header.to(device), y, self.geo)
+        assert whole.shape == ()
+        assert whole.dtype == torch.bool
+        assert whole.device.type == torch.device(device).type
+        assert torch.equal(payload, before)
+        assert (room[:GUARD] == 7).all()
+        assert (room[-GUARD:] == 7).all()
+        return y.cpu(), bool(whole)
+
+    def section(self, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return self.geo.layout.section(self.payload, name, dtype)
+
+    def table(self) -> Tensor:
+        """Words, codes beyond the symbols and bytes of lowest bits of each stream."""
+        return self.section("streams")[: 12 * self.geo.streams].view(torch.int32).view(-1, 3)
+
+
+def tensor(rows: int, channels: int) -> Tensor:
+    """A few strong channels, and tokens of several sizes."""
+    g = torch.Generator().manual_seed(rows * channels)
+    slope = torch.exp2(-8 * torch.arange(channels) / channels)
+    return torch.randn(rows, channels, generator=g) * slope * torch.exp2(torch.randn(rows, 1, generator=g))
+
+
+def sent(backend: ModuleType, z: Tensor, by_token: bool, bits: float) -> Message:
+    """A message of so many bits for the symbols."""
+    geo = transform_geometry(*z.shape, by_token, None, bits)
+    device = "cpu" if backend is reference else DEVICE
+    header = torch.tensor([3, -77, 1, 123456789], dtype=torch.int32, device=device)
+    payload = torch.zeros(geo.layout.nbytes + 2 * GUARD, dtype=torch.uint8, device=device)
+    inside = payload[GUARD:-GUARD]
+    backend.encode(z.to(device), header, inside, geo)
+    assert not payload[:GUARD].any()
+    assert not payload[-GUARD:].any()
+    return Message(z, header.cpu(), inside.cpu(), geo)
+
+
+def numbers_of(message: Message) -> Tensor:
+    """What both backends decode it to."""
+    (a, good), (b, whole) = message.decoded(reference), message.decoded(gpu)
+    assert good
+    assert whole
+    assert torch.equal(a.isnan(), b.isnan())
+    assert torch.equal(a.nan_to_num(5).view(torch.int32), b.nan_to_num(5).view(torch.int32))
+    return a
+
+
+@pytest.mark.parametrize(
+    ("rows", "channels", "by_token", "bits", "stream"),
+    [(1, 7, True, 4.0, 1 << 16), (7, 70, True, 3.0, 128), (5, 100, False, 2.0, 200), (33, 8, False, 9.0, 1 << 16)],
+)
+def test_each_backend_decodes_what_the_other_sends(
+    rows: int, channels: int, by_token: bool, bits: float, stream: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "STREAM", stream)
+    z = tensor(rows, channels)
+    messages = [sent(backend, z, by_token, bits) for backend in (reference, gpu)]
+    errors = [(numbers_of(message) - z).norm() / z.norm() for message in messages]
+    assert messages[0].geo.streams == max(1, min(rows, rows * channels // stream))
+    assert errors[1] < (1.15 if rows > 1 else 2) * errors[0]
+    if bits == 9:
+        assert (messages[1].table()[:, 2] > 0).all(), "lowest bits travel"
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_zeros_nan_and_codes_beyond_the_symbols(by_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "STREAM", 160)
+    z = tensor(6, 70)
+    z[:, 60:] = 0
+    z[0, 65], z[4, 66] = 100, -1e4  # far beyond what their channels' scales say
+    z[1], z[2, 5], z[3, 6], z[5] = 0, math.nan, -math.inf, 1e-39
+    for backend in (reference, gpu):
+        message = sent(backend, z, by_token, 5.0)
+        y = numbers_of(message)
+        assert message.table()[:, 1].sum() > 0
+        assert y[2:4].isnan().all()
+        assert not y[[1, 5]].any()
+        assert (y - z)[[0, 4]].norm() < 0.05 * z[[0, 4]].norm()
+
+
+def test_attempts_that_do_not_fit_are_repeated_with_larger_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    z = tensor(6, 70)
+    steps = []
+    for reserve in (0.004, -0.15):
+        monkeypatch.setattr(gpu_fit, "RESERVE", reserve)
+        message = sent(gpu, z, True, 3.0)
+        assert (numbers_of(message) - z).norm() < 0.3 * z.norm()
+        steps.append(int(message.section("scalars", torch.int32)[2]))
+    assert 0 <= steps[1] - steps[0] < 16
+    monkeypatch.setattr(gpu_fit, "RESERVE", -9.0)
+    y = numbers_of(sent(gpu, z, True, 3.0))  # as a last resort, nothing is coded
+    assert y.isfinite().all()
+
+
+def test_hostile_streams_are_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "STREAM", 64)
+    message = sent(reference, tensor(4, 40), True, 7.0)
+    good = message.payload.clone()
+    table, size = message.geo.layout.offsets["streams"], 12 * message.geo.streams
+    assert message.decoded(gpu)[1]
+    for at, number in (
+        (0, -1), (0, 1 << 30), (4, 1), (8, 1), (8, 2**31 - 1), (12, 7), (size, 0), (size, -1),
+    ):  # fmt: skip
+        message.payload.copy_(good)
+        message.section("streams")[at : at + 4].view(torch.int32).fill_(number)
+        assert not message.decoded(gpu)[1], (at, number)
+    message.payload.copy_(good)
+    message.payload[table + size + 4 * layout.LANES] ^= 1
+    assert not message.decoded(gpu)[1], "a word"
+    message.payload.copy_(good)
+    message.section("scalars", torch.int32)[:] = torch.tensor([2**31 - 1, -(2**31), 2**31 - 1, 0])
+    assert not message.decoded(gpu)[1]
+    message.payload.copy_(good)
+    message.payload[table:] = torch.randint(0, 256, (len(good) - table,), generator=torch.Generator().manual_seed(0))
+    assert not message.decoded(gpu)[1]
