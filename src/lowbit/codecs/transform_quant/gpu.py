@@ -102,7 +102,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     shape, programs = _shape(geo)
     place = geo.rows, geo.stream_rows, shape.pop("chunks")
     raws = torch.empty(programs, dtype=torch.int32, device=z.device)
-    escapes = torch.empty(programs, LANES.value, dtype=torch.int32, device=z.device)
+    escapes = torch.zeros(programs, LANES.value, dtype=torch.int32, device=z.device)  # also of streams left out
     whole = torch.empty(geo.streams, dtype=torch.bool, device=z.device)
     given, many = (streams, geo.streams, _end(geo)), {"CHUNKS": power_of_two_from(place[-1])}
     launch(_contexts, programs, WARPS, shape, contexts, header, levels, tokens, scalars, raws, *place)
