@@ -4,6 +4,7 @@ Nothing waits for the GPU. Which step fits is decided there: attempts that turn 
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def fitted(z: Tensor, geo: TransformGeometry) -> Fit:
         channel_C = torch.where(token_R > 0, token_R, 1.0).clamp(min=SMALLEST).reciprocal() @ a_RC / count
         token_R = a_RC @ torch.where(channel_C > 0, channel_C, 1.0).clamp(min=SMALLEST).reciprocal() / geo.channels
     tokens_R = _quarters(token_R) + (0 if geo.by_token else 4 * exponent_R)
-    plan = torch.zeros(COSTS + CANDIDATES, dtype=torch.int64, device=z.device)
+    plan = torch.zeros(COSTS.value + CANDIDATES.value, dtype=torch.int64, device=z.device)
     levels, level = _below(_quarters(channel_C), channel_C > 0, 255)
     tokens, token = _below(tokens_R, usable_R, ZERO)
     norms, norm = _below(norm_R + 4 * exponent_R, usable_R, FURTHEST_BELOW)
