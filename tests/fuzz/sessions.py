@@ -199,6 +199,8 @@ class TransformEncoding:
                 _, payload = bench.written("the payload", BEFORE[bench.at_end] * size, (size,), torch.uint8)
                 x = bench.read_only("x", content, shape, dtype)
                 y = receiver.decode(sender.encode(x, out=payload)).float().view(-1, shape[-1])
+                if self.codec.sized(shape, dtype)[1]:  # plain numbers
+                    continue
                 most = x.float().view(-1, shape[-1]).abs().amax(1)
                 lost = y.isnan().all(1)
                 assert not y[~lost].isnan().any(), "a part of a token is NaN"
