@@ -7,21 +7,21 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.codecs.checks import FLOATS, check_int
-from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.fit import best_directions
 from lowbit.codecs.subspace_quant.layout import SubspaceGeometry, subspace_geometry, suited
 from lowbit.codecs.subspace_quant.memory import Memory
 from lowbit.codecs.subspace_quant.reference import coefficients_decode, coefficients_encode, rest_decode, rest_encode
 from lowbit.codecs.subspace_quant.reference_basis import Basis, coefficients, follow, renew, units
-from lowbit.kernels import apart, implementation
-from lowbit.kernels.layout import ALIGNMENT
+from lowbit.codecs.subspace_quant.session import BasisSession
+from lowbit.kernels import implementation
 
 log = logging.getLogger(__name__)
 
@@ -202,31 +202,16 @@ class SubspaceQuant(StatefulCodec):
         return SubspaceSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
 
-class SubspaceSession(Session):
-    """One shape's messages; the basis is shared with the sessions of other shapes of the same width."""
+class SubspaceSession(BasisSession):
+    """One shape's messages."""
 
     codec: SubspaceQuant
 
     def __init__(
         self, codec: SubspaceQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
     ) -> None:
-        super().__init__(codec, shape, dtype, device)
-        self._memory = memory
+        super().__init__(codec, shape, dtype, device, memory)
         self._geometry = codec.geometry(shape)
-        # Compiled code would free tensors whose addresses kernels have. (Not as decorators: this imports the compiler.)
-        disable = torch.compiler.disable
-        vars(self).update(encode=disable(self.encode), decode=disable(self.decode))
-
-    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        return SubspaceSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
-
-    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
-        device = self._memory.directions.device
-        if x.device != device:
-            raise ValueError(f"x is on {x.device}; this session is for {device}")
-        payload.zero_()  # between sections, too
-        with apart(device):
-            self._code(x.contiguous(), payload, training)
 
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
@@ -244,17 +229,6 @@ class SubspaceSession(Session):
         self._run(rest_encode, x_RC, c_RK, new.directions_KC, payload, geo)
         if training:
             memory.keep(new.directions_KC, new.digest, new.inverse_KK)
-
-    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
-        device = self._memory.directions.device
-        if payload.device != device:
-            raise ValueError(f"payload is on {payload.device}; expected {device}")
-        payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
-        target = out.detach().contiguous()
-        with apart(device):
-            self._follow(payload, target, training)
-            if target.data_ptr() != out.data_ptr():
-                out.copy_(target)
 
     def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
@@ -277,21 +251,6 @@ class SubspaceSession(Session):
         self._run(rest_decode, payload, c_RK, directions_KC, out.view(geo.rows, geo.channels), geo)
         if training:
             memory.keep(directions_KC, digest)
-
-    def state_bytes(self) -> int:
-        return self._memory.directions.nbytes + 16
-
-    def state_dict(self) -> dict[str, Any]:
-        """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
-        return self._memory.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; an empty one is that of before the first message.
-
-        Raises:
-            ValueError: it is of another number of directions, or another width.
-        """
-        self._memory.load_state_dict(state, self.codec)
 
     def _run(self, function: Callable[..., None], *arguments: object) -> None:
         implementation(function, self.device)(*arguments)

@@ -7,21 +7,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lowbit.codecs.sessions import Key, Session
+from lowbit.codecs.sessions import Session
 from lowbit.codecs.stateful import StatefulCodec
 from lowbit.codecs.subspace_quant.memory import BAD_STREAMS, Memory
 from lowbit.codecs.subspace_quant.reference_basis import Basis, follow, renew
+from lowbit.codecs.subspace_quant.session import BasisSession
 from lowbit.codecs.transform_quant.basis import coefficients, tokens
 from lowbit.codecs.transform_quant.layout import TransformGeometry, transform_geometry
 from lowbit.codecs.transform_quant.rate import coded_bits
 from lowbit.codecs.transform_quant.reference import decode, encode
 from lowbit.kernels import apart, implementation
-from lowbit.kernels.layout import ALIGNMENT
 
 log = logging.getLogger(__name__)
 
@@ -156,33 +156,16 @@ class TransformQuant(StatefulCodec):
         return TransformSession(self, torch.Size(shape), dtype, torch.device(device), memory)
 
 
-class TransformSession(Session):
-    """One shape's messages; the basis is shared with the sessions of other shapes of the same width."""
+class TransformSession(BasisSession):
+    """One shape's messages."""
 
     codec: TransformQuant
 
     def __init__(
         self, codec: TransformQuant, shape: torch.Size, dtype: torch.dtype, device: torch.device, memory: Memory
     ) -> None:
-        super().__init__(codec, shape, dtype, device)
-        self._memory = memory
+        super().__init__(codec, shape, dtype, device, memory)
         self._geometry = codec.geometry(shape)
-        disable = torch.compiler.disable
-        vars(self).update(encode=disable(self.encode), decode=disable(self.decode))
-
-    def beside(self, *, shape: Sequence[int], dtype: torch.dtype) -> Session:
-        return TransformSession(self.codec, torch.Size(shape), dtype, self.device, self._memory)
-
-    def _encode(self, x: Tensor, payload: Tensor, key: Key | None, training: bool) -> None:
-        device = self._memory.directions.device
-        if x.device != device:
-            raise ValueError(f"x is on {x.device}; this session is for {device}")
-        target = torch.empty_like(payload) if payload.data_ptr() % ALIGNMENT else payload
-        target.zero_()
-        with apart(device):
-            self._code(x.contiguous(), target, training)
-            if target is not payload:
-                payload.copy_(target)
 
     def _code(self, x: Tensor, payload: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
@@ -195,17 +178,6 @@ class TransformSession(Session):
         implementation(encode, self.device)(z_RC, header, payload, geo)
         if training:
             memory.keep(new.directions_KC, new.digest, new.inverse_KK)
-
-    def _decode(self, payload: Tensor, out: Tensor, key: Key | None, training: bool) -> None:
-        device = self._memory.directions.device
-        if payload.device != device:
-            raise ValueError(f"payload is on {payload.device}; expected {device}")
-        payload = payload.clone() if payload.data_ptr() % ALIGNMENT else payload.contiguous()
-        target = out.detach().contiguous()
-        with apart(device):
-            self._follow(payload, target, training)
-            if target.data_ptr() != out.data_ptr():
-                out.copy_(target)
 
     def _follow(self, payload: Tensor, out: Tensor, training: bool) -> None:
         memory, geo = self._memory, self._geometry
@@ -227,21 +199,6 @@ class TransformSession(Session):
         tokens(z_RC, directions_KC, out.view(geo.rows, geo.channels))
         if training:
             memory.keep(directions_KC, digest)
-
-    def state_bytes(self) -> int:
-        return self._memory.directions.nbytes + 16
-
-    def state_dict(self) -> dict[str, Any]:
-        """The directions, float32 (K, C); messages so far, and the digest of what they brought."""
-        return self._memory.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; an empty one is that of before the first message.
-
-        Raises:
-            ValueError: it is of another number of directions, or another width.
-        """
-        self._memory.load_state_dict(state, self.codec)
 
 
 def _number(name: str, value: object, most: float, besides: str = "") -> float:
