@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from lowbit.codecs import SubspaceQuant  # lowbit
+from lowbit.codecs import TransformQuant  # lowbit
 from lowbit.pipeline import LowBitStage  # lowbit: where it said PipelineStage
 
 WIDTH, LENGTH, BATCH, MICRO_BATCHES = 128, 64, 16, 4
@@ -77,8 +77,8 @@ def main() -> None:
 
     stage = LowBitStage(  # lowbit
         module, rank, world, torch.device("cpu"),
-        forward=SubspaceQuant(),  # lowbit: activations in 4.4 bits an element
-        backward=SubspaceQuant(bits=4),  # lowbit: gradients in 5.4 bits
+        forward=TransformQuant(),  # lowbit: activations in 3.2 bits an element
+        backward=TransformQuant(step="message"),  # lowbit: gradients in 2.1 bits
         warmup_steps=steps // 4,  # lowbit: from scratch, the first steps at full precision
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from lowbit.bench.curves import curve
 from lowbit.bench.pipeline import PipelineBenchmark
 from lowbit.bench.recipes import PROGRAM, as_mapping
 from lowbit.bench.workers import Workers
-from lowbit.codecs import SubspaceQuant
+from lowbit.codecs import TransformQuant
 from lowbit.config import ConfigError
 from lowbit.network import SlowLink
 from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
@@ -19,7 +19,7 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig
 TINY = PipelineBenchmark(
     model=ModelConfig(dim=32, layers=4, heads=2), data=DataConfig(batch=8, sequence=32), samples=8,
     pipeline=PipelineConfig(stages_per_rank=2, schedule="Interleaved1F1B"),
-    boundaries=("stock-fp32", "fp32", "subspace"),
+    boundaries=("stock-fp32", "fp32", "transform"),
 )  # fmt: skip
 ONE_RANK = PipelineConfig(ranks=1, stages_per_rank=8, schedule="Interleaved1F1B")
 
@@ -32,24 +32,24 @@ def test_a_small_demo_from_end_to_end(tmp_path: Path, monkeypatch: pytest.Monkey
     with (console := Console(width=80)).capture() as shown:
         report = demo.run(Path("demo"), console=console)
     stock, fp32, few = report.rows
-    for i, (row, name) in enumerate(zip(report.rows, ("stock-fp32", "fp32", "subspace"), strict=True)):
+    for i, (row, name) in enumerate(zip(report.rows, ("stock-fp32", "fp32", "transform"), strict=True)):
         assert (row["boundary"], row["steps"], len(row["curve"])) == (name, 3 + i, 3 + i)
     assert (stock["bits_forward"], stock["speedup_stock_fp32"]) == (32.0, 1.0)
     assert few["bytes_per_step"] < fp32["bytes_per_step"] / 3
-    assert few["bits_forward"] == pytest.approx(SubspaceQuant().bits_per_element((2, 32, 32)), abs=0.1)
+    assert few["bits_forward"] == pytest.approx(TransformQuant().bits_per_element((2, 32, 32)), abs=0.1)
     assert stock["curve"][0][1] == fp32["curve"][0][1] == pytest.approx(few["curve"][0][1], abs=0.05)
     assert {row["link_mbit"] for row in report.rows} == {None if SlowLink.available() else 100.0}
     text = shown.get()
-    for part in ("PyTorch's stage, FP32", "lowbit's stage, SubspaceQuant", "tokens/s", "def ", "demo.png"):
+    for part in ("PyTorch's stage, FP32", "lowbit's stage, TransformQuant", "tokens/s", "def ", "demo.png"):
         assert part in text
-    assert re.search(r"lowbit's stage, SubspaceQuant +[\d,]+ ", text), "a row of the table fits on 80 columns"
+    assert re.search(r"lowbit's stage, TransformQuant +[\d,]+ ", text), "a row of the table fits on 80 columns"
     assert "…" not in text
     assert (tmp_path / "demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "demo" / "report.json").read_text())["command"] == "demo"
     demo.check_output(Path("demo"))  # it may be run again
 
 
-@pytest.mark.parametrize("name", ["report.json", "demo.png", "stock-fp32/metrics.jsonl", "subspace/config.json"])
+@pytest.mark.parametrize("name", ["report.json", "demo.png", "stock-fp32/metrics.jsonl", "transform/config.json"])
 def test_a_folder_with_files_of_others_is_left_alone(tmp_path: Path, name: str):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
@@ -92,6 +92,6 @@ def test_the_findings_tell_the_stage_from_the_bits():
     stage, bits, loss, same, warm_up = demo.findings(rows)
     assert "1.50 times as fast as PyTorch's" in stage
     assert "4.4 forward and 5.4 backward in place of 32 make it 2.00 times as fast again, 3.00 times in all" in bits
-    assert "3.00 after 60 s with PyTorch's stage, 42 s with lowbit's in FP32 and 20 s with SubspaceQuant" in loss
+    assert "3.00 after 60 s with PyTorch's stage, 42 s with lowbit's in FP32 and 20 s with TransformQuant" in loss
     assert "after 3 steps, training loss is 3.060, 3.042 and 3.020" in same
     assert "No run has a warm-up" in warm_up

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from lowbit.codecs import AQSGD, Codec, SubspaceQuant, TAHQuant, backward_codec
+from lowbit.codecs import AQSGD, Codec, SubspaceQuant, TAHQuant, TransformQuant, backward_codec
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.checksum import CHECKSUM_BYTES
 from tests.pipeline import toy
@@ -153,7 +153,7 @@ def trains_for_two_steps(codecs: dict[str, Any]) -> tuple[list[Tensor], list[tup
 
 
 def test_the_recommended_format_is_the_default_both_ways(ranks: Ranks):
-    forward = SubspaceQuant()
+    forward = TransformQuant()
     outcome = ranks.run(trains_for_two_steps, {})
     explicit = ranks.run(trains_for_two_steps, {"forward": forward, "backward": backward_codec(forward)})
     for (losses, sent), (expected, expected_sent) in zip(outcome, explicit, strict=True):

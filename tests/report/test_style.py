@@ -59,12 +59,12 @@ def test_no_row_of_a_table_passes_our_setting_off_as_the_published_format():
 
 def test_members_of_a_family_are_paler_and_only_the_first_stands_out():
     palette = Palette(LIGHT)
-    names = ["SubspaceQuant(directions=16)", "SubspaceQuant(directions=8)", "int4"]
+    names = ["TransformQuant(bits=3.1)", "TransformQuant(bits=2.0)", "int4"]
     colours = [palette[name] for name in names]
-    assert colours[0] == LIGHT.formats["subspace"]
+    assert colours[0] == LIGHT.formats["transform"]
     assert len(set(colours)) == 3
     assert [palette.stands_out(name) for name in names] == [True, False, False]
-    assert palette.ink(names[1]) == LIGHT.formats["subspace"], "pale text cannot be read"
+    assert palette.ink(names[1]) == LIGHT.formats["transform"], "pale text cannot be read"
     assert palette.marker(names[0]) not in (palette.marker(names[1]), palette.marker(names[2]))
 
 
@@ -87,7 +87,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
 def test_text_and_recommended_formats_can_be_read(theme: Any):
     assert all(contrast(colour, theme.surface) > 4.5 for colour in (theme.ink, theme.muted))
-    assert all(contrast(theme.formats[name], theme.surface) > 4.5 for name in ("subspace", "feature-int4"))
+    assert all(contrast(theme.formats[name], theme.surface) > 4.5 for name in ("transform", "feature-int4"))
     assert all(contrast(colour, theme.surface) > 1.5 for colour in theme.formats.values())
     baselines = [theme.formats[name] for name in ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")]
     assert all(contrast(one, other) > 1.15 for one, other in combinations(baselines, 2))
@@ -95,6 +95,6 @@ def test_text_and_recommended_formats_can_be_read(theme: Any):
 
 def test_mixed_and_recommended():
     assert mixed("#000000", "#ffffff", 0.5) == "#808080"
-    rows = [{"format": "fp32"}, {"format": "SubspaceQuant()"}]
+    rows = [{"format": "fp32"}, {"format": "TransformQuant()"}]
     assert recommended(rows, "format") == rows[1]
     assert recommended(rows[:1], "format") is None

@@ -2,7 +2,7 @@
 
 Two ranks, each on a host of its own (network namespaces, see `lowbit.network`), run `lowbit train`'s recipe three times
 for about the same time: with PyTorch's stage in FP32; with `LowBitStage` in FP32, which shows what its overlap gains;
-and with `LowBitStage` and `SubspaceQuant`, which shows what few bits gain.
+and with `LowBitStage` and `TransformQuant`, which shows what few bits gain.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Contestant:
 CONTESTANTS = (
     Contestant("stock-fp32", "PyTorch's stage, FP32", 28),
     Contestant("fp32", "lowbit's stage, FP32", 40),
-    Contestant("subspace", "lowbit's stage, SubspaceQuant", 105),
+    Contestant("transform", "lowbit's stage, TransformQuant", 105),
 )
 BASELINE = Baseline(field="speedup_stock_fp32", value="tokens_per_second", to={"boundary": "stock-fp32"})
 TABLE = Table(
@@ -194,7 +194,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         f"The bits: {few['bits_forward']:.1f} forward and {few['bits_backward']:.1f} backward in place of 32 make it "
         f"{both / stage:.2f} times as fast again, {both:.2f} times in all.",
         f"Training loss reaches {stock['target_loss']:.2f} after {seconds[0]} with PyTorch's stage, {seconds[1]} with "
-        f"lowbit's in FP32 and {seconds[2]} with SubspaceQuant.",
+        f"lowbit's in FP32 and {seconds[2]} with TransformQuant.",
         f"Step for step: after {steps} steps, training loss is {early[0]:.3f}, {early[1]:.3f} and {early[2]:.3f}.",
         "No run has a warm-up. `lowbit train` from scratch has one, because few bits cost most in the first steps.",
     ]

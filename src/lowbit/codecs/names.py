@@ -55,7 +55,7 @@ def pair_name(text: str) -> str:
 
 
 def parse(text: str) -> Codec:
-    """Return the codec of a short name ("subspace", "int4", "bf16") or a full form ("GroupInt(bits=6, group=32)").
+    """Return the codec of a short name ("transform", "int4", "bf16") or a full form ("GroupInt(bits=6, group=32)").
 
     The full form is what `repr` prints: keyword arguments that are literals, dtypes or other codecs. Installed packages
     may add formats (see `lowbit.codecs.registry`).

@@ -61,8 +61,8 @@ class LowBitStage(HookedStage):
         device: as for `PipelineStage`.
         *args: further arguments of `PipelineStage`, positional.
         forward: format of activations: one codec, or a mapping from boundary index (i: between stages i and i + 1).
-        backward: format of gradients, likewise; absent: the default beside the format of activations, of SubspaceQuant
-            the same with at least 4 bits.
+        backward: format of gradients, likewise; absent: the default beside the format of activations, of
+            `TransformQuant` the same with one step for all tokens.
         warmup_steps: so many calls of `schedule.step`, from the first, send everything in its own dtype. At least 1 for
             a codec that leaves something to choose, such as `SubspaceQuant(directions="auto")`, which is settled in the
             last.

@@ -109,7 +109,7 @@ _FAMILIES = (  # the first that matches
     (r"fp16", "fp16"),
     (r"fp32|float32", "fp32"),
 )
-RECOMMENDED = ("subspace", "feature-int4", "low-bit")
+RECOMMENDED = ("transform", "feature-int4", "low-bit")
 BASELINES = ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")
 
 

@@ -118,12 +118,12 @@ class PipelineConfig:
     """Schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4
     """Micro-batches of a step in each pipeline."""
-    forward: tuple[str, ...] = ("subspace",)
-    """Formats of activations, by name ("subspace", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
+    forward: tuple[str, ...] = ("transform",)
+    """Formats of activations, by name ("transform", "int4") or in full ("GroupInt(bits=6, group=32)"): one for all
     boundaries between stages, or one for each."""
     backward: tuple[str, ...] = ()
     """Formats of the gradients of activations, written like `forward`. If omitted, the default for each format: itself
-    for "fp32" and "bf16", "subspace-backward" for "subspace", 6 bits for others."""
+    for "fp32" and "bf16", "transform-backward" for "transform", 6 bits for others."""
     warmup_steps: NonNegative | None = None
     """First steps at full precision. If omitted, a quarter of the run, but at most 100; 0 with `model.pretrained`. A
     format that leaves something to choose, such as "SubspaceQuant(directions='auto')", needs at least 1."""

@@ -103,7 +103,8 @@ def test_backends_decode_each_others_messages_alike(shape: tuple[int, ...], sour
         assert torch.allclose(*found, rtol=0, atol=1e-5 * float(x.abs().max()))
         own = coefficients(x.view(z.shape), sender._memory.directions)
         error = (z - own).abs() / step_R[:, None]
-        assert error.max() <= 0.501 + 1e-5 * float((own.abs().amax(1) / step_R).max()), "half a step at most"
+        most = 0.501 if step == "message" else 1.001  # middles are drawn towards 0 by half a step at most
+        assert error.max() <= most + 1e-5 * float((own.abs().amax(1) / step_R).max())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -223,14 +224,13 @@ def test_tokens_that_are_no_numbers_are_nan_and_no_others(backend: str, step: st
         assert decibels(x, crossed(sender, receiver, x)) > 10, "and the next message is coded as ever"
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_errors_are_white_and_unbiased(step: str) -> None:
+def test_errors_of_one_step_are_white_and_unbiased() -> None:
     """Also in directions in which there is no signal, and of tokens of very different norms."""
     rows, channels, count = 60, 16, 48
     g = torch.Generator().manual_seed(0)
     axes = torch.linalg.qr(torch.randn(channels, channels, generator=g))[0]
     x = torch.randn(rows, 2, generator=g) @ axes[:2] * torch.exp(torch.randn(rows, 1, generator=g))
-    sender, receiver = ends(TransformQuant(step=step), (rows, channels))
+    sender, receiver = ends(TransformQuant(step="message"), (rows, channels))
     errors = []
     for _ in range(count):
         payload = sender.encode(x)
@@ -250,6 +250,25 @@ def test_errors_are_white_and_unbiased(step: str) -> None:
     by_token = 12 * error.square().mean((0, 2))
     weak, strong = by_token[size < size.median()].mean(), by_token[size >= size.median()].mean()
     assert abs(float(weak - strong)) < 5 * math.sqrt(2 * 2 / (n * channels / 2))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_by_token_leave_little_error_where_there_is_no_signal(step: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    axes = torch.linalg.qr(torch.randn(32, 32, generator=g))[0]
+    sender, receiver = ends(TransformQuant(step=step, bits=2.5), (128, 32))
+    along = []
+    for _ in range(20):
+        x = torch.randn(128, 2, generator=g) @ axes[:2]
+        payload = sender.encode(x)
+        _, step_R = coded(sender, payload)
+        along.append((receiver.decode(payload) - x) / step_R[:, None] @ axes.t())
+    variance = 12 * torch.cat(along[4:]).square().mean(0)
+    assert (variance[:2] < 1.3).all()
+    if step == "token":
+        assert variance[2:].mean() < 0.2
+    else:
+        assert (variance[2:] > 0.9).all(), "gradients stay unbiased"
 
 
 def test_dither_depends_on_the_message_and_is_uniform() -> None:

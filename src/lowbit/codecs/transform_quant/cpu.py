@@ -21,9 +21,10 @@ from lowbit.codecs.transform_quant.cpu_symbols import (
     code_of,
     context_of,
     dither_of,
+    drawn,
     is_full,
     lesser64,
-    number_of,
+    middle_of,
     raw_of,
     refilled,
     scale_of,
@@ -116,8 +117,9 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
             _contexts_of(first, last, geo.channels, *fixed, seed, z.data_ptr())
             given = _given_out(states.ctypes.data, word, words, limits.ctypes.data, count, line)
             low = _numbers_of(
-                first, last, geo.channels, *fixed, steps.ctypes.data, seed, word + 2 * words, beyond, raw, z.data_ptr()
-            )
+                first, last, geo.channels, *fixed, steps.ctypes.data, seed, geo.by_token, word + 2 * words, beyond, raw,
+                z.data_ptr(),
+            )  # fmt: skip
             whole[i] = given == (words, beyond, True) and low == raw
 
     over_rows(work, geo.streams, z.nbytes)
@@ -275,7 +277,7 @@ def _given_out(states, word, words, limits, count, out) -> Any:
 
 
 @kernel
-def _numbers_of(first, last, channels, channel, rows, steps, seed, beyond, count, raw, out) -> Any:
+def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond, count, raw, out) -> Any:
     """Put coefficients in the place of the upper part of their codes. How many bytes of lowest bits there are."""
     low, bit, left = beyond + 2 * count, 0, count
     columns = np.empty(channels, np.int64)
@@ -295,5 +297,9 @@ def _numbers_of(first, last, channels, channel, rows, steps, seed, beyond, count
                 put_int(line, j, np.int64(get_int(line, j)) << width | (part & ((1 << width) - 1)))
                 bit += width
         for j in range(channels):
-            put_float(line, j, number_of(get_int(line, j), dither_of(r * channels + j, seed), step))
+            code = get_int(line, j)
+            middle = middle_of(code, dither_of(r * channels + j, seed))
+            if draw:
+                middle = drawn(middle, code, scale_of(get_int(channel, j), row))
+            put_float(line, j, middle * step)
     return ((bit + 15) >> 4) * 2

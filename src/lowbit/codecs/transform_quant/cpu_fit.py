@@ -24,7 +24,6 @@ from lowbit.codecs.transform_quant.layout import STREAM_BYTES, TransformGeometry
 from lowbit.codecs.transform_quant.reference import (
     FINE,
     FURTHEST_BELOW,
-    HIGHEST,
     LEAST_STEP,
     MOST_STEP,
     NAN,
@@ -32,7 +31,7 @@ from lowbit.codecs.transform_quant.reference import (
     ZERO,
     _mantissas,
 )
-from lowbit.codecs.transform_quant.tables import LOWEST
+from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
 from lowbit.kernels.cpu.jit import helper, kernel, summing
 from lowbit.kernels.cpu.memory import get_byte, get_float, get_int, put_byte, put_float, put_int
 from lowbit.kernels.cpu.operations import float_bits, greater, greater32, magnitude, power_of_two

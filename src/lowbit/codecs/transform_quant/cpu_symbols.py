@@ -12,18 +12,21 @@ from llvmlite import ir
 from numba.types import float32, int32, int64, uint16
 
 from lowbit.codecs.transform_quant import tables
-from lowbit.codecs.transform_quant.reference import FARTHEST, HIGHEST, LIMIT, WORD
+from lowbit.codecs.transform_quant.reference import FARTHEST, LIMIT, WORD
 from lowbit.codecs.transform_quant.tables import (
     BORDERS,
     DEAD,
     DITHERS,
+    DRAWN,
+    HIGHEST,
     LOWEST,
     MIDDLE,
     PRECISION,
+    ROOT,
     SYMBOLS,
     TOTAL,
 )
-from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32
+from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32, power_of_two
 from lowbit.kernels.cpu.jit import operation
 from lowbit.kernels.cpu.memory import F32, I16, I32, I64
 
@@ -91,11 +94,24 @@ def symbol_of(b: Any, code: Any, scale: Any, context: Any) -> Any:
     return b.add(b.shl(context, I32(4)), b.select(inside, symbol, I32(0)))
 
 
-@operation(float32, int32, int32, float32)
-def number_of(b: Any, code: Any, dither: Any, step: Any) -> Any:
-    """The middle of a cell, without the dither."""
+@operation(float32, int32, int32)
+def middle_of(b: Any, code: Any, dither: Any) -> Any:
+    """The middle of a cell, without the dither, in steps."""
     shift = b.fmul(b.fsub(F32(127.5), b.sitofp(dither, F32)), F32(1 / 256))
-    return b.fmul(b.fadd(b.sitofp(code, F32), shift), step)
+    return b.fadd(b.sitofp(code, F32), shift)
+
+
+@operation(float32, float32, int32, int32)
+def drawn(b: Any, middle: Any, code: Any, scale: Any) -> Any:
+    """What is drawn towards 0 as `tables.drawn` has it, computed anew: loads from a table cannot be done by vectors."""
+    spread, tails = (F32(float(np.float32(square))) for square in DRAWN)
+    odd = b.icmp_signed("!=", b.and_(scale, I32(1)), I32(0))
+    square = b.fmul(b.select(odd, F32(float(ROOT)), F32(1)), power_of_two(b, b.ashr(scale, I32(1))))
+    share = b.fdiv(square, b.fadd(square, spread))
+    root = b.call(b.module.declare_intrinsic("llvm.sqrt", [F32]), [b.fdiv(square, b.fadd(square, tails))])
+    pull = b.fsub(F32(0.5), b.fmul(F32(0.5), root))
+    nearer = b.fsub(middle, b.select(b.icmp_signed("<", code, I32(0)), b.fneg(pull), pull))
+    return b.select(b.icmp_signed("==", code, I32(0)), b.fmul(middle, share), nearer)
 
 
 @operation(int64, int64, int64)

@@ -48,8 +48,10 @@ from lowbit.codecs.transform_quant.gpu_symbols import (
     coded,
     context_of,
     dither_of,
+    drawn_of,
     elements,
     loaded,
+    scale_of,
     seed_of,
     step_of,
     symbol_of,
@@ -112,8 +114,8 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
         *given, *place,
     )  # fmt: skip
     launch(
-        _numbers, programs, WARPS, shape | many, z, header, levels, tokens, norms, table.mantissas, scalars, raws,
-        escapes, *given, *place, BY_TOKEN=geo.by_token,
+        _numbers, programs, WARPS, shape | many, z, header, levels, tokens, norms, table.mantissas, table.drawn,
+        scalars, raws, escapes, *given, *place, BY_TOKEN=geo.by_token,
     )  # fmt: skip
     return whole.all()
 
@@ -299,8 +301,8 @@ def _decode(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _numbers(
-    z, header, levels, tokens, norms, mantissas, scalars, raws, escapes, streams, count, end, rows, stream_rows, chunks,
-    BY_TOKEN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    z, header, levels, tokens, norms, mantissas, drawn, scalars, raws, escapes, streams, count, end, rows, stream_rows,
+    chunks, BY_TOKEN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Put a chunk's coefficients in place of the upper parts of their codes."""
     stream, index, row, column, exists = elements(rows, stream_rows, chunks, C, BLOCK)
@@ -333,7 +335,8 @@ def _numbers(
         low |= (part & 0xFFFF) << 16 * i
     code |= (low >> (bit & 15)).to(tl.int32) & ((1 << raw) - 1)
 
-    value = (code.to(tl.float32) + (127.5 - dither.to(tl.float32)) * (1 / 256)) * step_of(
-        mantissas, token, by_norm, step, False
-    )
+    value = code.to(tl.float32) + (127.5 - dither.to(tl.float32)) * (1 / 256)
+    if BY_TOKEN:
+        value = drawn_of(value, code, drawn, scale_of(channel, token, step))
+    value *= step_of(mantissas, token, by_norm, step, False)
     tl.store(z + index, value, mask=exists)

@@ -20,12 +20,13 @@ from lowbit.codecs.transform_quant import reference, tables
 from lowbit.kernels.gpu.numbers import of_bits
 
 ZERO, NAN = tl.constexpr(reference.ZERO), tl.constexpr(reference.NAN)
-LOWEST, HIGHEST, DEAD = tl.constexpr(tables.LOWEST), tl.constexpr(reference.HIGHEST), tl.constexpr(tables.DEAD)
+LOWEST, HIGHEST, DEAD = tl.constexpr(tables.LOWEST), tl.constexpr(tables.HIGHEST), tl.constexpr(tables.DEAD)
 DITHERS, MIDDLE, SYMBOLS = (tl.constexpr(n) for n in (tables.DITHERS, tables.MIDDLE, tables.SYMBOLS))
 B0, B1, B2, B3, B4, B5, B6 = (tl.constexpr(border) for border in tables.BORDERS)
 LEAST_STEP, MOST_STEP = tl.constexpr(reference.LEAST_STEP), tl.constexpr(reference.MOST_STEP)
 FARTHEST = tl.constexpr(float(reference.FARTHEST))
 MOST_LEVEL = tl.constexpr(reference.MOST_LEVEL)
+SCALES = tl.constexpr(tables.HIGHEST - tables.LOWEST + 1)
 HALF_QUARTER = tl.constexpr(reference.FINE // 8)
 NOTHING = tl.constexpr(tables.CONTEXTS * tables.SYMBOLS)  # in place of a symbol: leaves a state as it is
 UNITS = tl.constexpr(256)  # of a bit, in `costs`
@@ -40,6 +41,7 @@ class Tables(NamedTuple):
             probability; from bit 32 on where it begins (12 bits), the share (13), the shift. The last one: `NOTHING`.
         quarters: int64, of each context: where its symbols 4, 8 and 12 begin, 16 bits each.
         within: int64, of each four symbols: where they begin, and the last place, 12 bits each.
+        drawn: float32, shares and pulls (`tables.drawn`).
         costs: int32, `UNITS` of each symbol of each context, and of what is sent beside it.
     """
 
@@ -48,6 +50,7 @@ class Tables(NamedTuple):
     shares: Tensor
     quarters: Tensor
     within: Tensor
+    drawn: Tensor
     costs: Tensor
 
 
@@ -71,6 +74,7 @@ def tables_on(device: torch.device) -> Tables:
         factor | begin << 32 | share << 44 | shift << 57,
         quarters,
         within,
+        tables.drawn(),
         np.rint(bits * UNITS.value).astype(np.int32),
     )
     return Tables(*(torch.as_tensor(table).to(device) for table in made))
@@ -106,9 +110,23 @@ def dither_of(index, seed):
 
 
 @triton.jit
+def scale_of(channel, token, step):
+    """`reference.clipped`."""
+    return tl.minimum(tl.maximum(channel - token - ((step + HALF_QUARTER) >> 4), LOWEST), HIGHEST)
+
+
+@triton.jit
+def drawn_of(middle, code, drawn, scale):
+    """`reference.drawn`."""
+    share = tl.load(drawn + (scale - LOWEST))
+    pull = tl.load(drawn + (scale - LOWEST + SCALES))
+    return tl.where(code == 0, middle * share, middle - tl.where(code < 0, -pull, pull))
+
+
+@triton.jit
 def context_of(channel, token, step, dither):
     """The table of each symbol, and how many lowest bits travel as they are (see `reference.contexts`)."""
-    scale = tl.minimum(tl.maximum(channel - token - ((step + HALF_QUARTER) >> 4), LOWEST), HIGHEST)
+    scale = scale_of(channel, token, step)
     scale = tl.where(token >= NAN, LOWEST, scale)
     raw = tl.maximum(scale, 0) >> 2
     group = tl.where(token >= NAN, DEAD, tl.where(scale >= 0, scale & 3, scale) - LOWEST)

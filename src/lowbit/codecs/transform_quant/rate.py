@@ -11,8 +11,8 @@ from lowbit.codecs.subspace_quant.reference_basis import leading
 from lowbit.codecs.transform_quant import tables
 from lowbit.codecs.transform_quant.basis import coefficients
 from lowbit.codecs.transform_quant.layout import TransformGeometry
-from lowbit.codecs.transform_quant.reference import HIGHEST, NAN, fitted, scales
-from lowbit.codecs.transform_quant.tables import LOWEST
+from lowbit.codecs.transform_quant.reference import NAN, fitted, scales
+from lowbit.codecs.transform_quant.tables import HIGHEST, LOWEST
 from lowbit.kernels.exact import SMALLEST
 
 

@@ -17,13 +17,21 @@ from torch import Tensor
 
 from lowbit.codecs.transform_quant import tables
 from lowbit.codecs.transform_quant.layout import LANES, SLACK, TransformGeometry
-from lowbit.codecs.transform_quant.tables import DEAD, DITHERS, LOWEST, MIDDLE, PRECISION, SYMBOLS, TOTAL
+from lowbit.codecs.transform_quant.tables import (
+    DEAD,
+    DITHERS,
+    HIGHEST,
+    LOWEST,
+    MIDDLE,
+    PRECISION,
+    RAW,
+    SYMBOLS,
+    TOTAL,
+)
 
 ZERO, NAN = 255, 254  # in place of a token's scale: all zeros; with NaN or Inf
 FURTHEST_BELOW = 253  # quarters of an octave that a scale can lie below the largest one
 ROUNDS = 2  # of fitting scales of directions and tokens to each other
-RAW = 20  # bits of a code that travel as they are, at most
-HIGHEST = 4 * RAW + 3  # scale, in quarters of an octave of a step
 FINE = 64  # steps to an octave
 LEAST_STEP, MOST_STEP = -126 * FINE, 126 * FINE
 FARTHEST = 1 << 28  # magnitude of a code, at most
@@ -100,7 +108,10 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
         codes, good = codes_of(streams[at : at + size], entry, *part)
         code_RC[rows] = codes.view(-1, geo.channels)
         whole, at = whole and good, at + size
-    number_RC = code_RC.to(z.device).float() + (127.5 - dither_RC.float()) / 256
+    code_RC = code_RC.to(z.device)
+    number_RC = code_RC.float() + (127.5 - dither_RC.float()) / 256
+    if geo.by_token:
+        number_RC = drawn(number_RC, code_RC, clipped(scale_RC, step))
     z.copy_(number_RC * steps(token_R, norm_R, norm, step, geo)[:, None])
     return torch.tensor(whole, device=z.device)
 
@@ -169,9 +180,20 @@ def dither(header: Tensor, shape: torch.Size) -> Tensor:
     return ((h ^ (h >> 16)) >> 24).view(shape)
 
 
+def clipped(scale_RC: Tensor, step: int) -> Tensor:
+    """Scales in quarters of an octave of a step, within those that have tables."""
+    return (scale_RC - ((step + FINE // 8) >> 4)).clamp(LOWEST, HIGHEST)
+
+
+def drawn(middle_RC: Tensor, code_RC: Tensor, clipped_RC: Tensor) -> Tensor:
+    """About the mean of what falls into the cells of these middles: drawn towards 0 (`tables.drawn`)."""
+    share, pull = torch.from_numpy(tables.drawn()).to(code_RC.device)[:, clipped_RC.long() - LOWEST]
+    return torch.where(code_RC == 0, middle_RC * share, middle_RC - torch.where(code_RC < 0, -pull, pull))
+
+
 def contexts(scale_RC: Tensor, token_R: Tensor, dither_RC: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """The table that each code's symbol is coded with, and the number of its lowest bits that travel as they are."""
-    clipped_RC = (scale_RC - ((step + FINE // 8) >> 4)).clamp(LOWEST, HIGHEST)
+    clipped_RC = clipped(scale_RC, step)
     raw_RC = clipped_RC.clamp(min=0) >> 2
     class_RC = torch.where(clipped_RC >= 0, clipped_RC & 3, clipped_RC) - LOWEST
     class_RC = torch.where(token_R[:, None] >= NAN, DEAD, class_RC)

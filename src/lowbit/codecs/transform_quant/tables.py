@@ -20,11 +20,15 @@ TOTAL = 1 << PRECISION
 SYMBOLS = 16  # 1 to 15: codes -7 to 7; 0: a code beyond them, which is sent by itself
 MIDDLE = 8  # symbol of the code 0
 LOWEST = -24  # scale in quarters of an octave: 2^-6 of a step
+RAW = 20  # bits of a code that travel as they are, at most
+HIGHEST = 4 * RAW + 3  # scale
 SCALES = 4 - LOWEST  # up to 3, just below 2 steps
 DEAD = SCALES  # the class after them: of tokens that are zeros, or NaN, whose code is 0
 DITHERS = 16  # classes of the 256 values, finer where a small coefficient may turn the code
 BORDERS = (2, 4, 8, 16, 32, 48, 80)  # between classes: distance to the nearer end of the 256
 CONTEXTS = (SCALES + 1) * DITHERS
+ROOT = np.float32(2**0.5)
+DRAWN = (0.14, 0.55)  # squares of steps that, beside a scale's, say how much numbers are drawn towards 0
 STRIDE = 32  # of a context's row of limits: 16 limits, `TOTAL`, and padding
 
 
@@ -66,6 +70,20 @@ def costs() -> NDArray[np.float64]:
     bits = -(share * np.log2(count / TOTAL)).sum(1).reshape(SCALES + 1, DITHERS)
     width = np.bincount(dither_classes(), minlength=DITHERS) / 256
     return (bits * width).sum(1)
+
+
+@functools.cache
+def drawn() -> NDArray[np.float32]:
+    """How numbers are drawn towards 0, by scale from `LOWEST` to `HIGHEST`: (2, scales).
+
+    Of the middle of the cell with 0 in it remains the share in [0]. Other middles come nearer by [1] of a step. These
+    are near the best share and pull for numbers of the distribution that symbols are coded for. Every step of it is
+    float32, and has one right result.
+    """
+    scale, (spread, tails) = np.arange(LOWEST, HIGHEST + 1), np.array(DRAWN, np.float32)
+    square = np.ldexp(np.where(scale & 1, ROOT, np.float32(1)), scale >> 1)
+    half = np.float32(0.5)
+    return np.stack([square / (square + spread), half - half * np.sqrt(square / (square + tails))])
 
 
 def _quarter_octaves(k: NDArray[np.int64]) -> NDArray[np.float64]:
