@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import re
 from typing import Any, NamedTuple, cast
 
@@ -219,6 +220,7 @@ def test_states_that_do_not_fit_are_refused():
         assert emulation.state_dict()["steps"] == 2
     for wrong, said in (
         (changed("directions", 3, kept), "of a wrong type; allowed: a tensor and two integers"),
+        (changed("directions", torch.full((4, 24), math.nan), kept), "with NaN or Inf; allowed: finite ones"),
         (changed("directions", torch.zeros(1, 7), kept), "of shape (1, 7); expected (directions, channels) = (4, 24)"),
     ):
         fresh, other = emulated()

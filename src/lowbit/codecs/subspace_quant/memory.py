@@ -96,6 +96,8 @@ class Memory:
             raise ValueError(
                 "state has directions, messages or digest of a wrong type; allowed: a tensor and two integers"
             )
+        if not directions.isfinite().all():
+            raise ValueError("state has directions with NaN or Inf; allowed: finite ones")
         if directions.shape != self.directions.shape:
             expected = tuple(self.directions.shape)
             raise ValueError(

@@ -61,7 +61,8 @@ class TransformQuant(StatefulCodec):
     - scalars, 4 int32: the largest sum of a coordinate's and a token's scale, the largest norm, both in quarters of an
       octave, the step in 64ths of an octave, and 0;
     - levels, C bytes, and tokens, R bytes: scales of coordinates and tokens, in quarters of an octave below the
-      largest; a token of zeros has 255, one with NaN, Inf or coefficients beyond 2^112 has 254 and decodes to NaN;
+      largest; a token of zeros has 255, one with NaN, Inf or coefficients beyond 2^112 has 254 and decodes to NaN; one
+      of less than 2^-63 of the largest gets noise as if it were larger;
     - norms, R bytes, likewise, if steps are relative to tokens' norms;
     - streams of about 2^16 symbols, after a table of three int32 for each: 32 states of rANS, which take the symbols in
       turn, 4 bytes each; words of 16 bits; codes beyond the 15 symbols, int16; the lowest bits of codes whose scale is
@@ -73,10 +74,11 @@ class TransformQuant(StatefulCodec):
 
     Args:
         bits: of an element, every byte counted, above 0 and at most 16. None: 2.875 for the symbols with step="token",
-            1.875 with step="message", and what scales and directions take beside them. "auto": a sender chooses the
-            rate that gives `decibels`, in the last step of the warm-up, by the first message that it sends there, and
-            its choice travels with the messages of that step. Each tensor of each boundary gets a rate of its own.
-            Until the warm-up is over there is no session.
+            1.875 with step="message", and what scales and directions take beside them; where these take more than 16,
+            as with one token or one channel, a tensor is sent as it is. "auto": a sender chooses the rate that gives
+            `decibels`, in the last step of the warm-up, by the first message that it sends there, and its choice
+            travels with the messages of that step. Each tensor of each boundary gets a rate of its own. Until the
+            warm-up is over there is no session.
         step: "token": the error of each token is relative to its norm, which suits activations; "message": it is the
             same for all, which suits gradients.
         decibels: signal over noise that "auto" wants, more than 0 and at most 80. The basis is less good in a run than
@@ -127,7 +129,10 @@ class TransformQuant(StatefulCodec):
         return self if self.settled else replace(self, bits=choice / GRAIN)
 
     def format_nbytes(self, shape: Sequence[int]) -> int:
-        return self.geometry(shape).layout.nbytes if math.prod(shape) else 0
+        geo, numel = self.geometry(shape), math.prod(shape)
+        if self.bits is None and geo.overhead() > 2 * numel:
+            return 4 * numel + 1  # more than plain numbers take, which are sent instead
+        return geo.layout.nbytes if numel else 0
 
     def geometry(self, shape: Sequence[int]) -> TransformGeometry:
         """Sizes of a payload.
