@@ -43,10 +43,10 @@ class TransformQuant(StatefulCodec):
         z = x H,  q = floor(z / step + u),  z' = (q + 1/2 - u) step,  y = z' H'.
 
     With step="message", the error y - x has variance step^2 / 12 in every direction, and neither depends on x nor has a
-    bias, also where x has less than a step: small signals are learned from, in the mean. With step="token", q = 0 gives
-    z' = a (1/2 - u) step instead, and others come nearer to 0 by at most half a step: about the mean of what falls into
-    a cell, by its scale (`tables.drawn`). So little error is left where there is no signal. Activations bear that bias;
-    gradients do not: with it, training was far worse. A coordinate's bits follow its energy by
+    bias, also where x has less than a step: small signals are learned from, in the mean. With step="token", a receiver
+    draws z' towards 0, to the share of it that is the best linear estimate by the coordinate's scale and the token's
+    (`tables.shares`), but not out of its cell. So little error is left where there is no signal. Activations bear that
+    bias; gradients do not: with it, training was far worse. A coordinate's bits follow its energy by
     themselves. A useless basis costs error at the same rate, never correctness. A message takes the smallest step with
     which it fits its bytes, so that payloads of a shape have one size and a receiver can always post its buffer.
 

@@ -297,9 +297,8 @@ def _numbers_of(first, last, channels, channel, rows, steps, seed, draw, beyond,
                 put_int(line, j, np.int64(get_int(line, j)) << width | (part & ((1 << width) - 1)))
                 bit += width
         for j in range(channels):
-            code = get_int(line, j)
-            middle = middle_of(code, dither_of(r * channels + j, seed))
+            middle = middle_of(get_int(line, j), dither_of(r * channels + j, seed))
             if draw:
-                middle = drawn(middle, code, scale_of(get_int(channel, j), row))
+                middle = drawn(middle, scale_of(get_int(channel, j), row))
             put_float(line, j, middle * step)
     return ((bit + 15) >> 4) * 2

@@ -17,16 +17,16 @@ from lowbit.codecs.transform_quant.tables import (
     BORDERS,
     DEAD,
     DITHERS,
-    DRAWN,
     HIGHEST,
     LOWEST,
     MIDDLE,
+    NOISE,
     PRECISION,
     ROOT,
     SYMBOLS,
     TOTAL,
 )
-from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32, power_of_two
+from lowbit.kernels.cpu.formulas import greater, greater32, lesser, lesser32, magnitude, power_of_two
 from lowbit.kernels.cpu.jit import operation
 from lowbit.kernels.cpu.memory import F32, I16, I32, I64
 
@@ -101,17 +101,14 @@ def middle_of(b: Any, code: Any, dither: Any) -> Any:
     return b.fadd(b.sitofp(code, F32), shift)
 
 
-@operation(float32, float32, int32, int32)
-def drawn(b: Any, middle: Any, code: Any, scale: Any) -> Any:
-    """What is drawn towards 0 as `tables.drawn` has it, computed anew: loads from a table cannot be done by vectors."""
-    spread, tails = (F32(float(np.float32(square))) for square in DRAWN)
+@operation(float32, float32, int32)
+def drawn(b: Any, middle: Any, scale: Any) -> Any:
+    """`reference.drawn`, with shares computed anew: loads from a table cannot be done by vectors."""
     odd = b.icmp_signed("!=", b.and_(scale, I32(1)), I32(0))
     square = b.fmul(b.select(odd, F32(float(ROOT)), F32(1)), power_of_two(b, b.ashr(scale, I32(1))))
-    share = b.fdiv(square, b.fadd(square, spread))
-    root = b.call(b.module.declare_intrinsic("llvm.sqrt", [F32]), [b.fdiv(square, b.fadd(square, tails))])
-    pull = b.fsub(F32(0.5), b.fmul(F32(0.5), root))
-    nearer = b.fsub(middle, b.select(b.icmp_signed("<", code, I32(0)), b.fneg(pull), pull))
-    return b.select(b.icmp_signed("==", code, I32(0)), b.fmul(middle, share), nearer)
+    share, size = b.fdiv(square, b.fadd(square, F32(float(NOISE)))), magnitude(b, middle)
+    size = greater(b, b.fmul(size, share), b.fsub(size, F32(0.5)))
+    return b.select(b.fcmp_ordered("<", middle, F32(0)), b.fneg(size), size)
 
 
 @operation(int64, int64, int64)

@@ -114,7 +114,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
         *given, *place,
     )  # fmt: skip
     launch(
-        _numbers, programs, WARPS, shape | many, z, header, levels, tokens, norms, table.mantissas, table.drawn,
+        _numbers, programs, WARPS, shape | many, z, header, levels, tokens, norms, table.mantissas, table.kept,
         scalars, raws, escapes, *given, *place, BY_TOKEN=geo.by_token,
     )  # fmt: skip
     return whole.all()
@@ -301,7 +301,7 @@ def _decode(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _numbers(
-    z, header, levels, tokens, norms, mantissas, drawn, scalars, raws, escapes, streams, count, end, rows, stream_rows,
+    z, header, levels, tokens, norms, mantissas, kept, scalars, raws, escapes, streams, count, end, rows, stream_rows,
     chunks, BY_TOKEN: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Put a chunk's coefficients in place of the upper parts of their codes."""
@@ -337,6 +337,6 @@ def _numbers(
 
     value = code.to(tl.float32) + (127.5 - dither.to(tl.float32)) * (1 / 256)
     if BY_TOKEN:
-        value = drawn_of(value, code, drawn, scale_of(channel, token, step))
+        value = drawn_of(value, kept, scale_of(channel, token, step))
     value *= step_of(mantissas, token, by_norm, step, False)
     tl.store(z + index, value, mask=exists)

@@ -26,7 +26,6 @@ B0, B1, B2, B3, B4, B5, B6 = (tl.constexpr(border) for border in tables.BORDERS)
 LEAST_STEP, MOST_STEP = tl.constexpr(reference.LEAST_STEP), tl.constexpr(reference.MOST_STEP)
 FARTHEST = tl.constexpr(float(reference.FARTHEST))
 MOST_LEVEL = tl.constexpr(reference.MOST_LEVEL)
-SCALES = tl.constexpr(tables.HIGHEST - tables.LOWEST + 1)
 HALF_QUARTER = tl.constexpr(reference.FINE // 8)
 NOTHING = tl.constexpr(tables.CONTEXTS * tables.SYMBOLS)  # in place of a symbol: leaves a state as it is
 UNITS = tl.constexpr(256)  # of a bit, in `costs`
@@ -41,7 +40,7 @@ class Tables(NamedTuple):
             probability; from bit 32 on where it begins (12 bits), the share (13), the shift. The last one: `NOTHING`.
         quarters: int64, of each context: where its symbols 4, 8 and 12 begin, 16 bits each.
         within: int64, of each four symbols: where they begin, and the last place, 12 bits each.
-        drawn: float32, shares and pulls (`tables.drawn`).
+        kept: float32, `tables.shares`.
         costs: int32, `UNITS` of each symbol of each context, and of what is sent beside it.
     """
 
@@ -50,7 +49,7 @@ class Tables(NamedTuple):
     shares: Tensor
     quarters: Tensor
     within: Tensor
-    drawn: Tensor
+    kept: Tensor
     costs: Tensor
 
 
@@ -74,7 +73,7 @@ def tables_on(device: torch.device) -> Tables:
         factor | begin << 32 | share << 44 | shift << 57,
         quarters,
         within,
-        tables.drawn(),
+        tables.shares(),
         np.rint(bits * UNITS.value).astype(np.int32),
     )
     return Tables(*(torch.as_tensor(table).to(device) for table in made))
@@ -116,11 +115,11 @@ def scale_of(channel, token, step):
 
 
 @triton.jit
-def drawn_of(middle, code, drawn, scale):
+def drawn_of(middle, shares, scale):
     """`reference.drawn`."""
-    share = tl.load(drawn + (scale - LOWEST))
-    pull = tl.load(drawn + (scale - LOWEST + SCALES))
-    return tl.where(code == 0, middle * share, middle - tl.where(code < 0, -pull, pull))
+    size = tl.abs(middle)
+    size = tl.maximum(size * tl.load(shares + (scale - LOWEST)), size - 0.5)
+    return tl.where(middle < 0, -size, size)
 
 
 @triton.jit

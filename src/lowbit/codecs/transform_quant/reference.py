@@ -111,7 +111,7 @@ def decode(payload: Tensor, header: Tensor, z: Tensor, geo: TransformGeometry) -
     code_RC = code_RC.to(z.device)
     number_RC = code_RC.float() + (127.5 - dither_RC.float()) / 256
     if geo.by_token:
-        number_RC = drawn(number_RC, code_RC, clipped(scale_RC, step))
+        number_RC = drawn(number_RC, clipped(scale_RC, step))
     z.copy_(number_RC * steps(token_R, norm_R, norm, step, geo)[:, None])
     return torch.tensor(whole, device=z.device)
 
@@ -185,10 +185,11 @@ def clipped(scale_RC: Tensor, step: int) -> Tensor:
     return (scale_RC - ((step + FINE // 8) >> 4)).clamp(LOWEST, HIGHEST)
 
 
-def drawn(middle_RC: Tensor, code_RC: Tensor, clipped_RC: Tensor) -> Tensor:
-    """About the mean of what falls into the cells of these middles: drawn towards 0 (`tables.drawn`)."""
-    share, pull = torch.from_numpy(tables.drawn()).to(code_RC.device)[:, clipped_RC.long() - LOWEST]
-    return torch.where(code_RC == 0, middle_RC * share, middle_RC - torch.where(code_RC < 0, -pull, pull))
+def drawn(middle_RC: Tensor, clipped_RC: Tensor) -> Tensor:
+    """Middles of cells, in steps, drawn towards 0 to the best linear estimate, but not out of their cells."""
+    share_RC = torch.from_numpy(tables.shares()).to(middle_RC.device)[clipped_RC.long() - LOWEST]
+    size_RC = middle_RC.abs()
+    return torch.maximum(size_RC * share_RC, size_RC - 0.5).copysign(middle_RC)
 
 
 def contexts(scale_RC: Tensor, token_R: Tensor, dither_RC: Tensor, step: int) -> tuple[Tensor, Tensor]:

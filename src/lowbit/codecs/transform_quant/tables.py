@@ -28,7 +28,7 @@ DITHERS = 16  # classes of the 256 values, finer where a small coefficient may t
 BORDERS = (2, 4, 8, 16, 32, 48, 80)  # between classes: distance to the nearer end of the 256
 CONTEXTS = (SCALES + 1) * DITHERS
 ROOT = np.float32(2**0.5)
-DRAWN = (0.14, 0.55)  # squares of steps that, beside a scale's, say how much numbers are drawn towards 0
+NOISE = np.float32(1 / 12)  # of a step squared
 STRIDE = 32  # of a context's row of limits: 16 limits, `TOTAL`, and padding
 
 
@@ -73,17 +73,14 @@ def costs() -> NDArray[np.float64]:
 
 
 @functools.cache
-def drawn() -> NDArray[np.float32]:
-    """How numbers are drawn towards 0, by scale from `LOWEST` to `HIGHEST`: (2, scales).
+def shares() -> NDArray[np.float32]:
+    """What remains of a cell's middle in the best linear estimate, by scale from `LOWEST` to `HIGHEST`.
 
-    Of the middle of the cell with 0 in it remains the share in [0]. Other middles come nearer by [1] of a step. These
-    are near the best share and pull for numbers of the distribution that symbols are coded for. Every step of it is
-    float32, and has one right result.
+    The error of a middle has the variance `NOISE`. Every step of this is float32, and has one right result.
     """
-    scale, (spread, tails) = np.arange(LOWEST, HIGHEST + 1), np.array(DRAWN, np.float32)
+    scale = np.arange(LOWEST, HIGHEST + 1)
     square = np.ldexp(np.where(scale & 1, ROOT, np.float32(1)), scale >> 1)
-    half = np.float32(0.5)
-    return np.stack([square / (square + spread), half - half * np.sqrt(square / (square + tails))])
+    return square / (square + NOISE)
 
 
 def _quarter_octaves(k: NDArray[np.int64]) -> NDArray[np.float64]:
