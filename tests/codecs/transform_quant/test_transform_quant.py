@@ -252,6 +252,31 @@ def test_errors_of_one_step_are_white_and_unbiased() -> None:
     assert abs(float(weak - strong)) < 5 * math.sqrt(2 * 2 / (n * channels / 2))
 
 
+@pytest.mark.parametrize(("wanted", "step"), product((20.0, 30.0), STEPS))
+def test_the_rate_that_is_chosen_gives_about_the_wanted_error(wanted: float, step: str) -> None:
+    codec = TransformQuant(bits="auto", decibels=wanted, step=step)
+    x = tokens((256, 64), seed=0, directions=8) + 0.01 * torch.randn(
+        256, 64, generator=torch.Generator().manual_seed(1)
+    )
+    assert not codec.settled
+    settled = codec.settle(codec.choose(x))
+    assert settled.settled
+    sender, receiver = ends(settled, (256, 64))
+    for _ in range(12):
+        y = crossed(sender, receiver, x)
+    assert abs(decibels(x, y) - wanted) < 2
+
+
+@pytest.mark.parametrize("zeros", [slice(None), slice(1, None, 2)])
+def test_tokens_that_tell_nothing_choose_the_rate_of_none(zeros: slice, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    x[zeros] = 0
+    codec = TransformQuant(bits="auto")
+    expected = TransformQuant().bits_per_element((64, 32))
+    assert abs(codec.choose(x) / 64 - expected) < 0.1
+    assert "is zeros, or has NaN or Inf" in caplog.text
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_steps_by_token_leave_little_error_where_there_is_no_signal(step: str) -> None:
     g = torch.Generator().manual_seed(0)

@@ -30,6 +30,8 @@ def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float |
     z_RC = coefficients(x_RC, leading(seen_RC, geo.directions, torch.tensor(1 / most)))
     level_C, token_R, _, (level, *_) = fitted(z_RC, geo)
     scale_RC = scales(level_C, token_R, level)[token_R < NAN]
+    if not scale_RC.numel():
+        return None
     if geo.by_token:
         step = _step_for(scale_RC, 10 ** (-decibels / 10))
     else:
@@ -41,7 +43,7 @@ def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float |
 
 
 def _step_for(scale_RC: Tensor, error: float) -> int:
-    """The largest step, in quarters of an octave, that leaves at most this mean squared error of the means of cells."""
+    """The largest step, in quarters of an octave, that leaves at most this mean squared error of numbers drawn towards 0."""
     variance_RC = torch.exp2(0.5 * scale_RC.double())
     step = int(scale_RC.amax()) + 8
     while True:
