@@ -123,7 +123,7 @@ def _gradients(row: Row) -> bool:
 
 
 def _convergence(row: Row) -> bool:
-    return not any(part in row["boundary"] for part in ("directions=8", "directions='auto'", "bits=2"))
+    return not any(part in row["boundary"] for part in ("directions=8", "directions='auto'", "bits=2)"))
 
 
 README = "readme"
