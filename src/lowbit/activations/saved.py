@@ -14,6 +14,7 @@ from torch import nn
 
 from lowbit.activations import layers
 from lowbit.activations.counting import Watch
+from lowbit.activations.experts import experts_like, run_experts, with_input_bits
 from lowbit.activations.hooks import attention_forward
 from lowbit.activations.layers import Layer
 from lowbit.activations.policy import WHOLE, LayerAware
@@ -70,7 +71,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
             raise TypeError(f"{name} is {type(value).__name__}; allowed: {allowed.__name__}")
     if twice := [n for n, m in model.named_modules() if _MARK in vars(m)]:
         raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
-    changes = {name: change for name, m in model.named_modules() if (change := _change(name, m, model, policy))}
+    changes = _changes(model, policy)
     if not changes:
         raise ValueError(
             f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
@@ -120,6 +121,8 @@ class Compressed:
             self.bits[name] = (kind, bits)
             self._modules.append(module)
         left = {n: type(m).__name__ for n, m in model.named_modules() if _is_left(m) and n not in changes}
+        gates = {f"{n}.{c}" for n, (_, f, _) in changes.items() if f is run_experts for c in _inside(model, n)}
+        left = {n: kind for n, kind in left.items() if n not in gates}
         self.left: Counter[str] = Counter(left.values())
         self._survey = _Survey(model, left) if left and report else None
 
@@ -140,6 +143,19 @@ _MARK = "_lowbit_saved"
 _Change = tuple[str, Callable[..., Any], Any]
 
 
+def _changes(model: nn.Module, policy: LayerAware) -> dict[str, _Change]:
+    """The changes by name. What lies between the products of experts stays as it is: they run it themselves."""
+    changes = {name: change for name, m in model.named_modules() if (change := _change(name, m, model, policy))}
+    for name in [name for name, (_, forward, _) in changes.items() if forward is run_experts]:
+        for inside in _inside(model, name):
+            changes.pop(f"{name}.{inside}", None)
+    return changes
+
+
+def _inside(model: nn.Module, name: str) -> list[str]:
+    return [inside for inside, _ in model.get_submodule(name).named_modules() if inside]
+
+
 def _change(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> _Change | None:
     """Layer type, new forward and its parameters (`Layer.formula`); None: the module stays as it is."""
     if (transposed := linear_like(module)) is not None:
@@ -148,6 +164,8 @@ def _change(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) 
         return "norm", layers.norm_forward, norm
     if activation := activation_like(module):
         return "mlp", layers.activation_forward, activation
+    if parts := experts_like(module):
+        return "mlp", run_experts, with_input_bits(parts, policy, name)
     if parts := feed_forward(module):
         return "mlp", layers.feed_forward_forward, parts
     if policy.attention != WHOLE and is_attention(module) and not in_attention(name, model):

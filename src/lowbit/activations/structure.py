@@ -185,12 +185,12 @@ def _activation(y: Tensor, gate: Tensor, up: Tensor | None) -> str | None:
     return None
 
 
-def _try(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor | None:
-    """A module's output for `x` with these weights, without anybody's hooks; None if it raises an error."""
+def _try(module: nn.Module, weights: dict[str, Tensor], *inputs: Tensor) -> Tensor | None:
+    """A module's output for these inputs and weights, without anybody's hooks; None if it raises an error."""
     no_hooks = [(part, name, type(getattr(part, name))()) for part in module.modules() for name in _HOOKS]
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"), _changed(no_hooks):
-            y = functional_call(module, weights, (x,))
+            y = functional_call(module, weights, inputs)
     except Exception:
         return None
     return y if isinstance(y, Tensor) else None
