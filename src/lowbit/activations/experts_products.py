@@ -70,7 +70,11 @@ def weight_gradient(x_SI: Tensor, grad_SO: Tensor, like_EIO: Tensor, routing: Ro
     """The gradient of `product` at the weights, in their dtype and layout; 0 for experts without rows."""
     if _in_one_launch(x_SI, like_EIO):
         grad = functional.grouped_mm(x_SI.t(), grad_SO, offs=_offsets(routing, x_SI))
-        return torch.empty_like(like_EIO).copy_(grad)
+        out = torch.empty_like(like_EIO).copy_(grad)
+        used = {expert for expert, _ in routing.slices()}
+        for expert in set(range(len(out))) - used:  # kernels may leave these as they were
+            out[expert] = 0
+        return out
     out = torch.zeros_like(like_EIO)
     for expert, rows in routing.slices():
         out[expert] = x_SI[rows].t() @ grad_SO[rows]
