@@ -9,19 +9,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations import layers, structure
+from lowbit.activations import structure
 from lowbit.activations.experts_function import ExpertsFunction, Form, Gate
 from lowbit.activations.experts_products import Routing
-from lowbit.activations.layers import Layer
+from lowbit.activations.follow import MARK, Call, Layer, large_enough
 from lowbit.activations.policy import LayerAware
-from lowbit.activations.recipes import takes
-from lowbit.codecs import GroupInt
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _TOKENS, _CHOICES, _INPUTS, _INNER = 12, 2, 24, 8  # of the layer that is tried; some kernels want multiples of 4
@@ -29,16 +27,12 @@ _TOKENS, _CHOICES, _INPUTS, _INNER = 12, 2, 24, 8  # of the layer that is tried;
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A layer's formula: names of the weights, whether they are (E, inputs, outputs), and the gate.
-
-    `input_codec`: for hidden states that no layer before has saved.
-    """
+    """A layer's formula: names of the weights, whether they are (E, inputs, outputs), and the gate."""
 
     up: str
     down: str
     transposed: bool
     gate: Gate
-    input_codec: GroupInt | None = None
 
     def weights(self, module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """First weights, their biases, last weights, their biases."""
@@ -66,19 +60,14 @@ def experts_like(module: nn.Module) -> Experts | None:
     return None
 
 
-def with_input_bits(experts: Experts, policy: LayerAware, name: str) -> Experts:
-    """The same with the format of its input."""
-    return replace(experts, input_codec=policy.codec(policy.bits_of("linear", name)))
-
-
 def _gate(module: Any, has_up: bool) -> Gate | None:
     """What comes between the products; None: unknown."""
-    act = getattr(module, "act_fn", None)
-    formula = getattr(module, "_apply_gate", functools.partial(_first_half_gates, act)) if has_up else act
+    act: Any = getattr(module, "act_fn", None)
+    formula: Any = getattr(module, "_apply_gate", functools.partial(_first_half_gates, act)) if has_up else act
     gate, up = structure._samples()[:2]
     try:
         with torch.no_grad():
-            value = formula(torch.cat([gate, up], -1) if has_up else gate)  # pyright: ignore[reportOptionalCall]
+            value = formula(torch.cat([gate, up], -1) if has_up else gate)
     except Exception:
         return None
     if not isinstance(value, Tensor) or value.shape != gate.shape:
@@ -118,24 +107,37 @@ def _computes(module: nn.Module, experts: Experts, scale: float) -> bool:
     return torch.allclose(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-@layers._eager
-def run_experts(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+def experts(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Any:
+    """Layer type, forward and its parameters for a mixture-of-experts layer, and for what lies inside one."""
+    if formula := experts_like(module):
+        return "mlp", _run, formula
+    above = vars(model.get_submodule(name.rpartition(".")[0])).get(MARK) if name else None
+    return ("", _run_as_it_is, None) if above is not None and above.forward in (_run, _run_as_it_is) else None
+
+
+def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """A mixture-of-experts layer that saves hidden states, once, and what the gate gets, in few bits."""
-    experts: Experts = layer.formula
+    formula: Experts = layer.formula
+    call = Call(layer.own, module, layer)
     inputs = _inputs(layer.own, args, kwargs)
     routing = None
-    if inputs is not None and _is_passive(module) and layers._saves(module, layer, inputs[0]):
-        routing = _routing(experts, module, *inputs)
+    if inputs is not None and _is_passive(module):
+        routing = _routing(call, formula, *inputs)
     if inputs is None or routing is None:
         return layer.own(*args, **kwargs)
     x, _, weights = inputs
-    up, up_bias, down, down_bias = experts.weights(module)
+    up, up_bias, down, down_bias = formula.weights(module)
     dtype = _compute_dtype(module, x, up)
-    form = Form(gate=experts.gate, codec=layer.codec, transposed=experts.transposed, dtype=dtype)
-    rebuilt, saved = None, ()
-    if up.requires_grad:
-        rebuilt, saved = layers._input_of(replace(layer, kind="linear", codec=experts.input_codec), x, dtype)
-    return ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
+    form = Form(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
+    with call.handled(*args, **kwargs), torch._C.DisableTorchFunction():
+        rebuilt, saved = call.source(x, dtype) if up.requires_grad else (None, ())
+        return ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
+
+
+def _run_as_it_is(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    """What lies between the products: backward runs it again, in full precision."""
+    with torch._C.DisableTorchFunction():
+        return layer.own(*args, **kwargs)
 
 
 def _inputs(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
@@ -149,13 +151,15 @@ def _inputs(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return None
     x, index, weights = args
     fits = index.shape == weights.shape and len(x) == len(index) and not index.is_floating_point()
-    return (x, index, weights) if fits and takes(x, weights) else None
+    return (x, index, weights) if fits else None
 
 
-def _routing(experts: Experts, module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
+def _routing(call: Call, formula: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Routing | None:
     """The routing of a call; None where the module's own forward has nothing to save, or an error to raise."""
-    tensors = [t for t in experts.weights(module) if t is not None]
-    if not takes(*tensors) or tensors[0].shape[1 if experts.transposed else 2] != x.shape[1]:
+    tensors = [t for t in formula.weights(call.module) if t is not None]
+    if not large_enough(x) or tensors[0].shape[1 if formula.transposed else 2] != x.shape[1]:
+        return None
+    if not call.saves(x, weights, *tensors):
         return None
     if {t.device for t in (x, index, weights, *tensors)} != {x.device}:
         return None
@@ -177,4 +181,6 @@ def _compute_dtype(module: Any, x: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype of the products: autocast's, which PyTorch's grouped product does not know."""
     config = getattr(module, "config", None)
     is_grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
-    return weight.dtype if is_grouped else layers._compute_dtype(x)
+    if is_grouped or not torch.is_autocast_enabled(x.device.type):
+        return weight.dtype
+    return torch.get_autocast_dtype(x.device.type)

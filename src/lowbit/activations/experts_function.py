@@ -146,15 +146,15 @@ class ExpertsFunction(torch.autograd.Function):
                 grad_weights = grad_weights.to(weights_NK.dtype)
             del unweighted_SF
             g_SI *= weights_S1
-            if needs_down_bias:
+            if needs_down_bias and down_bias is not None:
                 grad_down_bias = bias_gradient(g_SI, down_bias, routing)
             if needs_down:
                 grad_down = form.inputs_first(weight_gradient(inner_SF, g_SI, form.inputs_first(down), routing))
             del g_SI, inner_SF
-            if needs_up_bias:
+            if needs_up_bias and up_bias is not None:
                 grad_up_bias = bias_gradient(grad_pre_SO, up_bias, routing)
             if needs_up:
-                x_SI = routing.gather(ctx.rebuilt.get(saved, form.dtype).view(len(weights_NK), -1))
+                x_SI = routing.gather(ctx.rebuilt.get(saved, form.dtype).reshape(len(weights_NK), -1))
                 grad_up = form.inputs_first(weight_gradient(x_SI, grad_pre_SO, form.inputs_first(up), routing))
                 del x_SI
             if needs_x:
