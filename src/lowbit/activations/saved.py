@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lowbit.activations import (
-    handlers,  # noqa: F401  # registers them
+    attention,  # noqa: F401  # these two register handlers
+    handlers,  # noqa: F401
     layers,
 )
 from lowbit.activations.follow import Layer, Shared, followed_forward, running
-from lowbit.activations.hooks import attention_forward
-from lowbit.activations.policy import WHOLE, LayerAware
-from lowbit.activations.structure import activation_like, in_attention, is_attention, norm_like
+from lowbit.activations.policy import LayerAware
+from lowbit.activations.structure import activation_like, norm_like
 from lowbit.activations.survey import Survey
 
 
@@ -132,13 +132,7 @@ def _activation(name: str, module: nn.Module, model: nn.Module, policy: LayerAwa
     return formula and ("mlp", layers.activation_forward, formula)
 
 
-def _attention(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
-    if policy.attention == WHOLE or not is_attention(module) or in_attention(name, model):
-        return None
-    return "attention", attention_forward, policy
-
-
-CHANGES: list[Callable[[str, nn.Module, nn.Module, LayerAware], Change | None]] = [_norm, _activation, _attention]
+CHANGES: list[Callable[[str, nn.Module, nn.Module, LayerAware], Change | None]] = [_norm, _activation]
 """Recognize modules to replace as a whole: name, module, model, policy -> layer type, forward, its parameters."""
 
 

@@ -112,7 +112,8 @@ class Survey:
         try:
             self._compressed += 1
             self._count_plain(function, args, kwargs)
-            yield
+            with self.function(function):
+                yield
         finally:
             self._is_handled = False
 
