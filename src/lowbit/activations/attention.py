@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from lowbit.activations.recipes import Itself, Recipe, attach
 from lowbit.codecs import GroupInt
 
 
+_MOST = 1.5  # times the bytes of q, k and v: more is saved only if no fused kernel takes the arguments
+
+
 @handles(functional.scaled_dot_product_attention)
 def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Attention whose kernel reads rounded q, k, v and output in backward."""
@@ -22,10 +28,77 @@ def attention(call: Call, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     if codec is None or not large_enough(query) or not call.saves(query, key, value):
         return NotImplemented
     with call.handled(query, key, value, *args, **kwargs):
+        dropout = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+        random = _random_state(query) if dropout else None
         saved = _Saved(codec)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             out = call.func(query, key, value, *args, **kwargs)
-        return saved.carried(out)
+        masks = [x for x in [*args, *kwargs.values()] if isinstance(x, Tensor)]
+        if saved.bytes_without(out, *masks) <= _MOST * (query.nbytes + key.nbytes + value.nbytes):
+            return call.returned(saved.carried(out))
+        # No fused kernel takes these arguments, so probabilities were saved: repeat them in backward instead.
+        if any(x.requires_grad for x in masks):
+            call.left("a mask that is trained")
+            return saved.carried(out)
+        del saved
+        inputs = query, key, value
+        autocast = torch.is_autocast_enabled(out.device.type), torch.get_autocast_dtype(out.device.type)
+        repeat = _Repeat(call.func, args, kwargs, codec, random, autocast, [(x.shape, x.dtype) for x in inputs])
+        repeated = _Repeated.apply(*inputs, out.detach(), repeat, *(encoded(codec, x) for x in inputs))
+        return call.returned(repeated)
+
+
+def _random_state(x: Tensor) -> Tensor:
+    return torch.cuda.get_rng_state(x.device) if x.is_cuda else torch.get_rng_state()
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    """How attention is computed again."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    codec: GroupInt
+    random: Tensor | None
+    autocast: tuple[bool, torch.dtype]
+    inputs: list[tuple[torch.Size, torch.dtype]]
+
+    def gradients(self, payloads: Sequence[Tensor], grad_out: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """Gradients of q, k and v where they are needed, at what the payloads decode to."""
+        device = grad_out.device
+        decoded = [
+            self.codec.decode(payload, shape=shape, dtype=dtype).requires_grad_(wanted)
+            for payload, (shape, dtype), wanted in zip(payloads, self.inputs, needed, strict=True)
+        ]
+        with ExitStack() as stack:
+            if self.random is not None:  # the same elements drop out
+                stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+                (torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state)(self.random)
+            stack.enter_context(torch.autocast(device.type, dtype=self.autocast[1], enabled=self.autocast[0]))
+            stack.enter_context(torch.enable_grad())
+            out = self.func(*decoded, *self.args, **self.kwargs)
+        gradients = iter(torch.autograd.grad(out, [x for x in decoded if x.requires_grad], grad_out))
+        return [next(gradients) if wanted else None for wanted in needed]
+
+
+class _Repeated(torch.autograd.Function):
+    """Attention that is computed again in backward; saves payloads of q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, out: Tensor, repeat: _Repeat, *payloads: Tensor
+    ) -> Tensor:  # fmt: skip
+        """`out`: the result."""
+        ctx.repeat = repeat
+        ctx.save_for_backward(*payloads)
+        return out.detach()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad[:3]
+        return *ctx.repeat.gradients(ctx.saved_tensors, grad_out, needed), None, None, None, None, None
 
 
 class _Place:
@@ -68,6 +141,12 @@ class _Saved:
             return x
         place, dtype = self.coded[index]
         return place(self.codec.decode(x, shape=(place.shape.numel(),), dtype=dtype))
+
+    def bytes_without(self, *known: Tensor) -> int:
+        """Bytes that the kernel saves beside these: of its inputs, or of casts of these, and of statistics."""
+        own = {x.untyped_storage()._cdata for x in known}
+        others = {x.untyped_storage()._cdata: x.nbytes for x in self.tensors}
+        return sum(size for key, size in others.items() if key not in own)
 
     def carried(self, out: Tensor) -> Tensor:
         """The output, whose node holds payloads of it and of the inputs; statistics and masks are held as they are."""

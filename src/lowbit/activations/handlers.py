@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations.follow import Call, encoded, handles, known, large_enough
-from lowbit.activations.functions import  GatedFunction, LinearFunction, MaskFunction
+from lowbit.activations.functions import GatedFunction, LinearFunction, MaskFunction
 from lowbit.activations.layers import activated, attach_until_backward, normalized
 from lowbit.activations.recipes import (
     GatedOutput,
@@ -123,7 +123,7 @@ def _activation(call: Call, given: tuple[Any, ...], x: Tensor, activation: str, 
     if not large_enough(x) or not call.saves(x):
         return NotImplemented
     with call.handled(*given, **kwargs):
-        return activated(call, x, activation)
+        return call.returned(activated(call, x, activation))
 
 
 @handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)

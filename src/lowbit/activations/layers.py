@@ -47,7 +47,7 @@ def _of_one_tensor(forward: Callable[[Call, Tensor], Any]) -> Callable[..., Any]
         if not large_enough(x) or not call.saves(x, *weights):
             return layer.own(*args, **kwargs)
         with call.handled(x), torch._C.DisableTorchFunction():
-            return forward(call, x)
+            return call.returned(forward(call, x))
 
     return called
 

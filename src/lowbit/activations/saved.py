@@ -103,6 +103,11 @@ class Compressed:
                 functools.partial(followed_forward, module, layer), module.forward, updated=()
             )
             setattr(module, _MARK, layer)
+        if not self.bits and next(model.parameters(), None) is None:
+            restore_(model)
+            raise ValueError(
+                f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
+            )
 
     def remove(self) -> None:
         """Restore the modules' own forward."""
