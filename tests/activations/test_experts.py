@@ -258,7 +258,7 @@ def test_the_product_for_all_experts_at_once_gives_the_same(monkeypatch: Any, bl
 
 def test_hidden_states_are_saved_once_and_nothing_whole():
     block = Block()
-    compress_saved_(block)
+    compress_saved_(block, LayerAware(bits=4))
     x, index, weights = inputs()
     with counted(block) as saved:
         block(x, index, weights).sum().backward()

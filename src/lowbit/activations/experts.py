@@ -19,7 +19,9 @@ from lowbit.activations import structure
 from lowbit.activations.experts_function import ExpertsFunction, Form, Gate
 from lowbit.activations.experts_products import Routing
 from lowbit.activations.follow import MARK, Call, Layer, large_enough
+from lowbit.activations.gated.reference import ACTIVATIONS
 from lowbit.activations.policy import LayerAware
+from lowbit.activations.recipes import plain_gated
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _TOKENS, _CHOICES, _INPUTS, _INNER = 12, 2, 24, 8  # of the layer that is tried; some kernels want multiples of 4
@@ -64,15 +66,17 @@ def _gate(module: Any, has_up: bool) -> Gate | None:
     """What comes between the products; None: unknown."""
     act: Any = getattr(module, "act_fn", None)
     formula: Any = getattr(module, "_apply_gate", functools.partial(_first_half_gates, act)) if has_up else act
-    gate, up = structure._samples()[:2]
+    gate = structure._samples()
+    up = gate.flip(1, 2) * 1.7 + 0.3 if has_up else None
     try:
         with torch.no_grad():
-            value = formula(torch.cat([gate, up], -1) if has_up else gate)
+            value = formula(gate if up is None else torch.cat([gate, up], -1))
     except Exception:
         return None
     if not isinstance(value, Tensor) or value.shape != gate.shape:
         return None
-    activation = structure._activation(value, gate, up if has_up else None)
+    known = ((name, plain_gated(gate, up, name)) for name in ACTIVATIONS)
+    activation = next((name for name, y in known if torch.allclose(value, y, rtol=1e-5, atol=1e-5)), None)
     return Gate(formula=formula, activation=activation, has_up=has_up)
 
 
@@ -131,7 +135,8 @@ def _run(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     form = Form(gate=formula.gate, codec=layer.codec, transposed=formula.transposed, dtype=dtype)
     with call.handled(*args, **kwargs), torch._C.DisableTorchFunction():
         rebuilt, saved = call.source(x, dtype) if up.requires_grad else (None, ())
-        return ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
+        out = ExpertsFunction.apply(x, weights, up, up_bias, down, down_bias, form, routing, rebuilt, saved)
+    return call.returned(out)
 
 
 def _run_as_it_is(module: Any, layer: Layer, *args: Any, **kwargs: Any) -> Any:

@@ -122,6 +122,12 @@ class Call:
         survey = self.layer.shared.survey
         return nullcontext() if survey is None else survey.handled(self.func, args, kwargs)
 
+    def returned(self, out: Any) -> Any:
+        """The result of what was handled."""
+        if (survey := self.layer.shared.survey) is not None:
+            survey.returned(out)
+        return out
+
     def left(self, reason: str) -> Any:
         """Leave the call to the function itself; the report tells why."""
         if (survey := self.layer.shared.survey) is not None:
