@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lowbit.activations import (
-    attention,  # noqa: F401  # these two register handlers
+    attention,  # noqa: F401  # these register handlers
+    experts_handlers,  # noqa: F401
     handlers,  # noqa: F401
     layers,
 )
