@@ -208,7 +208,7 @@ class Derived:
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """The function of the rebuilt tensor."""
         split = len(saved) - self.count
-        return self.function(self.parent.get(saved[:split], dtype).view(self.shape), *saved[split:])
+        return self.function(self.parent.get(saved[:split], dtype).reshape(self.shape), *saved[split:])
 
 
 class Recipe:
@@ -247,6 +247,8 @@ class Recipe:
         A checkpoint drops what is saved in forward, but not what it computes again: without the graph's hold the two
         would save different tensors.
         """
+        if self._parent is not None and not self._parent.holds():
+            return False
         return not (self._weak and checkpoint_hook() is not None) and self.saved() is not None
 
     def derived(self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:

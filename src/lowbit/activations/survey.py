@@ -181,6 +181,8 @@ class Survey:
     def _new(self, ledger: str, tensor: Tensor) -> int:
         """Bytes of a tensor's storages that are new in a ledger, without weights and their copies."""
         size, seen = 0, self._seen[ledger]
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):  # FSDP's come only now
+            return 0
         for part in parts_of(tensor):
             key, storage = _key(part), part.untyped_storage()
             before = seen.get(key)

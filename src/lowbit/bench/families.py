@@ -153,4 +153,5 @@ COMMAND = Command(
             gap="weights",
         ),
     ],
+    charts=[],
 )
