@@ -15,7 +15,6 @@ from lowbit.activations import (
     experts_handlers,  # noqa: F401
     handlers,  # noqa: F401
     layers,
-    written_out,  # noqa: F401
 )
 from lowbit.activations.experts import experts
 from lowbit.activations.follow import MARK, Layer, Shared, followed_forward, running

@@ -10,14 +10,10 @@ from torch.nn import functional
 
 Family = Literal[
     "llama", "qwen3", "gemma3", "phi3", "glm4", "cohere", "opt", "gpt-neox", "falcon", "gpt2", "megatron",
-    "lora", "lora-dropout", "mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss",
+    "lora", "lora-dropout",
 ]  # fmt: skip
 FAMILIES: tuple[Family, ...] = get_args(Family)
 NAMES = {"gemma3": "gemma3_text", "gpt-neox": "gpt_neox"}
-NAMES |= {"qwen3-moe": "qwen3_moe", "deepseek-v3": "deepseek_v3", "gpt-oss": "gpt_oss"}
-EXPERTS = {"mixtral": "num_local_experts", "qwen3-moe": "num_experts", "gpt-oss": "num_local_experts"}
-EXPERTS |= {"deepseek-v3": "n_routed_experts"}
-"""Families with 8 experts, two of them for each token, by the name of that number."""
 WIDE = {"opt": "ffn_dim", "gpt-neox": "intermediate_size", "falcon": "ffn_hidden_size", "gpt2": "n_inner"}
 """Families whose feed-forward block has two matrices, four times as wide as the model, by the name of that width."""
 _NO_DROPOUT = ("attention_dropout", "attn_pdrop")
@@ -27,7 +23,6 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
     """A causal language model in training mode, float32; with LoRA, bfloat16 and float32 adapters.
 
     It has a head for every 32 channels, and the dropout that its configuration comes with, but none in attention.
-    DeepSeek's heads have 48 channels for queries and keys, of which 16 are rotated, and 32 for values.
 
     Raises:
         ModuleNotFoundError: LoRA without peft.
@@ -50,17 +45,8 @@ def family_model(family: Family, *, dim: int, layers: int, vocab: int, sequence:
         sizes |= {"word_embed_proj_dim": dim} if family == "opt" else {}
     else:
         sizes |= {"intermediate_size": 11 * dim // 4, "num_key_value_heads": max(1, heads // 2), "head_dim": 32}
-    if family in EXPERTS:
-        inner = 7 * dim // 4
-        sizes |= {EXPERTS[family]: 8, "num_experts_per_tok": 2, "intermediate_size": inner}
-        sizes |= {"moe_intermediate_size": inner} if family in ("qwen3-moe", "deepseek-v3") else {}
-    if family == "deepseek-v3":
-        sizes |= {"kv_lora_rank": dim // 2, "q_lora_rank": 3 * dim // 4, "n_group": 2, "topk_group": 2}
-        sizes |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 16}
-        sizes |= {"num_key_value_heads": heads, "first_k_dense_replace": 0}
     config = AutoConfig.for_model(NAMES.get(family, family), **sizes)
-    attention = "eager" if family == "gpt-oss" else "sdpa"  # whose sinks PyTorch's own kernels do not know
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().train()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
 
 
 def _with_adapters(model: Any, dropout: float) -> Any:
