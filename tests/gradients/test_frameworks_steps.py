@@ -221,6 +221,8 @@ def test_operators_read_and_change_what_is_stored():
     assert torch.equal(torch.cat([view, view]), torch.cat([g, g]))
     assert torch.equal(view.detach().clone(), g)
     assert type(view.clone()) is Tensor
+    assert repr(view).startswith("StoredGradient(tensor([[")
+    assert view.numpy().tolist() == view[:].tolist() == view.tolist() == g.tolist()
     for change, expected in [
         (lambda x: x.mul_(0.5), g * 0.5),
         (lambda x: x.div_(torch.tensor(2.0)), g * 0.25),

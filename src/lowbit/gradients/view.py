@@ -55,6 +55,16 @@ class StoredGradient(Tensor):
                 "parameter.grad anew, or a copy made in time (parameter.grad.clone())"
             )
 
+    def __repr__(self, **_: Any) -> str:
+        return f"StoredGradient({self.decode()!r})"
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The decoded gradient, as `Tensor.numpy` gives it; so `tolist`."""
+        return self.decode().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.decode().tolist()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.decode().__reduce_ex__(protocol)
 
