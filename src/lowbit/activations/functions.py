@@ -22,6 +22,7 @@ from lowbit.activations.recipes import (
     Rebuilt,
     SavedTensors,
     check_present,
+    dropped,
     plain_gated,
     release,
 )
@@ -94,10 +95,14 @@ class GatedFunction(torch.autograd.Function):
     """act(gate) * up, or act(gate); saves gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, form: GatedOutput, saved: SavedTensors) -> Tensor:
-        """`saved`: empty payloads, or gate and up."""
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, form: GatedOutput, saved: SavedTensors, activated: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """`saved`: empty payloads, or gate and up; with `activated`, act(gate) itself, payloads that are filled."""
         ctx.form, ctx.dtypes = form, (gate.dtype, None if up is None else up.dtype)
         ctx.save_for_backward(*saved)
+        if activated is not None:
+            return activated * up
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         codec = form.codec
         if codec is None:
@@ -117,7 +122,7 @@ class GatedFunction(torch.autograd.Function):
         form: GatedOutput = ctx.form
         if form.codec is None:
             formula = functools.partial(plain_gated, activation=form.activation)
-            return *_differentiate(formula, gate, up, grad_out=grad_out), None, None
+            return *_differentiate(formula, gate, up, grad_out=grad_out), None, None, None
         gate_dtype, up_dtype = ctx.dtypes
         grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
         grad_up = None if up_dtype is None else torch.empty_like(grad_gate, dtype=up_dtype)
@@ -125,7 +130,39 @@ class GatedFunction(torch.autograd.Function):
             gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
             form.activation, form.codec.bits, form.codec.group,
         )  # fmt: skip
-        return grad_gate, grad_up, None, None
+        return grad_gate, grad_up, None, None, None
+
+
+class Edge(torch.autograd.Function):
+    """Stands for `x` in the graph: a tensor of its shape without its elements, whose gradient is that of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """One element, expanded."""
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        return (grad_out,)
+
+
+class DropoutFunction(torch.autograd.Function):
+    """Dropout; saves which elements stay, a bit for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """`factors`: 0 or `scale` for each element; `mask`: the packed bits of these."""
+        ctx.scale = scale
+        ctx.save_for_backward(mask)
+        return x * factors
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        (mask,) = ctx.saved_tensors
+        release(ctx)
+        return dropped(grad_out, mask, scale=ctx.scale), None, None, None
 
 
 class LinearFunction(torch.autograd.Function):

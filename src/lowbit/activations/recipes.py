@@ -2,7 +2,8 @@
 
 A `Form` says how; the tensors it needs (payloads, and weights, which exist anyway) are saved through autograd. While a
 tensor lives, a table holds its `Recipe`, so that the next layer that would save it saves the same tensors instead:
-three projections of a norm's output all save the payload of the norm's input.
+three projections of a norm's output all save the payload of the norm's input. Views, casts and dropout of a tensor
+have recipes that follow from its own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,7 +82,7 @@ def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 class Itself:
     """Saved: the tensor, in the codec's format or, without one, as it is."""
 
-    numel: int
+    shape: torch.Size
     codec: GroupInt | None
 
     @property
@@ -89,12 +91,12 @@ class Itself:
         return WHOLE if self.codec is None else self.codec.bits
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The tensor, rounded; its shape may differ."""
+        """The tensor, rounded."""
         x = saved[0]
         assert x is not None
         if self.codec is None:
             return x.to(dtype)
-        return self.codec.decode(x, shape=(self.numel,), dtype=dtype)
+        return self.codec.decode(x, shape=self.shape, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,12 @@ class GatedOutput:
         return out
 
 
-Form = Itself | NormOutput | GatedOutput
+class Form(Protocol):
+    """How a tensor is rebuilt; frozen."""
+
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """The tensor in this dtype. It has the same elements in the same order; its shape may differ."""
+        ...
 
 
 class Rebuilt:
@@ -155,15 +162,22 @@ class Rebuilt:
         self._copy: Tensor | None = None
         self._turns = 0
 
+    def add_user(self) -> None:
+        """One more layer reads the tensor in backward."""
+        self.users += 1
+        if self.users == 1 and isinstance(self.form, Derived):
+            self.form.parent.add_user()
+
     def get(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """The tensor, from what a layer saved; for use in backward."""
         if self.users < 2:
             return self.form.rebuild(saved, dtype)
         if self._copy is None or self._copy.dtype != dtype:
+            copy = self.form.rebuild(saved, dtype)
             previous = getattr(_latest, "rebuilt", lambda: None)()
             if previous is not None:
                 previous._copy = None
-            self._copy = self.form.rebuild(saved, dtype)
+            self._copy = copy
             _latest.rebuilt = weakref.ref(self)
             # A pass for some of the gradients skips turns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
@@ -177,6 +191,26 @@ class Rebuilt:
         self._copy, self._turns = None, 0
 
 
+@dataclass(frozen=True)
+class Derived:
+    """Saved: what rebuilds another tensor, of which this one is a function, then tensors of its own.
+
+    Args:
+        parent: the other tensor. shape: its shape.
+        function: of it and of the last `count` saved tensors.
+    """
+
+    parent: Rebuilt
+    shape: torch.Size
+    function: Callable[..., Tensor]
+    count: int = 0
+
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """The function of the rebuilt tensor."""
+        split = len(saved) - self.count
+        return self.function(self.parent.get(saved[:split], dtype).view(self.shape), *saved[split:])
+
+
 class Recipe:
     """A form with the tensors that it needs. It lives as long as the tensor that it rebuilds.
 
@@ -184,17 +218,28 @@ class Recipe:
         form: how to rebuild it. saved: the tensors.
         weak: leave it to the graph to keep these alive. For tensors that outlive their graph, or that checkpointing
             saves in full: those should not hold a payload as well.
+        parent: its tensors come first.
     """
 
-    def __init__(self, form: Form, saved: SavedTensors, *, weak: bool = False) -> None:
-        self.form, self.rebuilt = form, Rebuilt(form)
+    def __init__(
+        self, form: Form, saved: SavedTensors, *, weak: bool = False, parent: Recipe | None = None
+    ) -> None:  # fmt: skip
+        self.form, self.rebuilt, self._parent = form, Rebuilt(form), parent
         self._references = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in saved]
-        self._count = sum(t is not None for t in saved)  # at least one
+        self._count = sum(t is not None for t in saved)
+        self.edge: Tensor | None = None  # stands for an activation's input in the graph, without its elements
 
     def saved(self) -> SavedTensors | None:
         """The tensors; None once they are gone."""
+        first = () if self._parent is None else self._parent.saved()
         tensors = tuple(get() for get in self._references)
-        return tensors if sum(t is not None for t in tensors) == self._count else None
+        if first is None or sum(t is not None for t in tensors) != self._count:
+            return None
+        return (*first, *tensors)
+
+    def derived(self, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
+        """The recipe of a function of `x`, whose recipe this is, and of tensors without a gradient."""
+        return Recipe(Derived(self.rebuilt, x.shape, function, len(tensors)), tensors, parent=self)
 
     def until_backward(self, node: Any) -> None:
         """Release the tensors in the backward of the node that made the rebuilt tensor, which may outlive it."""
@@ -206,6 +251,7 @@ def release(node: Any) -> None:
     recipe: Recipe | None = getattr(node, "recipe", lambda: None)()
     if recipe is not None:
         recipe._references = []
+        recipe._count = -1  # gone
 
 
 _recipes = WeakTensorKeyDictionary()  # of living tensors: their versions and recipes
@@ -241,6 +287,18 @@ def itself(x: Tensor, codec: GroupInt | None) -> tuple[SavedTensors, GroupInt | 
     if own != codec and (own is None or codec is None or own.bits < codec.bits):
         return None
     return None if saved is None else (saved, own)
+
+
+def packed_bits(x: Tensor) -> Tensor:
+    """A bit for each element: whether it is other than 0."""
+    bits = functional.pad((x != 0).flatten(), (0, -x.numel() % 8)).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
+
+
+def dropped(x: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Dropout with the mask of `packed_bits`."""
+    bits = (mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
+    return x * (bits.flatten()[: x.numel()].view(x.shape).to(x.dtype) * scale)
 
 
 def takes(*tensors: Tensor | None) -> bool:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit.activations import layers
-from lowbit.activations.counting import Watch
-from lowbit.activations.hooks import attention_forward
-from lowbit.activations.layers import Layer
-from lowbit.activations.policy import WHOLE, LayerAware
-from lowbit.activations.structure import (
-    activation_like,
-    feed_forward,
-    in_attention,
-    is_attention,
-    linear_like,
-    norm_like,
+from lowbit.activations import (
+    handlers,  # noqa: F401  # registers them
+    layers,
 )
-
-log = logging.getLogger(__name__)
-
-# Leaves that save little: indices, masks of one byte, tables without gradients.
-_LIGHT = (nn.Embedding, nn.Identity, nn.modules.dropout._DropoutNd)
+from lowbit.activations.follow import Layer, Shared, followed_forward, running
+from lowbit.activations.hooks import attention_forward
+from lowbit.activations.policy import WHOLE, LayerAware
+from lowbit.activations.structure import activation_like, in_attention, is_attention, norm_like
+from lowbit.activations.survey import Survey
 
 
 def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed:
@@ -70,13 +59,7 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
             raise TypeError(f"{name} is {type(value).__name__}; allowed: {allowed.__name__}")
     if twice := [n for n, m in model.named_modules() if _MARK in vars(m)]:
         raise ValueError(f"model is compressed already ({twice[0] or 'itself'!r}); allowed: restore_(model) first")
-    changes = {name: change for name, m in model.named_modules() if (change := _change(name, m, model, policy))}
-    if not changes:
-        raise ValueError(
-            f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
-        )
-    policy.check_layers(changes)
-    return Compressed(model, policy, changes, report)
+    return Compressed(model, policy, report)
 
 
 def restore_(model: nn.Module) -> None:
@@ -86,128 +69,86 @@ def restore_(model: nn.Module) -> None:
         model: any module; parts of it that are not compressed stay as they are.
     """
     for module in model.modules():
-        _restore(module)
-
-
-def _restore(module: nn.Module) -> None:
-    layer = vars(module).pop(_MARK, None)
-    if layer is not None:
-        del module.forward
-        if module.forward != layer.own:  # an instance's own, not its class's
-            module.forward = layer.own
+        layer = vars(module).pop(_MARK, None)
+        if layer is not None:
+            del module.forward
+            if module.forward != layer.own:  # an instance's own, not its class's
+                module.forward = layer.own
 
 
 class Compressed:
     """The changes that `compress_saved_` made to a model.
 
     Attributes:
-        bits: layer type and bits of each module that was changed, by name. A linear layer uses its bits only where its
-            input cannot be rebuilt from another layer's payloads.
-        left: number of modules of each type that is not recognized; their activations are saved as they are.
+        bits: layer type and bits of each norm, activation function and linear layer, by name. A linear layer uses its
+            bits only where its input cannot be rebuilt from another layer's payloads.
+        survey: bytes by module in the first training pass, with and without compression; None without `report`.
     """
 
-    def __init__(self, model: nn.Module, policy: LayerAware, changes: dict[str, _Change], report: bool) -> None:
+    def __init__(self, model: nn.Module, policy: LayerAware, report: bool) -> None:
         self.bits: dict[str, tuple[str, int]] = {}
-        self._modules: list[nn.Module] = []
-        for name, (kind, forward, formula) in changes.items():
-            module, bits = model.get_submodule(name), policy.bits_of(kind, name)
-            layer = Layer(
-                kind=kind, own=module.forward, codec=policy.codec(bits), formula=formula,
-                in_attention=kind == "linear" and in_attention(name, model),
-            )  # fmt: skip
-            module.forward = functools.partial(forward, module, layer)
+        self.survey = Survey(running) if report else None
+        self._model = model
+        shared = Shared(policy, self.survey)
+        modules = {n: m for n, m in model.named_modules() if _can_run(m)}
+        policy.check_layers(modules)
+        for name, module in modules.items():
+            change = next(filter(None, (change(name, module, model, policy) for change in CHANGES)), None)
+            kind, forward, formula = change or ("linear" if _is_linear(module) else "", None, None)
+            layer = Layer(name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula)
+            if kind:
+                self.bits[name] = (kind, policy.bits_of(kind, name))
+            # Callers that inspect the signature, such as trainers, see that of the module's own forward.
+            module.forward = functools.update_wrapper(
+                functools.partial(followed_forward, module, layer), module.forward, updated=()
+            )
             setattr(module, _MARK, layer)
-            self.bits[name] = (kind, bits)
-            self._modules.append(module)
-        left = {n: type(m).__name__ for n, m in model.named_modules() if _is_left(m) and n not in changes}
-        self.left: Counter[str] = Counter(left.values())
-        self._survey = _Survey(model, left) if left and report else None
 
     def remove(self) -> None:
         """Restore the modules' own forward."""
-        if self._survey is not None:
-            self._survey.remove()
-        for module in self._modules:
-            _restore(module)
+        restore_(self._model)
 
     def __repr__(self) -> str:
         kinds = Counter(f"{kind} in {bits} bits" for kind, bits in self.bits.values())
         text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-        return f"Compressed({text}; left: {dict(self.left)})"
+        return f"Compressed({text})"
+
+    def __str__(self) -> str:
+        counted = self.survey is not None and self.survey.rows
+        return f"{self!r}\n{self.survey}" if counted else f"{self!r}, not counted: no training pass has run yet"
 
 
 _MARK = "_lowbit_saved"
-_Change = tuple[str, Callable[..., Any], Any]
+Change = tuple[str, Callable[..., Any], Any]
 
 
-def _change(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> _Change | None:
-    """Layer type, new forward and its parameters (`Layer.formula`); None: the module stays as it is."""
-    if (transposed := linear_like(module)) is not None:
-        return "linear", layers.linear_forward, transposed
-    if norm := norm_like(module):
-        return "norm", layers.norm_forward, norm
-    if activation := activation_like(module):
-        return "mlp", layers.activation_forward, activation
-    if parts := feed_forward(module):
-        return "mlp", layers.feed_forward_forward, parts
-    if policy.attention != WHOLE and is_attention(module) and not in_attention(name, model):
-        return "attention", attention_forward, policy
-    return None
+def _norm(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
+    formula = norm_like(module)
+    return formula and ("norm", layers.norm_forward, formula)
 
 
-def _is_left(module: nn.Module) -> bool:
-    """Whether an unchanged module probably computes something itself: it has weights or no children."""
-    if isinstance(module, _LIGHT) or "rotary" in type(module).__name__.lower():
-        return False
-    has_weights = next(module.parameters(recurse=False), None) is not None
-    is_leaf = next(module.children(), None) is None
-    return has_weights or (is_leaf and not isinstance(module, nn.ModuleList | nn.ModuleDict))
+def _activation(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
+    formula = activation_like(module)
+    return formula and ("mlp", layers.activation_forward, formula)
 
 
-class _Survey:
-    """Watches the first training pass of a model and logs one line.
-
-    Args:
-        model: whose forward is watched. left: types of its modules that are not compressed, by name.
-    """
-
-    def __init__(self, model: nn.Module, left: dict[str, str]) -> None:
-        self._left, self._watch, self._pass = left, None, ExitStack()
-        self._handles = [
-            model.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._finish, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Stop watching."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
-            return
-        if self._watch is None and not _hooked():  # hooks of ours would hide those of others
-            self._watch = Watch(model, (args, kwargs))
-            self._pass.enter_context(self._watch.active())
-
-    def _finish(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._watch is None:
-            return
-        self._pass.close()
-        self.remove()
-        sizes: Counter[str] = Counter()
-        for (_, name), size in self._watch.saved.modules.items():
-            if name in self._left:
-                sizes[self._left[name]] += size
-        total, counts = sum(self._watch.saved.modules.values()), Counter(self._left.values())
-        shares = ", ".join(
-            f"{kind} ({counts[kind]} modules, {size / total:.1%} of the bytes saved for backward)"
-            for kind, size in sizes.items()
-        )
-        if shares:
-            log.warning("activations of these types are saved uncompressed: %s", shares)
+def _attention(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
+    if policy.attention == WHOLE or not is_attention(module) or in_attention(name, model):
+        return None
+    return "attention", attention_forward, policy
 
 
-def _hooked() -> bool:
-    """Whether somebody's saved_tensors_hooks are active."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore
+CHANGES: list[Callable[[str, nn.Module, nn.Module, LayerAware], Change | None]] = [_norm, _activation, _attention]
+"""Recognize modules to replace as a whole: name, module, model, policy -> layer type, forward, its parameters."""
+
+
+def _can_run(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own, as containers have not."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return forward is not nn.modules.module._forward_unimplemented and not isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module's own parameters are those of a linear layer."""
+    own = dict(module.named_parameters(recurse=False))
+    return "weight" in own and own["weight"].dim() == 2 and not isinstance(module, nn.Embedding)
