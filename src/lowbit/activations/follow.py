@@ -32,7 +32,7 @@ from lowbit.activations.recipes import (
     takes,
 )
 from lowbit.activations.survey import Survey
-from lowbit.codecs import GroupInt
+from lowbit.codecs import Codec
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +63,17 @@ class Shared:
 
     policy: LayerAware
     survey: Survey | None = None
-    _codecs: dict[tuple[str, str], GroupInt | None] = field(default_factory=dict)
+    _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
 
-    def codec(self, kind: str, name: str) -> GroupInt | None:
-        """The format for a layer type in the module of this name; None: saved as it is."""
+    def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
+        """The format for a layer type in the module of this name, chosen at its first input `x`; None: as it is."""
         if (kind, name) not in self._codecs:
-            self._codecs[kind, name] = self.policy.codec(self.policy.bits_of(kind, name))
+            codec = self.policy.codec(self.policy.bits_of(kind, name))
+            if x is None:
+                return codec
+            chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
+            if chosen != codec:
+                log.info("%s has outlier channels: its input is saved as %r", name, chosen)
         return self._codecs[kind, name]
 
 
@@ -90,7 +95,7 @@ class Layer:
     formula: Any = None
 
     @property
-    def codec(self) -> GroupInt | None:
+    def codec(self) -> Codec | None:
         """The format for the layer type; None: saved as it is."""
         return self.shared.codec(self.kind, self.name)
 
@@ -108,9 +113,9 @@ class Call:
         """The name of the innermost module that runs."""
         return self.layer.name
 
-    def codec(self, kind: str) -> GroupInt | None:
-        """The format for a layer type here; None: saved as it is."""
-        return self.layer.shared.codec(kind, self.layer.name)
+    def codec(self, kind: str, x: Tensor) -> Codec | None:
+        """The format for the input of a layer type here; None: saved as it is."""
+        return self.layer.shared.codec(kind, self.layer.name, x)
 
     def handled(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Around what is saved in place of what the function itself would save for these arguments.
@@ -147,7 +152,8 @@ class Call:
     def source(self, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
         """How a layer rebuilds its input in backward, and the tensors it saves for that."""
         # Attention's kernel saves its output as it is, so saving that again costs nothing.
-        codec = None if from_attention(x) or not large_enough(x) else self.codec("linear")
+        smallest = max(FEWEST, self.layer.shared.policy.smallest)
+        codec = None if from_attention(x) or x.numel() < smallest else self.codec("linear", x)
         own = Itself(x.shape, codec)
         recipe = recipe_of(x)
         if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
@@ -165,7 +171,7 @@ def large_enough(x: Tensor) -> bool:
     return x.numel() >= FEWEST
 
 
-def encoded(codec: GroupInt, x: Tensor) -> Tensor:
+def encoded(codec: Codec, x: Tensor) -> Tensor:
     """The payload of `x`."""
     payload = room(codec, x)
     with torch.no_grad():

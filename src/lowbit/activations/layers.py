@@ -70,7 +70,7 @@ def normalized(
 
     A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
     """
-    codec = call.codec("norm")
+    codec = call.codec("norm", x)
     known = None if codec is None else itself(x, codec)
     saved, codec = known or ((room(codec, x),), codec)
     form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
@@ -85,7 +85,7 @@ def activated(call: Call, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
     if not x.requires_grad:  # nothing is saved here, and the layer that follows saves the output
         return call.func(x)
-    codec = call.codec("mlp")
+    codec = call.codec("mlp", x)
     saved = (room(codec, x), None)
     form = GatedOutput(x.shape, codec, activation)
     out = GatedFunction.apply(x, None, form, saved, None)

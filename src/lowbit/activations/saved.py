@@ -16,7 +16,7 @@ from lowbit.activations import (
 )
 from lowbit.activations.follow import Layer, Shared, followed_forward, running
 from lowbit.activations.hooks import attention_forward
-from lowbit.activations.policy import WHOLE, LayerAware
+from lowbit.activations.policy import WHOLE, Format, LayerAware
 from lowbit.activations.structure import activation_like, in_attention, is_attention, norm_like
 from lowbit.activations.survey import Survey
 
@@ -80,13 +80,13 @@ class Compressed:
     """The changes that `compress_saved_` made to a model.
 
     Attributes:
-        bits: layer type and bits of each norm, activation function and linear layer, by name. A linear layer uses its
-            bits only where its input cannot be rebuilt from another layer's payloads.
+        bits: layer type and bits (or codec) of each norm, activation function and linear layer, by name. A linear layer
+            uses its bits only where its input cannot be rebuilt from another layer's payloads.
         survey: bytes by module in the first training pass, with and without compression; None without `report`.
     """
 
     def __init__(self, model: nn.Module, policy: LayerAware, report: bool) -> None:
-        self.bits: dict[str, tuple[str, int]] = {}
+        self.bits: dict[str, tuple[str, Format]] = {}
         self.survey = Survey(running) if report else None
         self._model = model
         shared = Shared(policy, self.survey)
@@ -109,7 +109,7 @@ class Compressed:
         restore_(self._model)
 
     def __repr__(self) -> str:
-        kinds = Counter(f"{kind} in {bits} bits" for kind, bits in self.bits.values())
+        kinds = Counter(f"{kind} in {f'{b} bits' if isinstance(b, int) else b}" for kind, b in self.bits.values())
         text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         return f"Compressed({text})"
 
