@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowbit.activations.policy import LayerAware, check_bits
+from lowbit.activations.policy import WHOLE, LayerAware, check_bits
 from lowbit.codecs.checks import check_int
 
 FORMAT, VERSION = "lowbit plan of saved activations", 1
@@ -52,7 +52,7 @@ class BitPlan:
         """Return the policy of a stage for `compress_saved_`; ValueError without such a stage."""
         check_int("stage", stage, 0, len(self.stages) - 1)
         bits: Mapping[str, Any] = self.stages[stage]
-        return LayerAware(**bits, group=self.group, rounding=rounding)
+        return LayerAware(**bits, attention=WHOLE, group=self.group, rounding=rounding)
 
     def write(self, path: str | Path) -> None:
         """Write the plan as JSON; a reader finds the old file or the new one, never a part.

@@ -113,7 +113,7 @@ class Call:
         """The name of the innermost module that runs."""
         return self.layer.name
 
-    def codec(self, kind: str, x: Tensor) -> Codec | None:
+    def codec(self, kind: str, x: Tensor | None = None) -> Codec | None:
         """The format for the input of a layer type here; None: saved as it is."""
         return self.layer.shared.codec(kind, self.layer.name, x)
 
@@ -124,6 +124,12 @@ class Call:
         """
         survey = self.layer.shared.survey
         return nullcontext() if survey is None else survey.handled(self.func, args, kwargs)
+
+    def returned(self, out: Any) -> Any:
+        """The result of what was handled."""
+        if (survey := self.layer.shared.survey) is not None:
+            survey.returned(out)
+        return out
 
     def left(self, reason: str) -> Any:
         """Leave the call to the function itself; the report tells why."""

@@ -18,12 +18,12 @@ from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.recipes import (
     GatedOutput,
+    Masked,
     NormOutput,
     Rebuilt,
     SavedTensors,
     check_present,
     decoded,
-    dropped,
     is_fused,
     plain_gated,
     release,
@@ -157,22 +157,22 @@ class Edge(torch.autograd.Function):
         return (grad_out,)
 
 
-class DropoutFunction(torch.autograd.Function):
-    """Dropout; saves which elements stay, a bit for each."""
+class MaskFunction(torch.autograd.Function):
+    """Dropout, and ReLU: saves which elements pass, a bit for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factors: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """`factors`: 0 or `scale` for each element; `mask`: the packed bits of these."""
+    def forward(ctx: Any, x: Tensor, out: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """`out`: the result; `mask`: bits of the elements that pass, times `scale`."""
         ctx.scale = scale
         ctx.save_for_backward(mask)
-        return x * factors
+        return out.detach()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         (mask,) = ctx.saved_tensors
         release(ctx)
-        return dropped(grad_out, mask, scale=ctx.scale), None, None, None
+        return Masked(ctx.scale)(grad_out, mask), None, None, None
 
 
 class LinearFunction(torch.autograd.Function):

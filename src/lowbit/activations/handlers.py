@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations.follow import Call, encoded, handles, known, large_enough
-from lowbit.activations.functions import DropoutFunction, GatedFunction, LinearFunction
+from lowbit.activations.functions import GatedFunction, LinearFunction, MaskFunction
 from lowbit.activations.layers import activated, attach_until_backward, normalized
 from lowbit.activations.recipes import (
     GatedOutput,
     Itself,
+    Masked,
     Norm,
     Recipe,
     attach,
-    dropped,
     itself,
     packed_bits,
     recipe_of,
@@ -123,7 +123,7 @@ def _activation(call: Call, given: tuple[Any, ...], x: Tensor, activation: str, 
     if not large_enough(x) or not call.saves(x):
         return NotImplemented
     with call.handled(*given, **kwargs):
-        return activated(call, x, activation)
+        return call.returned(activated(call, x, activation))
 
 
 @handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
@@ -166,21 +166,12 @@ def dropout(call: Call, input: Tensor, p: float = 0.5, training: bool = True, in
         # Drawn as PyTorch does it, so that results are the same.
         with torch.no_grad():
             factors = functional.dropout(torch.ones_like(input), p)
-        recipe, mask, scale = known(input), packed_bits(factors), 1 / (1 - p)
-        out = DropoutFunction.apply(input, factors, mask, scale)
+            out, mask, scale = input * factors, packed_bits(factors), 1 / (1 - p)
+        recipe = known(input)
+        out = MaskFunction.apply(input, out, mask, scale)
         if recipe is not None:
-            attach_until_backward(out, recipe.derived(input, _Dropped(scale), mask))
+            attach_until_backward(out, recipe.derived(input.shape, Masked(scale), mask))
         return out
-
-
-class _Dropped:
-    """`dropped` with its scale."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
-        return dropped(x, mask, scale=self.scale)
 
 
 @handles(
@@ -214,7 +205,7 @@ def moved_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
     x, out = args[0], call.func(*args, **kwargs)
     for index, part in enumerate([out] if isinstance(out, Tensor) else out):
         which = None if isinstance(out, Tensor) else index
-        attach(part, recipe.derived(x, _Again(call.func, args[1:], kwargs, which)))
+        attach(part, recipe.derived(x.shape, _Again(call.func, args[1:], kwargs, which)))
     return out
 
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.follow import Call, Layer, large_enough
-from lowbit.activations.functions import Edge, GatedFunction, NormFunction
+from lowbit.activations.follow import Call, Layer, encoded, large_enough
+from lowbit.activations.functions import Edge, GatedFunction, MaskFunction, NormFunction
 from lowbit.activations.recipes import (
     GatedOutput,
     Itself,
+    Masked,
     Norm,
     NormOutput,
     Recipe,
     attach,
     itself,
+    packed_bits,
     recipe_of,
     room,
 )
+from lowbit.codecs import Codec, GroupInt
 
 
 def _of_one_tensor(forward: Callable[[Call, Tensor], Any]) -> Callable[..., Any]:
@@ -43,7 +47,7 @@ def _of_one_tensor(forward: Callable[[Call, Tensor], Any]) -> Callable[..., Any]
         if not large_enough(x) or not call.saves(x, *weights):
             return layer.own(*args, **kwargs)
         with call.handled(x), torch._C.DisableTorchFunction():
-            return forward(call, x)
+            return call.returned(forward(call, x))
 
     return called
 
@@ -83,9 +87,9 @@ def normalized(
 
 def activated(call: Call, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
-    if not x.requires_grad:  # nothing is saved here, and the layer that follows saves the output
-        return call.func(x)
     codec = call.codec("mlp", x)
+    if activation == "relu" and codec is not None:
+        return _rectified(x, codec)
     saved = (room(codec, x), None)
     form = GatedOutput(x.shape, codec, activation)
     out = GatedFunction.apply(x, None, form, saved, None)
@@ -94,6 +98,20 @@ def activated(call: Call, x: Tensor, activation: str) -> Any:
     recipe = Recipe(form, saved)
     recipe.edge = Edge.apply(x)
     attach_until_backward(out, recipe)
+    return out
+
+
+def _rectified(x: Tensor, codec: Codec) -> Tensor:
+    """ReLU, of which a bit for each element tells exactly whether it passes; its output takes a bit less."""
+    with torch.no_grad():
+        out = x.relu()
+        mask = packed_bits(out)
+    if isinstance(codec, GroupInt):
+        codec = replace(codec, bits=max(codec.bits - 1, 2))
+    payload = encoded(codec, out)
+    out = MaskFunction.apply(x, out, mask, 1.0)
+    whole = Recipe(Itself(out.shape, codec), (payload,))
+    attach_until_backward(out, whole.derived(out.shape, Masked(), mask))
     return out
 
 

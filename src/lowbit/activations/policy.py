@@ -16,8 +16,8 @@ from lowbit.codecs.sums import Summable
 
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16
-NORM_BITS = 8
-"""The fewest bits of norms unless a policy sets them: gradients of all layers after a norm depend on these."""
+LEAST_BITS = {"norm": 8, "attention": 8}
+"""The fewest bits unless a policy sets them: gradients of all layers after a norm or attention depend on these."""
 FOR_OUTLIERS = BlockFloat8()
 """The format of norms whose inputs have outlier channels: its error is relative to each element."""
 
@@ -28,21 +28,24 @@ Format = int | Codec
 class LayerAware:
     """Bits of saved activations (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
-    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 4.5 bits an element, 8.5
-    for norms. With 16 bits tensors are saved as they are; others that follow from them are still recomputed. In place
-    of bits a codec without state can stand, such as `BlockFloat8()` or `GroupInt(bits=8, group=16)`: then norms and
-    gates are computed by PyTorch's own functions instead of fused kernels.
+    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 8.5
+    for norms and attention. With 16 bits tensors are saved as they are; others that follow from them are still
+    recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
+    `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own functions, unless it is an
+    asymmetric `GroupInt`, which has fused kernels.
 
     Args:
-        bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own.
+        bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own. The paper has 4, which gave
+            gradients four times the error of 6, in models that were trained for 60 steps.
         norm: bits for the inputs of norms, from which the inputs of the linear layers that follow are recomputed. None:
             8, or `bits` if that is more. With 4 bits, as in the paper, one short training from scratch lost 0.1 nats.
-        mlp: bits for the inputs of activation functions and gates.
+        mlp: bits for the inputs of activation functions and gates. ReLU takes one bit more an element.
         linear: bits for inputs of linear layers that come neither from a norm nor from an activation nor from
             attention.
-        attention: bits for q, k, v, attention's output and what its kernel saves. The paper does not round them,
-            because the error of the gradients grew with sequence length and width. Here 4 bits for attention alone gave
-            three to five times the error of the whole default, at 256 and 1024 tokens.
+        attention: bits for q, k, v and attention's output. None: 8, or `bits` if that is more. The paper does not round
+            them, because the error of the gradients grew with sequence length and width. With 8 bits it did not change
+            beside that of all others here; 4 bits for attention alone gave three to five times the error of 4 bits for
+            all others, at 256 and 1024 tokens.
         group: elements for each scale, a multiple of 8; codecs have their own.
         rounding: "nearest" or "stochastic", whose error is zero on average; codecs have their own.
         outliers: look at each norm's input in the first training pass, and save it as `BlockFloat8()` from then on if 8
@@ -59,11 +62,11 @@ class LayerAware:
         TypeError, ValueError: other values.
     """
 
-    bits: Format = 4
+    bits: Format = 6
     norm: Format | None = None
     mlp: Format | None = None
     linear: Format | None = None
-    attention: Format = WHOLE
+    attention: Format | None = None
     group: int = 64
     rounding: str = "nearest"
     layers: Mapping[str, Format] = field(default_factory=dict)
@@ -90,7 +93,7 @@ class LayerAware:
     def bits_of(self, kind: str, name: str = "") -> Format:
         """Bits or codec of a layer type ("norm", "mlp", "linear", "attention") in the module of this name."""
         own = getattr(self, kind)
-        least = NORM_BITS if kind == "norm" and own is None else 0
+        least = LEAST_BITS.get(kind, 0) if own is None else 0
         chosen = _at_least(self.bits, least) if own is None else own
         if kind != "attention":
             for pattern, bits in self.layers.items():
@@ -108,7 +111,7 @@ class LayerAware:
 
     def for_outliers(self, kind: str, codec: Codec | None, x: Tensor) -> Codec | None:
         """The format for the input of such a layer from its first one: `codec`, unless outliers spoil it."""
-        if not self.outliers or kind != "norm" or codec != self.codec(NORM_BITS):
+        if not self.outliers or kind != "norm" or codec != self.codec(LEAST_BITS["norm"]):
             return codec
         return FOR_OUTLIERS if _error_of_groups(x, self.group) > _ERROR_OF_FP8 else codec
 

@@ -239,9 +239,9 @@ class Recipe:
             return None
         return (*first, *tensors)
 
-    def derived(self, x: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
-        """The recipe of a function of `x`, whose recipe this is, and of tensors without a gradient."""
-        return Recipe(Derived(self.rebuilt, x.shape, function, len(tensors)), tensors, parent=self)
+    def derived(self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
+        """The recipe of a function of this tensor, in this shape, and of tensors without a gradient."""
+        return Recipe(Derived(self.rebuilt, shape, function, len(tensors)), tensors, parent=self)
 
     def until_backward(self, node: Any) -> None:
         """Release the tensors in the backward of the node that made the rebuilt tensor, which may outlive it."""
@@ -297,10 +297,16 @@ def packed_bits(x: Tensor) -> Tensor:
     return (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
 
 
-def dropped(x: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Dropout with the mask of `packed_bits`."""
-    bits = (mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
-    return x * (bits.flatten()[: x.numel()].view(x.shape).to(x.dtype) * scale)
+@dataclass(frozen=True)
+class Masked:
+    """A function of a tensor and of a mask from `packed_bits`: `scale` times the elements that it keeps, and zeros."""
+
+    scale: float = 1.0
+
+    def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The tensor, masked."""
+        bits = (mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
+        return x * (bits.flatten()[: x.numel()].view(x.shape).to(x.dtype) * self.scale)
 
 
 def takes(*tensors: Tensor | None) -> bool:

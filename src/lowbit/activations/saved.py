@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lowbit.activations import (
-    handlers,  # noqa: F401  # registers them
+    attention,  # noqa: F401  # these two register handlers
+    handlers,  # noqa: F401
     layers,
 )
 from lowbit.activations.follow import Layer, Shared, followed_forward, running
-from lowbit.activations.hooks import attention_forward
-from lowbit.activations.policy import WHOLE, Format, LayerAware
-from lowbit.activations.structure import activation_like, in_attention, is_attention, norm_like
+from lowbit.activations.policy import Format, LayerAware
+from lowbit.activations.structure import activation_like, norm_like
 from lowbit.activations.survey import Survey
 
 
@@ -103,6 +103,11 @@ class Compressed:
                 functools.partial(followed_forward, module, layer), module.forward, updated=()
             )
             setattr(module, _MARK, layer)
+        if not self.bits and next(model.parameters(), None) is None:
+            restore_(model)
+            raise ValueError(
+                f"model ({type(model).__name__}) has no module to compress; allowed: norms, linear layers, activations"
+            )
 
     def remove(self) -> None:
         """Restore the modules' own forward."""
@@ -132,13 +137,7 @@ def _activation(name: str, module: nn.Module, model: nn.Module, policy: LayerAwa
     return formula and ("mlp", layers.activation_forward, formula)
 
 
-def _attention(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
-    if policy.attention == WHOLE or not is_attention(module) or in_attention(name, model):
-        return None
-    return "attention", attention_forward, policy
-
-
-CHANGES: list[Callable[[str, nn.Module, nn.Module, LayerAware], Change | None]] = [_norm, _activation, _attention]
+CHANGES: list[Callable[[str, nn.Module, nn.Module, LayerAware], Change | None]] = [_norm, _activation]
 """Recognize modules to replace as a whole: name, module, model, policy -> layer type, forward, its parameters."""
 
 

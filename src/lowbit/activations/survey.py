@@ -62,6 +62,7 @@ class Survey:
         self._counting = self._is_handled = False
         self._function: Any = None
         self._compressed = 0
+        self._saves_result = False  # the function that was handled last
 
     @property
     def plain(self) -> int:
@@ -112,9 +113,15 @@ class Survey:
         try:
             self._compressed += 1
             self._count_plain(function, args, kwargs)
-            yield
+            with self.function(function):
+                yield
         finally:
             self._is_handled = False
+
+    def returned(self, out: Any) -> None:
+        """Note the result of what was handled: if the function saves its own, whoever saves that again adds nothing."""
+        if self._counting and self._saves_result and isinstance(out, Tensor):
+            self._seen["plain"][_key(out)] = StorageWeakRef(out.untyped_storage())
 
     def reason(self, reason: str) -> None:
         """Note why a function of the module that runs saves what it saves."""
@@ -191,8 +198,10 @@ class Survey:
 
     def _count_plain(self, function: Any, args: Any, kwargs: Any) -> None:
         row = self._row()
+        saved: set[int] = set()
 
         def pack(tensor: Tensor) -> Tensor:
+            saved.update(map(_key, parts_of(tensor)))
             row.plain += self._new("plain", tensor)
             return tensor.detach()
 
@@ -205,7 +214,8 @@ class Survey:
                 dtype = torch.get_autocast_dtype(device)
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-            function(*args, **kwargs)
+            out = function(*args, **kwargs)
+        self._saves_result = isinstance(out, Tensor) and _key(out) in saved
 
 
 def _key(tensor: Tensor) -> int:
