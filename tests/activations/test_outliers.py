@@ -135,7 +135,7 @@ def test_small_inputs_are_left_alone():
         grads = gradients(model, model(inputs(ratio=1.0)).square().sum())
         found.append(float((grads["head.weight"] - expected["head.weight"]).norm() / expected["head.weight"].norm()))
     assert found[0] < 1e-6
-    assert found[1] > 0.02
+    assert found[1] > 0.01
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -16,7 +16,7 @@ def test_bits_by_layer_type_and_by_layer():
     assert policy.bits_of("norm", "layers.3.norm") == 3
     assert policy.bits_of("norm", "layers.33.norm") == 8
     assert policy.bits_of("linear", "layers.3.mlp.down") == 6
-    assert policy.bits_of("attention", "layers.3.attention") == 16
+    assert policy.bits_of("attention", "layers.3.attention") == 8
     assert policy.codec(16) is None
     assert [LayerAware(bits=bits).bits_of("norm") for bits in (2, 4, 8, 16)] == [8, 8, 8, 16]
     assert LayerAware(norm=4).bits_of("norm") == 4
