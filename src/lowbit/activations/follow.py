@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lowbit.activations.compiled import compiled_forward
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import (
     FEWEST,
@@ -85,6 +86,7 @@ class Layer:
         forward: replaces the module's own, which `own` still is: called with the module, this object and the arguments.
             None: the module's own runs.
         kind: the layer type of such a module. formula: parameters of `forward`: `Norm`, the name of an activation.
+        in_graphs: the format's name in graphs of `torch.compile`; None: saved as it is.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Layer:
     forward: Callable[..., Any] | None = None
     kind: str = ""
     formula: Any = None
+    in_graphs: str | None = None
 
     @property
     def codec(self) -> Codec | None:
@@ -228,7 +231,9 @@ def followed_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any)
     """A module's forward, followed."""
     if not torch.is_grad_enabled():
         return layer.own(*args, **kwargs)
-    if torch.compiler.is_compiling() or not _threads.running:
+    if torch.compiler.is_compiling():
+        return compiled_forward(module, layer, *args, **kwargs)
+    if not _threads.running:
         return _outermost(module, layer, *args, **kwargs)
     return _run(module, layer, *args, **kwargs)
 

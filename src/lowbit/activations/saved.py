@@ -15,6 +15,7 @@ from lowbit.activations import (
     handlers,  # noqa: F401
     layers,
 )
+from lowbit.activations.compiled import name_of
 from lowbit.activations.follow import Layer, Shared, followed_forward, running
 from lowbit.activations.policy import Format, LayerAware
 from lowbit.activations.structure import activation_like, norm_like
@@ -95,7 +96,10 @@ class Compressed:
         for name, module in modules.items():
             change = next(filter(None, (change(name, module, model, policy) for change in CHANGES)), None)
             kind, forward, formula = change or ("linear" if _is_linear(module) else "", None, None)
-            layer = Layer(name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula)
+            layer = Layer(
+                name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
+                in_graphs=name_of(policy, kind, name),
+            )  # fmt: skip
             if kind:
                 self.bits[name] = (kind, policy.bits_of(kind, name))
             # Callers that inspect the signature, such as trainers, see that of the module's own forward.
