@@ -28,8 +28,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
-@pytest.mark.parametrize("bits", [16, 8, BlockFloat8(), 4], ids=str)
+@pytest.mark.parametrize(("norm", "bits"), [(nn.RMSNorm, 4), (nn.LayerNorm, 8), (nn.RMSNorm, BlockFloat8())], ids=str)
 def test_a_block_is_one_graph(norm: Any, bits: Any):
     torch.manual_seed(0)
     plain = GatedBlock(norm=norm)
@@ -47,11 +46,11 @@ def test_a_block_is_one_graph(norm: Any, bits: Any):
     found = gradients(ours, out.square().sum()) | {"x": x.grad}
     expected = gradients(plain, wanted.square().sum()) | {"x": y.grad}
     error = distance(found, expected)
-    assert error < {"16": 1e-5, "8": 0.02, "4": 0.2}.get(str(bits), 0.06)
-    assert (saved[torch.uint8] > 0) == (bits != 16)
-    if bits == 4:  # norm; gate's and up's input, once; activation; down's input
-        row, wide = GroupInt().nbytes((4, 20, 32)), GroupInt().nbytes((4, 20, 72))
-        assert saved[torch.uint8] == 2 * row + 2 * wide
+    assert error < {"8": 0.02, "4": 0.2}.get(str(bits), 0.06)
+    codec = GroupInt(bits=bits) if isinstance(bits, int) else bits
+    row, wide = codec.nbytes((4, 20, 32)), codec.nbytes((4, 20, 72))
+    # The norm's input, what gate and up share, and the activation's input. The product follows from its factors.
+    assert saved[torch.uint8] == 2 * row + wide
 
 
 def test_llama_in_one_graph():

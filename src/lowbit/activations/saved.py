@@ -39,7 +39,8 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
     share of the saved bytes, once, after the first training pass that is not compiled.
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
-    that follow it, as wrapping whole decoder layers does. Under `torch.compile` graphs break around compressed modules.
+    that follow it, as wrapping whole decoder layers does. Under `torch.compile` each
+    norm, activation function and linear layer in a graph saves its own input, and nothing is shared between them.
     Not supported, and refused by PyTorch: second derivatives, and `torch.func` (`grad`, `vmap`, ...) around the model.
 
     Deviations where the paper (arXiv 2605.00539) is silent: groups of 64 with a middle as well as a scale, nearest
