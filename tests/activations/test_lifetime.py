@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import compress_saved_, layers, recipes
+from lowbit.activations import compress_saved_, follow, layers, recipes
 from tests.activations.models import DIM, GatedBlock
 
 
@@ -21,9 +21,13 @@ class Storages:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.payloads: list[StorageWeakRef] = []
         self.copies: list[StorageWeakRef] = []
-        follow = {(layers, "room"): self.payloads, (recipes.NormOutput, "rebuild"): self.copies}
-        for (where, name), references in follow.items():
-            monkeypatch.setattr(where, name, self._noting(getattr(where, name), references))
+        where = {
+            (layers, "room"): self.payloads,
+            (follow, "room"): self.payloads,
+            (recipes.NormOutput, "rebuild"): self.copies,
+        }
+        for (module, name), references in where.items():
+            monkeypatch.setattr(module, name, self._noting(getattr(module, name), references))
 
     def _noting(self, function: Any, references: list[StorageWeakRef]) -> Any:
         def noting(*args: Any) -> Tensor:

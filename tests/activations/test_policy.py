@@ -17,10 +17,11 @@ def test_bits_by_layer_type_and_by_layer():
     assert policy.bits_of("norm", "layers.33.norm") == 8
     assert policy.bits_of("linear", "layers.3.mlp.down") == 6
     assert policy.bits_of("attention", "layers.3.attention") == 8
+    assert LayerAware(attention=16).bits_of("attention") == LayerAware(bits=16).bits_of("attention") == 16
     assert policy.codec(16) is None
     assert [LayerAware(bits=bits).bits_of("norm") for bits in (2, 4, 8, 16)] == [8, 8, 8, 16]
     assert LayerAware(norm=4).bits_of("norm") == 4
-    assert LayerAware().bits_of("mlp") == LayerAware().bits_of("linear") == 4
+    assert LayerAware().bits_of("mlp") == LayerAware().bits_of("linear") == 6
     assert policy.codec(3) == GroupInt(bits=3, group=64)
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from lowbit.activations.follow import Call, encoded, handles, large_enough
 from lowbit.activations.functions import first_order
-from lowbit.activations.recipes import Itself, Recipe, attach
+from lowbit.activations.layers import attach_until_backward
+from lowbit.activations.recipes import Itself, Recipe, release
 from lowbit.codecs import Codec
 
 _MOST = 1.5  # times the bytes of q, k and v: more is saved only if no fused kernel takes the arguments
@@ -134,7 +135,8 @@ class _Saved:
         return len(self.tensors) - 1
 
     def unpack(self, index: int) -> Tensor:
-        assert self.given is not None
+        if self.given is None:
+            raise RuntimeError("what attention saves can be read in backward only")
         x = self.given[index]
         if index not in self.coded:
             return x
@@ -163,11 +165,11 @@ class _Saved:
             held[index], place = payloads[key]
             self.coded[index] = place, x.dtype
             if is_out and x.shape == out.shape:
-                recipe = Recipe(Itself(torch.Size([x.numel()]), self.codec), (held[index],), weak=True), place
+                recipe = Recipe(Itself(torch.Size([x.numel()]), self.codec), (held[index],)), place
         carried = _Carrier.apply(out, self, *held)
         if recipe is not None:
             flat, place = recipe
-            attach(carried, flat.derived(torch.Size([carried.numel()]), place))
+            attach_until_backward(carried, flat.derived(torch.Size([carried.numel()]), place))
         return carried
 
 
@@ -185,4 +187,5 @@ class _Carrier(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         ctx.saved.given = [*ctx.saved_tensors]
+        release(ctx)
         return grad_out, None, *[None] * ctx.count

@@ -28,6 +28,7 @@ from lowbit.activations.recipes import (
     Recipe,
     SavedTensors,
     attach,
+    checkpoint_hook,
     recipe_of,
     room,
     takes,
@@ -240,7 +241,7 @@ def followed_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any)
 
 def _run(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     modules = _threads.running
-    modules.append((module, layer, _checkpoint()))
+    modules.append((module, layer, checkpoint_hook()))
     try:
         if layer.forward is not None:
             return layer.forward(module, layer, *args, **kwargs)
@@ -273,7 +274,7 @@ class Following(TorchFunctionMode):
         module, layer, checkpoint = modules[-1]
         handler = HANDLERS.get(func)
         # A checkpoint that began in this module's forward runs its functions again without the module.
-        if handler is not None and _checkpoint() is checkpoint:
+        if handler is not None and checkpoint_hook() is checkpoint:
             out = handler(Call(func, module, layer), *args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -282,13 +283,6 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs)
         with survey.function(func):
             return func(*args, **kwargs)
-
-
-def _checkpoint() -> Any:
-    """The hook of the checkpoint that runs, in forward or again in backward; None outside."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-    pack = hooks[0] if hooks else None
-    return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 @functools.cache

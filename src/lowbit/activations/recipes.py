@@ -210,7 +210,7 @@ class Derived:
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """The function of the rebuilt tensor."""
         split = len(saved) - self.count
-        return self.function(self.parent.get(saved[:split], dtype).view(self.shape), *saved[split:])
+        return self.function(self.parent.get(saved[:split], dtype).reshape(self.shape), *saved[split:])
 
 
 class Recipe:
@@ -226,7 +226,7 @@ class Recipe:
     def __init__(
         self, form: Form, saved: SavedTensors, *, weak: bool = False, parent: Recipe | None = None
     ) -> None:  # fmt: skip
-        self.form, self.rebuilt, self._parent = form, Rebuilt(form), parent
+        self.form, self.rebuilt, self._parent, self._weak = form, Rebuilt(form), parent, weak
         self._references = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in saved]
         self._count = sum(t is not None for t in saved)
         self.edge: Tensor | None = None  # stands for an activation's input in the graph, without its elements
@@ -238,6 +238,20 @@ class Recipe:
         if first is None or sum(t is not None for t in tensors) != self._count:
             return None
         return (*first, *tensors)
+
+    def release(self) -> None:
+        """Drop the tensors."""
+        self._references, self._count, self._parent = [], -1, None
+
+    def holds(self) -> bool:
+        """Whether layers may use it now.
+
+        A checkpoint drops what is saved in forward, but not what it computes again: without the graph's hold the two
+        would save different tensors.
+        """
+        if self._parent is not None and not self._parent.holds():
+            return False
+        return not (self._weak and checkpoint_hook() is not None) and self.saved() is not None
 
     def derived(self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
         """The recipe of a function of this tensor, in this shape, and of tensors without a gradient."""
@@ -252,8 +266,7 @@ def release(node: Any) -> None:
     """For a node's backward: drop the tensors in the recipe of its output."""
     recipe: Recipe | None = getattr(node, "recipe", lambda: None)()
     if recipe is not None:
-        recipe._references = []
-        recipe._count = -1  # gone
+        recipe.release()
 
 
 _recipes = WeakTensorKeyDictionary()  # of living tensors: their versions and recipes
@@ -269,7 +282,14 @@ def recipe_of(x: Tensor) -> Recipe | None:
     """The recipe of `x`, if it has one. A view of the same elements counts as the tensor."""
     version, recipe = _recipes.get(x) or _recipes.get(_same_elements(x)) or (None, None)
     # A tensor that was changed in place, or whose graph is gone, has to be saved anew.
-    return recipe if recipe and version == x._version and recipe.saved() is not None else None
+    return recipe if recipe and version == x._version and recipe.holds() else None
+
+
+def checkpoint_hook() -> Any:
+    """The hook of the checkpoint that runs, in forward or again in backward; None outside."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    pack = hooks[0] if hooks else None
+    return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def _same_elements(x: Tensor) -> Tensor:

@@ -25,31 +25,38 @@ from lowbit.activations.survey import Survey
 def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed:
     """Save a model's activations for backward in few bits; changes the model in place.
 
-    Forward uses unrounded activations. Its results are unchanged in float32; in bfloat16 and float16 nearly so, because
-    norms, and the product of activation and up, are computed in float32 and rounded once. Backward gets rounded inputs
-    of norms, activation functions, gates and linear layers, and recomputes the rest: a norm's output for the
-    projections that follow (once for all of them), act(gate) * up for the layer after it. So a decoder layer saves one
-    payload for each norm, gate and up. q, k, v and the output of attention are saved as they are, and o_proj shares the
-    latter with attention's kernel. Weights are saved by reference, even where autocast casts them. A linear layer with
-    a frozen weight saves no input. In evaluation mode and without gradients nothing is saved or coded.
+    Forward uses unrounded activations. Its results are unchanged, but for the last bits where norms and activation
+    functions are computed in float32 and rounded once. Backward gets rounded inputs of norms, activation functions,
+    gates, linear layers and attention, and recomputes the rest: a norm's output for the projections that follow (once
+    for all of them), act(gate) * up for the layer after it. So a decoder layer saves one payload for each norm, for
+    gate and up, and for q, k, v and the output of attention. Where no fused kernel of
+    `scaled_dot_product_attention` takes the arguments, attention runs again in backward, so that no probabilities are
+    saved. Dropout and ReLU save a bit for each element. Weights are saved by reference, even where autocast casts them.
+    A linear layer with a frozen weight saves no input. In evaluation mode and without gradients nothing is saved or
+    coded.
 
-    Norms, activation functions (SiLU, GELU of both kinds, ReLU) and feed-forward blocks are recognized by what they
-    compute, linear layers by their class (`nn.Linear`, Hugging Face's `Conv1D`). This covers Llama, Qwen, Mistral,
-    Gemma and GPT-2 of Hugging Face and plain `torch.nn`. `Compressed.left` lists all other modules; the log tells their
-    share of the saved bytes, once, after the first training pass that is not compiled.
+    It follows the functions that run, not the modules: while the outermost module runs, every torch function is seen,
+    and a tensor remembers what it was computed from, through views, slices, casts and dropout. So fused gate and up
+    projections, adapters and subclasses of `nn.Linear` need nothing of their own. Norms and activation functions made
+    of several functions are recognized by what they compute. Saved as they are: tensors of any other function, of
+    attention written out as products and softmax, and of autograd functions written in Python.
+
+    The first training pass counts, by module, what it keeps and what it would keep without compression; for that, it
+    computes functions twice. `print` of the result shows the table. The log warns of functions that save more than a
+    tenth of what is kept as it is.
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
-    that follow it, as wrapping whole decoder layers does. Under `torch.compile` each
-    norm, activation function and linear layer in a graph saves its own input, and nothing is shared between them.
+    that follow it, as wrapping whole decoder layers does. In a graph of `torch.compile` each norm, activation function
+    and linear layer saves its own input, and nothing is rebuilt from what another layer saved.
     Not supported, and refused by PyTorch: second derivatives, and `torch.func` (`grad`, `vmap`, ...) around the model.
 
-    Deviations where the paper (arXiv 2605.00539) is silent: groups of 64 with a middle as well as a scale, nearest
-    rounding, inputs of norms in front of attention quantized like others, and 8 bits for inputs of norms.
+    Deviations from the paper (arXiv 2605.00539): groups of 64 with a middle as well as a scale, nearest rounding, 6
+    bits in place of 4, and 8 bits for the inputs of norms and for attention, which the paper does not round.
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.
         policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan.
-        report: log that share.
+        report: count in the first training pass.
 
     Raises:
         TypeError, ValueError: a model that is compressed already or has nothing to compress, or a policy whose

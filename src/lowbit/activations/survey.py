@@ -6,7 +6,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from lowbit.activations.counting import copies_a_weight, parts_of
 log = logging.getLogger(__name__)
 
 _EXPECTED = ("attention", "loss", "cross_entropy", "embedding", "log_softmax")
-_WORTH_TELLING = 0.05  # of what is kept
+_WORTH_TELLING = 0.1  # of what is kept
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Survey:
         self._seen: dict[str, dict[int, StorageWeakRef]] = defaultdict(dict)
         self._counting = True
         try:
-            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
             self._counting = False
@@ -166,7 +166,7 @@ class Survey:
         row.names.add(name)
         return row
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         row = self._row()
         size = self._new("kept", tensor)
         row.kept += size
@@ -176,11 +176,13 @@ class Survey:
         if size and tensor.is_floating_point():
             name = getattr(self._function, "__name__", "")
             row.whole["an autograd function" if self._function is None else name] += size
-        return tensor.detach() if tensor.requires_grad else tensor
+        return (tensor.detach() if tensor.requires_grad else tensor), tensor._version
 
     def _new(self, ledger: str, tensor: Tensor) -> int:
         """Bytes of a tensor's storages that are new in a ledger, without weights and their copies."""
         size, seen = 0, self._seen[ledger]
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):  # FSDP's come only now
+            return 0
         for part in parts_of(tensor):
             key, storage = _key(part), part.untyped_storage()
             before = seen.get(key)
@@ -208,14 +210,26 @@ class Survey:
         devices = [t.device for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_cuda][:1]
         device = (devices or [torch.device("cpu")])[0].type
         with ExitStack() as stack:
+            out = None
             stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(torch.random.fork_rng(devices=devices))
             if torch.is_autocast_enabled(device):  # weights that it casts would stay in its cache
                 dtype = torch.get_autocast_dtype(device)
                 stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
             stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
-            out = function(*args, **kwargs)
+            with suppress(Exception):  # of dtypes that only lowbit takes
+                out = function(*args, **kwargs)
         self._saves_result = isinstance(out, Tensor) and _key(out) in saved
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    tensor, version = packed
+    if tensor._version != version:  # PyTorch leaves this check to hooks
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {[*tensor.shape]}"
+        )
+    return tensor
 
 
 def _key(tensor: Tensor) -> int:

@@ -27,8 +27,8 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
 
     bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
     all saved tensors, attention's too, as `BlockFloat8`, none recomputed (COAT does the same in fused layers).
-    int4-uniform: `compress_saved_` with `bits` for all layers. int4: for all but attention. low-bit: the default of
-    `LayerAware`, with 8 bits for norms.
+    int4-uniform: `compress_saved_` with `bits` for all layers. int4: for all but attention. low-bit: the same with
+    8 bits for norms.
 
     Yields:
         Makes the context that each forward pass has to run in.

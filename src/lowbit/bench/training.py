@@ -37,10 +37,10 @@ GRADIENTS = "gradients:"
 ACTIVATIONS = "activations:"
 """Before the name of a policy for saved activations, in place of a boundary's format."""
 POLICIES = {
-    "low-bit": LayerAware(),
-    "norm-4": LayerAware(norm=4),
-    "attention-8": LayerAware(attention=8),
-    "uniform": LayerAware(norm=4, attention=4),
+    "low-bit": LayerAware(bits=4, attention=16),
+    "norm-4": LayerAware(bits=4, norm=4, attention=16),
+    "attention-8": LayerAware(bits=4, attention=8),
+    "uniform": LayerAware(bits=4, norm=4, attention=4),
 }
 
 

@@ -140,7 +140,7 @@ def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
 
 def _policy(config: ActivationsConfig, bits: dict[str, Any]) -> LayerAware | None:
     try:
-        policy = LayerAware(**bits, group=config.group, rounding=config.rounding)
+        policy = LayerAware(**bits, attention=16, group=config.group, rounding=config.rounding)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"activations.{error}") from error
     return None if set(bits.values()) == {16} else policy
