@@ -16,7 +16,7 @@ from lowbit.activations.follow import Call, encoded, handles, large_enough
 from lowbit.activations.functions import first_order
 from lowbit.activations.layers import attach_until_backward
 from lowbit.activations.recipes import Itself, Recipe, release
-from lowbit.codecs import GroupInt
+from lowbit.codecs import Codec
 
 _MOST = 1.5  # times the bytes of q, k and v: more is saved only if no fused kernel takes the arguments
 
@@ -59,7 +59,7 @@ class _Repeat:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    codec: GroupInt
+    codec: Codec
     random: Tensor | None
     autocast: tuple[bool, torch.dtype]
     inputs: list[tuple[torch.Size, torch.dtype]]
@@ -122,7 +122,7 @@ class _Place:
 class _Saved:
     """What a kernel saves; `_Carrier` holds it, so that PyTorch's checks, hooks and checkpointing see payloads."""
 
-    def __init__(self, codec: GroupInt) -> None:
+    def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.tensors: list[Tensor] = []
         self.given: list[Tensor] | None = None  # in backward

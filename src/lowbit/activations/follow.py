@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lowbit.activations.compiled import compiled_forward
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import (
     FEWEST,
@@ -33,7 +34,7 @@ from lowbit.activations.recipes import (
     takes,
 )
 from lowbit.activations.survey import Survey
-from lowbit.codecs import GroupInt
+from lowbit.codecs import Codec
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,17 @@ class Shared:
 
     policy: LayerAware
     survey: Survey | None = None
-    _codecs: dict[tuple[str, str], GroupInt | None] = field(default_factory=dict)
+    _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
 
-    def codec(self, kind: str, name: str) -> GroupInt | None:
-        """The format for a layer type in the module of this name; None: saved as it is."""
+    def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
+        """The format for a layer type in the module of this name, chosen at its first input `x`; None: as it is."""
         if (kind, name) not in self._codecs:
-            self._codecs[kind, name] = self.policy.codec(self.policy.bits_of(kind, name))
+            codec = self.policy.codec(self.policy.bits_of(kind, name))
+            if x is None:
+                return codec
+            chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
+            if chosen != codec:
+                log.info("%s has outlier channels: its input is saved as %r", name, chosen)
         return self._codecs[kind, name]
 
 
@@ -83,6 +89,7 @@ class Layer:
         forward: replaces the module's own, which `own` still is: called with the module, this object and the arguments.
             None: the module's own runs.
         kind: the layer type of such a module. formula: parameters of `forward`: `Norm`, the name of an activation.
+        in_graphs: the format's name in graphs of `torch.compile`; None: saved as it is.
     """
 
     name: str
@@ -91,9 +98,10 @@ class Layer:
     forward: Callable[..., Any] | None = None
     kind: str = ""
     formula: Any = None
+    in_graphs: str | None = None
 
     @property
-    def codec(self) -> GroupInt | None:
+    def codec(self) -> Codec | None:
         """The format for the layer type; None: saved as it is."""
         return self.shared.codec(self.kind, self.name)
 
@@ -111,9 +119,9 @@ class Call:
         """The name of the innermost module that runs."""
         return self.layer.name
 
-    def codec(self, kind: str) -> GroupInt | None:
-        """The format for a layer type here; None: saved as it is."""
-        return self.layer.shared.codec(kind, self.layer.name)
+    def codec(self, kind: str, x: Tensor | None = None) -> Codec | None:
+        """The format for the input of a layer type here; None: saved as it is."""
+        return self.layer.shared.codec(kind, self.layer.name, x)
 
     def handled(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Around what is saved in place of what the function itself would save for these arguments.
@@ -156,7 +164,8 @@ class Call:
     def source(self, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
         """How a layer rebuilds its input in backward, and the tensors it saves for that."""
         # Attention's kernel saves its output as it is, so saving that again costs nothing.
-        codec = None if from_attention(x) or not large_enough(x) else self.codec("linear")
+        smallest = max(FEWEST, self.layer.shared.policy.smallest)
+        codec = None if from_attention(x) or x.numel() < smallest else self.codec("linear", x)
         own = Itself(x.shape, codec)
         recipe = recipe_of(x)
         if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
@@ -174,7 +183,7 @@ def large_enough(x: Tensor) -> bool:
     return x.numel() >= FEWEST
 
 
-def encoded(codec: GroupInt, x: Tensor) -> Tensor:
+def encoded(codec: Codec, x: Tensor) -> Tensor:
     """The payload of `x`."""
     payload = room(codec, x)
     with torch.no_grad():
@@ -225,7 +234,9 @@ def followed_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any)
     """A module's forward, followed."""
     if not torch.is_grad_enabled():
         return layer.own(*args, **kwargs)
-    if torch.compiler.is_compiling() or not _threads.running:
+    if torch.compiler.is_compiling():
+        return compiled_forward(module, layer, *args, **kwargs)
+    if not _threads.running:
         return _outermost(module, layer, *args, **kwargs)
     return _run(module, layer, *args, **kwargs)
 

@@ -23,6 +23,8 @@ from lowbit.activations.recipes import (
     Rebuilt,
     SavedTensors,
     check_present,
+    decoded,
+    is_fused,
     plain_gated,
     release,
 )
@@ -59,7 +61,9 @@ class NormFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved, weight)
         codec, norm = form.codec, form.norm
-        if codec is None or not fresh:
+        if not is_fused(codec) or not fresh:
+            if codec is not None and fresh:
+                codec.encode(x, out=saved[0])
             return norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         norm_operators.encode(
@@ -79,8 +83,9 @@ class NormFunction(torch.autograd.Function):
         bias = None  # the gradients do not depend on its values
         if needs_bias:
             bias = torch.zeros(ctx.shape[-1:], dtype=ctx.bias_dtype, device=grad_out.device)
-        if form.codec is None:
-            grads = _differentiate(form.norm.plain, saved, weight, bias, grad_out=grad_out)
+        if not is_fused(form.codec):
+            x = decoded(form.codec, saved, ctx.shape, ctx.dtype)
+            grads = _differentiate(form.norm.plain, x, weight, bias, grad_out=grad_out)
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -105,7 +110,10 @@ class GatedFunction(torch.autograd.Function):
             return activated * up
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         codec = form.codec
-        if codec is None:
+        if not is_fused(codec):
+            for x, payload in zip((gate, up), saved, strict=True):
+                if codec is not None and x is not None:
+                    codec.encode(x, out=payload)
             return plain_gated(gate, up, form.activation).to(dtype)
         out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
         gated.encode(
@@ -120,8 +128,10 @@ class GatedFunction(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         release(ctx)
         form: GatedOutput = ctx.form
-        if form.codec is None:
+        if not is_fused(form.codec):
             formula = functools.partial(plain_gated, activation=form.activation)
+            gate = decoded(form.codec, gate, form.shape, ctx.dtypes[0])
+            up = None if up is None else decoded(form.codec, up, form.shape, ctx.dtypes[1])
             return *_differentiate(formula, gate, up, grad_out=grad_out), None, None, None
         gate_dtype, up_dtype = ctx.dtypes
         grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)

@@ -26,7 +26,7 @@ from lowbit.activations.recipes import (
     recipe_of,
     room,
 )
-from lowbit.codecs import GroupInt
+from lowbit.codecs import Codec, GroupInt
 
 
 def _of_one_tensor(forward: Callable[[Call, Tensor], Any]) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def normalized(
 
     A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
     """
-    codec = call.codec("norm")
+    codec = call.codec("norm", x)
     known = None if codec is None else itself(x, codec)
     saved, codec = known or ((room(codec, x),), codec)
     form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
@@ -87,7 +87,7 @@ def normalized(
 
 def activated(call: Call, x: Tensor, activation: str) -> Any:
     """act(x); attaches a recipe to it for the product or layer that follows."""
-    codec = call.codec("mlp")
+    codec = call.codec("mlp", x)
     if activation == "relu" and codec is not None:
         return _rectified(x, codec)
     saved = (room(codec, x), None)
@@ -101,12 +101,13 @@ def activated(call: Call, x: Tensor, activation: str) -> Any:
     return out
 
 
-def _rectified(x: Tensor, codec: GroupInt) -> Tensor:
+def _rectified(x: Tensor, codec: Codec) -> Tensor:
     """ReLU, of which a bit for each element tells exactly whether it passes; its output takes a bit less."""
     with torch.no_grad():
         out = x.relu()
         mask = packed_bits(out)
-    codec = replace(codec, bits=max(codec.bits - 1, 2))
+    if isinstance(codec, GroupInt):
+        codec = replace(codec, bits=max(codec.bits - 1, 2))
     payload = encoded(codec, out)
     out = MaskFunction.apply(x, out, mask, 1.0)
     whole = Recipe(Itself(out.shape, codec), (payload,))

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.policy import WHOLE
-from lowbit.codecs import GroupInt
+from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import FLOATS
 
 SavedTensors = tuple[Tensor | None, ...]
@@ -83,12 +83,12 @@ class Itself:
     """Saved: the tensor, in the codec's format or, without one, as it is."""
 
     shape: torch.Size
-    codec: GroupInt | None
+    codec: Codec | None
 
     @property
     def bits(self) -> int:
         """Bits of an element; a payload of more bits serves layers that ask for fewer."""
-        return WHOLE if self.codec is None else self.codec.bits
+        return bits_of(self.codec)
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """The tensor, rounded."""
@@ -104,7 +104,7 @@ class NormOutput:
     """Saved: the norm's input, its weight and bias."""
 
     shape: torch.Size
-    codec: GroupInt | None
+    codec: Codec | None
     norm: Norm
     eps: float
 
@@ -113,8 +113,8 @@ class NormOutput:
         x, weight, bias = saved
         check_present(weight, bias)
         assert x is not None
-        if self.codec is None:
-            return self.norm.plain(x, weight, bias).to(dtype)
+        if not is_fused(self.codec):
+            return self.norm.plain(decoded(self.codec, x, self.shape), weight, bias).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=x.device)
         norm_operators.recompute(
             x, weight, bias, out.view(-1, self.shape[-1]), self.eps, self.norm.centred, self.norm.offset,
@@ -128,14 +128,16 @@ class GatedOutput:
     """Saved: gate and, if there is one, up."""
 
     shape: torch.Size
-    codec: GroupInt | None
+    codec: Codec | None
     activation: str
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """act(gate) * up at the rounded inputs."""
         gate, up = saved
         assert gate is not None
-        if self.codec is None:
+        if not is_fused(self.codec):
+            gate = decoded(self.codec, gate, self.shape)
+            up = None if up is None else decoded(self.codec, up, self.shape)
             return plain_gated(gate, up, self.activation).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=gate.device)
         gated.recompute(gate, up, out, self.activation, self.codec.bits, self.codec.group)
@@ -298,13 +300,13 @@ def _same_elements(x: Tensor) -> Tensor:
     return base if base.is_contiguous() and x.is_contiguous() else x
 
 
-def itself(x: Tensor, codec: GroupInt | None) -> tuple[SavedTensors, GroupInt | None] | None:
+def itself(x: Tensor, codec: Codec | None) -> tuple[SavedTensors, Codec | None] | None:
     """The payload of `x` that is saved already and its format: `codec`, or one with more bits."""
     recipe = recipe_of(x)
     if recipe is None or not isinstance(recipe.form, Itself):
         return None
     own, saved = recipe.form.codec, recipe.saved()
-    if own != codec and (own is None or codec is None or own.bits < codec.bits):
+    if own != codec and (own is None or codec is None or bits_of(own) < bits_of(codec)):
         return None
     return None if saved is None else (saved, own)
 
@@ -332,7 +334,24 @@ def takes(*tensors: Tensor | None) -> bool:
     return all(t is None or (t.dtype in FLOATS and t.numel() > 0 and not hasattr(t, "to_local")) for t in tensors)
 
 
-def room(codec: GroupInt | None, x: Tensor) -> Tensor:
+def bits_of(codec: Codec | None) -> int:
+    """Whole bits of an element in a format, scales left out."""
+    if codec is None:
+        return WHOLE
+    return codec.bits if isinstance(codec, GroupInt) else int(codec.bits_per_element((1 << 16,)))
+
+
+def is_fused(codec: Codec | None) -> TypeGuard[GroupInt]:
+    """Whether norms and gates have kernels that read and write this format."""
+    return isinstance(codec, GroupInt) and not codec.symmetric
+
+
+def decoded(codec: Codec | None, saved: Tensor, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The tensor of a payload; without a codec, what is saved."""
+    return saved if codec is None else codec.decode(saved, shape=shape, dtype=dtype)
+
+
+def room(codec: Codec | None, x: Tensor) -> Tensor:
     """An empty payload for `x`; without a codec, `x` itself."""
     if codec is None:
         return x

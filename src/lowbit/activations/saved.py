@@ -16,9 +16,10 @@ from lowbit.activations import (
     handlers,  # noqa: F401
     layers,
 )
+from lowbit.activations.compiled import name_of
 from lowbit.activations.experts import experts
 from lowbit.activations.follow import MARK, Layer, Shared, followed_forward, running
-from lowbit.activations.policy import LayerAware
+from lowbit.activations.policy import Format, LayerAware
 from lowbit.activations.structure import activation_like, norm_like
 from lowbit.activations.survey import Survey
 
@@ -47,7 +48,8 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
     tenth of what is kept as it is.
 
     Call it before `torch.compile`, DDP and `fully_shard`. Sharding must keep a norm together with the linear layers
-    that follow it, as wrapping whole decoder layers does. Under `torch.compile` a compressed model runs uncompiled.
+    that follow it, as wrapping whole decoder layers does. In a graph of `torch.compile` each norm, activation function
+    and linear layer saves its own input, and nothing is rebuilt from what another layer saved.
     Not supported, and refused by PyTorch: second derivatives, and `torch.func` (`grad`, `vmap`, ...) around the model.
 
     Deviations from the paper (arXiv 2605.00539): groups of 64 with a middle as well as a scale, nearest rounding, 6
@@ -89,13 +91,13 @@ class Compressed:
     """The changes that `compress_saved_` made to a model.
 
     Attributes:
-        bits: layer type and bits of each norm, activation function and linear layer, by name. A linear layer uses its
-            bits only where its input cannot be rebuilt from another layer's payloads.
+        bits: layer type and bits (or codec) of each norm, activation function and linear layer, by name. A linear layer
+            uses its bits only where its input cannot be rebuilt from another layer's payloads.
         survey: bytes by module in the first training pass, with and without compression; None without `report`.
     """
 
     def __init__(self, model: nn.Module, policy: LayerAware, report: bool) -> None:
-        self.bits: dict[str, tuple[str, int]] = {}
+        self.bits: dict[str, tuple[str, Format]] = {}
         self.survey = Survey(running) if report else None
         self._model = model
         shared = Shared(policy, self.survey)
@@ -104,7 +106,10 @@ class Compressed:
         for name, module in modules.items():
             change = next(filter(None, (change(name, module, model, policy) for change in CHANGES)), None)
             kind, forward, formula = change or ("linear" if _is_linear(module) else "", None, None)
-            layer = Layer(name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula)
+            layer = Layer(
+                name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
+                in_graphs=name_of(policy, kind, name),
+            )  # fmt: skip
             if kind:
                 self.bits[name] = (kind, policy.bits_of(kind, name))
             # Callers that inspect the signature, such as trainers, see that of the module's own forward.
@@ -123,7 +128,7 @@ class Compressed:
         restore_(self._model)
 
     def __repr__(self) -> str:
-        kinds = Counter(f"{kind} in {bits} bits" for kind, bits in self.bits.values())
+        kinds = Counter(f"{kind} in {f'{b} bits' if isinstance(b, int) else b}" for kind, b in self.bits.values())
         text = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         return f"Compressed({text})"
 
