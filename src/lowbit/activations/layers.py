@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowbit.activations.checkpoint import after_linear, first_pass
 from lowbit.activations.functions import GatedFunction, LinearFunction, NormFunction
 from lowbit.activations.recipes import (
     FEWEST,
@@ -100,7 +101,7 @@ def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
     rebuilt, saved = None, ()
     if module.weight.requires_grad:
         rebuilt, saved = _input_of(layer, x, dtype)
-    return LinearFunction.apply(x, module.weight, module.bias, layer.formula, dtype, rebuilt, saved)
+    return after_linear(LinearFunction.apply(x, module.weight, module.bias, layer.formula, dtype, rebuilt, saved))
 
 
 @_of_one_tensor
@@ -173,7 +174,7 @@ def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, Sav
     recipe = recipe_of(x)
     if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
         saved: SavedTensors = (x.to(dtype) if whole else room(own.codec, x),)
-        if own.codec is not None:
+        if own.codec is not None and not first_pass():
             with torch.no_grad():
                 own.codec.encode(x, out=saved[0])
         recipe = Recipe(own, saved, weak=True)

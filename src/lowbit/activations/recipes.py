@@ -66,14 +66,16 @@ def default_eps(dtype: torch.dtype, device: str) -> float:
     return torch.finfo(torch.float32).eps if is_wide else narrow
 
 
-def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """act(gate) * up by PyTorch's own functions, in float32."""
-    x = gate.float()
+def plain_gated(gate: Tensor, up: Tensor | None, activation: str, *, wide: bool = True) -> Tensor:
+    """act(gate) * up by PyTorch's own functions, in float32; if not `wide`, in their own dtypes."""
+    x = gate.float() if wide else gate
     if activation == "gelu_tanh":
         y = functional.gelu(x, approximate="tanh")
     else:
         y = getattr(functional, activation)(x)
-    return y if up is None else y * up.float()
+    if up is None:
+        return y
+    return y * (up.float() if wide else up)
 
 
 @dataclass(frozen=True)
