@@ -7,14 +7,16 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 
 from lowbit.activations import layers
+from lowbit.activations.checkpoint import restore_checkpointed
 from lowbit.activations.counting import Watch
 from lowbit.activations.hooks import attention_forward
+from lowbit.activations.layer_plan import Applied, LayerPlan
 from lowbit.activations.layers import Layer
 from lowbit.activations.policy import WHOLE, LayerAware
 from lowbit.activations.structure import (
@@ -32,7 +34,13 @@ log = logging.getLogger(__name__)
 _LIGHT = (nn.Embedding, nn.Identity, nn.modules.dropout._DropoutNd)
 
 
-def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed:
+@overload
+def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed: ...
+@overload
+def compress_saved_(model: nn.Module, policy: LayerPlan, *, report: bool = True) -> Applied: ...
+def compress_saved_(
+    model: nn.Module, policy: LayerAware | LayerPlan | None = None, *, report: bool = True
+) -> Compressed | Applied:
     """Save a model's activations for backward in few bits; changes the model in place.
 
     Forward uses unrounded activations. Its results are unchanged in float32; in bfloat16 and float16 nearly so, because
@@ -57,13 +65,16 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.
-        policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan.
+        policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan. Or a `LayerPlan` for the whole
+            model: what is kept of each layer, some of which may be checkpointed.
         report: log that share.
 
     Raises:
         TypeError, ValueError: a model that is compressed already or has nothing to compress, or a policy whose
             `layers` match no module.
     """
+    if isinstance(policy, LayerPlan):
+        return policy.apply_(model)
     policy = LayerAware() if policy is None else policy
     for name, value, allowed in (("model", model, nn.Module), ("policy", policy, LayerAware)):
         if not isinstance(value, allowed):
@@ -86,6 +97,7 @@ def restore_(model: nn.Module) -> None:
         model: any module; parts of it that are not compressed stay as they are.
     """
     for module in model.modules():
+        restore_checkpointed(module)
         _restore(module)
 
 
