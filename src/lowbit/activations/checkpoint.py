@@ -138,7 +138,8 @@ class _Call:
         self.again, self.linears, self.last, self.saved_at_last = False, 0, 0, 0
         device = x.device.type
         self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in dict.fromkeys((device, "cpu"))
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys((device, "cpu"))
         ]
         self.random = torch.get_rng_state()
         self.devices, self.states = get_device_states(x) if device != "cpu" else ([], [])

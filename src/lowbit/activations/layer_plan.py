@@ -194,7 +194,9 @@ class LayerPlan:
                     return cls(stages=choices, rest=_choice(rest), group=group, made_for=made_for)
                 except (TypeError, ValueError, OverflowError) as error:
                     raise ValueError(f"{path} is not a memory plan: {cut(str(error))}") from None
-        raise ValueError(f"{path} is not a memory plan: it lacks made_for, group, rest or stages, or has more than these")
+        raise ValueError(
+            f"{path} is not a memory plan: it lacks made_for, group, rest or stages, or has more than these"
+        )
 
 
 class Applied:

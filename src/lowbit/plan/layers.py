@@ -1,0 +1,258 @@
+"""Choices for every layer of a model within a memory limit: measured, predicted and chosen.
+
+A layer's costs do not depend on what the others do, and layers are alike. So a few layers are measured once with each
+choice, and the peak of any combination is worked out: when layer i runs backward, the layers before it still hold what
+they keep, and layer i holds what its backward takes. Of an order, only one matters: layers whose backward takes most
+beyond what they keep come first, where least is held beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowbit.activations.layer_plan import KEEP, LayerChoice, LayerPlan, layers_of
+from lowbit.plan.measure import gradients, relative_error
+from lowbit.plan.trace import StepTrace, trace_step
+
+Step = Callable[[], Any]
+
+_BYTE, _SIX = "GroupInt(bits=8, group=64)", "GroupInt(bits=6, group=64)"
+CHOICES = (
+    KEEP,
+    LayerChoice(norm=8, mlp=4, linear=4),
+    LayerChoice(norm=8, mlp=8, linear=8),
+    LayerChoice(checkpoint=True),
+    LayerChoice(checkpoint=True, input=_BYTE),
+    LayerChoice(checkpoint=True, input=_SIX),
+    LayerChoice(checkpoint=True, input=_BYTE, norm=8, mlp=4, linear=4),
+    LayerChoice(checkpoint=True, input=_BYTE, norm=8, mlp=8, linear=8),
+)
+"""What a plan may choose for a layer."""
+SLOWER = 0.01
+"""Plans whose seconds differ by less are taken as equally fast: measured times are no more exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """What a choice costs in one layer.
+
+    Args:
+        kept: bytes from its forward to its backward. forward, backward: the most bytes during each, beyond those at
+            the forward's start and at the backward's end.
+        seconds: of forward and backward, beyond those of `KEEP`. error: squared relative error of the gradient.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    seconds: float = 0.0
+    error: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """What a step costs, whatever the choices, and each layer with each choice.
+
+    Args:
+        layers: by choice. before, between, after: the most bytes before the first layer, from the last layer's forward
+            to its backward, and after the first layer's backward. start, end: bytes when a layer's forward begins and
+            when its backward has ended. What layers keep is in none of these.
+        seconds: of a step in which all measured layers keep everything. measured: number of these layers.
+    """
+
+    layers: Mapping[LayerChoice, LayerCost]
+    before: int
+    start: int
+    between: int
+    end: int
+    after: int
+    seconds: float
+    measured: int
+
+    def peak(self, choices: Sequence[LayerChoice], *, held: int = 1) -> int:
+        """Predicted peak of activations and temporaries, with `held` micro-batches in flight."""
+        kept, most = 0, max(self.before, self.after)
+        for choice, alike in itertools.groupby(choices):
+            cost = self.layers[choice]
+            kept += cost.kept * (len(list(alike)) - 1)  # the last of equal ones has most beside it
+            most = max(most, self.start + kept + cost.forward, self.end + kept + cost.backward)
+            kept += cost.kept
+        return max(most, self.between + kept) + (held - 1) * (self.start + kept)
+
+    def step_seconds(self, choices: Sequence[LayerChoice]) -> float:
+        """Predicted seconds of forward and backward."""
+        # Without layers of its own, the rest of the step is what remains of the measured one.
+        keep = self.seconds / max(self.measured, 1)
+        return sum((keep + self.layers[choice].seconds) * count for choice, count in Counter(choices).items())
+
+    def error(self, choices: Sequence[LayerChoice]) -> float:
+        """Predicted relative error of the gradient."""
+        squares = sum(self.layers[choice].error * count for choice, count in Counter(choices).items())
+        return math.sqrt(squares / max(len(choices), 1))
+
+
+def measure_layers(
+    model: nn.Module, step: Step, loss: Step, *, choices: Sequence[LayerChoice] = CHOICES, group: int = 64,
+    repeats: int = 3, device: torch.device | None = None,
+) -> StepCosts:  # fmt: skip
+    """Measure each choice in all layers of a model: bytes, seconds and the error of the gradient.
+
+    Takes `repeats` + 2 steps for each choice. Of the times the fastest count.
+
+    Args:
+        model: in training mode, not compressed; unchanged afterwards, without gradients.
+        step: runs forward and backward of one micro-batch.
+        loss: computes the same loss at every call, without dropout, for errors of the gradient.
+        choices: to measure; `KEEP` is always among them.
+    """
+    layers = list(layers_of(model).values())
+    choices = list(dict.fromkeys((KEEP, *choices)))
+    plans = {choice: LayerPlan(stages=((choice,) * len(layers),), group=group) for choice in choices}
+    traces: dict[LayerChoice, StepTrace] = {}
+    times: dict[LayerChoice, list[float]] = {choice: [] for choice in choices}
+    errors: dict[LayerChoice, float] = {}
+    exact = gradients(model, loss)
+    for choice in choices:
+        with _applied(model, plans[choice]):
+            errors[choice] = relative_error(gradients(model, loss), exact) if choice != KEEP else 0.0
+            step()  # gradients exist from now on, and kernels are compiled
+            traces[choice] = trace_step(layers, step, device)
+        model.zero_grad(set_to_none=True)
+    del exact
+    for _, choice in itertools.product(range(repeats), choices):
+        with _applied(model, plans[choice]):
+            times[choice].append(_seconds(step, device))
+    model.zero_grad(set_to_none=True)
+    extra = {choice: min(times[choice]) - min(times[KEEP]) for choice in choices}  # others may use the machine, too
+    inner = len(layers) - 1  # the last layer: the first may be a special one
+    costs = {
+        choice: _cost(traces[choice], inner, extra[choice] / len(layers), errors[choice] ** 2) for choice in choices
+    }
+    least = min(choices, key=lambda choice: traces[choice].peak)
+    lean, kept = traces[least], costs[least].kept
+    return StepCosts(
+        layers=costs, before=lean.before.peak, start=lean.forward[inner].start - inner * kept,
+        end=lean.backward[inner].end - inner * kept, between=lean.between.peak - len(layers) * kept,
+        after=lean.after.peak, seconds=min(times[KEEP]), measured=len(layers),
+    )  # fmt: skip
+
+
+def choose_layers(
+    costs: StepCosts, layers: int, *, limit: int, max_error: float = 0.02, held: int = 1, made_for: Any = None,
+    group: int = 64,
+) -> LayerPlan:  # fmt: skip
+    """Choose for each layer: the fastest plan whose peak fits and whose gradient errs at most `max_error`.
+
+    Of plans that differ in seconds by less than 1 % of a step, the one with the least error is taken, and of equals
+    the one with the lowest peak. Plans mix up to three choices.
+
+    Args:
+        costs: of one layer with each choice. layers: their number. held: micro-batches in flight at the peak.
+        limit: bytes for activations and temporaries. max_error: relative error of the gradient.
+
+    Raises:
+        ValueError: nothing fits; the text names the least limit, and the least error, that would do.
+    """
+    every = [(choices, costs.peak(choices, held=held), costs.error(choices)) for choices in combinations(costs, layers)]
+    exact = [one for one in every if one[2] <= max_error]
+    if not exact:
+        raise ValueError(
+            f"max_error is {max_error}; allowed: at least {min(error for _, _, error in every):.4f} with these choices"
+        )
+    fit = [one for one in exact if one[1] <= limit]
+    if not fit:
+        least = min(peak for _, peak, _ in exact)
+        any_error = min(every, key=lambda one: one[1])
+        more = ""
+        if any_error[1] < least:
+            more = f", or {any_error[1]:,} with max_error {any_error[2]:.4f}"
+        raise ValueError(f"limit is {limit:,} bytes; allowed: at least {least:,}{more}")
+    seconds = [costs.step_seconds(choices) for choices, _, _ in fit]
+    fast = [one for one, t in zip(fit, seconds, strict=True) if t <= min(seconds) * (1 + SLOWER)]
+    best, _, _ = min(fast, key=lambda one: (round(one[2], 6), one[1]))
+    return LayerPlan(stages=(best,), group=group, made_for=made_for or {})
+
+
+def combinations(costs: StepCosts, layers: int) -> list[tuple[LayerChoice, ...]]:
+    """All mixtures of up to three choices over the layers, each in its best order, those with many layers thinned."""
+    found: dict[tuple[LayerChoice, ...], None] = {}
+    step = max(1, layers // 24)
+    for three in itertools.combinations(costs.layers, min(3, len(costs.layers))):
+        ordered = sorted(three, key=lambda c: costs.layers[c].kept - costs.layers[c].backward)
+        for cut in itertools.combinations_with_replacement([*range(0, layers, step), layers], len(ordered) - 1):
+            ends = (0, *cut, layers)
+            found[tuple(c for c, a, b in zip(ordered, ends, ends[1:], strict=False) for _ in range(b - a))] = None
+    return list(found)
+
+
+def plan_layers(
+    model: nn.Module, step: Step, *, limit: int, max_error: float = 0.02, loss: Step | None = None,
+    choices: Sequence[LayerChoice] = CHOICES, repeats: int = 3, device: torch.device | None = None,
+) -> LayerPlan:  # fmt: skip
+    """Measure a model and choose for each of its layers what is kept, for `compress_saved_(model, plan)`.
+
+    Args:
+        model: in training mode, not compressed; unchanged afterwards, and without gradients.
+        step: runs a micro-batch forward and returns its loss, the same at every call.
+        limit: bytes for activations and temporaries, beyond weights, gradients and optimizer.
+        max_error: most relative error of the gradient.
+        loss: a loss for that error, if `step` has dropout. choices, repeats, device: as in `measure_layers`.
+
+    Raises:
+        ValueError: a limit or an error that nothing meets, with the least that would do.
+    """
+    layers = layers_of(model)
+    costs = measure_layers(
+        model, lambda: step().backward(), loss or step, choices=choices, repeats=repeats, device=device
+    )
+    made_for = layer_settings(next(iter(layers.values())))
+    return choose_layers(costs, len(layers), limit=limit, max_error=max_error, made_for=made_for)
+
+
+def layer_settings(layer: nn.Module) -> dict[str, Any]:
+    """What a plan records of a layer."""
+    return {"layer": type(layer).__name__, "layer parameters": sum(p.numel() for p in layer.parameters())}
+
+
+def with_layers(costs: StepCosts, errors: Mapping[LayerChoice, float]) -> StepCosts:
+    """The costs with gradient errors that were measured on another model."""
+    layers = {choice: replace(cost, error=errors[choice] ** 2) for choice, cost in costs.layers.items()}
+    return replace(costs, layers=layers)
+
+
+def _cost(trace: StepTrace, layer: int, seconds: float, error: float) -> LayerCost:
+    there, back = trace.forward[layer], trace.backward[layer]
+    return LayerCost(
+        kept=back.start - back.end, forward=there.peak - there.start, backward=back.peak - back.end,
+        seconds=seconds, error=error,
+    )  # fmt: skip
+
+
+def _seconds(step: Step, device: torch.device | None) -> float:
+    start = time.perf_counter()
+    step()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+class _applied:
+    """A plan in effect in a `with` block; a plan that keeps everything changes nothing."""
+
+    def __init__(self, model: nn.Module, plan: LayerPlan) -> None:
+        self._model, self._plan = model, plan
+
+    def __enter__(self) -> None:
+        self._changes = self._plan.apply_(self._model)
+
+    def __exit__(self, *error: object) -> None:
+        self._changes.remove()
