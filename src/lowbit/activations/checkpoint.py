@@ -195,8 +195,8 @@ class _Call:
         finally:
             self.again = False
         raise RuntimeError(
-            f"layer {self.layer.name!r} saved {len(self.slots)} tensors for backward, but {position} when it ran again; "
-            "allowed: layers that compute the same both times"
+            f"layer {self.layer.name!r} saved {len(self.slots)} tensors for backward, but {position} when it ran "
+            "again; allowed: layers that compute the same both times"
         )
 
     def _reserve(self, value: Tensor) -> _Slot:
