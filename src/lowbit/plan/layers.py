@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lowbit.activations.layer_plan import KEEP, LayerChoice, LayerPlan, layers_of
-from lowbit.plan.measure import gradients, relative_error
+from lowbit.plan.measure import ORDER_OF_SUMS, gradients, relative_error
 from lowbit.plan.trace import StepTrace, trace_step
 
 Step = Callable[[], Any]
@@ -66,6 +66,7 @@ class StepCosts:
         layers: by choice. before, between, after: the most bytes before the first layer, from the last layer's forward
             to its backward, and after the first layer's backward. start, end: bytes when a layer's forward begins and
             when its backward has ended. What layers keep is in none of these.
+        end_of_forward: bytes after the last layer's forward.
         seconds: of a step in which all measured layers keep everything. measured: number of these layers.
     """
 
@@ -75,6 +76,7 @@ class StepCosts:
     between: int
     end: int
     after: int
+    end_of_forward: int
     seconds: float
     measured: int
 
@@ -86,7 +88,11 @@ class StepCosts:
             kept += cost.kept * (len(list(alike)) - 1)  # the last of equal ones has most beside it
             most = max(most, self.start + kept + cost.forward, self.end + kept + cost.backward)
             kept += cost.kept
-        return max(most, self.between + kept) + (held - 1) * (self.start + kept)
+        return max(most, self.between + kept) + (held - 1) * self.held(choices)
+
+    def held(self, choices: Sequence[LayerChoice]) -> int:
+        """Bytes that a micro-batch holds between its forward and its backward."""
+        return self.end_of_forward + sum(self.layers[c].kept * count for c, count in Counter(choices).items())
 
     def step_seconds(self, choices: Sequence[LayerChoice]) -> float:
         """Predicted seconds of forward and backward."""
@@ -101,17 +107,16 @@ class StepCosts:
 
 
 def measure_layers(
-    model: nn.Module, step: Step, loss: Step, *, choices: Sequence[LayerChoice] = CHOICES, group: int = 64,
+    model: nn.Module, step: Step, *, choices: Sequence[LayerChoice] = CHOICES, group: int = 64,
     repeats: int = 3, device: torch.device | None = None,
 ) -> StepCosts:  # fmt: skip
-    """Measure each choice in all layers of a model: bytes, seconds and the error of the gradient.
+    """Measure each choice in all layers of a model: bytes and seconds; `with_errors` adds errors of the gradient.
 
     Takes `repeats` + 2 steps for each choice. Of the times the fastest count.
 
     Args:
         model: in training mode, not compressed; unchanged afterwards, without gradients.
         step: runs forward and backward of one micro-batch.
-        loss: computes the same loss at every call, without dropout, for errors of the gradient.
         choices: to measure; `KEEP` is always among them.
     """
     layers = list(layers_of(model).values())
@@ -119,30 +124,24 @@ def measure_layers(
     plans = {choice: LayerPlan(stages=((choice,) * len(layers),), group=group) for choice in choices}
     traces: dict[LayerChoice, StepTrace] = {}
     times: dict[LayerChoice, list[float]] = {choice: [] for choice in choices}
-    errors: dict[LayerChoice, float] = {}
-    exact = gradients(model, loss)
     for choice in choices:
         with _applied(model, plans[choice]):
-            errors[choice] = relative_error(gradients(model, loss), exact) if choice != KEEP else 0.0
             step()  # gradients exist from now on, and kernels are compiled
             traces[choice] = trace_step(layers, step, device)
         model.zero_grad(set_to_none=True)
-    del exact
     for _, choice in itertools.product(range(repeats), choices):
         with _applied(model, plans[choice]):
             times[choice].append(_seconds(step, device))
     model.zero_grad(set_to_none=True)
     extra = {choice: min(times[choice]) - min(times[KEEP]) for choice in choices}  # others may use the machine, too
     inner = len(layers) - 1  # the last layer: the first may be a special one
-    costs = {
-        choice: _cost(traces[choice], inner, extra[choice] / len(layers), errors[choice] ** 2) for choice in choices
-    }
+    costs = {choice: _cost(traces[choice], inner, extra[choice] / len(layers)) for choice in choices}
     least = min(choices, key=lambda choice: traces[choice].peak)
     lean, kept = traces[least], costs[least].kept
     return StepCosts(
         layers=costs, before=lean.before.peak, start=lean.forward[inner].start - inner * kept,
         end=lean.backward[inner].end - inner * kept, between=lean.between.peak - len(layers) * kept,
-        after=lean.after.peak, seconds=min(times[KEEP]), measured=len(layers),
+        after=lean.after.peak, end_of_forward=lean.between.start - len(layers) * kept, seconds=min(times[KEEP]), measured=len(layers),
     )  # fmt: skip
 
 
@@ -211,9 +210,8 @@ def plan_layers(
         ValueError: a limit or an error that nothing meets, with the least that would do.
     """
     layers = layers_of(model)
-    costs = measure_layers(
-        model, lambda: step().backward(), loss or step, choices=choices, repeats=repeats, device=device
-    )
+    costs = measure_layers(model, lambda: step().backward(), choices=choices, repeats=repeats, device=device)
+    costs = with_errors(costs, choice_errors(model, loss or step, list(costs.layers)))
     made_for = layer_settings(next(iter(layers.values())))
     return choose_layers(costs, len(layers), limit=limit, max_error=max_error, made_for=made_for)
 
@@ -223,17 +221,35 @@ def layer_settings(layer: nn.Module) -> dict[str, Any]:
     return {"layer": type(layer).__name__, "layer parameters": sum(p.numel() for p in layer.parameters())}
 
 
-def with_layers(costs: StepCosts, errors: Mapping[LayerChoice, float]) -> StepCosts:
-    """The costs with gradient errors that were measured on another model."""
+def choice_errors(
+    model: nn.Module, loss: Step, choices: Sequence[LayerChoice], *, group: int = 64
+) -> dict[LayerChoice, float]:
+    """Relative error of the gradient with each choice in all layers.
+
+    Args:
+        model: in training mode, not compressed; unchanged afterwards, and without gradients.
+        loss: computes the same loss at every call, without dropout.
+    """
+    layers = len(layers_of(model))
+    exact, errors = gradients(model, loss), {}
+    for choice in choices:
+        with _applied(model, LayerPlan(stages=((choice,) * layers,), group=group)):
+            error = relative_error(gradients(model, loss), exact)
+        errors[choice] = error if error > ORDER_OF_SUMS else 0.0
+    return errors
+
+
+def with_errors(costs: StepCosts, errors: Mapping[LayerChoice, float]) -> StepCosts:
+    """The costs with these errors of the gradient, of each choice in all layers."""
     layers = {choice: replace(cost, error=errors[choice] ** 2) for choice, cost in costs.layers.items()}
     return replace(costs, layers=layers)
 
 
-def _cost(trace: StepTrace, layer: int, seconds: float, error: float) -> LayerCost:
+def _cost(trace: StepTrace, layer: int, seconds: float) -> LayerCost:
     there, back = trace.forward[layer], trace.backward[layer]
     return LayerCost(
         kept=back.start - back.end, forward=there.peak - there.start, backward=back.peak - back.end,
-        seconds=seconds, error=error,
+        seconds=seconds,
     )  # fmt: skip
 
 
