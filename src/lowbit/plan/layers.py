@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,8 @@ from lowbit.plan.measure import ORDER_OF_SUMS, gradients, relative_error
 from lowbit.plan.trace import StepTrace, trace_step
 
 Step = Callable[[], Any]
+Runs = tuple[tuple[LayerChoice, int], ...]
+"""Choices for layers in order, with the number of layers that follow each other with the same."""
 
 _BYTE, _SIX = "GroupInt(bits=8, group=64)", "GroupInt(bits=6, group=64)"
 CHOICES = (
@@ -58,6 +59,27 @@ class LayerCost:
     error: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Predicted costs of a step.
+
+    Args:
+        runs: the choices. peak: of activations and temporaries. held: bytes of a micro-batch between its forward and
+            its backward. seconds: of the layers. error: relative error of the gradient.
+    """
+
+    runs: Runs
+    peak: int
+    held: int
+    seconds: float
+    error: float
+
+    @property
+    def choices(self) -> tuple[LayerChoice, ...]:
+        """The choice of each layer."""
+        return tuple(choice for choice, count in self.runs for _ in range(count))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """What a step costs, whatever the choices, and each layer with each choice.
@@ -82,28 +104,26 @@ class StepCosts:
 
     def peak(self, choices: Sequence[LayerChoice], *, held: int = 1) -> int:
         """Predicted peak of activations and temporaries, with `held` micro-batches in flight."""
-        kept, most = 0, max(self.before, self.after)
-        for choice, alike in itertools.groupby(choices):
+        return self.predict(_runs(choices), held=held).peak
+
+    def predict(self, runs: Runs, *, held: int = 1) -> Prediction:
+        """Predicted costs of a step with these choices, with `held` micro-batches in flight."""
+        kept, layers, seconds, squares = 0, 0, 0.0, 0.0
+        most = max(self.before, self.after)
+        keep = self.seconds / max(self.measured, 1)
+        for choice, count in runs:
             cost = self.layers[choice]
-            kept += cost.kept * (len(list(alike)) - 1)  # the last of equal ones has most beside it
+            kept += cost.kept * (count - 1)  # the last of equal ones has most beside it
             most = max(most, self.start + kept + cost.forward, self.end + kept + cost.backward)
             kept += cost.kept
-        return max(most, self.between + kept) + (held - 1) * self.held(choices)
-
-    def held(self, choices: Sequence[LayerChoice]) -> int:
-        """Bytes that a micro-batch holds between its forward and its backward."""
-        return self.end_of_forward + sum(self.layers[c].kept * count for c, count in Counter(choices).items())
-
-    def step_seconds(self, choices: Sequence[LayerChoice]) -> float:
-        """Predicted seconds of forward and backward."""
-        # Without layers of its own, the rest of the step is what remains of the measured one.
-        keep = self.seconds / max(self.measured, 1)
-        return sum((keep + self.layers[choice].seconds) * count for choice, count in Counter(choices).items())
-
-    def error(self, choices: Sequence[LayerChoice]) -> float:
-        """Predicted relative error of the gradient."""
-        squares = sum(self.layers[choice].error * count for choice, count in Counter(choices).items())
-        return math.sqrt(squares / max(len(choices), 1))
+            layers += count
+            seconds += (keep + cost.seconds) * count
+            squares += cost.error * count
+        between = self.end_of_forward + kept
+        return Prediction(
+            runs=runs, peak=max(most, self.between + kept) + (held - 1) * between, held=between, seconds=seconds,
+            error=math.sqrt(squares / max(layers, 1)),
+        )  # fmt: skip
 
 
 def measure_layers(
@@ -131,7 +151,7 @@ def measure_layers(
         model.zero_grad(set_to_none=True)
     for _, choice in itertools.product(range(repeats), choices):
         with _applied(model, plans[choice]):
-            times[choice].append(_seconds(step, device))
+            times[choice].append(seconds(step, device))
     model.zero_grad(set_to_none=True)
     extra = {choice: min(times[choice]) - min(times[KEEP]) for choice in choices}  # others may use the machine, too
     inner = len(layers) - 1  # the last layer: the first may be a special one
@@ -141,7 +161,8 @@ def measure_layers(
     return StepCosts(
         layers=costs, before=lean.before.peak, start=lean.forward[inner].start - inner * kept,
         end=lean.backward[inner].end - inner * kept, between=lean.between.peak - len(layers) * kept,
-        after=lean.after.peak, end_of_forward=lean.between.start - len(layers) * kept, seconds=min(times[KEEP]), measured=len(layers),
+        after=lean.after.peak, end_of_forward=lean.between.start - len(layers) * kept, seconds=min(times[KEEP]),
+        measured=len(layers),
     )  # fmt: skip
 
 
@@ -161,36 +182,62 @@ def choose_layers(
     Raises:
         ValueError: nothing fits; the text names the least limit, and the least error, that would do.
     """
-    every = [(choices, costs.peak(choices, held=held), costs.error(choices)) for choices in combinations(costs, layers)]
-    exact = [one for one in every if one[2] <= max_error]
-    if not exact:
-        raise ValueError(
-            f"max_error is {max_error}; allowed: at least {min(error for _, _, error in every):.4f} with these choices"
-        )
-    fit = [one for one in exact if one[1] <= limit]
+    best = fastest(predictions(costs, layers, held=held, max_error=max_error), lambda one: one.peak <= limit)
+    if isinstance(best, int):
+        raise ValueError(f"limit is {limit:,} bytes; allowed: at least {best:,} with max_error {max_error}")
+    return LayerPlan(stages=(best.choices,), group=group, made_for=made_for or {})
+
+
+def fastest(every: Sequence[Prediction], fits: Callable[[Prediction], bool]) -> Prediction | int:
+    """The fastest of those that fit, or the lowest peak if none fits.
+
+    Of those that differ by less than `SLOWER` it is the one with the least error, then the one with the lowest peak.
+    """
+    fit = [one for one in every if fits(one)]
     if not fit:
-        least = min(peak for _, peak, _ in exact)
-        any_error = min(every, key=lambda one: one[1])
-        more = ""
-        if any_error[1] < least:
-            more = f", or {any_error[1]:,} with max_error {any_error[2]:.4f}"
-        raise ValueError(f"limit is {limit:,} bytes; allowed: at least {least:,}{more}")
-    seconds = [costs.step_seconds(choices) for choices, _, _ in fit]
-    fast = [one for one, t in zip(fit, seconds, strict=True) if t <= min(seconds) * (1 + SLOWER)]
-    best, _, _ = min(fast, key=lambda one: (round(one[2], 6), one[1]))
-    return LayerPlan(stages=(best,), group=group, made_for=made_for or {})
+        return min(one.peak for one in every)
+    most = min(one.seconds for one in fit)
+    fast = [one for one in fit if one.seconds <= most + SLOWER * abs(most)]
+    return min(fast, key=lambda one: (round(one.error, 6), one.peak))
 
 
-def combinations(costs: StepCosts, layers: int) -> list[tuple[LayerChoice, ...]]:
-    """All mixtures of up to three choices over the layers, each in its best order, those with many layers thinned."""
-    found: dict[tuple[LayerChoice, ...], None] = {}
-    step = max(1, layers // 24)
-    for three in itertools.combinations(costs.layers, min(3, len(costs.layers))):
+def predictions(costs: StepCosts, layers: int, *, max_error: float, held: int = 1) -> list[Prediction]:
+    """All mixtures of up to three choices over the layers, each in its best order, that err little enough.
+
+    Of many layers, not every number of them is tried. Choices that another beats in every respect are left out.
+
+    Raises:
+        ValueError: all err more; the text names the least.
+    """
+    tried: dict[Runs, None] = {}
+    useful = _useful(costs)
+    step = max(1, layers // 16)
+    for three in itertools.combinations(useful, min(3, len(useful))):
         ordered = sorted(three, key=lambda c: costs.layers[c].kept - costs.layers[c].backward)
         for cut in itertools.combinations_with_replacement([*range(0, layers, step), layers], len(ordered) - 1):
             ends = (0, *cut, layers)
-            found[tuple(c for c, a, b in zip(ordered, ends, ends[1:], strict=False) for _ in range(b - a))] = None
-    return list(found)
+            counts = [end - start for start, end in itertools.pairwise(ends)]
+            tried[tuple((c, n) for c, n in zip(ordered, counts, strict=True) if n)] = None
+    every = [costs.predict(runs, held=held) for runs in tried]
+    exact = [one for one in every if one.error <= max_error]
+    if not exact:
+        least = min(one.error for one in every)
+        raise ValueError(f"max_error is {max_error}; allowed: at least {least:.4f} with these choices")
+    return exact
+
+
+def _useful(costs: StepCosts) -> list[LayerChoice]:
+    """The choices that no other beats in every respect."""
+    numbers = {c: (k.kept, k.forward, k.backward, k.seconds, k.error) for c, k in costs.layers.items()}
+
+    def beaten(mine: tuple[float, ...]) -> bool:
+        return any(n != mine and all(a <= b for a, b in zip(n, mine, strict=True)) for n in numbers.values())
+
+    return [choice for choice, mine in numbers.items() if not beaten(mine)]
+
+
+def _runs(choices: Sequence[LayerChoice]) -> Runs:
+    return tuple((choice, len(list(alike))) for choice, alike in itertools.groupby(choices))
 
 
 def plan_layers(
@@ -253,12 +300,15 @@ def _cost(trace: StepTrace, layer: int, seconds: float) -> LayerCost:
     )  # fmt: skip
 
 
-def _seconds(step: Step, device: torch.device | None) -> float:
-    start = time.perf_counter()
+def seconds(step: Step, device: torch.device | None = None) -> float:
+    """Seconds of a step. On a CPU those of this process, summed over its threads: other processes do not count."""
+    on_gpu = device is not None and device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    start = clock()
     step()
-    if device is not None and device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 class _applied:
