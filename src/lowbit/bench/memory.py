@@ -191,7 +191,7 @@ COMMAND = Command(
     summary="Memory of training, and how much low-bit activations save.",
     examples=(
         "lowbit bench memory --sequence 1024 --method bf16,low-bit",
-        "lowbit bench memory --depths 2,4,8,16 --sequence 512 --model.dim 64 --model.heads 2 --json depths.json",
+        "lowbit bench memory --depth 2,4,8,16 --sequence 512 --model.dim 64 --model.heads 2 --json depths.json",
         "lowbit bench memory --device cuda --sequence 1024,4096 --json memory.json",
     ),
     settings=MemoryBenchmark,

@@ -1,4 +1,4 @@
-"""`lowbit bench memory --depths`: peak and seconds of a step by depth, against activation checkpointing.
+"""`lowbit bench memory --depth`: peak and seconds of a step by depth, against activation checkpointing.
 
 All methods run on the same model and tokens in one process, in turn, so that their times can be compared. Bytes are
 PyTorch's own allocations, so they are exact (`lowbit.plan.trace`).
