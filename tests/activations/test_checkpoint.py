@@ -134,7 +134,7 @@ def test_what_cannot_run_again_is_one_line():
         layer(x.clone())
     layer = Counting()
     checkpoint_(layer, name="blocks.4")
-    with pytest.raises(RuntimeError, match="layer 'blocks.4' saved 6 tensors for backward, but 3 when it ran again"):
+    with pytest.raises(RuntimeError, match=r"layer 'blocks.4' saved \d+ tensors for backward, but \d+ when it ran again"):
         layer(x).sum().backward()
     layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     checkpoint_(layer, name="blocks.5")
