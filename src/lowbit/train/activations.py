@@ -143,7 +143,7 @@ def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device:
         try:
             policy.plan.apply_(module, stage=policy.stage, rounding=policy.rounding)
         except ValueError as error:
-            raise ConfigError(f"activations.plan: {error}") from None
+            raise ConfigError(f"activations.plan does not fit this run: {error}") from None
         coded = next((c for c in policy.plan.stages[policy.stage] if c.is_coded), None)
         if coded is None:
             return
