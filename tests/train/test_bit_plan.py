@@ -88,7 +88,9 @@ def test_a_plan_for_other_layers_is_one_line(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"was made for model\.dim 32; here it is 64"):
         prepare(again(config, model={"dim": 64}), ranks=2)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    with pytest.raises(ConfigError, match=r"plan does not fit this run: the plan is for 2 x .* this model has 1 x Linear of 72"):
+    with pytest.raises(
+        ConfigError, match=r"plan does not fit this run: the plan is for 2 x .* this model has 1 x Linear of 72"
+    ):
         compress(module, prepare(config, ranks=2).activations[0], torch.device("cpu"))
 
 
