@@ -66,7 +66,7 @@ def test_the_peak_of_any_combination_is_the_measured_one():
 
 
 def test_predictions_by_hand():
-    assert COSTS.peak((KEEP, KEEP)) == 12 + 100 + 120
+    assert COSTS.peak((KEEP, KEEP)) == 70 + 2 * 100
     assert COSTS.peak((SMALL, LOW)) == 12 + 125
     assert COSTS.peak((LOW,) * 4) == 70 + 4 * 30
     assert COSTS.peak((SMALL, LOW), held=3) == 137 + 2 * (11 + 33)
