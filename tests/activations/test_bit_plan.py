@@ -36,7 +36,7 @@ def written(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(("changes", "says"), [
     ({"format": "other"}, "has format 'other'; allowed: 'lowbit plan of saved activations'"),
     ({"format": "\x1b[2J" + "x" * 999}, r"has format '\\x1b\[2Jx{50,120}\.\.\.; allowed"),
-    ({"version": 2}, "has version 2; this lowbit reads version 1"),
+    ({"version": 2}, "has version 2; this lowbit reads version 1 here"),
     ({"version": [1]}, r"has version \[1\]; this lowbit"),
     ({"stages": ...}, "is not a memory plan: it lacks made_for, group or stages"),
     ({"stages": {"0": BITS}}, "is not a memory plan: it lacks made_for, group or stages"),

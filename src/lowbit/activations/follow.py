@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lowbit.activations.checkpoint import first_pass
 from lowbit.activations.compiled import compiled_forward
 from lowbit.activations.policy import LayerAware
 from lowbit.activations.recipes import (
@@ -184,10 +185,11 @@ def large_enough(x: Tensor) -> bool:
 
 
 def encoded(codec: Codec, x: Tensor) -> Tensor:
-    """The payload of `x`."""
+    """The payload of `x`; an empty one in a checkpointed layer's first pass, which keeps none."""
     payload = room(codec, x)
-    with torch.no_grad():
-        codec.encode(x, out=payload)
+    if not first_pass():
+        with torch.no_grad():
+            codec.encode(x, out=payload)
     return payload
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from lowbit.activations.checkpoint import first_pass, product_needed
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.recipes import (
@@ -61,8 +62,9 @@ class NormFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved, weight)
         codec, norm = form.codec, form.norm
-        if not is_fused(codec) or not fresh:
-            if codec is not None and fresh:
+        first = first_pass()
+        if not is_fused(codec) or not fresh or first:
+            if codec is not None and fresh and not first:
                 codec.encode(x, out=saved[0])
             return norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -110,6 +112,8 @@ class GatedFunction(torch.autograd.Function):
             return activated * up
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         codec = form.codec
+        if first_pass():
+            return plain_gated(gate, up, form.activation, wide=False).to(dtype)
         if not is_fused(codec):
             for x, payload in zip((gate, up), saved, strict=True):
                 if codec is not None and x is not None:
@@ -188,6 +192,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         ctx.present = (True, True, bias is not None)
         ctx.save_for_backward(weight, *saved)
+        if not product_needed():
+            return x.new_empty((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
         with torch.autocast(x.device.type, enabled=False):  # its cache must not meet no_grad
             w = weight.to(dtype)
             shift = None if bias is None else bias.to(dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lowbit.activations.checkpoint import after_linear
 from lowbit.activations.follow import Call, encoded, handles, known, large_enough
 from lowbit.activations.functions import GatedFunction, LinearFunction, MaskFunction
 from lowbit.activations.layers import activated, attach_until_backward, normalized
@@ -60,7 +61,7 @@ def _linear(
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     with call.handled(*given):
         rebuilt, saved = call.source(x, dtype) if weight.requires_grad else (None, ())
-        return LinearFunction.apply(x, weight, bias, transposed, dtype, rebuilt, saved)
+        return after_linear(LinearFunction.apply(x, weight, bias, transposed, dtype, rebuilt, saved))
 
 
 def _is_parameter(x: Any) -> bool:

@@ -27,6 +27,7 @@ from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import FLOATS
 
 SavedTensors = tuple[Tensor | None, ...]
+_CHECKPOINTS = ("torch.utils.checkpoint", "lowbit.activations.checkpoint")
 FEWEST = 12
 """Smaller tensors may take fewer bytes as plain numbers, which kernels do not read, than as `GroupInt`."""
 
@@ -68,14 +69,16 @@ def default_eps(dtype: torch.dtype, device: str) -> float:
     return torch.finfo(torch.float32).eps if is_wide else narrow
 
 
-def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """act(gate) * up by PyTorch's own functions, in float32."""
-    x = gate.float()
+def plain_gated(gate: Tensor, up: Tensor | None, activation: str, *, wide: bool = True) -> Tensor:
+    """act(gate) * up by PyTorch's own functions, in float32; if not `wide`, in their own dtypes."""
+    x = gate.float() if wide else gate
     if activation == "gelu_tanh":
         y = functional.gelu(x, approximate="tanh")
     else:
         y = getattr(functional, activation)(x)
-    return y if up is None else y * up.float()
+    if up is None:
+        return y
+    return y * (up.float() if wide else up)
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,8 @@ class Recipe:
         self.form, self.rebuilt, self._parent, self._weak = form, Rebuilt(form), parent, weak
         self._references = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in saved]
         self._count = sum(t is not None for t in saved)
+        hook = checkpoint_hook()
+        self._checkpoint = None if hook is None else weakref.ref(hook)
         self.edge: Tensor | None = None  # stands for an activation's input in the graph, without its elements
 
     def saved(self) -> SavedTensors | None:
@@ -247,11 +252,14 @@ class Recipe:
         """Whether layers may use it now.
 
         A checkpoint drops what is saved in forward, but not what it computes again: without the graph's hold the two
-        would save different tensors.
+        would save different tensors. For the same reason no recipe is used on both sides of a checkpoint's edge.
         """
         if self._parent is not None and not self._parent.holds():
             return False
-        return not (self._weak and checkpoint_hook() is not None) and self.saved() is not None
+        hook = checkpoint_hook()
+        if hook is not (None if self._checkpoint is None else self._checkpoint() or self):
+            return False
+        return not (self._weak and hook is not None) and self.saved() is not None
 
     def derived(self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
         """The recipe of a function of this tensor, in this shape, and of tensors without a gradient."""
@@ -289,7 +297,7 @@ def checkpoint_hook() -> Any:
     """The hook of the checkpoint that runs, in forward or again in backward; None outside."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
     pack = hooks[0] if hooks else None
-    return pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
+    return pack if getattr(pack, "__module__", "") in _CHECKPOINTS else None
 
 
 def _same_elements(x: Tensor) -> Tensor:

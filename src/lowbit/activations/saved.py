@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -16,15 +16,23 @@ from lowbit.activations import (
     handlers,  # noqa: F401
     layers,
 )
+from lowbit.activations.checkpoint import restore_checkpointed
 from lowbit.activations.compiled import name_of
 from lowbit.activations.experts import experts
 from lowbit.activations.follow import MARK, Layer, Shared, followed_forward, running
+from lowbit.activations.layer_plan import Applied, LayerPlan
 from lowbit.activations.policy import Format, LayerAware
-from lowbit.activations.structure import activation_like, norm_like
+from lowbit.activations.structure import activation_like, linear_like, norm_like
 from lowbit.activations.survey import Survey
 
 
-def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed:
+@overload
+def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, report: bool = True) -> Compressed: ...
+@overload
+def compress_saved_(model: nn.Module, policy: LayerPlan, *, report: bool = True) -> Applied: ...
+def compress_saved_(
+    model: nn.Module, policy: LayerAware | LayerPlan | None = None, *, report: bool = True
+) -> Compressed | Applied:
     """Save a model's activations for backward in few bits; changes the model in place.
 
     Forward uses unrounded activations. Its results are unchanged, but for the last bits where norms and activation
@@ -57,13 +65,16 @@ def compress_saved_(model: nn.Module, policy: LayerAware | None = None, *, repor
 
     Args:
         model: any module; its parameters, hooks and state_dict stay as they are.
-        policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan.
-        report: count in the first training pass.
+        policy: the bits; absent: `LayerAware()`. `BitPlan.policy` makes it from a plan. Or a `LayerPlan` for the whole
+            model: what is kept of each layer, some of which may be checkpointed.
+        report: count in the first training pass; not with a `LayerPlan`, whose costs were measured beforehand.
 
     Raises:
         TypeError, ValueError: a model that is compressed already or has nothing to compress, or a policy whose
             `layers` match no module.
     """
+    if isinstance(policy, LayerPlan):
+        return policy.apply_(model)
     policy = LayerAware() if policy is None else policy
     for name, value, allowed in (("model", model, nn.Module), ("policy", policy, LayerAware)):
         if not isinstance(value, allowed):
@@ -80,6 +91,7 @@ def restore_(model: nn.Module) -> None:
         model: any module; parts of it that are not compressed stay as they are.
     """
     for module in model.modules():
+        restore_checkpointed(module)
         layer = vars(module).pop(MARK, None)
         if layer is not None:
             del module.forward
@@ -105,7 +117,7 @@ class Compressed:
         policy.check_layers(modules)
         for name, module in modules.items():
             change = next(filter(None, (change(name, module, model, policy) for change in CHANGES)), None)
-            kind, forward, formula = change or ("linear" if _is_linear(module) else "", None, None)
+            kind, forward, formula = change or ("linear" if linear_like(module) else "", None, None)
             layer = Layer(
                 name=name, own=module.forward, shared=shared, forward=forward, kind=kind, formula=formula,
                 in_graphs=name_of(policy, kind, name),
@@ -160,9 +172,3 @@ def _can_run(module: nn.Module) -> bool:
     """Whether a module has a forward of its own, as containers have not."""
     forward = getattr(module.forward, "__func__", module.forward)
     return forward is not nn.modules.module._forward_unimplemented and not isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module's own parameters are those of a linear layer."""
-    own = dict(module.named_parameters(recurse=False))
-    return "weight" in own and own["weight"].dim() == 2 and not isinstance(module, nn.Embedding)

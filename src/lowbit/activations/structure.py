@@ -51,6 +51,12 @@ def norm_like(module: nn.Module) -> Norm | None:
     return None
 
 
+def linear_like(module: nn.Module) -> bool:
+    """Whether a module's own parameters are those of a linear layer."""
+    own = dict(module.named_parameters(recurse=False))
+    return "weight" in own and own["weight"].dim() == 2 and not isinstance(module, nn.Embedding)
+
+
 def _computes(module: nn.Module, norm: Norm, weights: dict[str, Tensor], x: Tensor, scale: float) -> bool:
     """Whether a module is this norm for inputs of this scale: small ones show its epsilon, and where it is added."""
     if "bias" in weights:  # a large bias would hide the rest

@@ -36,13 +36,7 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
     around: Around = contextlib.nullcontext
     with contextlib.ExitStack() as stack:
         if method == "checkpoint":
-            # Versions of transformers before 5.2x know it under the second name.
-            on, off = (
-                getattr(model, f"activation_{word}", None) or getattr(model, f"gradient_{word}")
-                for word in ("checkpointing_enable", "checkpointing_disable")
-            )
-            on({"use_reentrant": False})
-            stack.callback(off)
+            stack.callback(enable_checkpointing(model))
         elif method == "fp8":
             around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
         elif method != "bf16":
@@ -51,6 +45,17 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
             policy = LayerAware(bits=bits, norm=norm, attention=attention)
             stack.callback(compress_saved_(model, policy).remove)
         yield around
+
+
+def enable_checkpointing(model: nn.Module) -> Callable[[], None]:
+    """Checkpoint a model's decoder layers as Hugging Face does; returns what undoes it."""
+    # Versions of transformers before 5.2x know it under the second name.
+    on, off = (
+        getattr(model, f"activation_{word}", None) or getattr(model, f"gradient_{word}")
+        for word in ("checkpointing_enable", "checkpointing_disable")
+    )
+    on({"use_reentrant": False})
+    return off
 
 
 class Updates:
