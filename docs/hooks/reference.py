@@ -124,7 +124,8 @@ def configuration() -> str:
         "The keys of the TOML file that [`lowbit train`](cli.md#lowbit-train) and `lowbit config` read. What a file "
         "leaves out keeps its default. Every key is also an option, `--pipeline.forward int4`, which overrides the "
         "file. `lowbit config` prints a whole file with these explanations.",
-        '```toml\n[data]\ntext = "my_texts"\n\n[pipeline]\nranks = 2\nforward = "transform"\n\n[run]\nsteps = 2000\n```',
+        '```toml\n[data]\ntext = "my_texts"\n\n[pipeline]\nranks = 2\nforward = "transform"\n'
+        "\n[run]\nsteps = 2000\n```",
     ]
     for section in settings_of(TrainConfig).values():
         rows = [

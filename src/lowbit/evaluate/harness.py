@@ -49,7 +49,8 @@ def zero_shot(
         raise ConfigError(f"task is {unknown[0]!r}; allowed: a task of lm-eval{where}")
     if tokenizer.eos_token_id is None:  # lm-eval pads with it; padding is masked
         tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(0)})
-    wrapped = HFLM(
+    build: Any = HFLM
+    wrapped = build(
         pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=settings.batch, max_length=settings.length
     )
     try:
@@ -60,9 +61,8 @@ def zero_shot(
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=settings.shots)
         task.set_fewshot_seed(seed=_SEED)
-    outcome: Any = evaluate(
-        lm=wrapped, task_dict=loaded, limit=settings.limit or None, bootstrap_iters=0, log_samples=False
-    )
+    run: Any = evaluate
+    outcome = run(lm=wrapped, task_dict=loaded, limit=settings.limit or None, bootstrap_iters=0, log_samples=False)
     return _scores(outcome["results"], outcome["higher_is_better"])
 
 

@@ -43,7 +43,7 @@ def coded_bits(x_RC: Tensor, decibels: float, geo: TransformGeometry) -> float |
 
 
 def _step_for(scale_RC: Tensor, error: float) -> int:
-    """The largest step, in quarters of an octave, that leaves at most this mean squared error of numbers drawn towards 0."""
+    """The largest step, in quarters of an octave, whose mean squared error, drawn towards 0, is at most this."""
     variance_RC = torch.exp2(0.5 * scale_RC.double())
     step = int(scale_RC.amax()) + 8
     while True:

@@ -80,7 +80,7 @@ def shares() -> NDArray[np.float32]:
     """
     scale = np.arange(LOWEST, HIGHEST + 1)
     square = np.ldexp(np.where(scale & 1, ROOT, np.float32(1)), scale >> 1)
-    return square / (square + NOISE)
+    return (square / (square + NOISE)).astype(np.float32)
 
 
 def _quarter_octaves(k: NDArray[np.int64]) -> NDArray[np.float64]:
