@@ -19,7 +19,7 @@ def test_what_is_written_is_read(tmp_path: Path):
     PLAN.write(tmp_path / "plan.json")
     plan = BitPlan.read(tmp_path / "plan.json")
     assert plan == PLAN
-    assert plan.policy(0) == LayerAware(norm=8, mlp=3, linear=16, group=32)
+    assert plan.policy(0) == LayerAware(norm=8, mlp=3, linear=16, attention=16, group=32)
     assert plan.policy(1, rounding="stochastic").rounding == "stochastic"
     assert os.listdir(tmp_path) == ["plan.json"]
     with pytest.raises(ValueError, match="stage is 2; allowed: 0 to 1"):

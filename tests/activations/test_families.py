@@ -42,5 +42,5 @@ def test_families_keep_little(family: str):
     assert relative_error(grads[1], grads[0]) < 0.03
     assert done.survey is not None
     outside = losses[0].numel() * 4 + 2 * 128 * 33 * 4  # of the loss, and its targets
-    assert done.survey.plain == pytest.approx(kept[0] - outside, rel=0.02)
+    assert done.survey.plain == pytest.approx(kept[0] - outside, rel=0.03)
     assert done.survey.kept == pytest.approx(kept[1] - outside, rel=0.02)

@@ -24,7 +24,7 @@ def inputs() -> Tensor:
 def test_calls_by_keyword(training: bool):
     for module in (nn.Linear(DIM, 4), nn.LayerNorm(DIM), nn.GELU()):
         expected = module(inputs())
-        compress_saved_(module)
+        compress_saved_(module, LayerAware(smallest=0))
         module.train(training)
         with saved_bytes(module) as saved:
             torch.testing.assert_close(module(input=inputs()), expected)
@@ -66,7 +66,7 @@ def test_linear_layers_with_another_forward_compute_that():
     model[0].forward = lambda x: functional.linear(x, model[0].weight) * 3
     expected = model(inputs())
     grads = gradients(model, expected.square().sum())
-    compress_saved_(model, LayerAware(bits=8))
+    compress_saved_(model, LayerAware(bits=8, smallest=0))
     with saved_bytes(model) as saved:
         y = model(inputs() * 1)
     assert saved[torch.uint8] == 2 * GroupInt(bits=8).nbytes((5, DIM))
@@ -76,7 +76,7 @@ def test_linear_layers_with_another_forward_compute_that():
 
 def test_dropout_that_is_turned_on_later_drops():
     mlp = nn.Sequential(nn.Linear(DIM, 64), nn.GELU(), nn.Linear(64, DIM), nn.Dropout(0.0))
-    compress_saved_(mlp, LayerAware(bits=4))
+    compress_saved_(mlp, LayerAware(bits=4, smallest=0))
     assert mlp(inputs()).all()
     mlp[3].p = 0.5
     with saved_bytes(mlp) as saved:
@@ -90,7 +90,7 @@ def test_dropout_that_is_turned_on_later_drops():
 def test_a_norm_after_a_linear_layer_takes_what_that_saved_if_it_will_do(linear: int, norm: int, stored: list[int]):
     plain = nn.LayerNorm(DIM)
     ours = nn.ModuleList([nn.Linear(DIM, 4), copy.deepcopy(plain)])
-    compress_saved_(ours, LayerAware(linear=linear, norm=norm))
+    compress_saved_(ours, LayerAware(linear=linear, norm=norm, smallest=0))
     x, codecs = inputs(), [GroupInt(bits=bits, group=64) for bits in stored]
     with saved_bytes(ours) as saved:
         first, y = ours[0](x), ours[1](x)
@@ -110,7 +110,7 @@ def test_a_feed_forward_with_nothing_but_its_last_layer_to_train(bits: int):
         frozen.requires_grad_(False)
     x = inputs().detach()
     product = (functional.silu(ours.w1(x)) * ours.w3(x)).detach()
-    compress_saved_(ours, LayerAware(bits=bits))
+    compress_saved_(ours, LayerAware(bits=bits, smallest=0))
     codec = GroupInt(bits=bits, group=64) if bits < 16 else None
     with saved_bytes(ours) as saved:
         y = ours(x)
@@ -144,7 +144,7 @@ def test_a_view_that_several_layers_read_is_stored_once():
             return self.a(half) + self.b(half) + self.c(half)
 
     model = Parallel()
-    compress_saved_(model, LayerAware(bits=4))
+    compress_saved_(model, LayerAware(bits=4, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs())
     assert saved == {torch.uint8: GroupInt().nbytes((5, DIM // 2))}

@@ -159,7 +159,7 @@ def test_what_several_layers_save_is_stored_once():
             return self.a(x) + self.b(x) + self.norm(x) + self.c(x.view(-1, DIM)).view_as(x)
 
     model = Parallel()
-    compress_saved_(model, LayerAware(bits=4, norm=4))
+    compress_saved_(model, LayerAware(bits=4, norm=4, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs())
     assert saved == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
@@ -181,7 +181,7 @@ def test_a_changed_tensor_is_saved_anew():
 def test_a_frozen_weight_saves_no_input():
     frozen, trained = nn.Linear(DIM, DIM).requires_grad_(False), nn.Linear(DIM, 8)
     model = nn.Sequential(frozen, nn.Tanh(), trained)
-    compress_saved_(model, LayerAware(bits=4))
+    compress_saved_(model, LayerAware(bits=4, smallest=0))
     with saved_bytes(model) as saved:
         y = model(inputs() * 1)
     assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
@@ -211,7 +211,7 @@ def test_attention_is_known_in_plain_modules_by_its_results():
             return self.out(y.transpose(1, 2).flatten(2))
 
     model = Mixer()
-    compress_saved_(model, LayerAware(bits=4, attention=16))
+    compress_saved_(model, LayerAware(bits=4, attention=16, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs() * 1)
     assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
@@ -288,18 +288,6 @@ def test_a_pass_computes_only_what_it_is_asked_for():
     of_weight = torch.autograd.grad(loss, [ours.mlp.w1.weight], retain_graph=True)
     assert torch.equal(of_x[0], expected[0])
     assert torch.equal(of_weight[0], expected[1])
-
-
-def test_compiled_models_give_the_same():
-    ours = block()
-    compress_saved_(ours, LayerAware(bits=4))
-    expected = gradients(ours, ours(inputs()).square().sum())
-    compiled = torch.compile(ours, backend="aot_eager")
-    with saved_bytes(ours) as saved:
-        loss = compiled(inputs()).square().sum()
-    payloads = GroupInt(bits=8).nbytes((3, 7, DIM)) + 2 * GroupInt().nbytes((3, 7, FFN))
-    assert saved[torch.uint8] == payloads
-    assert distance(gradients(ours, loss), expected) < 1e-6
 
 
 def test_a_copy_of_a_compressed_model_is_one():

@@ -125,7 +125,7 @@ class _Saved:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.tensors: list[Tensor] = []
-        self.given: list[Tensor] | None = None  # in backward
+        self.given: list[Tensor | None] = []  # in backward, until they are read
         self.coded: dict[int, tuple[_Place, torch.dtype]] = {}
         self.has_gradient: list[bool] = []
 
@@ -135,9 +135,10 @@ class _Saved:
         return len(self.tensors) - 1
 
     def unpack(self, index: int) -> Tensor:
-        if self.given is None:
+        x = self.given[index] if self.given else None
+        if x is None:
             raise RuntimeError("what attention saves can be read in backward only")
-        x = self.given[index]
+        self.given[index] = None  # the graph may live on
         if index not in self.coded:
             return x
         place, dtype = self.coded[index]

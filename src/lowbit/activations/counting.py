@@ -235,7 +235,8 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold a tensor's data."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-        return [part for name in names for part in parts_of(getattr(tensor, name))]
+        parts = (getattr(tensor, name) for name in names)  # of a DTensor one is its mesh
+        return [inner for part in parts if isinstance(part, Tensor) for inner in parts_of(part)]
     return [tensor]
 
 
