@@ -20,7 +20,7 @@ from lowbit.gradients import GradientStorage
 def small_model() -> LlamaForCausalLM:
     """A small Llama for bytes."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes))
 
 
@@ -70,7 +70,7 @@ def by_accelerate(model: LlamaForCausalLM, steps: int) -> list[float]:
 
 def by_lightning(model: LlamaForCausalLM, steps: int) -> list[float]:
     """Lightning's Trainer, which runs backward in a closure of the optimizer's step."""
-    import lightning
+    import lightning  # pyright: ignore[reportMissingImports]
 
     losses: list[float] = []
 

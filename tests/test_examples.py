@@ -60,8 +60,6 @@ def test_one_line_makes_autograd_keep_less(tmp_path: Path):
 
 @pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
 def test_frameworks_train_with_stored_gradients(framework: str, tmp_path: Path):
-    if framework != "trainer":
-        pytest.importorskip(framework)
     script = EXAMPLES / "frameworks.py"
     done = run_script(script, framework, "--steps", "20", timeout=300, folder=tmp_path)
     assert done.code == 0, done.output

@@ -18,8 +18,6 @@ SIZES = {"dim": 64, "layers": 2, "vocab": 32, "sequence": 128}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_keep_little(family: str):
-    if family.startswith("lora"):
-        pytest.importorskip("peft")
     plain = family_model(family, **SIZES)  # pyright: ignore
     ours = copy.deepcopy(plain)
     done = compress_saved_(ours)

@@ -236,7 +236,7 @@ def test_operators_read_and_change_what_is_stored():
         assert change(view) is view
         torch.testing.assert_close(storage.gradient(p), expected, equal_nan=True)
     assert p.grad is view
-    torch._foreach_mul_([view, g], 3.0)
+    torch._foreach_mul_([view, g], 3.0)  # pyright: ignore[reportPrivateImportUsage]
     assert torch.equal(storage.gradient(p), torch.full_like(p, 6.0))
 
 

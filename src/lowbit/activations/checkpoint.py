@@ -158,7 +158,7 @@ class _Call:
             )
         if len(self.slots) > self.saved_at_last:
             self.last = 0
-        if not self.devices and torch.equal(self.random, torch.get_rng_state()):
+        if not self.devices and self.random is not None and torch.equal(self.random, torch.get_rng_state()):
             self.random = None  # no random number was drawn
         return out
 

@@ -23,8 +23,8 @@ from lowbit.activations.experts_products import (
 )
 from lowbit.activations.functions import first_order, needed_now
 from lowbit.activations.gated import reference as gated
-from lowbit.activations.recipes import Rebuilt, SavedTensors, room
-from lowbit.codecs import GroupInt
+from lowbit.activations.recipes import Rebuilt, SavedTensors, is_fused, room
+from lowbit.codecs import Codec
 from lowbit.codecs.checks import draw_seed
 
 _ROWS = 4096  # at a time, where float32 copies are needed
@@ -42,11 +42,11 @@ class Gate:
     activation: str | None
     has_up: bool
 
-    def encode(self, pre_SO: Tensor, codec: GroupInt | None, dtype: torch.dtype) -> tuple[Tensor, SavedTensors]:
+    def encode(self, pre_SO: Tensor, codec: Codec | None, dtype: torch.dtype) -> tuple[Tensor, SavedTensors]:
         """The gate's output in `dtype`, and what backward needs for it."""
         if codec is None:
             return self.formula(pre_SO).to(dtype), (pre_SO,)
-        if self.activation is None:
+        if self.activation is None or not is_fused(codec):
             return self.formula(pre_SO).to(dtype), (codec.encode(pre_SO),)
         gate, up = (half.contiguous() for half in pre_SO.chunk(2, -1)) if self.has_up else (pre_SO, None)
         saved = (room(codec, gate), None if up is None else room(codec, up))
@@ -56,13 +56,13 @@ class Gate:
         return out, saved
 
     def backward(
-        self, saved: SavedTensors, codec: GroupInt | None, grad_SF: Tensor, width: int
+        self, saved: SavedTensors, codec: Codec | None, grad_SF: Tensor, width: int
     ) -> tuple[Tensor, Tensor]:
         """The gradient at the gate's input, and the gate's output again, both in the dtype of `grad_SF`."""
         first, second = (*saved, None)[:2]
         assert first is not None
         out = torch.empty_like(grad_SF)
-        if codec is not None and self.activation is not None:
+        if self.activation is not None and is_fused(codec):
             grad_gate, grad_up = torch.empty_like(grad_SF), torch.empty_like(grad_SF) if self.has_up else None
             gated.backward(first, second, grad_SF, grad_gate, grad_up, out, self.activation, codec.bits, codec.group)
             return grad_gate if grad_up is None else torch.cat([grad_gate, grad_up], -1), out
@@ -84,7 +84,7 @@ class Form:
     """How a layer computes: `transposed` weights are (E, I, O), others (E, O, I); products are in `dtype`."""
 
     gate: Gate
-    codec: GroupInt | None
+    codec: Codec | None
     transposed: bool
     dtype: torch.dtype
 

@@ -254,7 +254,7 @@ def _run(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
         modules.pop()
 
 
-@functools.partial(torch.compiler.disable, reason="lowbit.activations follows tensors, which graphs do not see")
+@torch.compiler.disable(reason="lowbit.activations follows tensors, which graphs do not see")
 def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
     survey = layer.shared.survey
     with Following():

@@ -108,7 +108,7 @@ class GatedFunction(torch.autograd.Function):
         """`saved`: empty payloads, or gate and up; with `activated`, act(gate) itself, payloads that are filled."""
         ctx.form, ctx.dtypes = form, (gate.dtype, None if up is None else up.dtype)
         ctx.save_for_backward(*saved)
-        if activated is not None:
+        if activated is not None and up is not None:
             return activated * up
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         codec = form.codec

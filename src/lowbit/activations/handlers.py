@@ -195,7 +195,8 @@ def same_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
 
 @handles(
     Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.permute, torch.permute, Tensor.movedim, Tensor.t,
-    Tensor.T.__get__, Tensor.mT.__get__, Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind,
+    Tensor.T.__get__, Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind,
     torch.unbind, Tensor.narrow, torch.narrow, Tensor.select, torch.select, Tensor.__getitem__, Tensor.expand,
 )  # fmt: skip
 def moved_elements(call: Call, *args: Any, **kwargs: Any) -> Any:

@@ -159,7 +159,7 @@ def _norm(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) ->
 
 def _activation(name: str, module: nn.Module, model: nn.Module, policy: LayerAware) -> Change | None:
     formula = activation_like(module)
-    return formula and ("mlp", layers.activation_forward, formula)
+    return ("mlp", layers.activation_forward, formula) if formula else None
 
 
 CHANGES: list[Callable[[str, nn.Module, nn.Module, LayerAware], Change | None]] = [
