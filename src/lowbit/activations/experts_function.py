@@ -55,9 +55,7 @@ class Gate:
         gated.encode(gate, up, saved[0], saved[1], out, self.activation, codec.bits, codec.group, seed)
         return out, saved
 
-    def backward(
-        self, saved: SavedTensors, codec: Codec | None, grad_SF: Tensor, width: int
-    ) -> tuple[Tensor, Tensor]:
+    def backward(self, saved: SavedTensors, codec: Codec | None, grad_SF: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """The gradient at the gate's input, and the gate's output again, both in the dtype of `grad_SF`."""
         first, second = (*saved, None)[:2]
         assert first is not None
