@@ -75,7 +75,7 @@ def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
 
 def test_policies_have_names():
     assert activation_policy("int4") is None
-    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:low-bit, act"):
+    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
         activation_policy("activations:4")
 
 

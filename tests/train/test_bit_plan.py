@@ -31,8 +31,8 @@ def planned(folder: Path, *stages: dict[str, int], **sections: dict[str, Any]) -
 def test_stages_get_the_bits_of_the_plan(tmp_path: Path):
     config = planned(tmp_path)
     first, second = prepare(config, ranks=2).activations
-    assert first == LayerAware(bits=16, **LOW, group=32)
-    assert second == LayerAware(bits=16, **HIGH, group=32)
+    assert first == LayerAware(bits=16, **LOW, attention=16, group=32)
+    assert second == LayerAware(bits=16, **HIGH, attention=16, group=32)
     stochastic = again(config, activations={"rounding": "stochastic"})
     assert prepare(stochastic, ranks=2).activations[0] == replace(first, rounding="stochastic")
     whole = planned(tmp_path, LOW, dict.fromkeys(LOW, 16))

@@ -12,8 +12,10 @@ from typing import Any
 from torch import nn
 
 from lowbit.activations.bit_plan import FORMAT, PLANNED, cut, read_json, write_json
+from lowbit.activations.changes import Compressed, compress
 from lowbit.activations.checkpoint import MARK, checkpoint_, restore_checkpointed
-from lowbit.activations.policy import WHOLE, LayerAware
+from lowbit.activations.policy import WHOLE, Format, LayerAware
+from lowbit.activations.structure import linear_like, norm_like
 from lowbit.codecs import Codec, StatefulCodec, parse
 from lowbit.codecs.checks import check_int
 
@@ -29,8 +31,8 @@ class LayerChoice:
     Without arguments PyTorch keeps what it always keeps.
 
     Args:
-        norm, mlp, linear: as in `LayerAware`; 16 everywhere: the layer's modules are left as they are. Of a
-            checkpointed layer they count while it runs again.
+        norm, mlp, linear: as in `LayerAware`, with its 8 bits for attention; 16 everywhere: the modules are left
+            as they are. Of a checkpointed layer they count while it runs again.
         checkpoint: keep the layer's input alone, and run the layer again in backward.
         input: format of that input, as `lowbit.codecs.parse` takes it, such as "GroupInt(bits=8, group=64)"; empty: as
             it is.
@@ -133,8 +135,6 @@ class LayerPlan:
         Raises:
             ValueError: a model that the plan was not made for, or that is compressed or checkpointed already.
         """
-        from lowbit.activations.saved import compress_saved_
-
         check_int("stage", stage, 0, len(self.stages) - 1)
         layers, choices = layers_of(model), self.stages[stage]
         self._check(layers, choices)
@@ -143,13 +143,13 @@ class LayerPlan:
             for (name, layer), choice in zip(layers.items(), choices, strict=True):
                 if choice.is_coded:
                     policy = self.policy(choice, rounding=rounding)
-                    applied.add(name, compress_saved_(layer, policy, report=False))
+                    applied.add(name, compress(layer, policy, report=False))
                 if choice.checkpoint:
                     checkpoint_(layer, codec=choice.codec, name=name)
             if self.rest.is_coded:
                 policy = self.policy(self.rest, rounding=rounding)
                 for name, module in _outside(model, layers).items():
-                    applied.add(name, compress_saved_(module, policy, report=False))
+                    applied.add(name, compress(module, policy, report=False))
         except BaseException:
             applied.remove()
             raise
@@ -208,10 +208,10 @@ class Applied:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._compressed: list[Any] = []
-        self.bits: dict[str, tuple[str, int]] = {}
+        self._compressed: list[Compressed] = []
+        self.bits: dict[str, tuple[str, Format]] = {}
 
-    def add(self, prefix: str, compressed: Any) -> None:
+    def add(self, prefix: str, compressed: Compressed) -> None:
         """Note what `compress_saved_` changed in a part of the model."""
         self._compressed.append(compressed)
         self.bits |= {f"{prefix}.{name}".strip("."): value for name, value in compressed.bits.items()}
@@ -259,8 +259,6 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _outside(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The largest modules that hold no layer and have something to compress."""
-    from lowbit.activations.structure import linear_like, norm_like
-
     around = {".".join(name.split(".")[:end]) for name in layers for end in range(len(name.split(".")))}
     found = {}
     for name, module in model.named_modules():

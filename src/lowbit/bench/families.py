@@ -11,8 +11,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from lowbit.activations import LayerAware, compress_saved_, counted
+from lowbit.activations import compress_saved_, counted
 from lowbit.bench.family_models import FAMILIES, Family, family_model
+from lowbit.bench.memory_methods import policy_of
 from lowbit.bench.settings import EachOnce, megabytes
 from lowbit.config import NonNegative, Positive, section
 from lowbit.plan.measure import gradients, relative_error
@@ -55,10 +56,6 @@ class FamiliesBenchmark:
     def data(self) -> DataConfig:
         """The text, in samples of so many tokens."""
         return DataConfig(text=self.text, batch=self.batch, max_bytes=self.max_bytes, sequence=self.sequence)
-
-    def policy(self) -> LayerAware:
-        """The bits."""
-        return LayerAware(bits=self.bits) if self.bits else LayerAware()
 
 
 def measure(settings: FamiliesBenchmark, earlier: Sequence[Row]) -> Iterator[list[Row]]:
@@ -113,7 +110,7 @@ def _measured(settings: FamiliesBenchmark, family: Family, weights: str) -> dict
     value = last.item()
     del last
     exact = gradients(model, lambda: loss(settings.steps))
-    compressed = compress_saved_(model, settings.policy())
+    compressed = compress_saved_(model, policy_of(settings.bits))
     error = relative_error(gradients(model, lambda: loss(settings.steps)), exact)
     with counted(model) as saved:
         last = loss(settings.steps)

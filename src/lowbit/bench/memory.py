@@ -36,11 +36,11 @@ class MemoryBenchmark:
 
     methods: Annotated[tuple[Method, ...], EachOnce] = METHODS
     """bf16: as PyTorch does. checkpoint: gradient checkpointing of decoder layers. fp8: everything saved in 8 bits.
-    int4-uniform: everything in few bits. int4: everything but attention. low-bit: the same with norms in 8 bits.
+    int4-uniform: everything in 4 bits. int4: everything but attention. low-bit: `compress_saved_` as it is by default.
     low-bit+8bit: also gradients and AdamW in 8 bits."""
     sequences: Annotated[tuple[Positive, ...], EachOnce] = (1024,)
     """Tokens of a sample."""
-    depths: Annotated[tuple[Positive, ...], EachOnce] = ()
+    depths: tuple[Positive, ...] = ()
     """Measure a forward and a backward pass of models with so many layers instead: plain, checkpointing, low-bit, both,
     and a plan for each layer, in turn in one process."""
     share: Annotated[float, Field(gt=0)] = 0.6
@@ -52,8 +52,8 @@ class MemoryBenchmark:
     """Samples of a micro-batch."""
     microbatches: Positive = 2
     """Micro-batches of a step."""
-    bits: Annotated[int, Field(ge=2, le=8)] = 4
-    """Bits of low-bit activations. Norms have at least 8 in low-bit."""
+    bits: Literal[0, 2, 3, 4, 5, 6, 7, 8] = 0
+    """Bits of low-bit activations; in low-bit, norms and attention have at least 8. 0: the defaults, 4 for int4."""
     steps: Annotated[int, Field(ge=2)] = 4
     """Training steps. The first is not measured."""
     device: Device = "cpu"
@@ -191,7 +191,7 @@ COMMAND = Command(
     summary="Memory of training, and how much low-bit activations save.",
     examples=(
         "lowbit bench memory --sequence 1024 --method bf16,low-bit",
-        "lowbit bench memory --depth 2,4,8,16 --sequence 512 --model.dim 64 --model.heads 2 --json depths.json",
+        "lowbit bench memory --depth 2,8 --sequence 512 --model.dim 64",
         "lowbit bench memory --device cuda --sequence 1024,4096 --json memory.json",
     ),
     settings=MemoryBenchmark,

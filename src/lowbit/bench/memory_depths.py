@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowbit.activations import LayerAware, LayerPlan, compress_saved_
+from lowbit.activations import LayerPlan, compress_saved_
 from lowbit.bench.memory import DEPTH_METHODS, MemoryBenchmark
-from lowbit.bench.memory_methods import enable_checkpointing
+from lowbit.bench.memory_methods import enable_checkpointing, policy_of
 from lowbit.plan.by_layer import described
 from lowbit.plan.layers import StepCosts, choice_errors, fastest, measure_layers, predictions, seconds, with_errors
 from lowbit.plan.measure import gradients, relative_error
@@ -54,7 +54,7 @@ class Depths:
                 plan, more = self._plan(layers, peaks["checkpoint"])
                 compress_saved_(model, plan)
             elif "low-bit" in method:
-                compress_saved_(model, LayerAware(bits=self.settings.bits), report=False)
+                compress_saved_(model, policy_of(self.settings.bits), report=False)
             if method.startswith("checkpoint"):
                 enable_checkpointing(model)
             error = relative_error(gradients(model, lambda m=model: self._loss(m)), exact)

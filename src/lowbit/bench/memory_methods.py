@@ -27,8 +27,8 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
 
     bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
     all saved tensors, attention's too, as `BlockFloat8`, none recomputed (COAT does the same in fused layers).
-    int4-uniform: `compress_saved_` with `bits` for all layers. int4: for all but attention. low-bit: the same with
-    8 bits for norms.
+    low-bit: `compress_saved_`, with `bits` unless that is 0. int4: 4 bits (or `bits`) for all but attention, norms too.
+    int4-uniform: for attention, too.
 
     Yields:
         Makes the context that each forward pass has to run in.
@@ -39,12 +39,18 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
             stack.callback(enable_checkpointing(model))
         elif method == "fp8":
             around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
+        elif method.startswith("int4"):
+            few = bits or 4
+            policy = LayerAware(bits=few, norm=few, attention=few if method == "int4-uniform" else 16)
+            stack.callback(compress_saved_(model, policy, report=False).remove)
         elif method != "bf16":
-            attention = bits if method == "int4-uniform" else 16
-            norm = bits if method.startswith("int4") else None
-            policy = LayerAware(bits=bits, norm=norm, attention=attention)
-            stack.callback(compress_saved_(model, policy).remove)
+            stack.callback(compress_saved_(model, policy_of(bits), report=False).remove)
         yield around
+
+
+def policy_of(bits: int) -> LayerAware:
+    """The policy with so many bits; 0: the default."""
+    return LayerAware(bits=bits) if bits else LayerAware()
 
 
 def enable_checkpointing(model: nn.Module) -> Callable[[], None]:

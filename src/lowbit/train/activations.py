@@ -13,6 +13,7 @@ from torch import nn
 
 from lowbit.activations import BitPlan, LayerAware, LayerPlan, compress_saved_, layer_plan
 from lowbit.activations.bit_plan import PLANNED, version_of
+from lowbit.activations.policy import WHOLE
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.ranks.pytorch import version
@@ -30,6 +31,7 @@ class StageOfPlan:
     rounding: str
 
 
+_BITS = ("bits", *PLANNED, "attention")
 Policies = tuple[LayerAware | StageOfPlan | None, ...]
 
 _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -53,7 +55,7 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
             _check_alone(config)
             return tuple(StageOfPlan(plan=plan, stage=stage, rounding=config.rounding) for stage in range(stages))
     config = written_out(config)
-    values = {name: _each(config, name, stages) for name in ("bits", *PLANNED)}
+    values = {name: _each(config, name, stages) for name in _BITS}
     return tuple(
         _policy(config, {name: each[stage] for name, each in values.items() if each}) for stage in range(stages)
     )
@@ -94,7 +96,7 @@ def written_out(config: ActivationsConfig) -> ActivationsConfig:
     if isinstance(plan, LayerPlan):
         return replace(config, plan="")
     bits = {kind: tuple(stage[kind] for stage in plan.stages) for kind in PLANNED}
-    return replace(config, plan="", group=plan.group, **bits)
+    return replace(config, plan="", group=plan.group, attention=(WHOLE,), **bits)
 
 
 def planned_layers(config: ActivationsConfig) -> str | None:
@@ -109,7 +111,7 @@ def planned_layers(config: ActivationsConfig) -> str | None:
 def _check_alone(config: ActivationsConfig) -> None:
     """Raise ConfigError for bits beside a plan."""
     defaults = ActivationsConfig()
-    for name in ("bits", *PLANNED, "group"):
+    for name in (*_BITS, "group"):
         if (value := getattr(config, name)) != getattr(defaults, name):
             raise ConfigError(
                 f"activations.{name} is {value} and activations.plan is {config.plan!r}; allowed: one of the two"
@@ -185,7 +187,7 @@ def _each(config: ActivationsConfig, name: str, stages: int) -> tuple[int, ...]:
 
 def _policy(config: ActivationsConfig, bits: dict[str, Any]) -> LayerAware | None:
     try:
-        policy = LayerAware(**bits, attention=16, group=config.group, rounding=config.rounding)
+        policy = LayerAware(**bits, group=config.group, rounding=config.rounding)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"activations.{error}") from error
-    return None if set(bits.values()) == {16} else policy
+    return None if set(bits.values()) == {WHOLE} else policy
