@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.activations import LayerChoice, LayerPlan, compress_saved_, layers_of, restore_
+from lowbit.activations import LayerChoice, LayerPlan, compress_saved_, restore_
+from lowbit.activations.layer_plan import layers_of
 from tests.activations.models import GatedBlock, distance, gradients, hugging_face, loss_of, tokens
 
 BYTE = "GroupInt(bits=8, group=64)"

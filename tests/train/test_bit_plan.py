@@ -107,7 +107,7 @@ def test_a_resume_knows_a_plan_by_its_bits(tmp_path: Path):
     config = planned(tmp_path / "one")
     moved = planned(tmp_path / "two")
     other = planned(tmp_path / "three", HIGH, HIGH)
-    by_hand = {kind: [LOW[kind], HIGH[kind]] for kind in LOW} | {"plan": "", "group": 32}
+    by_hand = {kind: [LOW[kind], HIGH[kind]] for kind in LOW} | {"plan": "", "group": 32, "attention": 16}
     same = again(config, activations=by_hand)
     one, two, three, four = (prepare(c, ranks=2).identity for c in (config, moved, same, other))
     assert {key for key in one if one[key] != two[key] or one[key] != three[key]} <= {"data.text"}

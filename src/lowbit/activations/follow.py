@@ -103,8 +103,8 @@ class Layer:
 
     @property
     def codec(self) -> Codec | None:
-        """The format for the layer type; None: saved as it is."""
-        return self.shared.codec(self.kind, self.name)
+        """The format for the layer type; None: saved as it is, or no layer of a type."""
+        return self.shared.codec(self.kind, self.name) if self.kind else None
 
 
 @dataclass(frozen=True)
