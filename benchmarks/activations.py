@@ -33,14 +33,14 @@ _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}
 _FOUR: Any = {"bits": 4, "attention": 16}
 METHODS: dict[str, LayerAware | None] = {
     PLAIN: None,
-    "low-bit": LayerAware(**_FOUR),
+    "norm-8": LayerAware(**_FOUR),
     "int4": LayerAware(**_FOUR, norm=4),
     "int4-uniform": LayerAware(bits=4, norm=4, attention=4),
     "int8-uniform": LayerAware(bits=8, attention=8),
     "attention-4": LayerAware(**_ELSEWHERE, attention=4),
     "attention-8": LayerAware(**_ELSEWHERE, attention=8),
-    "low-bit+attention-4": LayerAware(bits=4, attention=4),
-    "low-bit+attention-8": LayerAware(bits=4, attention=8),
+    "norm-8+attention-4": LayerAware(bits=4, attention=4),
+    "norm-8+attention-8": LayerAware(bits=4, attention=8),
 }
 
 
@@ -49,8 +49,8 @@ class ActivationsBenchmark:
     """The model, how it is trained first, and the methods."""
 
     methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
-    """low-bit: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in 4, too. int8-uniform: everything
-    in 8. attention-4, attention-8: attention only. low-bit+attention-4, low-bit+attention-8: low-bit and attention.
+    """norm-8: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in 4, too. int8-uniform: everything
+    in 8. attention-4, attention-8: attention only. norm-8+attention-4, norm-8+attention-8: norm-8 and attention.
     What PyTorch saves is always measured."""
     sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
     """Tokens of a sample."""
@@ -192,7 +192,7 @@ COMMAND = Command(
     name="benchmarks activations",
     summary="Error of a trained model's gradients by bits of saved activations.",
     examples=(
-        "python -m benchmarks activations --method low-bit,int4 --sequence 256",
+        "python -m benchmarks activations --method norm-8,int4 --sequence 256",
     ),
     settings=ActivationsBenchmark,
     measure=measure,

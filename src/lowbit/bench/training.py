@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +43,7 @@ EIGHT_BITS = "+8bit"
 """After the name of a policy: gradients in 8 bits, stored and all-reduced, and an 8-bit optimizer as well."""
 POLICIES = {
     "default": LayerAware(),
-    "low-bit": LayerAware(bits=4, attention=16),
+    "norm-8": LayerAware(bits=4, attention=16),
     "norm-4": LayerAware(bits=4, norm=4, attention=16),
     "attention-8": LayerAware(bits=4, attention=8),
     "uniform": LayerAware(bits=4, norm=4, attention=4),
@@ -105,7 +106,7 @@ def gradient_codec(boundary: str) -> Codec | None:
 
 
 def activation_policy(boundary: str) -> LayerAware | None:
-    """The policy for saved activations ("activations:low-bit", "activations:low-bit+8bit"); None: all is kept.
+    """The policy for saved activations ("activations:norm-8", "activations:norm-8+8bit"); None: all is kept.
 
     Raises:
         ConfigError: an unknown policy.
@@ -170,7 +171,7 @@ def train(
     losses = train_single_process(
         model, data.train, recipe.optimizer, steps=recipe.steps, batch=recipe.data.batch, seed=seed,
         samples=recipe.samples, autocast=recipe.autocast, gradients=Replicas(model, gradients) if gradients else None,
-        make=eight_bit_adamw if _is_eight_bit(boundary) else make_optimizer,
+        make=partial(eight_bit_adamw, compiled=True) if _is_eight_bit(boundary) else make_optimizer,
         before_step=before_step, after_step=after_step,
     )  # fmt: skip
     run = replace(emulation.traffic)  # which evaluation adds to
