@@ -45,7 +45,7 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, low-bit"),
+        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, norm-8"),
         ({"sequences": (1,)}, r"sequences is \(1,\); allowed: at least 2"),
         ({"samples": 0}, "samples is 0; allowed: at least 1"),
         ({"device": "tpu"}, "device is 'tpu'"),
