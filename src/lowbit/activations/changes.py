@@ -15,6 +15,7 @@ from lowbit.activations import (
     experts_handlers,  # noqa: F401
     handlers,  # noqa: F401
     layers,
+    loss,  # noqa: F401
 )
 from lowbit.activations.checkpoint import restore_checkpointed
 from lowbit.activations.compiled import name_of
@@ -99,8 +100,9 @@ class Compressed:
         return f"Compressed({text})"
 
     def __str__(self) -> str:
-        counted = self.survey is not None and self.survey.rows
-        return f"{self!r}\n{self.survey}" if counted else f"{self!r}, not counted: no training pass has run yet"
+        if self.survey is not None and self.survey.rows:
+            return f"{self!r}\n{self.survey}"
+        return f"{self!r}, not counted: no training pass without other hooks on saved tensors has run yet"
 
 
 Change = tuple[str, Callable[..., Any], Any]
