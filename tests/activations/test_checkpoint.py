@@ -130,7 +130,7 @@ def test_what_cannot_run_again_is_one_line():
     x = torch.randn(2, 8)
     layer = InPlace()
     checkpoint_(layer, name="blocks.3")
-    with pytest.raises(RuntimeError, match="layer 'blocks.3' changes its input in place, so it cannot run again"):
+    with pytest.raises(RuntimeError, match="layer 'blocks.3' changes an argument in place, so it cannot run again"):
         layer(x.clone())
     layer = Counting()
     checkpoint_(layer, name="blocks.4")
@@ -155,3 +155,51 @@ def test_a_low_bit_input_does_not_mind_changes_after_the_layer():
     x += 1
     out.sum().backward()
     assert layer[0].weight.grad is not None
+
+
+class Second(nn.Module):
+    """Changes its second argument in place."""
+
+    def forward(self, x: Tensor, rest: Tensor) -> Tensor:
+        rest.add_(x.detach())
+        return x * rest
+
+
+class Nested(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+def test_other_arguments_are_watched():
+    layer, x = Second(), torch.randn(2, 8, requires_grad=True)
+    checkpoint_(layer, name="a")
+    with pytest.raises(RuntimeError, match="layer 'a' changes an argument in place"):
+        layer(x, torch.ones(2, 8))
+    layer = Nested()
+    checkpoint_(layer, name="b")
+    with pytest.raises(RuntimeError, match="none of its arguments is a tensor of floats"):
+        layer((x, x))
+
+
+def test_the_input_is_the_tensor_with_a_gradient():
+    class Masked(nn.Module):
+        def forward(self, *, mask: Tensor, x: Tensor) -> Tensor:
+            return torch.softmax(x + mask, -1)
+
+    layer, x = Masked(), torch.randn(2, 8, requires_grad=True)
+    checkpoint_(layer, codec=BYTE)
+    layer(mask=torch.full((2, 8), -torch.inf).triu(1), x=x).square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+def test_hugging_faces_cache_is_left_out():
+    model, ids = hugging_face("llama"), tokens()
+    expected = gradients(model, model(input_ids=ids, labels=ids, use_cache=False).loss)
+    for layer in model.model.layers:
+        checkpoint_(layer)
+    with counted(model) as kept:
+        for _ in range(3):
+            found = gradients(model, model(input_ids=ids, labels=ids).loss)
+            assert kept.now == 0
+    assert distance(found, expected) < 1e-5

@@ -92,3 +92,14 @@ def test_inductor():
     x = inputs()
     found = gradients(model, compiled(x).square().sum())
     assert distance(found, gradients(expected, expected(x).square().sum())) < 0.02
+
+
+def test_layers_that_are_compiled_by_themselves():
+    plain, ids = hugging_face("llama"), tokens()
+    expected = gradients(plain, loss_of(plain, ids))
+    ours = copy.deepcopy(plain)
+    compress_saved_(ours, LayerAware(bits=8))
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager")
+    for _ in range(3):
+        assert distance(gradients(ours, loss_of(ours, ids)), expected) < 0.03

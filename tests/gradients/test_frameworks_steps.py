@@ -284,3 +284,23 @@ def test_optimizers_of_other_models_are_left_alone():
     before = copy.deepcopy(other)
     optimizer.step(lambda: loss(other, 1))
     assert not same(other, before)
+
+
+def test_a_compiled_step_is_refused():
+    p, _, storage = stored()
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    with pytest.raises(RuntimeError, match="optimizer.step runs inside torch.compile"):
+        torch.compile(optimizer.step, backend="eager")()
+    torch._dynamo.reset()
+    storage.close()
+
+
+def test_elements_can_be_set_and_copies_made():
+    p, _, storage = stored()
+    p.grad[:1] = 0
+    assert not storage.gradient(p)[:1].any()
+    assert storage.gradient(p)[1:].any()
+    assert torch.equal(copy.deepcopy(p.grad), storage.gradient(p))
+    assert torch.equal(torch.from_dlpack(p.grad), storage.gradient(p))
+    with pytest.raises(TypeError, match="stored in few bits"):
+        p.grad.share_memory_()

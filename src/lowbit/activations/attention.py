@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from lowbit.activations.follow import Call, encoded, handles, large_enough
-from lowbit.activations.functions import first_order
+from lowbit.activations.functions import first_order, owned
 from lowbit.activations.layers import attach_until_backward
 from lowbit.activations.recipes import Itself, Recipe, release
 from lowbit.codecs import Codec
@@ -92,7 +92,7 @@ class _Repeated(torch.autograd.Function):
         """`out`: the result."""
         ctx.repeat = repeat
         ctx.save_for_backward(*payloads)
-        return out.detach()
+        return owned(out)
 
     @staticmethod
     @first_order
@@ -182,7 +182,7 @@ class _Carrier(torch.autograd.Function):
         """`tensors`: what the kernel has saved, coded or not."""
         ctx.saved, ctx.count = saved, len(tensors)
         ctx.save_for_backward(*tensors)
-        return out.detach()
+        return owned(out)
 
     @staticmethod
     @first_order

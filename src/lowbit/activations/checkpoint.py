@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lowbit.activations.counting import note
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
 
+log = logging.getLogger(__name__)
 MARK = "_lowbit_checkpointed"
 _now = threading.local()
 
@@ -40,7 +43,8 @@ class CheckpointedLayer:
 def checkpoint_(layer: nn.Module, *, codec: Codec | None = None, name: str = "") -> None:
     """Keep only a layer's input for backward, and run the layer again there; changes the layer in place.
 
-    The first tensor among the layer's arguments is its input; the others are kept as they are. Random numbers and
+    The first tensor with a gradient among the layer's arguments is its input; the others are kept as they are. A cache
+    of keys and values (Hugging Face's `use_cache`) is left out, because the layer runs twice. Random numbers and
     autocast are those of the first run. Under autocast no copies of weights outlive their use. Gradients are exact if
     the input is kept as it is. Every kind of backward pass works, and so do DDP and FSDP2 around the layer. In
     evaluation mode and without gradients the layer runs as it is. Graphs of `torch.compile` break around it.
@@ -129,7 +133,7 @@ class _Call:
     """
 
     def __init__(self, layer: CheckpointedLayer, x: Tensor, run: Callable[[Tensor], Any]) -> None:
-        self.layer, self.run, self.wants_grad = layer, run, x.requires_grad
+        self.layer, self.run, self.x, self.wants_grad = layer, run, x, x.requires_grad
         codec = layer.codec if x.dtype in FLOATS and x.numel() and not hasattr(x, "to_local") else None
         self.codec, self.shape, self.dtype = codec, x.shape, x.dtype
         self.kept = x.detach() if codec is None else codec.encode(x.detach())
@@ -146,15 +150,16 @@ class _Call:
         self.device = device
         note(self, [self.kept])
 
-    def first(self, x: Tensor) -> Any:
-        """Run the layer, with slots in place of what it saves."""
-        version = x._version
+    def first(self, given: list[Tensor]) -> Any:
+        """Run the layer, with slots in place of what it saves; `given`: the tensors among its arguments."""
+        versions = [t._version for t in given]
         with self._active(), saved_tensors_hooks(self._reserve, _Slot.take):
-            out = self.run(x)
-        if x._version != version:
+            out = self.run(self.x)
+        del self.x
+        if versions != [t._version for t in given]:
             raise RuntimeError(
-                f"layer {self.layer.name!r} changes its input in place, so it cannot run again from it; "
-                "allowed: keep or low-bit for this layer, or a layer that leaves its input as it is"
+                f"layer {self.layer.name!r} changes an argument in place, so it cannot run again from it; "
+                "allowed: keep or low-bit for this layer, or a layer that leaves its arguments as they are"
             )
         if len(self.slots) > self.saved_at_last:
             self.last = 0
@@ -237,21 +242,39 @@ def _itself(value: Tensor) -> Tensor:
 @torch.compiler.disable(reason="a layer checkpointed by lowbit runs again from the input that it kept")
 def _checkpointed_forward(module: nn.Module, layer: CheckpointedLayer, *args: Any, **kwargs: Any) -> Any:
     """The forward of a checkpointed layer."""
-    name = None if args else _name_of_input(kwargs)
-    x = args[0] if args else kwargs.get(name or "")
-    if not (torch.is_grad_enabled() and module.training and isinstance(x, Tensor)):
+    if not (torch.is_grad_enabled() and module.training):
         return layer.own(*args, **kwargs)
-    if not (x.requires_grad or any(p.requires_grad for p in module.parameters())):
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    if not any(t.requires_grad for t in (*tensors, *module.parameters())):
         return layer.own(*args, **kwargs)
-    others = args[1:]
-    rest = {key: value for key, value in kwargs.items() if key != name}
+    key = _key_of_input(layer, given)
+    given = {k: None if hasattr(value, "get_seq_length") else value for k, value in given.items()}
+    if any(given[k] is not value for k, value in enumerate(args)) or any(given[k] is not kwargs[k] for k in kwargs):
+        _say_no_cache()
 
     def run(x: Tensor) -> Any:
-        return layer.own(x, *others, **rest) if name is None else layer.own(**{name: x}, **rest)
+        values = given | {key: x}
+        return layer.own(*(values[k] for k in range(len(args))), **{k: values[k] for k in kwargs})
 
-    return _Call(layer, x, run).first(x)
+    return _Call(layer, given[key], run).first(tensors)
 
 
-def _name_of_input(kwargs: dict[str, Any]) -> str | None:
-    names = [key for key, value in kwargs.items() if isinstance(value, Tensor)]
-    return "hidden_states" if "hidden_states" in names else next(iter(names), None)
+@functools.cache
+def _say_no_cache() -> None:
+    log.warning(
+        "checkpointed layers run again, so they leave out the cache of keys and values that they are given; "
+        "allowed: use_cache=False in training"
+    )
+
+
+def _key_of_input(layer: CheckpointedLayer, given: dict[int | str, Any]) -> int | str:
+    """The position or name of the tensor that is kept: the first one with a gradient, or else the first of floats."""
+    floats = {k: t for k, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    if not floats:
+        raise RuntimeError(
+            f"layer {layer.name!r} is checkpointed, but none of its arguments is a tensor of floats; allowed: keep or "
+            "low-bit for this layer, or one that takes its input as an argument of its own"
+        )
+    first = "hidden_states" if "hidden_states" in floats else next(iter(floats))
+    return next((k for k, t in floats.items() if t.requires_grad), first)

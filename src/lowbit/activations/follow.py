@@ -273,7 +273,8 @@ class Following(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         modules = _threads.running
-        if not modules or not torch.is_grad_enabled():
+        # A graph of `torch.compile` inside cannot see what tensors remember (`compiled_forward` runs there).
+        if torch.compiler.is_compiling() or not modules or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         module, layer, checkpoint = modules[-1]
         handler = HANDLERS.get(func)

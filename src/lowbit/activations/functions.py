@@ -48,6 +48,11 @@ def first_order(backward: Any) -> Any:
     return checked
 
 
+def owned(out: Tensor) -> Tensor:
+    """The same elements, no view: PyTorch lets nobody change in place what a function returns as a view."""
+    return torch.ops.aten._unsafe_view(out, out.shape)
+
+
 class NormFunction(torch.autograd.Function):
     """norm(x) of (..., C); saves x alone."""
 
@@ -169,7 +174,7 @@ class MaskFunction(torch.autograd.Function):
         """`out`: the result; `mask`: bits of the elements that pass, times `scale`."""
         ctx.scale = scale
         ctx.save_for_backward(mask)
-        return out.detach()
+        return owned(out)
 
     @staticmethod
     @first_order
@@ -197,7 +202,7 @@ class LinearFunction(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):  # its cache must not meet no_grad
             w = weight.to(dtype)
             shift = None if bias is None else bias.to(dtype)
-            return functional.linear(x.to(dtype), w.t() if transposed else w, shift)
+            return owned(functional.linear(x.to(dtype), w.t() if transposed else w, shift))
 
     @staticmethod
     @first_order

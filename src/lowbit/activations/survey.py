@@ -20,7 +20,7 @@ from lowbit.activations.counting import copies_a_weight, parts_of
 
 log = logging.getLogger(__name__)
 
-_EXPECTED = ("attention", "loss", "cross_entropy", "embedding", "log_softmax")
+_EXPECTED = ("scaled_dot_product_attention", "loss", "cross_entropy", "embedding", "log_softmax")
 _WORTH_TELLING = 0.1  # of what is kept
 
 

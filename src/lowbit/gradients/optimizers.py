@@ -65,6 +65,11 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     if True not in concerned:
         return None
     check_optimizer(optimizer)
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):  # pyright: ignore
+        raise RuntimeError(
+            "optimizer.step runs inside torch.compile, which would take the first stored gradients in every step; "
+            "allowed: compile forward and backward alone"
+        )
     closure = Closure.of(args, kwargs)
     step = _under_way[id(optimizer)] = Portions(optimizer, every, closure)
     try:

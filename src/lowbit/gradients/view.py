@@ -68,6 +68,23 @@ class StoredGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.decode().__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """The decoded gradient."""
+        return self.decode()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.decode().__dlpack__(**kwargs)
+
+    def share_memory_(self) -> Tensor:
+        """Not possible."""
+        raise TypeError(f"the gradient of {self.stored.name!r} is stored in few bits; allowed: a copy (grad.clone())")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Change elements of what is stored."""
+        changed = self.decode()
+        changed[key] = _read(value)
+        self.stored.replace(self.nearest, changed, self.device)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

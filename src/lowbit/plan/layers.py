@@ -256,6 +256,8 @@ def plan_layers(
     Raises:
         ValueError: a limit or an error that nothing meets, with the least that would do.
     """
+    if not model.training:
+        raise ValueError("model is in evaluation mode, in which nothing is kept; allowed: model.train() first")
     layers = layers_of(model)
     costs = measure_layers(model, lambda: step().backward(), choices=choices, repeats=repeats, device=device)
     costs = with_errors(costs, choice_errors(model, loss or step, list(costs.layers)))
