@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_, counted
 from lowbit.activations.counting import layer_type
-from lowbit.activations.structure import in_attention, linear_like
 from lowbit.bench.memory_run import modules_around
 from lowbit.bench.settings import Device, EachOnce, check_device
 from lowbit.bench.training import spread_evenly
@@ -31,16 +30,17 @@ from lowbit.train.single_process import model_loss, train_single_process
 
 PLAIN = "plain"
 _ELSEWHERE: Any = {"norm": 16, "mlp": 16, "linear": 16}
+_FOUR: Any = {"bits": 4, "attention": 16}
 METHODS: dict[str, LayerAware | None] = {
     PLAIN: None,
-    "low-bit": LayerAware(),
-    "int4": LayerAware(norm=4),
-    "int4-uniform": LayerAware(norm=4, attention=4),
+    "norm-8": LayerAware(**_FOUR),
+    "int4": LayerAware(**_FOUR, norm=4),
+    "int4-uniform": LayerAware(bits=4, norm=4, attention=4),
     "int8-uniform": LayerAware(bits=8, attention=8),
     "attention-4": LayerAware(**_ELSEWHERE, attention=4),
     "attention-8": LayerAware(**_ELSEWHERE, attention=8),
-    "low-bit+attention-4": LayerAware(attention=4),
-    "low-bit+attention-8": LayerAware(attention=8),
+    "norm-8+attention-4": LayerAware(bits=4, attention=4),
+    "norm-8+attention-8": LayerAware(bits=4, attention=8),
 }
 
 
@@ -49,8 +49,8 @@ class ActivationsBenchmark:
     """The model, how it is trained first, and the methods."""
 
     methods: Annotated[tuple[str, ...], EachOnce] = tuple(METHODS)[1:]
-    """low-bit: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in 4, too. int8-uniform: everything
-    in 8. attention-4, attention-8: attention only. low-bit+attention-4, low-bit+attention-8: low-bit and attention.
+    """norm-8: 4 bits, norms in 8. int4: norms in 4, too. int4-uniform: attention in 4, too. int8-uniform: everything
+    in 8. attention-4, attention-8: attention only. norm-8+attention-4, norm-8+attention-8: norm-8 and attention.
     What PyTorch saves is always measured."""
     sequences: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (256, 1024)
     """Tokens of a sample."""
@@ -158,7 +158,7 @@ def _groups(model: nn.Module) -> dict[str, list[str]]:
     for name in names:
         path, module = modules_around(model, name), name.rpartition(".")[0]
         where = layer_type(path)
-        if linear_like(path[-1]) is not None and in_attention(module, model):
+        if where == "linear" and any("attention" in type(around).__name__.lower() for around in path[:-1]):
             where = module.rpartition(".")[2]
         groups.setdefault(where, []).append(name)
     return groups
@@ -192,7 +192,7 @@ COMMAND = Command(
     name="benchmarks activations",
     summary="Error of a trained model's gradients by bits of saved activations.",
     examples=(
-        "python -m benchmarks activations --method low-bit,int4 --sequence 256",
+        "python -m benchmarks activations --method norm-8,int4 --sequence 256",
     ),
     settings=ActivationsBenchmark,
     measure=measure,

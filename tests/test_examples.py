@@ -58,6 +58,16 @@ def test_one_line_makes_autograd_keep_less(tmp_path: Path):
     assert tuned(input_ids=ids, labels=ids).loss < 4.5
 
 
+@pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
+def test_frameworks_train_with_stored_gradients(framework: str, tmp_path: Path):
+    script = EXAMPLES / "frameworks.py"
+    done = run_script(script, framework, "--steps", "20", timeout=300, folder=tmp_path)
+    assert done.code == 0, done.output
+    ((first, last),) = re.findall(r"loss ([\d.]+) at first, ([\d.]+) after 20 steps", done.output)
+    assert float(last) < 4.2 < 5.3 < float(first), done.output
+    assert float(re.findall(r"([\d.]+) bytes per parameter", done.output)[0]) < 1.1
+
+
 def test_a_sequence_longer_than_the_text_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -21,7 +21,9 @@ HEAVY = (
 )
 PUBLIC = {
     "lowbit": "__version__",
-    "lowbit.activations": "BitPlan Compressed LayerAware compress_saved_ counted low_bit_saved restore_",
+    "lowbit.activations": (
+        "BitPlan Compressed LayerAware LayerChoice LayerPlan checkpoint_ compress_saved_ counted low_bit_saved restore_"
+    ),
     "lowbit.bench": "COMMANDS",
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
@@ -36,7 +38,9 @@ PUBLIC = {
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
     "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
-    "lowbit.plan": "InFlight MemoryPlan StageCost actions_of in_flight order_of plan_bits",
+    "lowbit.plan": (
+        "InFlight MemoryPlan StageCost actions_of choose_layers in_flight measure_layers order_of plan_bits plan_layers"
+    ),
     "lowbit.pipeline": "AgreementError DamagedError Emulation LowBitStage PeerError Traffic emulate_",
     "lowbit.ranks": "",
     "lowbit.report": (

@@ -19,7 +19,7 @@ def test_what_is_written_is_read(tmp_path: Path):
     PLAN.write(tmp_path / "plan.json")
     plan = BitPlan.read(tmp_path / "plan.json")
     assert plan == PLAN
-    assert plan.policy(0) == LayerAware(norm=8, mlp=3, linear=16, group=32)
+    assert plan.policy(0) == LayerAware(norm=8, mlp=3, linear=16, attention=16, group=32)
     assert plan.policy(1, rounding="stochastic").rounding == "stochastic"
     assert os.listdir(tmp_path) == ["plan.json"]
     with pytest.raises(ValueError, match="stage is 2; allowed: 0 to 1"):
@@ -36,7 +36,7 @@ def written(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(("changes", "says"), [
     ({"format": "other"}, "has format 'other'; allowed: 'lowbit plan of saved activations'"),
     ({"format": "\x1b[2J" + "x" * 999}, r"has format '\\x1b\[2Jx{50,120}\.\.\.; allowed"),
-    ({"version": 2}, "has version 2; this lowbit reads version 1"),
+    ({"version": 2}, "has version 2; this lowbit reads version 1 here"),
     ({"version": [1]}, r"has version \[1\]; this lowbit"),
     ({"stages": ...}, "is not a memory plan: it lacks made_for, group or stages"),
     ({"stages": {"0": BITS}}, "is not a memory plan: it lacks made_for, group or stages"),

@@ -55,7 +55,7 @@ def own(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("bits", [0, 4, 16])
 def test_all_that_the_graph_holds_is_counted_once(model: Any, bits: int):
     if bits:
-        compress_saved_(model, LayerAware(bits=bits, norm=bits))
+        compress_saved_(model, LayerAware(bits=bits, norm=bits, attention=16))
     graph = loss_of(model)
     expected = in_graph(graph, *own(model))
     with counted(model) as saved:
@@ -144,7 +144,7 @@ def test_what_hooks_save_is_counted(model: Any, attention: int):
     with counted(model) as plain:
         graph = loss_of(model)
     del graph
-    policy = LayerAware(attention=attention)
+    policy = LayerAware(bits=4, attention=attention)
     with counted(model) as saved, low_bit_saved(policy):
         graph = loss_of(model)
     assert 0 < saved.peak["mlp"] < plain.peak["mlp"] / 5
@@ -200,7 +200,7 @@ def test_a_linear_layer_takes_what_a_norm_saves_in_more_bits(linear: int, types:
             return self.norm(x) + self.linear(x)
 
     both = Both()
-    compress_saved_(both, LayerAware(linear=linear))
+    compress_saved_(both, LayerAware(linear=linear, smallest=0))
     with counted(both) as saved:
         both(torch.randn(3, 32, requires_grad=True))
     assert set(saved.peak) == types

@@ -52,7 +52,7 @@ def data_parallel() -> None:
     fully_shard(sharded)
     with Calls() as calls:
         loss = sharded(batch(dist.get_rank())).square().mean()
-    assert calls.count == {"norm_encode": 2, "gated_encode": 2}
+    assert calls.count == {"norm_encode": 2, "gated_encode": 2, "group_int_encode": 2}  # gate, and up
     loss.backward()
     for p, grad in zip(sharded.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), grad)  # pyright: ignore

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import compress_saved_, layers, recipes
+from lowbit.activations import LayerAware, compress_saved_, follow, layers, recipes
 from tests.activations.models import DIM, GatedBlock
 
 
@@ -21,9 +21,13 @@ class Storages:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.payloads: list[StorageWeakRef] = []
         self.copies: list[StorageWeakRef] = []
-        follow = {(layers, "room"): self.payloads, (recipes.NormOutput, "rebuild"): self.copies}
-        for (where, name), references in follow.items():
-            monkeypatch.setattr(where, name, self._noting(getattr(where, name), references))
+        where = {
+            (layers, "room"): self.payloads,
+            (follow, "room"): self.payloads,
+            (recipes.NormOutput, "rebuild"): self.copies,
+        }
+        for (module, name), references in where.items():
+            monkeypatch.setattr(module, name, self._noting(getattr(module, name), references))
 
     def _noting(self, function: Any, references: list[StorageWeakRef]) -> Any:
         def noting(*args: Any) -> Tensor:
@@ -60,10 +64,29 @@ def test_payloads_end_with_backward_while_the_loss_lives(storages: Storages):
     assert loss.isfinite()
 
 
+def test_payloads_of_attention_end_with_its_backward_while_the_graph_lives(storages: Storages):
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = x.view(2, 16, 3, 4, 8).permute(2, 0, 3, 1, 4)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    ours = Attention()
+    compress_saved_(nn.ModuleList([ours, nn.Linear(8, 8)]))
+    y = ours(torch.randn(2, 16, 96, requires_grad=True))
+    assert storages.alive() == (4, 0)
+    y.sum().backward(retain_graph=True)  # the graph holds them
+    loss = y.sum()
+    assert storages.alive() == (4, 0)
+    loss.backward()
+    assert storages.alive() == (0, 0)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("last", [nn.LayerNorm(DIM), nn.GELU()])
 def test_payloads_end_with_backward_while_the_output_lives(storages: Storages, last: nn.Module):
     ours, after = nn.Sequential(nn.Linear(DIM, DIM), last), nn.Linear(DIM, DIM)
-    compress_saved_(nn.ModuleList([ours, after]))
+    compress_saved_(nn.ModuleList([ours, after]), LayerAware(smallest=0))
     x = torch.randn(3, DIM)
     y = ours(x)
     assert storages.alive() == (2, 0)

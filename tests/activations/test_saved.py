@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lowbit.activations import LayerAware, compress_saved_, layers
+from lowbit.activations import LayerAware, compress_saved_, follow
 from lowbit.codecs import GroupInt
 from tests.activations.models import (
     DIM,
@@ -75,8 +75,7 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     errors, sizes = {}, {}
     for bits in (16, 8, 4):
         ours = copy.deepcopy(plain)
-        done = compress_saved_(ours, LayerAware(bits=bits, norm=bits))
-        assert not done.left
+        done = compress_saved_(ours, LayerAware(bits=bits, norm=bits, attention=16))
         with saved_bytes(ours) as after, Calls() as calls:
             ours_loss = loss_of(ours, ids)
         torch.testing.assert_close(ours_loss, loss)
@@ -86,18 +85,19 @@ def test_families(family: str, caplog: pytest.LogCaptureFixture):
     names = [kind for kind, _ in done.bits.values()]
     assert calls.count["norm_encode"] == backward.count["norm_backward"] == names.count("norm")
     assert calls.count["gated_encode"] == backward.count["gated_recompute"] == 2
-    assert calls.count["group_int_encode"] == 0  # nothing else had to be saved
+    products = {"gpt2": 0, "gemma2": 4}.get(family, 2)  # of which `up` is coded; eager attention saves no output
+    assert calls.count["group_int_encode"] == products  # nothing else had to be saved
     assert backward.count["norm_recompute"] == 5  # once for q, k and v, and for gate and up
     assert errors[16] < 1e-6
     assert errors[8] < 0.02
     assert 0.01 < errors[4] < 0.2
     assert sizes[4] < sizes[8] < sizes[16] < (0.75 if family == "gemma2" else 0.65)
-    assert not caplog.records
+    assert not any(r.name.startswith("lowbit") for r in caplog.records)
 
 
 def test_a_llama_saves_a_payload_for_each_norm_gate_and_up():
     model, ids = hugging_face("llama"), tokens()
-    compress_saved_(model)
+    compress_saved_(model, LayerAware(bits=4, attention=16), report=False)
     with saved_bytes(model) as saved:
         loss_of(model, ids)
     wide, narrow = GroupInt(bits=8), GroupInt(bits=4)
@@ -113,8 +113,8 @@ def test_a_llama_saves_a_payload_for_each_norm_gate_and_up():
 def test_bits_by_layer(caplog: pytest.LogCaptureFixture):
     model = hugging_face("llama")
     done = compress_saved_(model, LayerAware(norm=16, mlp=6, layers={"model.layers.1": 3}))
-    assert done.bits["model.layers.0.mlp"] == ("mlp", 6)
-    assert done.bits["model.layers.1.mlp"] == ("mlp", 3)
+    assert done.bits["model.layers.0.mlp.act_fn"] == ("mlp", 6)
+    assert done.bits["model.layers.1.mlp.act_fn"] == ("mlp", 3)
     assert done.bits["model.layers.0.input_layernorm"] == ("norm", 16)
     assert "mlp in 6 bits" in repr(done)
     assert gradients(model, loss_of(model, tokens()))
@@ -159,7 +159,7 @@ def test_what_several_layers_save_is_stored_once():
             return self.a(x) + self.b(x) + self.norm(x) + self.c(x.view(-1, DIM)).view_as(x)
 
     model = Parallel()
-    compress_saved_(model, LayerAware(norm=4))
+    compress_saved_(model, LayerAware(bits=4, norm=4, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs())
     assert saved == {torch.uint8: GroupInt().nbytes((3, 7, DIM))}
@@ -181,7 +181,7 @@ def test_a_changed_tensor_is_saved_anew():
 def test_a_frozen_weight_saves_no_input():
     frozen, trained = nn.Linear(DIM, DIM).requires_grad_(False), nn.Linear(DIM, 8)
     model = nn.Sequential(frozen, nn.Tanh(), trained)
-    compress_saved_(model)
+    compress_saved_(model, LayerAware(bits=4, smallest=0))
     with saved_bytes(model) as saved:
         y = model(inputs() * 1)
     assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
@@ -211,7 +211,7 @@ def test_attention_is_known_in_plain_modules_by_its_results():
             return self.out(y.transpose(1, 2).flatten(2))
 
     model = Mixer()
-    compress_saved_(model)
+    compress_saved_(model, LayerAware(bits=4, attention=16, smallest=0))
     with saved_bytes(model) as saved:
         model(inputs() * 1)
     assert saved[torch.uint8] == GroupInt().nbytes((3, 7, DIM))
@@ -235,7 +235,7 @@ def test_the_ablation_quantizes_attention_too():
 
 @pytest.mark.parametrize("how", ["no_grad", "inference", "eval"])
 def test_without_backward_nothing_is_coded(how: str, caplog: pytest.LogCaptureFixture):
-    layers.say_once.cache_clear()
+    follow.say_once.cache_clear()
     ours, plain, x = block(), block(), inputs()
     compress_saved_(ours)
     ours.train(how != "eval")
@@ -290,18 +290,6 @@ def test_a_pass_computes_only_what_it_is_asked_for():
     assert torch.equal(of_weight[0], expected[1])
 
 
-def test_compiled_models_give_the_same():
-    ours = block()
-    compress_saved_(ours)
-    expected = gradients(ours, ours(inputs()).square().sum())
-    compiled = torch.compile(ours, backend="aot_eager")
-    with saved_bytes(ours) as saved:
-        loss = compiled(inputs()).square().sum()
-    payloads = GroupInt(bits=8).nbytes((3, 7, DIM)) + 2 * GroupInt().nbytes((3, 7, FFN))
-    assert saved[torch.uint8] == payloads
-    assert distance(gradients(ours, loss), expected) < 1e-6
-
-
 def test_a_copy_of_a_compressed_model_is_one():
     ours = block()
     compress_saved_(ours)
@@ -333,7 +321,7 @@ def test_a_weight_changed_before_backward_is_noticed(name: str):
 
 
 def test_dtypes_that_no_codec_takes_are_left(caplog: pytest.LogCaptureFixture):
-    layers.say_once.cache_clear()
+    follow.say_once.cache_clear()
     ours, plain = block().double(), block().double()
     compress_saved_(ours)
     x = inputs().double()
@@ -364,19 +352,22 @@ def test_removing_gives_back_what_was():
     assert all("forward" not in vars(m) for m in ours.modules())
 
 
-def test_unknown_modules_are_listed_once_with_their_share(caplog: pytest.LogCaptureFixture):
+def test_functions_that_save_whole_tensors_are_told_once(caplog: pytest.LogCaptureFixture):
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Bilinear(8, 8, 8).requires_grad_(True))
     model[2].forward = lambda x: functional.bilinear(x, x, model[2].weight)
     done = compress_saved_(model)
-    assert done.left == {"Tanh": 1, "Bilinear": 1}
+    assert "no training pass" in str(done)
     with caplog.at_level(logging.WARNING), torch.no_grad():
         model(torch.randn(4, 8))
     assert not caplog.records
     for _ in range(2):
         model(torch.randn(4, 8)).sum().backward()
     assert len(caplog.records) == 1
-    assert "Tanh (1 modules, " in caplog.text
-    assert "% of the bytes" in caplog.text
+    assert "tanh (" in caplog.text
+    table = str(done)
+    assert "tanh keeps 128 B" in table
+    assert done.survey is not None
+    assert done.survey.rows["*"].whole["tanh"] == 128
 
 
 def test_mistakes_are_named():

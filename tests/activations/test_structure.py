@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowbit.activations.recipes import Norm
-from lowbit.activations.structure import (
-    FeedForward,
-    activation_like,
-    feed_forward,
-    in_attention,
-    norm_like,
-)
-from tests.activations.models import Gated, GatedBlock
+from lowbit.activations.structure import activation_like, norm_like
 
 
 class MyNorm(nn.Module):
@@ -81,7 +74,7 @@ def test_an_epsilon_is_found_or_the_norm_left(formula: Any, norm: Norm | None):
 def test_defaults_of_dtype_do_not_matter():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        recognized = norm_like(nn.LayerNorm(24)), feed_forward(Gated(8, 24)), activation_like(nn.GELU())
+        recognized = norm_like(nn.LayerNorm(24)), activation_like(nn.GELU())
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(recognized)
@@ -102,71 +95,12 @@ def test_activations_are_known_by_what_they_compute(module: nn.Module, name: str
     assert activation_like(module) == name
 
 
-class Functional(nn.Module):
-    def __init__(self, formula: Any, linears: int = 2) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.c = nn.Linear(8, 8) if linears == 3 else None
-        self.dropout, self.formula = nn.Dropout(0.1), formula
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.formula(self, x)
-
-
-@pytest.mark.parametrize(("module", "expected"), [
-    (Functional(lambda m, x: m.b(functional.relu(m.a(x)))),
-     FeedForward(gate="a", up=None, down="b", activation="relu")),
-    (Functional(lambda m, x: m.c(functional.silu(m.b(x)) * m.a(x)), 3),
-     FeedForward(gate="b", up="a", down="c", activation="silu")),
-    (Functional(lambda m, x: m.a(m.b(x) * functional.gelu(m.c(x))), 3),
-     FeedForward(gate="c", up="b", down="a", activation="gelu")),
-    (Functional(lambda m, x: m.b(functional.silu(m.a(x)).clamp(max=7))), None),
-    (Functional(lambda m, x: m.b(functional.relu(m.a(x)) ** 2)), None),
-    (Functional(lambda m, x: m.b(m.dropout(functional.relu(m.a(x))))), None),
-    (Functional(lambda m, x: m.b(functional.relu(m.a(x))) + x), None),
-    (Functional(lambda m, x: m.b(x) + m.a(x)), None),
-    (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
-     FeedForward(gate="0", up=None, down="2", activation="gelu")),
-    (Gated(8, 24), FeedForward(gate="w1", up="w3", down="w2", activation="silu")),
-    (GatedBlock(), None),
-])  # fmt: skip
-def test_feed_forward_blocks_are_known_by_what_they_compute(module: nn.Module, expected: Any):
-    modes = [m.training for m in module.eval().modules()]
-    state = torch.get_rng_state()
-    assert feed_forward(module) == expected
-    assert [m.training for m in module.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not any("forward" in vars(m) for m in module.modules())
-
-
-def test_blocks_that_may_change_their_formula_are_left():
-    with_scale = Functional(lambda m, x: m.b(functional.gelu(m.a(x)) * m.scale))
-    with_scale.scale = nn.Parameter(torch.ones(1))
-    with_buffer = Functional(lambda m, x: m.b(functional.gelu(m.a(x)) * m.scale))
-    with_buffer.register_buffer("scale", torch.ones(1))
-    with_norm = Functional(lambda m, x: m.b(functional.gelu(m.a(x))))
-    with_norm.norm = nn.LayerNorm(8)
-    assert not any(map(feed_forward, (with_scale, with_buffer, with_norm)))
-
-
 def test_nobodys_hooks_see_what_is_made_up():
-    mlp, norm, seen = Gated(8, 24), nn.LayerNorm(8), []
-    for module in (norm, *mlp.modules()):
+    norm, activation, seen = nn.LayerNorm(8), nn.SiLU(), []
+    for module in (norm, activation):
         module.register_forward_hook(lambda *given: seen.append(given))
-    assert feed_forward(mlp)
     assert norm_like(norm)
-    assert activation_like(mlp.act)
+    assert activation_like(activation)
     assert not seen
-    mlp(torch.zeros(8))
-    assert len(seen) == 5
-
-
-def test_attention_is_known_by_its_names():
-    class SelfAttention(nn.Sequential):
-        pass
-
-    model = nn.ModuleDict({"attn": nn.Sequential(nn.Linear(4, 4)), "rest": nn.Linear(4, 4)})
-    model["other"] = SelfAttention(nn.Linear(4, 4))
-    assert in_attention("attn.0", model)
-    assert in_attention("other.0", model)
-    assert not in_attention("rest", model)
+    activation(norm(torch.zeros(8)))
+    assert len(seen) == 2

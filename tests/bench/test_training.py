@@ -62,7 +62,7 @@ def test_gradients_in_few_bits_train_too(recipe: Recipe):
     assert found == pytest.approx(plain, abs=0.05)
 
 
-@pytest.mark.parametrize("name", ["activations:low-bit", "activations:uniform"])
+@pytest.mark.parametrize("name", ["activations:norm-8", "activations:uniform"])
 def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
     _, plain = train(recipe, seed=0)
     model, found = train(recipe, name, seed=0)
@@ -75,7 +75,7 @@ def test_activations_in_few_bits_train_too(recipe: Recipe, name: str):
 
 def test_policies_have_names():
     assert activation_policy("int4") is None
-    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:low-bit, act"):
+    with pytest.raises(ValueError, match="boundary is 'activations:4'; allowed: activations:default, act"):
         activation_policy("activations:4")
 
 

@@ -28,13 +28,13 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
     for rows in (report.rows[: len(METHODS)], report.rows[len(METHODS) :]):
         found = {row["method"]: row for row in rows}
         errors = {row["method"]: row for row in summarized(rows)}
-        assert all(len(errors) == 2 for errors in found["low-bit"]["errors"].values())
+        assert all(len(errors) == 2 for errors in found["norm-8"]["errors"].values())
         assert {"norm", "mlp", "q_proj", "k_proj", "v_proj", "o_proj", "embedding"} <= errors[PLAIN].keys()
         assert errors[PLAIN]["all"] < 1e-5
         size = {method: row["saved_bytes"] for method, row in found.items()}
-        assert size["int4-uniform"] < size["low-bit+attention-4"] < size["low-bit"] < size[PLAIN]
-        assert size["int4"] < size["low-bit"]
-        assert 1e-3 < errors["low-bit"]["all"] < errors["int4"]["all"] < 0.3
+        assert size["int4-uniform"] < size["norm-8+attention-4"] < size["norm-8"] < size[PLAIN]
+        assert size["int4"] < size["norm-8"]
+        assert 1e-3 < errors["norm-8"]["all"] < errors["int4"]["all"] < 0.3
         assert errors["attention-8"]["all"] < errors["attention-4"]["all"]
         # Attention alone turns its own linear layers, which backward reaches after it.
         assert errors["attention-4"]["mlp"] < 1e-5 < 1e-3 < errors["attention-4"]["k_proj"]
@@ -45,7 +45,7 @@ def test_bytes_and_errors_of_every_method(settings: ActivationsBenchmark, tmp_pa
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, low-bit"),
+        ({"methods": ("int3",)}, r"methods has int3; allowed: plain, norm-8"),
         ({"sequences": (1,)}, r"sequences is \(1,\); allowed: at least 2"),
         ({"samples": 0}, "samples is 0; allowed: at least 1"),
         ({"device": "tpu"}, "device is 'tpu'"),

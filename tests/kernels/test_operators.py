@@ -11,15 +11,26 @@ import pytest
 import torch
 from torch.library import opcheck
 
-import lowbit.activations  # noqa: F401, declares operators
 from lowbit import kernels
+from lowbit.activations import LayerAware
+from lowbit.activations.compiled import name_of
 from lowbit.codecs import Cast, GroupInt, TAHQuant
 from lowbit.kernels import operators
 from tests.codecs.examples import bytes_of, encoded, rooms
 from tests.codecs.feature_int4.examples import FEATURES
 
+
+def in_graphs() -> str:
+    """The name of 8 bits in graphs."""
+    name = name_of(LayerAware(bits=8), "linear", "")
+    assert name is not None
+    return name
+
+
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     **{name: case for room in rooms() for name, case in getattr(room, "OPERATORS", {}).items()},
+    "saved_encode": lambda: (torch.randn(3, 70), in_graphs()),
+    "saved_decode": lambda: (GroupInt(bits=8).encode(torch.randn(3, 70)), [3, 70], torch.float32, in_graphs()),
     "norm_encode": lambda: (
         *(torch.randn(3, 70), torch.randn(70), None, saved(3, 70), torch.empty(3, 70)),
         *NORM, 4, 64, None,
@@ -85,7 +96,7 @@ def test_a_payload_may_begin_anywhere(backend: str, offset: int) -> None:
             assert torch.equal(codec.decode(buffer[offset:], shape=x.shape), codec.decode(expected, shape=x.shape))
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated"))])
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith(("norm", "gated", "saved"))])
 def test_wrong_tensors_are_refused(name: str) -> None:
     operator = getattr(torch.ops.lowbit, name)
     first, second, *rest = CASES[name]()

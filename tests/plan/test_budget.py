@@ -78,7 +78,7 @@ def test_policies_are_what_was_chosen():
     plan = plan_bits(held("1F1B", 2), [cost(), cost()], ERRORS, device_bytes=12_000, group=32)
     for stage in plan.stages:
         policy = plan.bits.policy(stage.stage)
-        assert policy == LayerAware(**stage.bits, group=32)
+        assert policy == LayerAware(**stage.bits, attention=16, group=32)
         assert policy.attention == 16
     with pytest.raises(ValueError, match="stage is 2; allowed: 0 to 1"):
         plan.bits.policy(2)

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lowbit.activations import BitPlan
+from lowbit.activations import BitPlan, LayerPlan, compress_saved_
 from lowbit.config import build
 from lowbit.plan.memory import COMMAND, MemorySettings, parse_bytes
 from lowbit.plan.stages import StageMeter
 from lowbit.report import execute, run
+from lowbit.train.model import StageModule, build_model
 
 TINY: dict[str, Any] = {
     "pipeline": {"ranks": 2, "microbatches": 2},
@@ -51,6 +53,24 @@ def test_a_plan_is_shown_written_and_drawn(tmp_path: Path, capsys: pytest.Captur
         run(COMMAND, tiny(budget="1mb"))
     with pytest.raises(ValueError, match="cannot be written: it is a folder"):
         run(COMMAND, tiny(out=str(tmp_path)))
+
+
+def test_each_layer_is_planned_and_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file, out = tmp_path / "rows.json", tmp_path / "plan.json"
+    settings = tiny(by="layer", repeats=1, out=str(out))
+    execute(COMMAND, settings, json=file)
+    assert "What each layer keeps" in capsys.readouterr().out
+    plan = LayerPlan.read(out)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["layers"] for row in rows] == [len(stage) for stage in plan.stages] == [3, 2]
+    assert max(row["device_bytes"] for row in rows) <= rows[0]["budget"]
+    assert all(row["error"] <= settings.max_error for row in rows)
+    model = build_model(settings.model, vocab=settings.vocab, sequence=32, seed=0)
+    stage = StageModule(model, layers=range(3), first=True, last=False).train()
+    compress_saved_(stage, LayerPlan(stages=plan.stages[:1], made_for=plan.made_for))
+    stage(torch.zeros(1, 32, dtype=torch.int64)).sum().backward()
+    with pytest.raises(ValueError, match=f"budget is 1,000 bytes; allowed: at least {rows[0]['least']:,}, which rank"):
+        run(COMMAND, tiny(by="layer", repeats=1, budget="1kb"))
 
 
 def test_stages_of_bfloat16_weights_can_be_planned():

@@ -63,8 +63,8 @@ def compressed(config: TrainConfig) -> list[set[int]]:
     trainer = Trainer(prepare(config, ranks=1))
     found = []
     for module in (trainer.modules[0], trainer.modules[1]):
-        layers = [vars(m).get("forward") for m in module.modules() if "_lowbit_saved" in vars(m)]
-        found.append({layer.args[1].codec.bits for layer in layers if layer})  # pyright: ignore
+        layers = [vars(m)["_lowbit_saved"] for m in module.modules() if "_lowbit_saved" in vars(m)]
+        found.append({layer.codec.bits for layer in layers if layer.kind})
     return found
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lowbit.activations import BitPlan, LayerAware
+from lowbit.activations import BitPlan, LayerAware, LayerChoice, LayerPlan
 from lowbit.train import ConfigError, TrainConfig
-from lowbit.train.activations import planned_settings
+from lowbit.train.activations import compress, planned_settings
 from lowbit.train.prepare import prepare
 from tests.processes import Ranks
 from tests.train.runs import again, losses, tiny
@@ -30,8 +31,8 @@ def planned(folder: Path, *stages: dict[str, int], **sections: dict[str, Any]) -
 def test_stages_get_the_bits_of_the_plan(tmp_path: Path):
     config = planned(tmp_path)
     first, second = prepare(config, ranks=2).activations
-    assert first == LayerAware(bits=16, **LOW, group=32)
-    assert second == LayerAware(bits=16, **HIGH, group=32)
+    assert first == LayerAware(bits=16, **LOW, attention=16, group=32)
+    assert second == LayerAware(bits=16, **HIGH, attention=16, group=32)
     stochastic = again(config, activations={"rounding": "stochastic"})
     assert prepare(stochastic, ranks=2).activations[0] == replace(first, rounding="stochastic")
     whole = planned(tmp_path, LOW, dict.fromkeys(LOW, 16))
@@ -56,12 +57,49 @@ def test_a_plan_for_another_run_is_one_line(tmp_path: Path, changes: dict[str, A
     assert "\n" not in str(caught.value)
 
 
+def planned_by_layer(folder: Path, *stages: tuple[LayerChoice, ...], **made_for: Any) -> TrainConfig:
+    config = tiny(folder)
+    settings = planned_settings(config, prepare(config, ranks=2).layout, 256) | made_for
+    LayerPlan(stages=stages, made_for=settings).write(folder / "plan.json")
+    return again(config, activations={"plan": str(folder / "plan.json")})
+
+
+KEEP, EXACT = LayerChoice(), LayerChoice(checkpoint=True)
+SMALL = LayerChoice(checkpoint=True, input="GroupInt(bits=8, group=64)", norm=8, mlp=4, linear=4)
+
+
+def test_a_run_keeps_of_each_layer_what_is_planned(ranks: Ranks, tmp_path: Path):
+    config = planned_by_layer(tmp_path / "one", (SMALL, EXACT), (KEEP, EXACT))
+    plain = ranks.run(losses, again(config, activations={"plan": ""}))[0]
+    exact = planned_by_layer(tmp_path / "two", (EXACT, EXACT), (KEEP, EXACT))
+    assert ranks.run(losses, exact)[0] == pytest.approx(plain, abs=1e-5)
+    few = ranks.run(losses, config)[0]
+    assert few[0] == pytest.approx(plain[0], abs=2e-3)
+    assert few[-1] == pytest.approx(plain[-1], abs=0.05)
+    one, two = (prepare(c, ranks=2).identity["activations.layers"] for c in (config, exact))
+    assert one != two
+    assert prepare(tiny(tmp_path), ranks=2).identity["activations.layers"] is None
+
+
+def test_a_plan_for_other_layers_is_one_line(tmp_path: Path):
+    config = planned_by_layer(tmp_path, (KEEP, KEEP), (KEEP, EXACT))
+    with pytest.raises(ConfigError, match=r"activations\.bits is \(4,\) and activations\.plan is"):
+        prepare(again(config, activations={"bits": 4}), ranks=2)
+    with pytest.raises(ConfigError, match=r"was made for model\.dim 32; here it is 64"):
+        prepare(again(config, model={"dim": 64}), ranks=2)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with pytest.raises(
+        ConfigError, match=r"plan does not fit this run: the plan is for 2 x .* this model has 1 x Linear of 72"
+    ):
+        compress(module, prepare(config, ranks=2).activations[0], torch.device("cpu"))
+
+
 def test_a_plan_for_other_stages_is_one_line(tmp_path: Path):
     config = planned(tmp_path, LOW, LOW, HIGH)
     with pytest.raises(ConfigError, match="plan.json has bits for 3 stages; this run has 2"):
         prepare(config, ranks=2)
     (tmp_path / "plan.json").write_text('{"format": "lowbit plan of saved activations", "version": 9}')
-    with pytest.raises(ConfigError, match="plan.json has version 9; this lowbit reads version 1"):
+    with pytest.raises(ConfigError, match="plan.json has version 9; this lowbit reads version 1 here"):
         prepare(config, ranks=2)
 
 
@@ -69,7 +107,7 @@ def test_a_resume_knows_a_plan_by_its_bits(tmp_path: Path):
     config = planned(tmp_path / "one")
     moved = planned(tmp_path / "two")
     other = planned(tmp_path / "three", HIGH, HIGH)
-    by_hand = {kind: [LOW[kind], HIGH[kind]] for kind in LOW} | {"plan": "", "group": 32}
+    by_hand = {kind: [LOW[kind], HIGH[kind]] for kind in LOW} | {"plan": "", "group": 32, "attention": 16}
     same = again(config, activations=by_hand)
     one, two, three, four = (prepare(c, ranks=2).identity for c in (config, moved, same, other))
     assert {key for key in one if one[key] != two[key] or one[key] != three[key]} <= {"data.text"}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lowbit.codecs import BlockFloat8
+from lowbit.gradients.view import StoredGradient
 from lowbit.train import ConfigError, StepMetrics, TrainConfig, train
 from lowbit.train.config import GradientsConfig
 from lowbit.train.gradients import Gradients, storage_codec
@@ -42,7 +43,7 @@ def _bytes_held(config: TrainConfig) -> tuple[list[float], float]:
     finish = Gradients.finish
 
     def counting(self: Gradients) -> None:
-        assert self.storage is None or all(p.grad is None for p in self.parameters)
+        assert self.storage is None or all(isinstance(p.grad, StoredGradient | None) for p in self.parameters)
         finish(self)
         plain = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
         nbytes = self.storage.nbytes if self.storage is not None else plain

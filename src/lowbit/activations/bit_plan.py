@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowbit.activations.policy import LayerAware, check_bits
+from lowbit.activations.policy import WHOLE, LayerAware, check_bits
 from lowbit.codecs.checks import check_int
 
 FORMAT, VERSION = "lowbit plan of saved activations", 1
@@ -52,7 +52,7 @@ class BitPlan:
         """Return the policy of a stage for `compress_saved_`; ValueError without such a stage."""
         check_int("stage", stage, 0, len(self.stages) - 1)
         bits: Mapping[str, Any] = self.stages[stage]
-        return LayerAware(**bits, group=self.group, rounding=rounding)
+        return LayerAware(**bits, attention=WHOLE, group=self.group, rounding=rounding)
 
     def write(self, path: str | Path) -> None:
         """Write the plan as JSON; a reader finds the old file or the new one, never a part.
@@ -60,17 +60,10 @@ class BitPlan:
         Raises:
             OSError: the file cannot be written.
         """
-        path = Path(path)
-        values = {
+        write_json(path, {
             "format": FORMAT, "version": VERSION, "made_for": dict(self.made_for), "group": self.group,
             "stages": [dict(bits) for bits in self.stages],
-        }  # fmt: skip
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", "utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        })  # fmt: skip
 
     @classmethod
     def read(cls, path: str | Path) -> BitPlan:
@@ -79,20 +72,40 @@ class BitPlan:
         Raises:
             ValueError: no such file, or something else than a plan of this version.
         """
-        path = Path(path)
-        values = _read_json(path)
-        name, version = values.get("format"), values.get("version")
-        if name != FORMAT:
-            raise ValueError(f"{path} has format {_cut(repr(name))}; allowed: {FORMAT!r}")
-        if version != VERSION:
-            raise ValueError(f"{path} has version {_cut(repr(version))}; this lowbit reads version {VERSION}")
+        values = read_json(path, VERSION)
         match values:
             case {"made_for": dict(made_for), "group": group, "stages": [*stages]} if len(values) == 5:
                 try:
                     return cls(stages=tuple(stages), group=group, made_for=made_for)
                 except (TypeError, ValueError) as error:
-                    raise ValueError(f"{path} is not a memory plan: {_cut(str(error))}") from None
+                    raise ValueError(f"{path} is not a memory plan: {cut(str(error))}") from None
         raise ValueError(f"{path} is not a memory plan: it lacks made_for, group or stages, or has more than these")
+
+
+def write_json(path: str | Path, values: Mapping[str, Any]) -> None:
+    """Write values as JSON; a reader finds the old file or the new one, never a part."""
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", "utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def version_of(path: str | Path) -> object:
+    """The version of a plan's file; ValueError if it is none."""
+    values = _read_json(Path(path))
+    if (name := values.get("format")) != FORMAT:
+        raise ValueError(f"{path} has format {cut(repr(name))}; allowed: {FORMAT!r}")
+    return values.get("version")
+
+
+def read_json(path: str | Path, version: int) -> dict[str, Any]:
+    """The values of a plan's file of this version; ValueError for any other."""
+    if (found := version_of(path)) != version:
+        raise ValueError(f"{path} has version {cut(repr(found))}; this lowbit reads version {version} here")
+    return _read_json(Path(path))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -114,6 +127,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     """The beginning of a text that a message quotes from a foreign file."""
     return text if len(text) <= 120 else f"{text[:120]}..."

@@ -129,7 +129,7 @@ class Watch:
         self.saved = SavedBytes()
         self.path: list[tuple[str, nn.Module]] = []
         self._inputs: set[int] = set()
-        self._own = {_key(t) for t in [*model.parameters(), *model.buffers()] for t in _parts(t)}
+        self._own = {_key(t) for t in [*model.parameters(), *model.buffers()] for t in parts_of(t)}
         self._handles: list[Any] = []
         for name, module in model.named_modules():
             if module is model and inputs is not None:
@@ -159,11 +159,11 @@ class Watch:
         modules = [module for _, module in self.path]
         name = self.path[-1][0] if self.path else ""
         keys = []
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             key = _key(part)
             if key in self._own or key in self._inputs or not part.numel():
                 continue
-            copied = bool(modules) and _copies_a_weight(part, modules[-1])
+            copied = bool(modules) and copies_a_weight(part, modules[-1])
             kind = "weights" if copied else layer_type(modules)
             self.saved._add(key, part.untyped_storage().nbytes(), kind, name)
             keys.append(key)
@@ -174,7 +174,7 @@ class Watch:
         def enter(module: nn.Module, *inputs: Any) -> None:
             if not self.path:
                 tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-                self._inputs = {_key(part) for t in tensors for part in _parts(t)}
+                self._inputs = {_key(part) for t in tensors for part in parts_of(t)}
             self.path.append((name, module))
 
         return enter
@@ -231,11 +231,12 @@ def note(packed: object, tensors: Iterable[Tensor]) -> None:
                 weakref.finalize(packed, watch.saved._release, key)
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def parts_of(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold a tensor's data."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-        return [part for name in names for part in _parts(getattr(tensor, name))]
+        parts = (getattr(tensor, name) for name in names)  # of a DTensor one is its mesh
+        return [inner for part in parts if isinstance(part, Tensor) for inner in parts_of(part)]
     return [tensor]
 
 
@@ -244,7 +245,7 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _copies_a_weight(tensor: Tensor, module: nn.Module) -> bool:
+def copies_a_weight(tensor: Tensor, module: nn.Module) -> bool:
     """Whether a tensor is a parameter of the module in another dtype, as autocast makes them, transposed or not."""
     if tensor.dim() != 2:
         return False

@@ -14,14 +14,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from lowbit.activations.checkpoint import first_pass, product_needed
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.recipes import (
     GatedOutput,
+    Masked,
     NormOutput,
     Rebuilt,
     SavedTensors,
     check_present,
+    decoded,
+    is_fused,
     plain_gated,
     release,
 )
@@ -44,6 +48,11 @@ def first_order(backward: Any) -> Any:
     return checked
 
 
+def owned(out: Tensor) -> Tensor:
+    """The same elements, no view: PyTorch lets nobody change in place what a function returns as a view."""
+    return torch.ops.aten._unsafe_view(out, out.shape)
+
+
 class NormFunction(torch.autograd.Function):
     """norm(x) of (..., C); saves x alone."""
 
@@ -58,7 +67,10 @@ class NormFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved, weight)
         codec, norm = form.codec, form.norm
-        if codec is None or not fresh:
+        first = first_pass()
+        if not is_fused(codec) or not fresh or first:
+            if codec is not None and fresh and not first:
+                codec.encode(x, out=saved[0])
             return norm.plain(x, weight, bias).to(dtype)
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         norm_operators.encode(
@@ -78,8 +90,9 @@ class NormFunction(torch.autograd.Function):
         bias = None  # the gradients do not depend on its values
         if needs_bias:
             bias = torch.zeros(ctx.shape[-1:], dtype=ctx.bias_dtype, device=grad_out.device)
-        if form.codec is None:
-            grads = _differentiate(form.norm.plain, saved, weight, bias, grad_out=grad_out)
+        if not is_fused(form.codec):
+            x = decoded(form.codec, saved, ctx.shape, ctx.dtype)
+            grads = _differentiate(form.norm.plain, x, weight, bias, grad_out=grad_out)
             return *grads, None, None, None, None
         grad_x = torch.empty(ctx.shape, dtype=ctx.dtype, device=grad_out.device)
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -94,13 +107,22 @@ class GatedFunction(torch.autograd.Function):
     """act(gate) * up, or act(gate); saves gate and up."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, form: GatedOutput, saved: SavedTensors) -> Tensor:
-        """`saved`: empty payloads, or gate and up."""
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, form: GatedOutput, saved: SavedTensors, activated: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """`saved`: empty payloads, or gate and up; with `activated`, act(gate) itself, payloads that are filled."""
         ctx.form, ctx.dtypes = form, (gate.dtype, None if up is None else up.dtype)
         ctx.save_for_backward(*saved)
+        if activated is not None and up is not None:
+            return activated * up
         dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
         codec = form.codec
-        if codec is None:
+        if first_pass():
+            return plain_gated(gate, up, form.activation, wide=False).to(dtype)
+        if not is_fused(codec):
+            for x, payload in zip((gate, up), saved, strict=True):
+                if codec is not None and x is not None:
+                    codec.encode(x, out=payload)
             return plain_gated(gate, up, form.activation).to(dtype)
         out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
         gated.encode(
@@ -115,9 +137,11 @@ class GatedFunction(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         release(ctx)
         form: GatedOutput = ctx.form
-        if form.codec is None:
+        if not is_fused(form.codec):
             formula = functools.partial(plain_gated, activation=form.activation)
-            return *_differentiate(formula, gate, up, grad_out=grad_out), None, None
+            gate = decoded(form.codec, gate, form.shape, ctx.dtypes[0])
+            up = None if up is None else decoded(form.codec, up, form.shape, ctx.dtypes[1])
+            return *_differentiate(formula, gate, up, grad_out=grad_out), None, None, None
         gate_dtype, up_dtype = ctx.dtypes
         grad_gate = torch.empty(form.shape, dtype=gate_dtype, device=grad_out.device)
         grad_up = None if up_dtype is None else torch.empty_like(grad_gate, dtype=up_dtype)
@@ -125,7 +149,39 @@ class GatedFunction(torch.autograd.Function):
             gate, up, grad_out.contiguous(), grad_gate, grad_up, None,
             form.activation, form.codec.bits, form.codec.group,
         )  # fmt: skip
-        return grad_gate, grad_up, None, None
+        return grad_gate, grad_up, None, None, None
+
+
+class Edge(torch.autograd.Function):
+    """Stands for `x` in the graph: a tensor of its shape without its elements, whose gradient is that of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """One element, expanded."""
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        return (grad_out,)
+
+
+class MaskFunction(torch.autograd.Function):
+    """Dropout, and ReLU: saves which elements pass, a bit for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """`out`: the result; `mask`: bits of the elements that pass, times `scale`."""
+        ctx.scale = scale
+        ctx.save_for_backward(mask)
+        return owned(out)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        (mask,) = ctx.saved_tensors
+        release(ctx)
+        return Masked(ctx.scale)(grad_out, mask), None, None, None
 
 
 class LinearFunction(torch.autograd.Function):
@@ -141,10 +197,12 @@ class LinearFunction(torch.autograd.Function):
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         ctx.present = (True, True, bias is not None)
         ctx.save_for_backward(weight, *saved)
+        if not product_needed():
+            return x.new_empty((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
         with torch.autocast(x.device.type, enabled=False):  # its cache must not meet no_grad
             w = weight.to(dtype)
             shift = None if bias is None else bias.to(dtype)
-            return functional.linear(x.to(dtype), w.t() if transposed else w, shift)
+            return owned(functional.linear(x.to(dtype), w.t() if transposed else w, shift))
 
     @staticmethod
     @first_order

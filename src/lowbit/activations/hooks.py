@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lowbit.activations.counting import note
-from lowbit.activations.policy import LayerAware
+from lowbit.activations.policy import WHOLE, LayerAware
 from lowbit.codecs import Codec
 from lowbit.codecs.checks import FLOATS
 
@@ -33,8 +33,8 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
     Each saved storage is coded once, and decoded in backward. Nothing is recomputed, so more is saved than with
     `compress_saved_`. Not coded: parameters, their views and casts; leaves and tensors without a gradient (inputs,
     masks, tables); tensors of fewer than 1024 elements or of other dtypes than float32, bfloat16 and float16; and,
-    unless `policy.attention` is below 16, inputs, outputs and saved tensors of `scaled_dot_product_attention` (or any
-    PyTorch function with "attention" in its name).
+    unless `policy.attention` is set below 16, inputs, outputs and saved tensors of `scaled_dot_product_attention` (or
+    any PyTorch function with "attention" in its name).
 
     Limits: attention written as matrix products and softmax is not recognized, and is coded like the rest. Of autograd
     functions written in Python, outputs that they save are not coded. Regions under `torch.compile` and inside
@@ -57,21 +57,14 @@ def low_bit_saved(policy: LayerAware | None = None) -> Iterator[None]:
             raise ValueError(
                 f"{name} is {value!r}, but low_bit_saved knows no layers; allowed: bits, attention, group, rounding"
             )
-    with _Packing(policy.codec(policy.bits), policy.codec(policy.bits_of("attention"))).active():
+    attention = WHOLE if policy.attention is None else policy.attention
+    with _Packing(policy.codec(policy.bits), policy.codec(attention)).active():
         yield
 
 
 def coded_by(codec: Codec | None, *, attention: Codec | None) -> contextlib.AbstractContextManager[None]:
     """`low_bit_saved` with any format without state, and another for attention; None: not coded."""
     return _Packing(codec, attention).active()
-
-
-def attention_forward(module: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attention that saves its own tensors in few bits, too: the ablation of `LayerAware.attention`."""
-    if not (torch.is_grad_enabled() and module.training) or layer.codec is None:
-        return layer.own(*args, **kwargs)
-    with _Packing(layer.codec, layer.codec).active():
-        return layer.own(*args, **kwargs)
 
 
 class _Coded:

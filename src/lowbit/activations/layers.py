@@ -1,65 +1,35 @@
-"""The forward passes that `compress_saved_` puts in place of modules' own.
-
-Where autograd saves nothing (no gradients, evaluation mode), or no codec takes the tensors, the module's own forward
-runs. `torch.compile` leaves these functions out of its graphs.
-"""
+"""Modules that are replaced as a whole: norms and activation functions, whose formulas take many torch functions."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.activations.functions import GatedFunction, LinearFunction, NormFunction
+from lowbit.activations.follow import Call, Layer, encoded, large_enough
+from lowbit.activations.functions import Edge, GatedFunction, MaskFunction, NormFunction
 from lowbit.activations.recipes import (
-    FEWEST,
     GatedOutput,
     Itself,
+    Masked,
     Norm,
     NormOutput,
-    Rebuilt,
     Recipe,
-    SavedTensors,
     attach,
     itself,
-    plain_gated,
+    packed_bits,
     recipe_of,
     room,
-    takes,
 )
-from lowbit.activations.structure import FeedForward, passive
-from lowbit.codecs import GroupInt
-
-log = logging.getLogger(__name__)
-
-_eager = torch.compiler.disable(
-    reason="lowbit.activations shares what is saved between modules, which graphs do not see"
-)
-_VIEWS = ("View", "Transpose", "Permute", "Clone", "ToCopy", "Squeeze")
+from lowbit.codecs import Codec, GroupInt
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Layer:
-    """How a module's forward is replaced: the layer type, the module's own forward, the format of saved activations.
-
-    `formula`: parameters of the new forward: `Norm`, whether a linear layer's weight is transposed, the name of an
-    activation, `FeedForward`, or a `LayerAware` for attention.
-    """
-
-    kind: str
-    own: Callable[..., Any]
-    codec: GroupInt | None
-    formula: Any = None
-    in_attention: bool = False
-
-
-def _of_one_tensor(forward: Callable[[Any, Layer, Tensor], Tensor]) -> Callable[..., Any]:
+def _of_one_tensor(forward: Callable[[Call, Tensor], Any]) -> Callable[..., Any]:
     """A forward for calls with one tensor that save something for backward; the module's own for all others."""
 
     @functools.wraps(forward)
@@ -68,139 +38,88 @@ def _of_one_tensor(forward: Callable[[Any, Layer, Tensor], Tensor]) -> Callable[
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             return layer.own(*args, **kwargs)
         named_right = not kwargs or [*kwargs] == [*inspect.signature(layer.own).parameters][:1]
-        if not named_right or not _saves(module, layer, inputs[0]):
+        x, call = inputs[0], Call(layer.own, module, layer)
+        weights = [*module.parameters(recurse=False)]
+        # PyTorch refuses mixtures of dtypes in LayerNorm: leave the error to its own functions.
+        mixed = isinstance(module, nn.LayerNorm) and len({t.dtype for t in (x, *weights)}) > 1
+        if (mixed and not torch.is_autocast_enabled(x.device.type)) or not named_right:
             return layer.own(*args, **kwargs)
-        return forward(module, layer, inputs[0])
+        if not large_enough(x) or not call.saves(x, *weights):
+            return layer.own(*args, **kwargs)
+        with call.handled(x), torch._C.DisableTorchFunction():
+            return call.returned(forward(call, x))
 
-    return _eager(called)
+    return called
 
 
 @_of_one_tensor
-def norm_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
+def norm_forward(call: Call, x: Tensor) -> Tensor:
+    """A norm over the last dimension."""
+    module = call.module
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    norm: Norm = call.layer.formula
+    return normalized(call, x, weight, bias, norm, _norm_dtype(module, norm, x))
+
+
+@_of_one_tensor
+def activation_forward(call: Call, x: Tensor) -> Tensor:
+    """An activation function."""
+    return activated(call, x, call.layer.formula)
+
+
+def normalized(
+    call: Call, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, dtype: torch.dtype
+) -> Tensor:
     """A norm over the last dimension; attaches a recipe to its output for the layers that follow.
 
     A payload of `x` that a linear layer has saved serves the norm, too, unless it has fewer bits: then both are saved.
     """
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    norm: Norm = layer.formula
-    known = itself(x, layer.codec)
-    saved, codec = known or ((room(layer.codec, x),), layer.codec)
+    codec = call.codec("norm", x)
+    known = None if codec is None else itself(x, codec)
+    saved, codec = known or ((room(codec, x),), codec)
     form = NormOutput(x.shape, codec, norm, norm.eps_of(x))
-    out = NormFunction.apply(x, weight, bias, form, saved, known is None, _norm_dtype(module, norm, x))
+    out = NormFunction.apply(x, weight, bias, form, saved, known is None, dtype)
     if known is None and recipe_of(x) is None:
-        attach(x, Recipe(Itself(x.numel(), codec), saved, weak=True))
-    _attach_until_backward(out, Recipe(form, (*saved, weight, bias)))
+        attach(x, Recipe(Itself(x.shape, codec), saved, weak=True))
+    attach_until_backward(out, Recipe(form, (*saved, weight, bias)))
     return out
 
 
-@_of_one_tensor
-def linear_forward(module: Any, layer: Layer, x: Tensor) -> Tensor:
-    """A linear layer, which saves its input unless that has a recipe."""
-    dtype = _compute_dtype(x)
-    rebuilt, saved = None, ()
-    if module.weight.requires_grad:
-        rebuilt, saved = _input_of(layer, x, dtype)
-    return LinearFunction.apply(x, module.weight, module.bias, layer.formula, dtype, rebuilt, saved)
-
-
-@_of_one_tensor
-def activation_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
-    """An activation function by itself."""
-    return gated(layer, x, None)
-
-
-@_of_one_tensor
-def feed_forward_forward(module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
-    """A feed-forward block: its linear layers as they are, activation and product in one."""
-    parts: FeedForward = layer.formula
-    if not passive(module, parts):
-        return layer.own(x)
-    gate = module.get_submodule(parts.gate)(x)
-    up = None if parts.up is None else module.get_submodule(parts.up)(x)
-    product = gated(layer, gate, up)
-    # A step's memory is highest here: free these before the last layer runs.
-    del gate, up
-    return module.get_submodule(parts.down)(product)
-
-
-def gated(layer: Layer, gate: Tensor, up: Tensor | None) -> Tensor:
-    """act(gate) * up, or act(gate); attaches a recipe to it for the layer that follows."""
-    activation = layer.formula.activation if isinstance(layer.formula, FeedForward) else layer.formula
-    # Without gradients to compute here, only the layer that follows saves anything: the product.
-    needs_backward = gate.requires_grad or (up is not None and up.requires_grad)
-    if not needs_backward or not takes(gate, up) or gate.numel() < FEWEST:
-        dtype = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype)
-        return plain_gated(gate, up, activation).to(dtype)
-    saved = (room(layer.codec, gate), None if up is None else room(layer.codec, up))
-    form = GatedOutput(gate.shape, layer.codec, activation)
-    out = GatedFunction.apply(gate, up, form, saved)
-    _attach_until_backward(out, Recipe(form, saved))
+def activated(call: Call, x: Tensor, activation: str) -> Any:
+    """act(x); attaches a recipe to it for the product or layer that follows."""
+    codec = call.codec("mlp", x)
+    if activation == "relu" and codec is not None:
+        return _rectified(x, codec)
+    saved = (room(codec, x), None)
+    form = GatedOutput(x.shape, codec, activation)
+    out = GatedFunction.apply(x, None, form, saved, None)
+    if recipe_of(x) is None:
+        attach(x, Recipe(Itself(x.shape, codec), saved[:1], weak=True))
+    recipe = Recipe(form, saved)
+    recipe.edge = Edge.apply(x)
+    attach_until_backward(out, recipe)
     return out
 
 
-def _attach_until_backward(out: Tensor, recipe: Recipe) -> None:
+def _rectified(x: Tensor, codec: Codec) -> Tensor:
+    """ReLU, of which a bit for each element tells exactly whether it passes; its output takes a bit less."""
+    with torch.no_grad():
+        out = x.relu()
+        mask = packed_bits(out)
+    if isinstance(codec, GroupInt):
+        codec = replace(codec, bits=max(codec.bits - 1, 2))
+    payload = encoded(codec, out)
+    out = MaskFunction.apply(x, out, mask, 1.0)
+    whole = Recipe(Itself(out.shape, codec), (payload,))
+    attach_until_backward(out, whole.derived(out.shape, Masked(), mask))
+    return out
+
+
+def attach_until_backward(out: Tensor, recipe: Recipe) -> None:
+    """Attach a recipe, whose tensors are released in backward of the node that made `out`."""
     attach(out, recipe)
-    recipe.until_backward(out.grad_fn)
-
-
-def _saves(module: nn.Module, layer: Layer, x: Tensor) -> bool:
-    """Whether autograd would save something here that can be saved in few bits."""
-    if not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in module.parameters())):
-        return False
-    if not module.training:
-        say_once(
-            "a model with compressed activations runs in evaluation mode with gradients enabled: activations are saved "
-            "in full there; call model.train() to train it, or use torch.no_grad() to evaluate it"
-        )
-        return False
-    if x.numel() < FEWEST:
-        return False
-    tensors = (x, *module.parameters(recurse=False))
-    if not takes(*tensors):
-        kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if not takes(t)})
-        say_once(f"activations of {layer.kind} layers are saved in full where they are {kinds}")
-        return False
-    # PyTorch refuses most mixtures of dtypes here: leave the error to its own functions.
-    takes_all = layer.kind != "linear" and not isinstance(module, nn.LayerNorm)
-    return takes_all or torch.is_autocast_enabled(x.device.type) or len({t.dtype for t in tensors}) == 1
-
-
-def _input_of(layer: Layer, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
-    """How a linear layer rebuilds its input, and from which tensors."""
-    # Attention's kernel saves its output as it is, so saving that again costs nothing.
-    whole = layer.codec is None or layer.in_attention or _from_attention(x)
-    own = Itself(x.numel(), None if whole else layer.codec)
-    recipe = recipe_of(x)
-    if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
-        saved: SavedTensors = (x.to(dtype) if whole else room(own.codec, x),)
-        if own.codec is not None:
-            with torch.no_grad():
-                own.codec.encode(x, out=saved[0])
-        recipe = Recipe(own, saved, weak=True)
-        attach(x, recipe)
-    else:
-        saved = recipe.saved() or ()
-    recipe.rebuilt.users += 1
-    return recipe.rebuilt, saved
-
-
-def _from_attention(x: Tensor) -> bool:
-    """Whether `x` is a view of an attention kernel's output."""
-    node = x.grad_fn
-    for _ in range(8):
-        if node is None:
-            return False
-        name = node.name()
-        if "Attention" in name or not any(view in name for view in _VIEWS):
-            return "Attention" in name
-        node = node.next_functions[0][0]
-    return False
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a matrix product: autocast's where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if out.grad_fn is not None:
+        recipe.until_backward(out.grad_fn)
 
 
 def _norm_dtype(module: nn.Module, norm: Norm, x: Tensor) -> torch.dtype:
@@ -214,9 +133,3 @@ def _norm_dtype(module: nn.Module, norm: Norm, x: Tensor) -> torch.dtype:
 
 
 _FLOAT32_ON_CUDA = (nn.LayerNorm, nn.RMSNorm)  # autocast computes them so
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Log a line, the first time."""
-    log.warning(text)

@@ -1,4 +1,4 @@
-"""Bits of saved activations by layer type and by layer."""
+"""Formats of saved activations by layer type and by layer."""
 
 from __future__ import annotations
 
@@ -6,34 +6,53 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from lowbit.codecs import GroupInt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lowbit.codecs import BlockFloat8, Codec, GroupInt
 from lowbit.codecs.checks import check_int
+from lowbit.codecs.sums import Summable
 
 KINDS = ("norm", "mlp", "linear", "attention")
 WHOLE = 16
-NORM_BITS = 8
-"""The fewest bits of norms unless a policy sets them: gradients of all layers after a norm depend on these."""
+LEAST_BITS = {"norm": 8, "attention": 8}
+"""The fewest bits unless a policy sets them: gradients of all layers after a norm or attention depend on these."""
+FOR_OUTLIERS = BlockFloat8()
+"""The format of norms whose inputs have outlier channels: its error is relative to each element."""
+
+Format = int | Codec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAware:
     """Bits of saved activations (AGoQ's layer-aware quantization, arXiv 2605.00539).
 
-    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 4.5 bits an element, 8.5
-    for norms. With 16 bits tensors are saved as they are; others that follow from them are still recomputed.
+    n elements in b bits take n b / 8 + 4 n / group bytes (`GroupInt`, asymmetric): by default 6.5 bits an element, 8.5
+    for norms and attention. With 16 bits tensors are saved as they are; others that follow from them are still
+    recomputed. In place of bits a codec without state can stand, such as `BlockFloat8()` or
+    `GroupInt(bits=8, group=16)`: then norms and gates are computed by PyTorch's own functions, unless it is an
+    asymmetric `GroupInt`, which has fused kernels.
 
     Args:
-        bits: 2 to 8, or 16; for all layer types that have no bits of their own.
+        bits: 2 to 8, or 16, or a codec; for all layer types that have no bits of their own. The paper has 4, which gave
+            gradients four times the error of 6, in models that were trained for 60 steps.
         norm: bits for the inputs of norms, from which the inputs of the linear layers that follow are recomputed. None:
             8, or `bits` if that is more. With 4 bits, as in the paper, one short training from scratch lost 0.1 nats.
-        mlp: bits for the inputs of activation functions and gates.
+        mlp: bits for the inputs of activation functions and gates. ReLU takes one bit more an element.
         linear: bits for inputs of linear layers that come neither from a norm nor from an activation nor from
             attention.
-        attention: bits for q, k, v, attention's output and what its kernel saves. The paper does not round them,
-            because the error of the gradients grew with sequence length and width. Here 4 bits for attention alone gave
-            three to five times the error of the whole default, at 256 and 1024 tokens.
-        group: elements for each scale, a multiple of 8.
-        rounding: "nearest" or "stochastic", whose error is zero on average.
+        attention: bits for q, k, v and attention's output. None: 8, or `bits` if that is more. The paper does not round
+            them, because the error of the gradients grew with sequence length and width. With 8 bits it did not change
+            beside that of all others here; 4 bits for attention alone gave three to five times the error of 4 bits for
+            all others, at 256 and 1024 tokens.
+        group: elements for each scale, a multiple of 8; codecs have their own.
+        rounding: "nearest" or "stochastic", whose error is zero on average; codecs have their own.
+        outliers: look at each norm's input in the first training pass, and save it as `BlockFloat8()` from then on if 8
+            bits in groups would err more, as they do where a few channels are many times larger than the rest. Norms
+            with other bits or a codec are left alone.
+        smallest: inputs of linear layers with fewer elements are saved as they are, unless they are recomputed: there
+            are few bytes to save, and what a classifier gets of each sequence is not averaged over tokens.
         layers: bits by module name, for all types but attention: {"model.layers.3": 8} or {"*.mlp": 3}. A name or
             pattern (`fnmatch`) applies to all modules inside, too; the last that matches counts. Norms get at least 8
             bits even so, unless `norm` is set or the last part of the entry matches the norm itself: "*.norm" does, "*"
@@ -43,45 +62,58 @@ class LayerAware:
         TypeError, ValueError: other values.
     """
 
-    bits: int = 4
-    norm: int | None = None
-    mlp: int | None = None
-    linear: int | None = None
-    attention: int = WHOLE
+    bits: Format = 6
+    norm: Format | None = None
+    mlp: Format | None = None
+    linear: Format | None = None
+    attention: Format | None = None
     group: int = 64
     rounding: str = "nearest"
-    layers: Mapping[str, int] = field(default_factory=dict)
+    layers: Mapping[str, Format] = field(default_factory=dict)
+    outliers: bool = True
+    smallest: int = 1024
 
     def __post_init__(self) -> None:
         GroupInt(group=self.group, rounding=self.rounding)  # checks both
-        check_bits("bits", self.bits)
+        check_format("bits", self.bits)
         for kind in KINDS:
             if getattr(self, kind) is not None:
-                check_bits(kind, getattr(self, kind))
+                check_format(kind, getattr(self, kind))
+        if not isinstance(self.outliers, bool):
+            raise TypeError(f"outliers is {self.outliers!r}; allowed: True or False")
+        check_int("smallest", self.smallest, 0, 1 << 60)
         if not isinstance(self.layers, Mapping):
             raise TypeError(f"layers is {self.layers!r}; allowed: a mapping from names to bits")
         for pattern, bits in self.layers.items():
             if not isinstance(pattern, str) or not pattern:
                 raise TypeError(f"layers has {pattern!r}; allowed: names of modules, or patterns")
-            check_bits(f"layers[{pattern!r}]", bits)
+            check_format(f"layers[{pattern!r}]", bits)
         object.__setattr__(self, "layers", dict(self.layers))
 
-    def bits_of(self, kind: str, name: str = "") -> int:
-        """Bits of a layer type ("norm", "mlp", "linear", "attention") in the module of this name."""
+    def bits_of(self, kind: str, name: str = "") -> Format:
+        """Bits or codec of a layer type ("norm", "mlp", "linear", "attention") in the module of this name."""
         own = getattr(self, kind)
-        least = NORM_BITS if kind == "norm" and own is None else 0
-        chosen = max(self.bits, least) if own is None else own
+        least = LEAST_BITS.get(kind, 0) if own is None else 0
+        chosen = _at_least(self.bits, least) if own is None else own
         if kind != "attention":
             for pattern, bits in self.layers.items():
                 if _matches(name, pattern):
-                    chosen = bits if _matches_itself(name, pattern) else max(bits, least)
+                    chosen = bits if _matches_itself(name, pattern) else _at_least(bits, least)
         return chosen
 
-    def codec(self, bits: int) -> GroupInt | None:
-        """The format of so many bits; None for 16."""
+    def codec(self, bits: Format) -> Codec | None:
+        """The format of so many bits, or the codec itself; None for 16."""
+        if isinstance(bits, Codec):
+            return bits
         if bits == WHOLE:
             return None
         return GroupInt(bits=bits, group=self.group, rounding=self.rounding)
+
+    def for_outliers(self, kind: str, codec: Codec | None, x: Tensor) -> Codec | None:
+        """The format for the input of such a layer from its first one: `codec`, unless outliers spoil it."""
+        if not self.outliers or kind != "norm" or codec != self.codec(LEAST_BITS["norm"]):
+            return codec
+        return FOR_OUTLIERS if _error_of_groups(x, self.group) > _ERROR_OF_FP8 else codec
 
     def check_layers(self, names: Collection[str]) -> None:
         """Raise ValueError unless each entry of `layers` matches one of these modules."""
@@ -93,6 +125,27 @@ class LayerAware:
                 )
 
 
+_ERROR_OF_FP8 = 0.027  # of `FOR_OUTLIERS`, relative, whatever the channels are
+_ROWS = 1024  # that are looked at
+
+
+@torch.no_grad()
+def _error_of_groups(x: Tensor, group: int) -> float:
+    """Relative error of 8 bits in groups, as the root mean square over channels; of each at most 1."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    rows = rows[:: -(-len(rows) // _ROWS)].float()
+    flat = functional.pad(rows.flatten(), (0, -rows.numel() % group)).view(-1, group)
+    spread = flat.amax(1) - flat.amin(1)
+    squares = (spread / 255).square().div(12).repeat_interleave(group)[: rows.numel()].view_as(rows).mean(0)
+    sizes = rows.square().mean(0)
+    errors = (squares / sizes)[sizes > 0].clamp(max=1)  # NaN: of no use, and compares as False
+    return float(errors.mean().sqrt()) if len(errors) else 0.0
+
+
+def _at_least(bits: Format, least: int) -> Format:
+    return max(bits, least) if isinstance(bits, int) else bits
+
+
 def _matches(name: str, pattern: str) -> bool:
     """Whether a pattern matches the name of a module or of one around it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
@@ -102,6 +155,16 @@ def _matches_itself(name: str, pattern: str) -> bool:
     """Whether the last part of a pattern matches that of a module's name, and is no mere "*"."""
     last = pattern.rpartition(".")[2]
     return fnmatchcase(name, pattern) and last.strip("*") != "" and fnmatchcase(name.rpartition(".")[2], last)
+
+
+def check_format(name: str, value: object) -> None:
+    """Raise unless `value` is 2 to 8, or 16, or a codec that can save a tensor of any shape."""
+    if not isinstance(value, Codec):
+        check_bits(name, value)
+    elif not isinstance(value, Summable) or value.shaped or value.grain != 1 or value.device is not None:
+        raise TypeError(
+            f"{name} is {value!r}; allowed: bits, or a codec without state for any shape, such as BlockFloat8()"
+        )
 
 
 def check_bits(name: str, value: object) -> None:

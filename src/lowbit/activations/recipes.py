@@ -2,7 +2,8 @@
 
 A `Form` says how; the tensors it needs (payloads, and weights, which exist anyway) are saved through autograd. While a
 tensor lives, a table holds its `Recipe`, so that the next layer that would save it saves the same tensors instead:
-three projections of a norm's output all save the payload of the norm's input.
+three projections of a norm's output all save the payload of the norm's input. Views, casts and dropout of a tensor
+have recipes that follow from its own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -21,10 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowbit.activations.gated import reference as gated
 from lowbit.activations.norm import reference as norm_operators
 from lowbit.activations.policy import WHOLE
-from lowbit.codecs import GroupInt
+from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import FLOATS
 
 SavedTensors = tuple[Tensor | None, ...]
+_CHECKPOINTS = ("torch.utils.checkpoint", "lowbit.activations.checkpoint")
 FEWEST = 12
 """Smaller tensors may take fewer bytes as plain numbers, which kernels do not read, than as `GroupInt`."""
 
@@ -66,35 +69,37 @@ def default_eps(dtype: torch.dtype, device: str) -> float:
     return torch.finfo(torch.float32).eps if is_wide else narrow
 
 
-def plain_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """act(gate) * up by PyTorch's own functions, in float32."""
-    x = gate.float()
+def plain_gated(gate: Tensor, up: Tensor | None, activation: str, *, wide: bool = True) -> Tensor:
+    """act(gate) * up by PyTorch's own functions, in float32; if not `wide`, in their own dtypes."""
+    x = gate.float() if wide else gate
     if activation == "gelu_tanh":
         y = functional.gelu(x, approximate="tanh")
     else:
         y = getattr(functional, activation)(x)
-    return y if up is None else y * up.float()
+    if up is None:
+        return y
+    return y * (up.float() if wide else up)
 
 
 @dataclass(frozen=True)
 class Itself:
     """Saved: the tensor, in the codec's format or, without one, as it is."""
 
-    numel: int
-    codec: GroupInt | None
+    shape: torch.Size
+    codec: Codec | None
 
     @property
     def bits(self) -> int:
         """Bits of an element; a payload of more bits serves layers that ask for fewer."""
-        return WHOLE if self.codec is None else self.codec.bits
+        return bits_of(self.codec)
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
-        """The tensor, rounded; its shape may differ."""
+        """The tensor, rounded."""
         x = saved[0]
         assert x is not None
         if self.codec is None:
             return x.to(dtype)
-        return self.codec.decode(x, shape=(self.numel,), dtype=dtype)
+        return self.codec.decode(x, shape=self.shape, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class NormOutput:
     """Saved: the norm's input, its weight and bias."""
 
     shape: torch.Size
-    codec: GroupInt | None
+    codec: Codec | None
     norm: Norm
     eps: float
 
@@ -111,8 +116,8 @@ class NormOutput:
         x, weight, bias = saved
         check_present(weight, bias)
         assert x is not None
-        if self.codec is None:
-            return self.norm.plain(x, weight, bias).to(dtype)
+        if not is_fused(self.codec):
+            return self.norm.plain(decoded(self.codec, x, self.shape), weight, bias).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=x.device)
         norm_operators.recompute(
             x, weight, bias, out.view(-1, self.shape[-1]), self.eps, self.norm.centred, self.norm.offset,
@@ -126,21 +131,28 @@ class GatedOutput:
     """Saved: gate and, if there is one, up."""
 
     shape: torch.Size
-    codec: GroupInt | None
+    codec: Codec | None
     activation: str
 
     def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """act(gate) * up at the rounded inputs."""
         gate, up = saved
         assert gate is not None
-        if self.codec is None:
+        if not is_fused(self.codec):
+            gate = decoded(self.codec, gate, self.shape)
+            up = None if up is None else decoded(self.codec, up, self.shape)
             return plain_gated(gate, up, self.activation).to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=gate.device)
         gated.recompute(gate, up, out, self.activation, self.codec.bits, self.codec.group)
         return out
 
 
-Form = Itself | NormOutput | GatedOutput
+class Form(Protocol):
+    """How a tensor is rebuilt; frozen."""
+
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """The tensor in this dtype. It has the same elements in the same order; its shape may differ."""
+        ...
 
 
 class Rebuilt:
@@ -155,15 +167,22 @@ class Rebuilt:
         self._copy: Tensor | None = None
         self._turns = 0
 
+    def add_user(self) -> None:
+        """One more layer reads the tensor in backward."""
+        self.users += 1
+        if self.users == 1 and isinstance(self.form, Derived):
+            self.form.parent.add_user()
+
     def get(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
         """The tensor, from what a layer saved; for use in backward."""
         if self.users < 2:
             return self.form.rebuild(saved, dtype)
         if self._copy is None or self._copy.dtype != dtype:
+            copy = self.form.rebuild(saved, dtype)
             previous = getattr(_latest, "rebuilt", lambda: None)()
             if previous is not None:
                 previous._copy = None
-            self._copy = self.form.rebuild(saved, dtype)
+            self._copy = copy
             _latest.rebuilt = weakref.ref(self)
             # A pass for some of the gradients skips turns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore
@@ -177,6 +196,26 @@ class Rebuilt:
         self._copy, self._turns = None, 0
 
 
+@dataclass(frozen=True)
+class Derived:
+    """Saved: what rebuilds another tensor, of which this one is a function, then tensors of its own.
+
+    Args:
+        parent: the other tensor. shape: its shape.
+        function: of it and of the last `count` saved tensors.
+    """
+
+    parent: Rebuilt
+    shape: torch.Size
+    function: Callable[..., Tensor]
+    count: int = 0
+
+    def rebuild(self, saved: SavedTensors, dtype: torch.dtype) -> Tensor:
+        """The function of the rebuilt tensor."""
+        split = len(saved) - self.count
+        return self.function(self.parent.get(saved[:split], dtype).reshape(self.shape), *saved[split:])
+
+
 class Recipe:
     """A form with the tensors that it needs. It lives as long as the tensor that it rebuilds.
 
@@ -184,17 +223,47 @@ class Recipe:
         form: how to rebuild it. saved: the tensors.
         weak: leave it to the graph to keep these alive. For tensors that outlive their graph, or that checkpointing
             saves in full: those should not hold a payload as well.
+        parent: its tensors come first.
     """
 
-    def __init__(self, form: Form, saved: SavedTensors, *, weak: bool = False) -> None:
-        self.form, self.rebuilt = form, Rebuilt(form)
+    def __init__(
+        self, form: Form, saved: SavedTensors, *, weak: bool = False, parent: Recipe | None = None
+    ) -> None:  # fmt: skip
+        self.form, self.rebuilt, self._parent, self._weak = form, Rebuilt(form), parent, weak
         self._references = [weakref.ref(t) if weak and t is not None else lambda t=t: t for t in saved]
-        self._count = sum(t is not None for t in saved)  # at least one
+        self._count = sum(t is not None for t in saved)
+        hook = checkpoint_hook()
+        self._checkpoint = None if hook is None else weakref.ref(hook)
+        self.edge: Tensor | None = None  # stands for an activation's input in the graph, without its elements
 
     def saved(self) -> SavedTensors | None:
         """The tensors; None once they are gone."""
+        first = () if self._parent is None else self._parent.saved()
         tensors = tuple(get() for get in self._references)
-        return tensors if sum(t is not None for t in tensors) == self._count else None
+        if first is None or sum(t is not None for t in tensors) != self._count:
+            return None
+        return (*first, *tensors)
+
+    def release(self) -> None:
+        """Drop the tensors."""
+        self._references, self._count, self._parent = [], -1, None
+
+    def holds(self) -> bool:
+        """Whether layers may use it now.
+
+        A checkpoint drops what is saved in forward, but not what it computes again: without the graph's hold the two
+        would save different tensors. For the same reason no recipe is used on both sides of a checkpoint's edge.
+        """
+        if self._parent is not None and not self._parent.holds():
+            return False
+        hook = checkpoint_hook()
+        if hook is not (None if self._checkpoint is None else self._checkpoint() or self):
+            return False
+        return not (self._weak and hook is not None) and self.saved() is not None
+
+    def derived(self, shape: torch.Size, function: Callable[..., Tensor], *tensors: Tensor) -> Recipe:
+        """The recipe of a function of this tensor, in this shape, and of tensors without a gradient."""
+        return Recipe(Derived(self.rebuilt, shape, function, len(tensors)), tensors, parent=self)
 
     def until_backward(self, node: Any) -> None:
         """Release the tensors in the backward of the node that made the rebuilt tensor, which may outlive it."""
@@ -205,7 +274,7 @@ def release(node: Any) -> None:
     """For a node's backward: drop the tensors in the recipe of its output."""
     recipe: Recipe | None = getattr(node, "recipe", lambda: None)()
     if recipe is not None:
-        recipe._references = []
+        recipe.release()
 
 
 _recipes = WeakTensorKeyDictionary()  # of living tensors: their versions and recipes
@@ -221,7 +290,14 @@ def recipe_of(x: Tensor) -> Recipe | None:
     """The recipe of `x`, if it has one. A view of the same elements counts as the tensor."""
     version, recipe = _recipes.get(x) or _recipes.get(_same_elements(x)) or (None, None)
     # A tensor that was changed in place, or whose graph is gone, has to be saved anew.
-    return recipe if recipe and version == x._version and recipe.saved() is not None else None
+    return recipe if recipe and version == x._version and recipe.holds() else None
+
+
+def checkpoint_hook() -> Any:
+    """The hook of the checkpoint that runs, in forward or again in backward; None outside."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    pack = hooks[0] if hooks else None
+    return pack if getattr(pack, "__module__", "") in _CHECKPOINTS else None
 
 
 def _same_elements(x: Tensor) -> Tensor:
@@ -232,15 +308,33 @@ def _same_elements(x: Tensor) -> Tensor:
     return base if base.is_contiguous() and x.is_contiguous() else x
 
 
-def itself(x: Tensor, codec: GroupInt | None) -> tuple[SavedTensors, GroupInt | None] | None:
+def itself(x: Tensor, codec: Codec | None) -> tuple[SavedTensors, Codec | None] | None:
     """The payload of `x` that is saved already and its format: `codec`, or one with more bits."""
     recipe = recipe_of(x)
     if recipe is None or not isinstance(recipe.form, Itself):
         return None
     own, saved = recipe.form.codec, recipe.saved()
-    if own != codec and (own is None or codec is None or own.bits < codec.bits):
+    if own != codec and (own is None or codec is None or bits_of(own) < bits_of(codec)):
         return None
     return None if saved is None else (saved, own)
+
+
+def packed_bits(x: Tensor) -> Tensor:
+    """A bit for each element: whether it is other than 0."""
+    bits = functional.pad((x != 0).flatten(), (0, -x.numel() % 8)).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A function of a tensor and of a mask from `packed_bits`: `scale` times the elements that it keeps, and zeros."""
+
+    scale: float = 1.0
+
+    def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The tensor, masked."""
+        bits = (mask.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=x.device)) & 1
+        return x * (bits.flatten()[: x.numel()].view(x.shape).to(x.dtype) * self.scale)
 
 
 def takes(*tensors: Tensor | None) -> bool:
@@ -248,7 +342,24 @@ def takes(*tensors: Tensor | None) -> bool:
     return all(t is None or (t.dtype in FLOATS and t.numel() > 0 and not hasattr(t, "to_local")) for t in tensors)
 
 
-def room(codec: GroupInt | None, x: Tensor) -> Tensor:
+def bits_of(codec: Codec | None) -> int:
+    """Whole bits of an element in a format, scales left out."""
+    if codec is None:
+        return WHOLE
+    return codec.bits if isinstance(codec, GroupInt) else int(codec.bits_per_element((1 << 16,)))
+
+
+def is_fused(codec: Codec | None) -> TypeGuard[GroupInt]:
+    """Whether norms and gates have kernels that read and write this format."""
+    return isinstance(codec, GroupInt) and not codec.symmetric
+
+
+def decoded(codec: Codec | None, saved: Tensor, shape: torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The tensor of a payload; without a codec, what is saved."""
+    return saved if codec is None else codec.decode(saved, shape=shape, dtype=dtype)
+
+
+def room(codec: Codec | None, x: Tensor) -> Tensor:
     """An empty payload for `x`; without a codec, `x` itself."""
     if codec is None:
         return x

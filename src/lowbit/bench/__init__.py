@@ -11,6 +11,7 @@ COMMANDS = {
     "tensor-parallel": "lowbit.bench.tensor_parallel",
     "convergence": "lowbit.bench.convergence",
     "memory": "lowbit.bench.memory",
+    "families": "lowbit.bench.families",
 }
 """The module of each benchmark, which has its `COMMAND`. They import PyTorch: import one when it is asked for."""
 

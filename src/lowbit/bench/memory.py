@@ -25,6 +25,7 @@ from lowbit.train.model import vocabulary
 Method = Literal["bf16", "checkpoint", "fp8", "int4-uniform", "int4", "low-bit", "low-bit+8bit"]
 METHODS = get_args(Method)
 EIGHT_BIT = "low-bit+8bit"
+DEPTH_METHODS = ("bf16", "checkpoint", "low-bit", "checkpoint+low-bit", "plan")
 # Without these, glibc holds on to freed memory, and the process looks as large as it ever was.
 _EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -35,16 +36,24 @@ class MemoryBenchmark:
 
     methods: Annotated[tuple[Method, ...], EachOnce] = METHODS
     """bf16: as PyTorch does. checkpoint: gradient checkpointing of decoder layers. fp8: everything saved in 8 bits.
-    int4-uniform: everything in few bits. int4: everything but attention. low-bit: the same with norms in 8 bits.
+    int4-uniform: everything in 4 bits. int4: everything but attention. low-bit: `compress_saved_` as it is by default.
     low-bit+8bit: also gradients and AdamW in 8 bits."""
     sequences: Annotated[tuple[Positive, ...], EachOnce] = (1024,)
     """Tokens of a sample."""
+    depths: tuple[Positive, ...] = ()
+    """Measure a forward and a backward pass of models with so many layers instead: plain, checkpointing, low-bit, both,
+    and a plan for each layer, in turn in one process."""
+    share: Annotated[float, Field(gt=0)] = 0.6
+    """With depths: the plan's limit, as a share of checkpointing's peak. If nothing fits, the plan with the lowest peak
+    is taken."""
+    max_error: Annotated[float, Field(gt=0)] = 0.03
+    """With depths: the plan's most relative error of the gradient."""
     batch: Positive = 1
     """Samples of a micro-batch."""
     microbatches: Positive = 2
     """Micro-batches of a step."""
-    bits: Annotated[int, Field(ge=2, le=8)] = 4
-    """Bits of low-bit activations. Norms have at least 8 in low-bit."""
+    bits: Literal[0, 2, 3, 4, 5, 6, 7, 8] = 0
+    """Bits of low-bit activations; in low-bit, norms and attention have at least 8. 0: the defaults, 4 for int4."""
     steps: Annotated[int, Field(ge=2)] = 4
     """Training steps. The first is not measured."""
     device: Device = "cpu"
@@ -85,6 +94,11 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         step's samples), `gradient_error` (by layer type and over "all": |g' - g| / |g| against plain gradients of the
         weights that the method has trained), and `saved_vs_bf16`, `peak_vs_bf16`, `time_vs_bf16` (ratio to bf16 at the
         same sequence, None without it).
+        With depths: `method`, `sequence`, `layers`, `activations_peak_bytes` (activations and temporaries: what a
+        forward and a backward pass allocate beyond weights and gradients), `activations_vs_checkpoint`,
+        `activations_vs_bf16`, `pass_seconds` (median; on a CPU those of the process), `seconds_vs_checkpoint` (median
+        of the ratios of passes that follow each other, between `lowest` and `highest`), `gradient_error_all`, and of
+        the plan `predicted_bytes`, `limit_bytes` and `choices`.
 
     Raises:
         ConfigError: text, model or device that cannot be used.
@@ -96,12 +110,28 @@ def measure(settings: MemoryBenchmark, earlier: Sequence[Row]) -> Iterator[list[
         raise ModuleNotFoundError("No module named 'torchao'", name="torchao")
     load_data(settings.data(max(settings.sequences)))  # an unreadable text is an error here
     rows = list(earlier)
+    if settings.depths:
+        yield from _by_depth(settings, rows)
+        return
     known = {(row["method"], row["sequence"]) for row in rows}
     yield rows
     for sequence, method in itertools.product(settings.sequences, settings.methods):
         if (method, sequence) not in known:
             rows.append(_measured(settings, method, sequence))
             rows.sort(key=lambda row: (row["sequence"], METHODS.index(row["method"])))
+            yield rows
+
+
+def _by_depth(settings: MemoryBenchmark, rows: list[Row]) -> Iterator[list[Row]]:
+    """Rows of all methods at each depth that the earlier rows lack."""
+    known = {row.get("layers") for row in rows}
+    yield rows
+    if not (missing := [layers for layers in settings.depths if layers not in known]):
+        return
+    with Workers("lowbit.bench.memory_run") as process:
+        process.ask("depths", settings=dataclasses.asdict(settings))
+        for layers in missing:
+            rows.extend(process.ask("depth", layers=layers)[0])
             yield rows
 
 
@@ -150,18 +180,24 @@ def _place(row: Row) -> dict[str, Any]:
     return {name: row[name] for name in ("sequence", "method")}
 
 
+def _whole_steps(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows that are not by depth."""
+    return [row for row in rows if "layers" not in row]
+
+
 PLACE = (Column("sequence", "sequence"), Column("method", "method"))
 COMMAND = Command(
     name="bench memory",
     summary="Memory of training, and how much low-bit activations save.",
     examples=(
         "lowbit bench memory --sequence 1024 --method bf16,low-bit",
+        "lowbit bench memory --depth 2,8 --sequence 512 --model.dim 64",
         "lowbit bench memory --device cuda --sequence 1024,4096 --json memory.json",
     ),
     settings=MemoryBenchmark,
     measure=measure,
     key=("method", "sequence"),
-    free=("methods", "sequences"),
+    free=("methods", "sequences", "depths"),
     baselines=[
         Baseline(field=field, value=value, to={"method": "bf16"}, alike=("sequence",))
         for field, value in (
@@ -170,7 +206,27 @@ COMMAND = Command(
     ],
     tables=[
         Table(
+            title="Activations and temporaries of a pass, and its seconds",
+            columns=[
+                Column("layers", "layers"),
+                Column("method", "method"),
+                Column("peak\nMB", "activations_peak_bytes", lambda size: f"{size / 1e6:.2f}"),
+                Column("of\nbf16", "activations_vs_bf16", "{:.2f}"),
+                Column("of\ncheckpoint", "activations_vs_checkpoint", "{:.2f}"),
+                Column("predicted\nMB", "predicted_bytes", lambda size: f"{size / 1e6:.2f}"),
+                Column("seconds", "pass_seconds", "{:.3f}"),
+                Column("of\ncheckpoint", "seconds_vs_checkpoint", "{:.2f}"),
+                Column("lowest", "lowest", "{:.2f}"),
+                Column("highest", "highest", "{:.2f}"),
+                Column("gradient\nerror", "gradient_error_all", "{:.4f}"),
+                Column("the plan's layers", "choices"),
+            ],
+            rows=lambda rows: [row for row in rows if "layers" in row],
+            gap="layers",
+        ),
+        Table(
             title="Memory of a training step",
+            rows=_whole_steps,
             columns=[
                 *PLACE,
                 Column("saved\nMB", "saved_bytes", megabytes),
@@ -185,21 +241,22 @@ COMMAND = Command(
         Table(
             title="Parts of the peak",
             columns=[*PLACE, *(Column(f"{part}\nMB", field, megabytes) for part, field in PARTS.items())],
+            rows=_whole_steps,
         ),
         Table(
             title="Saved by autograd for a micro-batch, by layer type",
             columns=[*PLACE, *(Column(f"{kind}\nMB", kind, megabytes) for kind in TYPES)],
-            rows=lambda rows: [_place(row) | row["saved"] for row in rows],
+            rows=lambda rows: [_place(row) | row["saved"] for row in _whole_steps(rows)],
         ),
         Table(
             title="Relative error of gradients, by layer type of the parameters",
             columns=[*PLACE, *(Column(kind, kind, "{:.4f}") for kind in TYPES)],
-            rows=lambda rows: [_place(row) | row["gradient_error"] for row in rows],
+            rows=lambda rows: [_place(row) | row["gradient_error"] for row in _whole_steps(rows)],
         ),
     ],
     charts=[
         Stacks(
-            title=_finding, subtitle="Peak of a training step, by what the memory holds.",
+            rows=_whole_steps, title=_finding, subtitle="Peak of a training step, by what the memory holds.",
             panel=lambda row: f"{row['sequence']} tokens", group="method", label="MB", show=_share,
             parts={
                 {"saved": "saved activations"}.get(part, part): lambda row, field=field: max(0.0, row[field] / 1e6)

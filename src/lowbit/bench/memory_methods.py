@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -27,8 +29,8 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
 
     bf16: as PyTorch does. checkpoint: the inputs of decoder layers, which run again in backward (non-reentrant). fp8:
     all saved tensors, attention's too, as `BlockFloat8`, none recomputed (COAT does the same in fused layers).
-    int4-uniform: `compress_saved_` with `bits` for all layers. int4: for all but attention. low-bit: the default of
-    `LayerAware`, with 8 bits for norms.
+    low-bit: `compress_saved_`, with `bits` unless that is 0. int4: 4 bits (or `bits`) for all but attention, norms too.
+    int4-uniform: for attention, too.
 
     Yields:
         Makes the context that each forward pass has to run in.
@@ -36,21 +38,32 @@ def saving(method: str, model: nn.Module, bits: int) -> Iterator[Around]:
     around: Around = contextlib.nullcontext
     with contextlib.ExitStack() as stack:
         if method == "checkpoint":
-            # Versions of transformers before 5.2x know it under the second name.
-            on, off = (
-                getattr(model, f"activation_{word}", None) or getattr(model, f"gradient_{word}")
-                for word in ("checkpointing_enable", "checkpointing_disable")
-            )
-            on({"use_reentrant": False})
-            stack.callback(off)
+            stack.callback(enable_checkpointing(model))
         elif method == "fp8":
             around = partial(coded_by, BlockFloat8(), attention=BlockFloat8())
+        elif method.startswith("int4"):
+            few = bits or 4
+            policy = LayerAware(bits=few, norm=few, attention=few if method == "int4-uniform" else 16)
+            stack.callback(compress_saved_(model, policy, report=False).remove)
         elif method != "bf16":
-            attention = bits if method == "int4-uniform" else 16
-            norm = bits if method.startswith("int4") else None
-            policy = LayerAware(bits=bits, norm=norm, attention=attention)
-            stack.callback(compress_saved_(model, policy).remove)
+            stack.callback(compress_saved_(model, policy_of(bits), report=False).remove)
         yield around
+
+
+def policy_of(bits: int) -> LayerAware:
+    """The policy with so many bits; 0: the default."""
+    return LayerAware(bits=bits) if bits else LayerAware()
+
+
+def enable_checkpointing(model: nn.Module) -> Callable[[], None]:
+    """Checkpoint a model's decoder layers as Hugging Face does; returns what undoes it."""
+    # Versions of transformers before 5.2x know it under the second name.
+    on, off = (
+        getattr(model, f"activation_{word}", None) or getattr(model, f"gradient_{word}")
+        for word in ("checkpointing_enable", "checkpointing_disable")
+    )
+    on({"use_reentrant": False})
+    return off
 
 
 class Updates:
@@ -101,12 +114,17 @@ class Updates:
         return sum(_nbytes(value) for value in values if isinstance(value, Tensor))
 
 
-def eight_bit_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torchao's AdamW with states of 8 bits; not compiled on a CPU, where a compiler may be missing."""
+def eight_bit_adamw(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, compiled: bool = False
+) -> torch.optim.Optimizer:
+    """torchao's AdamW with states of 8 bits.
+
+    `compiled`: also on a CPU, if there is a C++ compiler. That is four times as fast, but takes memory of its own.
+    """
     import torchao.optim  # pyright: ignore[reportMissingImports]
 
     groups = parameter_groups(parameters, config)
-    if not groups[0]["params"][0].is_cuda:
+    if not groups[0]["params"][0].is_cuda and not (compiled and shutil.which(os.environ.get("CXX", "g++"))):
         torch.compiler.set_stance("force_eager")
     return torchao.optim.AdamW8bit(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 

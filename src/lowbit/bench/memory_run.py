@@ -118,6 +118,18 @@ class Measurement:
         torch.set_num_threads(chosen.threads)
         return measure(chosen, method, sequence)
 
+    def depths(self, settings: dict[str, Any]) -> None:
+        """Measure the layers of the model, for plans at several depths."""
+        from lowbit.bench.memory_depths import Depths
+
+        chosen = build(MemoryBenchmark, settings)
+        torch.set_num_threads(chosen.threads)
+        self._depths = Depths(chosen)
+
+    def depth(self, layers: int) -> list[dict[str, Any]]:
+        """Rows of all methods at a depth; after `depths`."""
+        return self._depths.rows(layers)
+
 
 def measure(settings: MemoryBenchmark, method: str, sequence: int) -> dict[str, Any]:
     """Train for `settings.steps` steps and measure; see `lowbit.bench.memory.measure` for the fields."""

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,15 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.activations import LayerAware, compress_saved_
+from lowbit.bench.memory_methods import eight_bit_adamw
 from lowbit.bench.replicas import Replicas
 from lowbit.bench.worker import serve, tell_progress
-from lowbit.codecs import Cast, Codec, parse, parse_pair
+from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
 from lowbit.config import ConfigError, NonNegative, Positive, build, section
 from lowbit.pipeline import Traffic, emulate_
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit.train.data import Data, Windows, load_data
 from lowbit.train.layout import make_layout
 from lowbit.train.model import build_model, vocabulary
+from lowbit.train.optim import make_optimizer
 from lowbit.train.single_process import model_loss, train_single_process
 
 if TYPE_CHECKING:
@@ -36,11 +39,14 @@ GRADIENTS = "gradients:"
 """Before a format that gradients are stored and all-reduced in, in place of a boundary's."""
 ACTIVATIONS = "activations:"
 """Before the name of a policy for saved activations, in place of a boundary's format."""
+EIGHT_BITS = "+8bit"
+"""After the name of a policy: gradients in 8 bits, stored and all-reduced, and an 8-bit optimizer as well."""
 POLICIES = {
-    "low-bit": LayerAware(),
-    "norm-4": LayerAware(norm=4),
-    "attention-8": LayerAware(attention=8),
-    "uniform": LayerAware(norm=4, attention=4),
+    "default": LayerAware(),
+    "norm-8": LayerAware(bits=4, attention=16),
+    "norm-4": LayerAware(bits=4, norm=4, attention=16),
+    "attention-8": LayerAware(bits=4, attention=8),
+    "uniform": LayerAware(bits=4, norm=4, attention=4),
 }
 
 
@@ -84,11 +90,13 @@ def codec_pair(boundary: str, backward: str = "") -> tuple[Codec, Codec]:
 
 
 def gradient_codec(boundary: str) -> Codec | None:
-    """The codec that gradients are stored and all-reduced in ("gradients:fp8"); None for a boundary's format.
+    """The codec that gradients are stored and all-reduced in ("gradients:fp8", "...+8bit"); None: float32.
 
     Raises:
         ConfigError: an unknown format, or one with state.
     """
+    if _is_eight_bit(boundary):
+        return BlockFloat8()
     if not boundary.startswith(GRADIENTS):
         return None
     codec = parse(boundary.removeprefix(GRADIENTS))
@@ -98,18 +106,22 @@ def gradient_codec(boundary: str) -> Codec | None:
 
 
 def activation_policy(boundary: str) -> LayerAware | None:
-    """The policy for saved activations ("activations:low-bit"); None for a boundary's format.
+    """The policy for saved activations ("activations:norm-8", "activations:norm-8+8bit"); None: all is kept.
 
     Raises:
         ConfigError: an unknown policy.
     """
     if not boundary.startswith(ACTIVATIONS):
         return None
-    name = boundary.removeprefix(ACTIVATIONS)
+    name = boundary.removeprefix(ACTIVATIONS).removesuffix(EIGHT_BITS)
     if name not in POLICIES:
         allowed = ", ".join(ACTIVATIONS + policy for policy in POLICIES)
-        raise ConfigError(f"boundary is {boundary!r}; allowed: {allowed}")
+        raise ConfigError(f"boundary is {boundary!r}; allowed: {allowed}, each also with {EIGHT_BITS}")
     return POLICIES[name]
+
+
+def _is_eight_bit(boundary: str) -> bool:
+    return boundary.startswith(ACTIVATIONS) and boundary.endswith(EIGHT_BITS)
 
 
 def train(
@@ -159,6 +171,7 @@ def train(
     losses = train_single_process(
         model, data.train, recipe.optimizer, steps=recipe.steps, batch=recipe.data.batch, seed=seed,
         samples=recipe.samples, autocast=recipe.autocast, gradients=Replicas(model, gradients) if gradients else None,
+        make=partial(eight_bit_adamw, compiled=True) if _is_eight_bit(boundary) else make_optimizer,
         before_step=before_step, after_step=after_step,
     )  # fmt: skip
     run = replace(emulation.traffic)  # which evaluation adds to

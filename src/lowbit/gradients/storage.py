@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from lowbit.codecs import BlockFloat8
 from lowbit.codecs.base import Codec
 from lowbit.codecs.sums import Summable
+from lowbit.gradients.optimizers import check_optimizer, finish, forget_optimizers, in_step, watch_optimizers
+from lowbit.gradients.shards import as_shard, local, placed, sums_of, total
 from lowbit.gradients.stored import Stored, check_parameter, named, parts, portions
+from lowbit.gradients.view import StoredGradient, is_stored
 
 BUCKET_BYTES = 16 << 20
 
@@ -21,23 +25,28 @@ class GradientStorage:
     """Keep gradients in 8 bits between micro-batches, as AGoQ's QuanGrad (arXiv 2605.00539) does.
 
     As soon as a backward pass has finished a parameter's gradient, it is added to the stored one (decoded, added in
-    float32, coded again) and `parameter.grad` becomes None. So gradients exist at full precision for one layer at a
-    time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128). In a step:
+    float32, coded again), and `parameter.grad` is a tensor that shows the stored gradient. So gradients exist at full
+    precision for one layer at a time, and a whole model's take 1.008 bytes a parameter (BlockFloat8, blocks of 128).
+
+    A training loop stays as it is: `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler`, `optimizer.step()` and
+    `zero_grad` work, also where a framework calls them. A step of any optimizer decodes the gradients in portions no
+    larger than the largest parameter, and the update equals a whole step with these gradients, bit for bit. Its hooks
+    run once for each portion. The methods of this class do the same without decoding more than one gradient at a time:
 
         for micro_batch in batch:
             loss(micro_batch).backward()
         storage.all_reduce(...)                 # data parallel only
         norm = storage.clip_(1.0)
-        storage.step(optimizer)                 # instead of optimizer.step()
-        storage.zero_()                         # instead of optimizer.zero_grad()
+        storage.step(optimizer)
+        storage.zero_()
 
-    `step` decodes gradients in portions no larger than the largest parameter, and the update equals a whole step with
-    these gradients, bit for bit. NaN and infinity in a gradient make its block NaN, which `norm` shows. Embeddings with
-    `sparse=True` are stored dense. A parameter without a gradient stays without, so that optimizers skip it. Parameters
-    that require no gradient now are left alone; those frozen later keep theirs until `zero_`.
+    NaN and infinity in a gradient make its block NaN, which `norm` shows. Embeddings with `sparse=True` are stored
+    dense. A parameter without a gradient stays without, so that optimizers skip it. Parameters that require no gradient
+    now are left alone; those frozen later keep theirs until `zero_`.
 
-    Not with `DistributedDataParallel` (its buckets are full-precision copies; use `all_reduce` on the plain module)
-    nor with sharded parameters (DTensor).
+    Of sharded parameters (DTensor: FSDP2, tensor parallelism) each rank stores the gradient of its own shard; make the
+    storage after `fully_shard` or `parallelize_module`. Not with `DistributedDataParallel`, whose buckets are
+    full-precision copies: use `all_reduce` on the plain module.
 
     Args:
         parameters: a module, or parameters (each counts once, however often it is shared).
@@ -46,8 +55,8 @@ class GradientStorage:
             same.
 
     Raises:
-        TypeError: a parameter of a dtype other than float32, bfloat16 and float16, or sharded; a codec with state; a
-            module wrapped in `DistributedDataParallel`.
+        TypeError: a parameter of a dtype other than float32, bfloat16 and float16; a codec with state; a module wrapped
+            in `DistributedDataParallel`.
     """
 
     def __init__(self, parameters: nn.Module | Iterable[nn.Parameter], *, codec: Codec | None = None) -> None:
@@ -59,9 +68,12 @@ class GradientStorage:
         pairs = named(parameters)
         self._stored = {p: Stored(name) for name, p in pairs if p.requires_grad}
         self._frozen = [(name, p) for name, p in pairs if not p.requires_grad]
+        self._module = weakref.ref(parameters) if isinstance(parameters, nn.Module) else lambda: None
         for parameter, stored in self._stored.items():
             check_parameter(stored.name, parameter)
         self._hooks = [p.register_post_accumulate_grad_hook(self._absorb) for p in self._stored]
+        self._closed = False
+        watch_optimizers(self)
 
     @property
     def nbytes(self) -> int:
@@ -72,11 +84,13 @@ class GradientStorage:
         """Add `.grad` of parameters (None: all; those not stored here are left alone) to the storage, and free it.
 
         Backward passes do that by themselves, except those that write `.grad` without autograd, such as the weight
-        passes of `torch.distributed.pipelining`'s zero-bubble schedules.
+        passes of `torch.distributed.pipelining`'s zero-bubble schedules. A gradient that was assigned to `.grad`
+        replaces the stored one.
 
         Raises:
             RuntimeError: a parameter that was frozen when this storage was made requires a gradient now.
         """
+        finish()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -89,8 +103,9 @@ class GradientStorage:
 
     def gradient(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return a parameter's gradient, decoded into a new tensor of `dtype` (None: the parameter's), or None."""
-        stored = self._stored.get(parameter)
-        return None if stored is None else stored.value(self.codec, parameter, dtype or parameter.dtype)
+        stored = self._current(parameter)
+        value = None if stored is None else stored.value(self.codec, local(parameter).shape, dtype or parameter.dtype)
+        return None if value is None else as_shard(value, parameter)
 
     def gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield parameters (None: all) with their gradients in float32, one at a time; those without are left out."""
@@ -105,21 +120,32 @@ class GradientStorage:
         Raises:
             ValueError: a parameter that is not stored here, or a gradient of another shape.
         """
-        stored = self._stored.get(parameter)
-        if stored is None or gradient.shape != parameter.shape:
-            expected = "not stored here" if stored is None else f"of shape {tuple(parameter.shape)}"
+        if parameter not in self._stored or gradient.shape != parameter.shape:
+            expected = f"of shape {tuple(parameter.shape)}" if parameter in self._stored else "not stored here"
             raise ValueError(f"gradient has shape {tuple(gradient.shape)}; its parameter is {expected}")
+        self._put(parameter, local(placed(gradient, parameter)))
+
+    def _put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        stored = self._stored[parameter]
         stored.replace(self._nearest, gradient, parameter.device)
+        self._show(parameter, stored)
 
     def norm(self) -> float:
-        """Return the Euclidean norm of all stored gradients together; NaN if any of them is."""
-        norms = [torch.linalg.vector_norm(gradient).cpu() for _, gradient in self.gradients()]
-        return math.sqrt(float(torch.stack(norms).double().square().sum())) if norms else 0.0
+        """Return the Euclidean norm of all stored gradients together; NaN if any of them is.
+
+        Of sharded parameters it is that of all shards, and all ranks have to call it.
+        """
+        squares: dict[Any, list[Tensor]] = {sums_of(parameter): [] for parameter in self._stored}
+        for parameter, gradient in self.gradients():
+            squares[sums_of(parameter)].append(torch.linalg.vector_norm(local(gradient)).cpu().double().square())
+        return math.sqrt(sum(total(parts, *groups) for groups, parts in squares.items()))
 
     def scale_(self, factor: float) -> None:
         """Multiply all gradients; those added later are not affected. Costs nothing until they are decoded."""
-        for stored in self._stored.values():
-            stored.factor = stored.factor * factor if stored.held else 1.0
+        for parameter in self._stored:
+            stored = self._current(parameter)
+            if stored is not None:
+                stored.factor *= factor
 
     def clip_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
@@ -163,7 +189,8 @@ class GradientStorage:
         on_some_rank = [p for p, flag in zip(parameters, flags.tolist(), strict=True) if flag > 0]
         under_way: list[tuple[list[nn.Parameter], Tensor, Any]] = []
         for portion in portions(on_some_rank, bucket_bytes // 4):
-            flat = portion[0].new_zeros(sum(p.numel() for p in portion), dtype=torch.float32)
+            size = sum(local(p).numel() for p in portion)
+            flat = torch.zeros(size, dtype=torch.float32, device=portion[0].device)
             for parameter, part in parts(flat, portion):
                 self._stored[parameter].write(self.codec, part)
             under_way.append((portion, flat, reduce(flat)))
@@ -172,13 +199,12 @@ class GradientStorage:
         for started in under_way:
             self._take(*started)
 
-    @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()` with the stored gradients, of which few exist at full precision at any time.
+        """`optimizer.step()`, with the stored gradients.
 
-        Parameters take part in portions; the others have no gradient meanwhile, so the optimizer skips them. All see
-        the same hyperparameters: changes of `param_groups` in a step count once. Gradients of parameters that are not
-        stored here are used as well and stay as they are. Hooks on the optimizer's step run once for each portion.
+        Few gradients exist at full precision at any time: parameters take part in portions; the others have no gradient
+        meanwhile, so the optimizer skips them. All see the same hyperparameters: changes of `param_groups` in a step
+        count once. Gradients of parameters that are not stored here are used as well and stay as they are.
 
         Args:
             optimizer: any that treats parameters apart from each other: all of `torch.optim` but LBFGS and SparseAdam,
@@ -186,42 +212,39 @@ class GradientStorage:
 
         Raises:
             TypeError: LBFGS, whose step is one of all parameters together; SparseAdam, whose gradients are sparse.
-            RuntimeError: as `absorb`.
+            RuntimeError: as `absorb`; the storage is closed; the optimizer has parameters that took the place of those
+                stored here.
         """
-        if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-            raise TypeError(
-                f"optimizer is {type(optimizer).__name__}; "
-                "allowed: those that treat each parameter apart, with dense gradients"
-            )
+        if self._closed:
+            raise RuntimeError("this storage is closed: optimizers do not see its gradients; allowed: a new one")
+        check_optimizer(optimizer)
         self.absorb()
-        groups = optimizer.param_groups
-        every: list[nn.Parameter] = [p for group in groups for p in group["params"]]
-        others = {p: p.grad for p in every if p not in self._stored and p.grad is not None}
-        with_gradient = [p for p in every if p in others or (p in self._stored and self._stored[p].held)]
-        before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        largest = max((p.numel() for p in with_gradient), default=0)
-        try:
-            for parameter in others:
-                parameter.grad = None
-            for portion in portions(with_gradient, largest) or [[]]:
-                for group, values in zip(groups, before, strict=True):
-                    for added in group.keys() - values.keys() - {"params"}:
-                        del group[added]
-                    group.update(values)
-                for parameter in portion:
-                    parameter.grad = others[parameter] if parameter in others else self.gradient(parameter)
-                optimizer.step()
-                for parameter in portion:
-                    parameter.grad = None
-        finally:
-            for parameter in with_gradient:
-                parameter.grad = others.get(parameter)
+        optimizer.step()
+
+    def check_step(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Return whether gradients of some of these parameters are stored here. Each optimizer's step begins with it.
+
+        Raises:
+            RuntimeError: parameters that belong to the module, but took the place of those stored here.
+        """
+        module, concerned = self._module(), any(p in self._stored for p in parameters)
+        if module is None or all(p in self._stored for p in parameters):
+            return concerned
+        wanted = set(parameters) - {*self._stored, *(p for _, p in self._frozen)}
+        for name, parameter in module.named_parameters():
+            if parameter in wanted and parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} was replaced or added after this storage was made; "
+                    "allowed: GradientStorage after fully_shard, parallelize_module and adapters"
+                )
+        return concerned
 
     def zero_(self) -> None:
         """Forget all gradients, those in `.grad` too; the payloads' memory is kept for the next ones."""
+        finish()
         for parameter, stored in self._stored.items():
             parameter.grad = None
-            stored.held, stored.factor = False, 1.0
+            stored.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint between micro-batches: `codec`, and `payloads` and `factors` by name.
@@ -248,7 +271,7 @@ class GradientStorage:
         for name, payload in state["payloads"].items():
             if name not in names:
                 raise ValueError(f"state has a gradient of {name!r}, which is not stored here")
-            expected = self.codec.nbytes(names[name].shape)
+            expected = self.codec.nbytes(local(names[name]).shape)
             if payload.numel() != expected:
                 raise ValueError(f"state has {payload.numel()} bytes of {name!r}, not {expected}")
         self.zero_()
@@ -257,32 +280,58 @@ class GradientStorage:
             stored = self._stored[parameter]
             stored.payload = payload.to(parameter.device, copy=True)
             stored.factor, stored.held = float(state["factors"][name]), True
+            self._show(parameter, stored)
 
     def close(self) -> None:
-        """Let the next backward passes leave gradients in `.grad` again."""
+        """Let the next backward passes leave gradients in `.grad` again; what is stored stays readable here."""
+        if not self._closed:
+            for parameter in self._stored:
+                self._absorb(parameter)
+        self._closed = True
+        forget_optimizers(self)
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
+        for parameter, stored in self._stored.items():
+            if stored.held:
+                parameter.grad = None
 
     def _absorb(self, parameter: Tensor) -> None:
+        finish()
+        stored = self._stored[parameter]  # pyright: ignore[reportArgumentType]
         gradient = parameter.grad
         if gradient is None:
+            stored.drop()
             return
-        stored = self._stored[parameter]  # pyright: ignore[reportArgumentType]
+        if is_stored(gradient):  # backward has added to it
+            return
         if gradient.requires_grad:
             raise RuntimeError(
                 f"the gradient of {stored.name!r} has a graph (create_graph=True): it cannot be stored in few bits; "
                 "use torch.autograd.grad for gradients of gradients"
             )
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
+        gradient = placed(gradient, parameter)
+        gradient = local(gradient.to_dense() if gradient.is_sparse else gradient)
+        stored.drop()
         stored.add(self.codec, gradient, parameter.device)
-        parameter.grad = None
+        self._show(parameter, stored)
+
+    def _current(self, parameter: nn.Parameter) -> Stored | None:
+        """What is stored of a parameter's gradient, if there is one."""
+        stored = self._stored.get(parameter)
+        if stored is not None and not self._closed and not in_step():
+            self._absorb(parameter)
+        return stored if stored is not None and stored.held else None
+
+    def _show(self, parameter: Tensor, stored: Stored) -> None:
+        """Let `.grad` be the stored gradient."""
+        if stored.view is None:
+            stored.view = StoredGradient(local(parameter), stored, self.codec, self._nearest)
+        parameter.grad = as_shard(stored.view, parameter)
 
     def _take(self, portion: list[nn.Parameter], flat: Tensor, work: Any) -> None:
         _wait(work)
         for parameter, part in parts(flat, portion):
-            self.put(parameter, part)
+            self._put(parameter, part)
 
 
 def _wait(work: Any) -> None:

@@ -10,25 +10,35 @@ from torch import Tensor, nn
 
 from lowbit.codecs.checks import FLOATS
 from lowbit.codecs.sums import Summable
+from lowbit.gradients.shards import local
 
 
 @dataclass(slots=True)
 class Stored:
-    """A parameter's gradient: the decoded `payload` times `factor`; there is none unless `held`."""
+    """A parameter's gradient: the decoded `payload` times `factor`; there is none unless `held`.
+
+    Of a sharded parameter (DTensor), that of the local shard.
+    """
 
     name: str
     payload: Tensor | None = None
     factor: float = 1.0
     held: bool = False
+    view: Tensor | None = None
+    """The `StoredGradient` that shows it."""
 
-    def value(self, codec: Summable, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+    def value(self, codec: Summable, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """The gradient in a new tensor, or None."""
         if not self.held or self.payload is None:
             return None
         if self.factor == 1:
-            return codec.decode(self.payload, shape=parameter.shape, dtype=dtype)
+            return codec.decode(self.payload, shape=shape, dtype=dtype)
         # A sum may be beyond what float16 holds when its mean is not.
-        return codec.decode(self.payload, shape=parameter.shape).mul_(self.factor).to(dtype)
+        return codec.decode(self.payload, shape=shape).mul_(self.factor).to(dtype)
+
+    def drop(self) -> None:
+        """Forget the gradient; the payload's memory is kept for the next one."""
+        self.held, self.factor, self.view = False, 1.0, None
 
     def write(self, codec: Summable, part: Tensor) -> None:
         """Write the gradient to a float32 tensor of the parameter's shape, which holds zeros."""
@@ -79,9 +89,7 @@ def named(parameters: nn.Module | Iterable[nn.Parameter]) -> list[tuple[str, nn.
 
 
 def check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Raise a TypeError for a parameter that is sharded, or of a dtype that codecs do not take."""
-    if hasattr(parameter, "to_local"):
-        raise TypeError(f"parameter {name!r} is sharded ({type(parameter.data).__name__}); allowed: whole parameters")
+    """Raise a TypeError for a parameter of a dtype that codecs do not take."""
     if parameter.dtype not in FLOATS:
         raise TypeError(f"parameter {name!r} has dtype {parameter.dtype}; allowed: {', '.join(map(str, FLOATS))}")
 
@@ -91,15 +99,15 @@ def portions(parameters: list[nn.Parameter], limit: int) -> list[list[nn.Paramet
     grouped: list[list[nn.Parameter]] = []
     filled = limit
     for parameter in parameters:
-        if not grouped or grouped[-1][0].device != parameter.device or filled + parameter.numel() > limit:
+        if not grouped or grouped[-1][0].device != parameter.device or filled + local(parameter).numel() > limit:
             grouped.append([])
             filled = 0
         grouped[-1].append(parameter)
-        filled += parameter.numel()
+        filled += local(parameter).numel()
     return grouped
 
 
 def parts(flat: Tensor, portion: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each parameter's share of a flat tensor, in its shape."""
-    for parameter, part in zip(portion, flat.split([p.numel() for p in portion]), strict=True):
-        yield parameter, part.view(parameter.shape)
+    """Each parameter's share of a flat tensor, in the shape of its local shard."""
+    for parameter, part in zip(portion, flat.split([local(p).numel() for p in portion]), strict=True):
+        yield parameter, part.view(local(parameter).shape)

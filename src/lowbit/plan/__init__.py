@@ -2,5 +2,17 @@
 
 from lowbit.plan.budget import MemoryPlan, StageCost, plan_bits
 from lowbit.plan.in_flight import InFlight, actions_of, in_flight, order_of
+from lowbit.plan.layers import choose_layers, measure_layers, plan_layers
 
-__all__ = ["InFlight", "MemoryPlan", "StageCost", "actions_of", "in_flight", "order_of", "plan_bits"]
+__all__ = [
+    "InFlight",
+    "MemoryPlan",
+    "StageCost",
+    "actions_of",
+    "choose_layers",
+    "in_flight",
+    "measure_layers",
+    "order_of",
+    "plan_bits",
+    "plan_layers",
+]

@@ -32,7 +32,8 @@ def bytes_by_width(
     """
     by_width: dict[int, SavedBytes] = {}
     for bits in widths:
-        compressed = compress_saved_(model, LayerAware(bits=bits, norm=bits, group=group), report=False)
+        policy = LayerAware(bits=bits, norm=bits, attention=WHOLE, group=group)
+        compressed = compress_saved_(model, policy, report=False)
         try:
             with counted(model) as by_width[bits]:
                 graph = forward()

@@ -46,6 +46,13 @@ class MemorySettings:
     """adamw: float32 states, as in `lowbit train`. adamw-8bit: torchao's states in 8 bits."""
     group: int = 64
     """Elements that share a scale."""
+    by: Literal["stage", "layer"] = "stage"
+    """stage: bits for each stage and layer type. layer: for each layer keep, low-bit, checkpoint, or checkpoint with a
+    low-bit input; temporary memory is counted, too."""
+    max_error: Annotated[float, Field(gt=0)] = 0.03
+    """By layer: most relative error of the gradient. Of the plans that fit, the fastest is chosen."""
+    repeats: Annotated[int, Field(ge=1)] = 3
+    """By layer: steps timed for each choice; the fastest counts."""
     error_tokens: Annotated[int, Field(ge=2)] = 256
     """Tokens of the sample on which errors of the gradient are measured."""
     error_steps: NonNegative = 20
@@ -111,11 +118,23 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
         and gradients that the pipeline holds at most), `device_bytes` (of its rank: all its stages together, at the
         rank's worst moment), `error` (its part of the gradient's relative error); and, the same in all rows, `budget`,
         `least` (the smallest that would do), `error_all` and `error_int4` (of the plan, and of 4 bits everywhere).
+        By layer: `stage`, `rank`, `layers`, `held`, `choices` (in words), `kept_bytes` (by all held micro-batches),
+        `extra_bytes` (what one takes beyond that while it runs), `fixed_bytes`, `device_bytes`, `seconds` and
+        `low_bit_seconds` (of the layers for a micro-batch, planned and with 4 bits everywhere), `error`, `budget`,
+        `least`.
 
     Raises:
         ValueError: a budget that nothing fits in, with the least that would do; or a file that cannot be written.
     """
     check_output(Path(settings.out) if settings.out else None)
+    if settings.by == "layer":
+        from lowbit.plan.by_layer import rows_by_layer
+
+        layers, rows = rows_by_layer(settings, parse_bytes(settings.budget) if settings.budget else None)
+        if settings.out:
+            layers.write(settings.out)
+        yield rows
+        return
     held, layout, meter = settings.held, settings.layout, StageMeter(settings)
     stages = [meter.stage(layout, stage) for stage in range(layout.stages)]
     costs = [stage.cost for stage in stages]
@@ -174,10 +193,24 @@ def _series(fields: Mapping[str, str]) -> Callable[[Sequence[Row]], Sequence[Row
     """A row for each stage and field, by the name of the field in the chart; fields that are 16 everywhere are out."""
 
     def long(rows: Sequence[Row]) -> Sequence[Row]:
+        rows = _kind("stage")(rows)
         shown = {name: field for name, field in fields.items() if any(row[field] != 16 for row in rows)}
         return [{**row, "series": name, "y": row[field]} for row in rows for name, field in shown.items()]
 
     return long
+
+
+def _kind(by: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
+    """The rows of a plan by stage, or by layer."""
+    return lambda rows: [row for row in rows if ("choices" in row) == (by == "layer")]
+
+
+def _title_by_layer(rows: Sequence[Row]) -> str:
+    one = rows[0]
+    return (
+        f"What each layer keeps, within {_megabytes(one['budget'])} MB a device "
+        f"(the least that would do: {_megabytes(one['least'])} MB)"
+    )
 
 
 _BYTES = {
@@ -191,6 +224,7 @@ COMMAND = Command(
     examples=(
         "lowbit plan memory --budget 24gb --model.pretrained my_model",
         "lowbit plan memory --budget 8gb --model.layers 16 --out plan.json",
+        "lowbit plan memory --by layer --budget 8gb --model.layers 16 --out plan.json",
     ),
     settings=MemorySettings,
     measure=measure,
@@ -203,6 +237,18 @@ COMMAND = Command(
                 Column("error", "error", "{:.4f}"),
             ),
             title=_title,
+            rows=_kind("stage"),
+        ),
+        Table(
+            columns=(
+                *(Column(name, name) for name in ("stage", "rank", "held", "choices")),
+                *(Column(f"{name}\nMB", f"{name}_bytes", _megabytes) for name in ("kept", "extra", "fixed", "device")),
+                Column("ms", "seconds", lambda seconds: f"{1e3 * seconds:.1f}"),
+                Column("low-bit\nms", "low_bit_seconds", lambda seconds: f"{1e3 * seconds:.1f}"),
+                Column("error", "error", "{:.4f}"),
+            ),
+            title=_title_by_layer,
+            rows=_kind("layer"),
         ),
     ),
     charts=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +156,13 @@ class _TwoLayers:
 
 
 def gradient_errors(settings: MemorySettings) -> Sensitivities:
-    """Errors of the whole model's gradient by layer type and bits, on one short sample of text.
+    """Errors of the whole model's gradient by layer type and bits, on one short sample of text."""
+    model, loss = sample_model(settings)
+    return sensitivities(model, loss, group=settings.group)
+
+
+def sample_model(settings: MemorySettings) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """The whole model, and its loss on one short sample of text, for errors of the gradient.
 
     Computed in float32 without dropout, after some steps of training unless the model is pretrained; a pretrained model
     reads the text with its own tokenizer unless the settings name another.
@@ -173,4 +179,4 @@ def gradient_errors(settings: MemorySettings) -> Sensitivities:
     constant = OptimizerConfig(lr_warmup_steps=0, lr_end=1, clip=0)
     train_single_process(model, data.train, constant, steps=steps, batch=1, seed=settings.seed)
     sample = data.train.batch(Order(samples=len(data.train), batch=1, seed=settings.seed).ids(steps))
-    return sensitivities(model, lambda: model_loss(model, *sample), group=settings.group)
+    return model, lambda: model_loss(model, *sample)

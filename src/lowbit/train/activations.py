@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowbit.activations import BitPlan, LayerAware, compress_saved_
-from lowbit.activations.bit_plan import PLANNED
+from lowbit.activations import BitPlan, LayerAware, LayerPlan, compress_saved_, layer_plan
+from lowbit.activations.bit_plan import PLANNED, version_of
+from lowbit.activations.policy import WHOLE
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.ranks.pytorch import version
@@ -18,7 +21,18 @@ from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
 from lowbit.train.layout import Layout
 from lowbit.train.model import architecture
 
-Policies = tuple[LayerAware | None, ...]
+
+@dataclass(frozen=True, kw_only=True)
+class StageOfPlan:
+    """A stage's part of a plan for each layer."""
+
+    plan: LayerPlan
+    stage: int
+    rounding: str
+
+
+_BITS = ("bits", *PLANNED, "attention")
+Policies = tuple[LayerAware | StageOfPlan | None, ...]
 
 _SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _SPLITS_SINCE = 2, 13
@@ -37,8 +51,11 @@ def saved_policies(config: ActivationsConfig, stages: int, settings: Mapping[str
     """
     if config.plan:
         _check_made_for(config.plan, stages, settings)
+        if isinstance(plan := _read(config.plan), LayerPlan):
+            _check_alone(config)
+            return tuple(StageOfPlan(plan=plan, stage=stage, rounding=config.rounding) for stage in range(stages))
     config = written_out(config)
-    values = {name: _each(config, name, stages) for name in ("bits", *PLANNED)}
+    values = {name: _each(config, name, stages) for name in _BITS}
     return tuple(
         _policy(config, {name: each[stage] for name, each in values.items() if each}) for stage in range(stages)
     )
@@ -67,22 +84,38 @@ def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[st
 
 
 def written_out(config: ActivationsConfig) -> ActivationsConfig:
-    """The configuration with the bits of every stage instead of the plan file.
+    """The configuration with the bits of every stage instead of the plan file; `planned_layers` has those of layers.
 
     Raises:
         ConfigError: a file without a plan, or bits beside it.
     """
     if not config.plan:
         return config
+    _check_alone(config)
+    plan = _read(config.plan)
+    if isinstance(plan, LayerPlan):
+        return replace(config, plan="")
+    bits = {kind: tuple(stage[kind] for stage in plan.stages) for kind in PLANNED}
+    return replace(config, plan="", group=plan.group, attention=(WHOLE,), **bits)
+
+
+def planned_layers(config: ActivationsConfig) -> str | None:
+    """What identifies a plan for each layer, whatever file it is in; None: the configuration names no such plan."""
+    plan = _read(config.plan) if config.plan else None
+    if not isinstance(plan, LayerPlan):
+        return None
+    values = [plan.group, asdict(plan.rest), [[asdict(choice) for choice in stage] for stage in plan.stages]]
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _check_alone(config: ActivationsConfig) -> None:
+    """Raise ConfigError for bits beside a plan."""
     defaults = ActivationsConfig()
-    for name in ("bits", *PLANNED, "group"):
+    for name in (*_BITS, "group"):
         if (value := getattr(config, name)) != getattr(defaults, name):
             raise ConfigError(
                 f"activations.{name} is {value} and activations.plan is {config.plan!r}; allowed: one of the two"
             )
-    plan = _read(config.plan)
-    bits = {kind: tuple(stage[kind] for stage in plan.stages) for kind in PLANNED}
-    return replace(config, plan="", group=plan.group, **bits)
 
 
 def check_schedule(policies: Policies, schedule: str) -> None:
@@ -100,11 +133,25 @@ def check_schedule(policies: Policies, schedule: str) -> None:
         )
 
 
-def compress(module: nn.Module, policy: LayerAware | None, device: torch.device) -> None:
-    """Make a stage's module compress its saved activations; compiles the kernels before a peer waits."""
+def compress(module: nn.Module, policy: LayerAware | StageOfPlan | None, device: torch.device) -> None:
+    """Make a stage's module compress its saved activations; compiles the kernels before a peer waits.
+
+    Raises:
+        ConfigError: a plan that was made for other layers.
+    """
     if policy is None:
         return
-    compress_saved_(module, policy)
+    if isinstance(policy, StageOfPlan):
+        try:
+            policy.plan.apply_(module, stage=policy.stage, rounding=policy.rounding)
+        except ValueError as error:
+            raise ConfigError(f"activations.plan does not fit this run: {error}") from None
+        coded = next((c for c in policy.plan.stages[policy.stage] if c.is_coded), None)
+        if coded is None:
+            return
+        policy = policy.plan.policy(coded, rounding=policy.rounding)
+    else:
+        compress_saved_(module, policy)
     small = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)).to(device)
     compress_saved_(small, policy)
     small(torch.ones(1, 8, device=device)).sum().backward()
@@ -122,9 +169,9 @@ def _check_made_for(path: str, stages: int, settings: Mapping[str, Any]) -> None
             )
 
 
-def _read(path: str) -> BitPlan:
+def _read(path: str) -> BitPlan | LayerPlan:
     try:
-        return BitPlan.read(path)
+        return LayerPlan.read(path) if version_of(path) == layer_plan.VERSION else BitPlan.read(path)
     except ValueError as error:
         raise ConfigError(f"activations.plan: {error}; allowed: a file that `lowbit plan memory` wrote") from None
 
@@ -143,4 +190,4 @@ def _policy(config: ActivationsConfig, bits: dict[str, Any]) -> LayerAware | Non
         policy = LayerAware(**bits, group=config.group, rounding=config.rounding)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"activations.{error}") from error
-    return None if set(bits.values()) == {16} else policy
+    return None if set(bits.values()) == {WHOLE} else policy

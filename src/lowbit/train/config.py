@@ -133,7 +133,7 @@ class PipelineConfig:
 
 @section("activations")
 class ActivationsConfig:
-    """Bits of saved activations. The first four take one number, or a list with one for each stage."""
+    """Bits of saved activations. The first five take one number, or a list with one for each stage."""
 
     bits: tuple[int, ...] = (16,)
     """Bits of saved activations: 2 to 8, or 16 to leave them as they are."""
@@ -143,12 +143,14 @@ class ActivationsConfig:
     """Bits for gated activations. If omitted, `bits`."""
     linear: tuple[int, ...] = ()
     """Bits for the inputs of linear layers. If omitted, `bits`."""
+    attention: tuple[int, ...] = ()
+    """Bits for queries, keys, values and the output of attention. If omitted, `bits`, but at least 8."""
     group: int = 64
     """Elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How a value between two levels is rounded."""
     plan: str = ""
-    """File written by `lowbit plan memory`, with the bits of every stage. It replaces all settings above but
+    """File written by `lowbit plan memory`, with the bits of every stage or layer. It replaces all settings above but
     `rounding`."""
 
 

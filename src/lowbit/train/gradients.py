@@ -102,7 +102,6 @@ class Gradients:
         for parameter in selected:
             if parameter.grad is not None:
                 self.storage.put(parameter, parameter.grad)
-                parameter.grad = None
 
     def of(self, parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
         """Gradients of the parameters that have one, one at a time."""

@@ -15,7 +15,7 @@ import torch
 import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
-from lowbit.train.activations import written_out
+from lowbit.train.activations import planned_layers, written_out
 from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import FULL_PRECISION, TrainConfig
@@ -88,6 +88,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     for name, section in {"activations": written_out(config.activations), "optimizer": config.optimizer}.items():
         identity |= {f"{name}.{key}": value for key, value in vars(section).items()}
     del identity["activations.plan"]  # known by the bits
+    identity["activations.layers"] = planned_layers(config.activations)
     return json.loads(json.dumps(identity))
 
 

@@ -44,7 +44,10 @@ def learning_rate(config: OptimizerConfig, *, step: int, steps: int) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        if isinstance(group["lr"], Tensor):  # torchao's, and PyTorch's with `capturable`
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -74,6 +74,7 @@ def train_single_process(
     samples: int = 0,
     autocast: torch.dtype | None = None,
     gradients: Gradients | None = None,
+    make: Callable[[Iterable[nn.Parameter], OptimizerConfig], torch.optim.Optimizer] = make_optimizer,
     before_step: Callable[[int, Tensor], None] | None = None,
     after_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
@@ -87,6 +88,7 @@ def train_single_process(
         steps: optimizer steps. batch: windows of a step. seed: of their order.
         autocast: dtype of matrix products; None: as the weights.
         gradients: how they are computed and applied; None: as PyTorch does it.
+        make: makes the optimizer.
         before_step: called with the number of the step, from 0, and its sample ids, int64 (batch,).
         after_step: called with the number of the step and its loss, after the optimizer's step.
 
@@ -94,7 +96,7 @@ def train_single_process(
         The training loss of every step, in nats a token.
     """
     order = Order(samples=min(samples or len(windows), len(windows)), batch=batch, seed=seed)
-    adamw = make_optimizer(model.parameters(), optimizer)
+    adamw = make(model.parameters(), optimizer)
     gradients = gradients or PlainGradients(model)
     loss = partial(model_loss, model, autocast=autocast)
     losses: list[float] = []

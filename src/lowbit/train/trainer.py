@@ -162,7 +162,7 @@ class Trainer:
         facts = {"text": self.prepared.data.fingerprint()}
         facts |= {"lowbit": lowbit.__version__, "torch": torch.__version__, **secret_facts()}
         facts["backend"] = self.prepared.backend
-        bits = ("bits", "norm", "mlp", "linear", "group")  # from the configuration or the file of a plan
+        bits = ("bits", "norm", "mlp", "linear", "group", "layers")  # from the configuration or the file of a plan
         facts["saved activations"] = str({key: self.prepared.identity[f"activations.{key}"] for key in bits})
         for section, values in vars(self.config).items():
             named = {f"{section}.{key}": str(value) for key, value in vars(values).items()}

@@ -1,0 +1,280 @@
+"""Activation checkpointing of layers whose inputs may be kept in few bits.
+
+The first forward pass makes autograd's graph with a slot in place of every tensor that it saves, and keeps the layer's
+input alone. The first slot that backward reads makes the layer run again, from the input as it was kept, until all
+slots are filled. Every slot is emptied when it is read; one that is read once more makes the layer run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lowbit.activations.counting import note
+from lowbit.codecs import Codec
+from lowbit.codecs.checks import FLOATS
+
+log = logging.getLogger(__name__)
+MARK = "_lowbit_checkpointed"
+_now = threading.local()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckpointedLayer:
+    """How a layer is checkpointed: its name, its own forward, and the format of its input; None: as it is."""
+
+    name: str
+    own: Callable[..., Any]
+    codec: Codec | None
+
+
+def checkpoint_(layer: nn.Module, *, codec: Codec | None = None, name: str = "") -> None:
+    """Keep only a layer's input for backward, and run the layer again there; changes the layer in place.
+
+    The first tensor with a gradient among the layer's arguments is its input; the others are kept as they are. A cache
+    of keys and values (Hugging Face's `use_cache`) is left out, because the layer runs twice. Random numbers and
+    autocast are those of the first run. Under autocast no copies of weights outlive their use. Gradients are exact if
+    the input is kept as it is. Every kind of backward pass works, and so do DDP and FSDP2 around the layer. In
+    evaluation mode and without gradients the layer runs as it is. Graphs of `torch.compile` break around it.
+
+    Args:
+        layer: any module that computes the same when it runs twice, and leaves its input as it is.
+        codec: format without state in which the input is kept; absent: as it is.
+        name: for messages.
+
+    Raises:
+        ValueError: a layer that is checkpointed already, by this function or by Hugging Face.
+    """
+    if MARK in vars(layer) or getattr(layer, "gradient_checkpointing", False):
+        raise ValueError(
+            f"layer {name!r} is checkpointed already; allowed: restore_(model), and "
+            "model.gradient_checkpointing_disable() of Hugging Face, first"
+        )
+    mark = CheckpointedLayer(name=name, own=layer.forward, codec=codec)
+    layer.forward = functools.partial(_checkpointed_forward, layer, mark)
+    setattr(layer, MARK, mark)
+
+
+def restore_checkpointed(layer: nn.Module) -> None:
+    """Undo `checkpoint_`; other modules stay as they are."""
+    mark: CheckpointedLayer | None = vars(layer).pop(MARK, None)
+    if mark is not None:
+        del layer.forward
+        if layer.forward != mark.own:
+            layer.forward = mark.own
+
+
+def first_pass() -> bool:
+    """Whether a checkpointed layer runs for the first time: nothing of what it saves is kept, so nothing is coded."""
+    call: _Call | None = getattr(_now, "call", None)
+    return call is not None and not call.again
+
+
+def product_needed() -> bool:
+    """Whether the product of the linear layer that runs now is used. Counts the linear layers of a checkpointed layer.
+
+    When the layer runs again, it ends with the last tensor that is saved, which may be the input of a linear layer.
+    """
+    call: _Call | None = getattr(_now, "call", None)
+    if call is None:
+        return True
+    call.linears += 1
+    return not (call.again and call.linears == call.last)
+
+
+def after_linear(out: Tensor) -> Tensor:
+    """Note that a linear layer has saved what it saves; returns `out`."""
+    call: _Call | None = getattr(_now, "call", None)
+    if call is not None and not call.again:
+        call.last, call.saved_at_last = call.linears, len(call.slots)
+    return out
+
+
+class _Slot:
+    """Stands for a saved tensor in autograd's graph."""
+
+    __slots__ = ("__weakref__", "call", "value")
+
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+        self.value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        if self.value is None:
+            self.call.run_again()
+        value, self.value = self.value, None
+        assert value is not None
+        return value
+
+
+class _Filled(Exception):
+    """All slots of a call are filled."""
+
+
+class _Call:
+    """One forward pass of a checkpointed layer.
+
+    Attributes:
+        slots: of the saved tensors, in order. again: whether the layer runs again now.
+        linears: linear layers that have run in this pass. last: the number of the last one, or 0 if the layer saves
+            something after it; saved_at_last: slots when it had run.
+    """
+
+    def __init__(self, layer: CheckpointedLayer, x: Tensor, run: Callable[[Tensor], Any]) -> None:
+        self.layer, self.run, self.x, self.wants_grad = layer, run, x, x.requires_grad
+        codec = layer.codec if x.dtype in FLOATS and x.numel() and not hasattr(x, "to_local") else None
+        self.codec, self.shape, self.dtype = codec, x.shape, x.dtype
+        self.kept = x.detach() if codec is None else codec.encode(x.detach())
+        self.version = self.kept._version
+        self.slots: list[weakref.ref[_Slot]] = []
+        self.again, self.linears, self.last, self.saved_at_last = False, 0, 0, 0
+        device = x.device.type
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys((device, "cpu"))
+        ]
+        self.random = torch.get_rng_state()
+        self.devices, self.states = get_device_states(x) if device != "cpu" else ([], [])
+        self.device = device
+        note(self, [self.kept])
+
+    def first(self, given: list[Tensor]) -> Any:
+        """Run the layer, with slots in place of what it saves; `given`: the tensors among its arguments."""
+        versions = [t._version for t in given]
+        with self._active(), saved_tensors_hooks(self._reserve, _Slot.take):
+            out = self.run(self.x)
+        del self.x
+        if versions != [t._version for t in given]:
+            raise RuntimeError(
+                f"layer {self.layer.name!r} changes an argument in place, so it cannot run again from it; "
+                "allowed: keep or low-bit for this layer, or a layer that leaves its arguments as they are"
+            )
+        if len(self.slots) > self.saved_at_last:
+            self.last = 0
+        if not self.devices and self.random is not None and torch.equal(self.random, torch.get_rng_state()):
+            self.random = None  # no random number was drawn
+        return out
+
+    def run_again(self) -> None:
+        """Fill the slots that are empty."""
+        if self.codec is None and self.kept._version != self.version:
+            raise RuntimeError(
+                f"the input of layer {self.layer.name!r} was changed in place after the layer ran, so it cannot run "
+                "again from it; allowed: a low-bit input for this layer, or no changes in place"
+            )
+        x = self.kept
+        if self.codec is not None:
+            x = self.codec.decode(x, shape=self.shape, dtype=self.dtype)
+        x = x.detach().requires_grad_(self.wants_grad)
+        position = 0
+
+        def fill(value: Tensor) -> Tensor:
+            nonlocal position
+            value = value.detach() if value.requires_grad else value  # an output would hold the graph that holds it
+            slot = self.slots[position]() if position < len(self.slots) else None
+            position += 1
+            if slot is not None and slot.value is None:
+                slot.value = value
+            if position == len(self.slots):
+                raise _Filled
+            return value
+
+        self.again, self.linears = True, 0
+        try:
+            with self._as_before(), self._active(), torch.enable_grad(), saved_tensors_hooks(fill, _itself):
+                self.run(x)
+        except _Filled:
+            return
+        finally:
+            self.again = False
+        raise RuntimeError(
+            f"layer {self.layer.name!r} saved {len(self.slots)} tensors for backward, but {position} when it ran "
+            "again; allowed: layers that compute the same both times"
+        )
+
+    def _reserve(self, value: Tensor) -> _Slot:
+        slot = _Slot(self)
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        """Let modules see this call; keep autocast from holding copies of weights until the model's forward ends."""
+        before, _now.call = getattr(_now, "call", None), self
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            _now.call = before
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Autocast and random numbers as in the first run."""
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            if self.random is not None:
+                stack.enter_context(torch.random.fork_rng(self.devices, device_type=self.device))
+                torch.set_rng_state(self.random)
+                if self.devices:
+                    set_device_states(self.devices, self.states, device_type=self.device)
+            yield
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+@torch.compiler.disable(reason="a layer checkpointed by lowbit runs again from the input that it kept")
+def _checkpointed_forward(module: nn.Module, layer: CheckpointedLayer, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a checkpointed layer."""
+    if not (torch.is_grad_enabled() and module.training):
+        return layer.own(*args, **kwargs)
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+    if not any(t.requires_grad for t in (*tensors, *module.parameters())):
+        return layer.own(*args, **kwargs)
+    key = _key_of_input(layer, given)
+    given = {k: None if hasattr(value, "get_seq_length") else value for k, value in given.items()}
+    if any(given[k] is not value for k, value in enumerate(args)) or any(given[k] is not kwargs[k] for k in kwargs):
+        _say_no_cache()
+
+    def run(x: Tensor) -> Any:
+        values = given | {key: x}
+        return layer.own(*(values[k] for k in range(len(args))), **{k: values[k] for k in kwargs})
+
+    return _Call(layer, given[key], run).first(tensors)
+
+
+@functools.cache
+def _say_no_cache() -> None:
+    log.warning(
+        "checkpointed layers run again, so they leave out the cache of keys and values that they are given; "
+        "allowed: use_cache=False in training"
+    )
+
+
+def _key_of_input(layer: CheckpointedLayer, given: dict[int | str, Any]) -> int | str:
+    """The position or name of the tensor that is kept: the first one with a gradient, or else the first of floats."""
+    floats = {k: t for k, t in given.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    if not floats:
+        raise RuntimeError(
+            f"layer {layer.name!r} is checkpointed, but none of its arguments is a tensor of floats; allowed: keep or "
+            "low-bit for this layer, or one that takes its input as an argument of its own"
+        )
+    first = "hidden_states" if "hidden_states" in floats else next(iter(floats))
+    return next((k for k, t in floats.items() if t.requires_grad), first)

@@ -1,0 +1,296 @@
+"""Follows what a model computes, function by function, and hands functions that save activations to their handlers.
+
+The outermost module of a compressed model that is called enters a `TorchFunctionMode`. It sees every torch function
+inside, whatever module calls it and however that is written. A function with a handler saves payloads; all others run
+as they are. `recipes.attach` tells the functions that follow what a tensor was computed from.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowbit.activations.checkpoint import first_pass
+from lowbit.activations.compiled import compiled_forward
+from lowbit.activations.policy import LayerAware
+from lowbit.activations.recipes import (
+    FEWEST,
+    Itself,
+    Rebuilt,
+    Recipe,
+    SavedTensors,
+    attach,
+    checkpoint_hook,
+    recipe_of,
+    room,
+    takes,
+)
+from lowbit.activations.survey import Survey
+from lowbit.codecs import Codec
+
+log = logging.getLogger(__name__)
+
+MARK = "_lowbit_saved"
+"""The attribute of a followed module that holds its `Layer`."""
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""By torch function: called with a `Call` and the function's arguments; NotImplemented runs the function itself."""
+
+_VIEWS = ("View", "ReshapeAlias", "Transpose", "Permute", "Squeeze")
+_ATTENTION = ("Attention", "attention", "Attn")
+
+
+def handles(*functions: Any) -> Callable[[Any], Any]:
+    """Register a handler for these torch functions."""
+
+    def register(handler: Any) -> Any:
+        HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+@dataclass
+class Shared:
+    """What the modules of one compressed model share.
+
+    Args:
+        policy: the formats. survey: counts bytes in the first pass; None afterwards.
+    """
+
+    policy: LayerAware
+    survey: Survey | None = None
+    _codecs: dict[tuple[str, str], Codec | None] = field(default_factory=dict)
+
+    def codec(self, kind: str, name: str, x: Tensor | None = None) -> Codec | None:
+        """The format for a layer type in the module of this name, chosen at its first input `x`; None: as it is."""
+        if (kind, name) not in self._codecs:
+            codec = self.policy.codec(self.policy.bits_of(kind, name))
+            if x is None:
+                return codec
+            chosen = self._codecs[kind, name] = self.policy.for_outliers(kind, codec, x)
+            if chosen != codec:
+                log.info("%s has outlier channels: its input is saved as %r", name, chosen)
+        return self._codecs[kind, name]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layer:
+    """A module that is followed: its name, its own forward, and what its model shares.
+
+    Args:
+        forward: replaces the module's own, which `own` still is: called with the module, this object and the arguments.
+            None: the module's own runs.
+        kind: the layer type of such a module. formula: parameters of `forward`: `Norm`, the name of an activation.
+        in_graphs: the format's name in graphs of `torch.compile`; None: saved as it is.
+    """
+
+    name: str
+    own: Callable[..., Any]
+    shared: Shared
+    forward: Callable[..., Any] | None = None
+    kind: str = ""
+    formula: Any = None
+    in_graphs: str | None = None
+
+    @property
+    def codec(self) -> Codec | None:
+        """The format for the layer type; None: saved as it is, or no layer of a type."""
+        return self.shared.codec(self.kind, self.name) if self.kind else None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a torch function: by which module, and what to save for it."""
+
+    func: Any
+    module: Any
+    layer: Layer
+
+    @property
+    def name(self) -> str:
+        """The name of the innermost module that runs."""
+        return self.layer.name
+
+    def codec(self, kind: str, x: Tensor | None = None) -> Codec | None:
+        """The format for the input of a layer type here; None: saved as it is."""
+        return self.layer.shared.codec(kind, self.layer.name, x)
+
+    def handled(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Around what is saved in place of what the function itself would save for these arguments.
+
+        In the first pass the function runs as well, to count that.
+        """
+        survey = self.layer.shared.survey
+        return nullcontext() if survey is None else survey.handled(self.func, args, kwargs)
+
+    def returned(self, out: Any) -> Any:
+        """The result of what was handled."""
+        if (survey := self.layer.shared.survey) is not None:
+            survey.returned(out)
+        return out
+
+    def left(self, reason: str) -> Any:
+        """Leave the call to the function itself; the report tells why."""
+        if (survey := self.layer.shared.survey) is not None:
+            survey.reason(reason)
+        return NotImplemented
+
+    def saves(self, *tensors: Tensor | None) -> bool:
+        """Whether autograd would save something of these here that can be saved in few bits."""
+        if not any(t is not None and t.requires_grad for t in tensors):
+            return False
+        if not self.module.training:
+            say_once(
+                "a model with compressed activations runs in evaluation mode with gradients enabled: activations are "
+                "saved in full there; call model.train() to train it, or use torch.no_grad() to evaluate it"
+            )
+            self.left("evaluation mode")
+            return False
+        if not takes(*tensors):
+            kinds = sorted({f"{type(t).__name__} of {t.dtype}" for t in tensors if t is not None and not takes(t)})
+            say_once(f"activations are saved in full where they are {kinds}")
+            self.left(", ".join(kinds))
+            return False
+        return True
+
+    def source(self, x: Tensor, dtype: torch.dtype) -> tuple[Rebuilt, SavedTensors]:
+        """How a layer rebuilds its input in backward, and the tensors it saves for that."""
+        # Attention's kernel saves its output as it is, so saving that again costs nothing.
+        smallest = max(FEWEST, self.layer.shared.policy.smallest)
+        codec = None if from_attention(x) or x.numel() < smallest else self.codec("linear", x)
+        own = Itself(x.shape, codec)
+        recipe = recipe_of(x)
+        if recipe is None or (isinstance(recipe.form, Itself) and recipe.form.bits < own.bits):
+            saved: SavedTensors = (x.to(dtype) if codec is None else encoded(codec, x),)
+            recipe = Recipe(own, saved, weak=True)
+            attach(x, recipe)
+        else:
+            saved = recipe.saved() or ()
+        recipe.rebuilt.add_user()
+        return recipe.rebuilt, saved
+
+
+def large_enough(x: Tensor) -> bool:
+    """Whether a tensor has so many elements that few bits take fewer bytes."""
+    return x.numel() >= FEWEST
+
+
+def encoded(codec: Codec, x: Tensor) -> Tensor:
+    """The payload of `x`; an empty one in a checkpointed layer's first pass, which keeps none."""
+    payload = room(codec, x)
+    if not first_pass():
+        with torch.no_grad():
+            codec.encode(x, out=payload)
+    return payload
+
+
+def known(x: Tensor) -> Recipe | None:
+    """The recipe of `x`, also if attention's kernel has saved it anyway; None: nothing is saved of it."""
+    recipe = recipe_of(x)
+    if recipe is None and from_attention(x):
+        recipe = Recipe(Itself(x.shape, None), (x,))
+    return recipe
+
+
+def from_attention(x: Tensor) -> bool:
+    """Whether `x` is a view of an attention kernel's output."""
+    node = x.grad_fn
+    for _ in range(8):
+        if node is None:
+            return False
+        name = node.name()
+        if any(word in name for word in _ATTENTION) or not any(view in name for view in _VIEWS):
+            return any(word in name for word in _ATTENTION)
+        node = node.next_functions[0][0]
+    return False
+
+
+class _Threads(threading.local):
+    """The modules that run in a thread, each called by the one before, with the checkpoint that each began in."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[nn.Module, Layer, Any]] = []
+
+
+_threads = _Threads()
+
+
+def running() -> tuple[str, nn.Module] | None:
+    """The innermost module that runs in this thread, with its name."""
+    if not _threads.running:
+        return None
+    module, layer, _ = _threads.running[-1]
+    return layer.name, module
+
+
+def followed_forward(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    """A module's forward, followed."""
+    if not torch.is_grad_enabled():
+        return layer.own(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return compiled_forward(module, layer, *args, **kwargs)
+    if not _threads.running:
+        return _outermost(module, layer, *args, **kwargs)
+    return _run(module, layer, *args, **kwargs)
+
+
+def _run(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    modules = _threads.running
+    modules.append((module, layer, checkpoint_hook()))
+    try:
+        if layer.forward is not None:
+            return layer.forward(module, layer, *args, **kwargs)
+        return layer.own(*args, **kwargs)
+    finally:
+        modules.pop()
+
+
+@torch.compiler.disable(reason="lowbit.activations follows tensors, which graphs do not see")
+def _outermost(module: nn.Module, layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    survey = layer.shared.survey
+    with Following():
+        if survey is None or not module.training or not survey.can_count():
+            return _run(module, layer, *args, **kwargs)
+        with survey.counting(module, (args, kwargs)):
+            out = _run(module, layer, *args, **kwargs)
+    if survey.tell():
+        layer.shared.survey = None
+    return out
+
+
+class Following(TorchFunctionMode):
+    """Hands functions to their handlers while gradients are enabled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        modules = _threads.running
+        # A graph of `torch.compile` inside cannot see what tensors remember (`compiled_forward` runs there).
+        if torch.compiler.is_compiling() or not modules or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        module, layer, checkpoint = modules[-1]
+        handler = HANDLERS.get(func)
+        # A checkpoint that began in this module's forward runs its functions again without the module.
+        if handler is not None and checkpoint_hook() is checkpoint:
+            out = handler(Call(func, module, layer), *args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        survey = layer.shared.survey
+        if survey is None:
+            return func(*args, **kwargs)
+        with survey.function(func):
+            return func(*args, **kwargs)
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Log a line, the first time."""
+    log.warning(text)

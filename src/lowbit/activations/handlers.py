@@ -1,0 +1,229 @@
+"""What is saved for torch functions: linear layers, norms, activations, products, dropout, views and casts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lowbit.activations.checkpoint import after_linear
+from lowbit.activations.follow import Call, encoded, handles, known, large_enough
+from lowbit.activations.functions import GatedFunction, LinearFunction, MaskFunction
+from lowbit.activations.layers import activated, attach_until_backward, normalized
+from lowbit.activations.recipes import (
+    GatedOutput,
+    Itself,
+    Masked,
+    Norm,
+    Recipe,
+    attach,
+    itself,
+    packed_bits,
+    recipe_of,
+)
+from lowbit.codecs.checks import FLOATS
+
+
+@handles(functional.linear)
+def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A linear layer, which saves its input unless that has a recipe."""
+    return _linear(call, (input, weight, bias), input, weight, bias, transposed=False)
+
+
+@handles(torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+def matmul(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
+    """A linear layer, if the second matrix is a parameter."""
+    if kwargs or not isinstance(input, Tensor) or not _is_parameter(other) or input.dim() < 2:
+        return NotImplemented
+    return _linear(call, (input, other), input, other, None, transposed=True)
+
+
+@handles(torch.addmm)
+def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
+    """A linear layer with bias, if the second matrix is a parameter: Conv1D of Hugging Face."""
+    if kwargs or not _is_parameter(mat2) or input.dim() != 1:
+        return NotImplemented
+    return _linear(call, (input, mat1, mat2), mat1, mat2, input, transposed=True)
+
+
+def _linear(
+    call: Call, given: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
+) -> Any:
+    if weight.dim() != 2 or x.dim() < 1 or not large_enough(x) or not call.saves(x, weight, bias):
+        return NotImplemented
+    autocast = torch.is_autocast_enabled(x.device.type)
+    # PyTorch refuses mixtures of dtypes: leave the error to its own functions.
+    if not autocast and len({t.dtype for t in (x, weight, bias) if t is not None}) > 1:
+        return NotImplemented
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    with call.handled(*given):
+        rebuilt, saved = call.source(x, dtype) if weight.requires_grad else (None, ())
+        return after_linear(LinearFunction.apply(x, weight, bias, transposed, dtype, rebuilt, saved))
+
+
+def _is_parameter(x: Any) -> bool:
+    """Whether `x` is a matrix that is a parameter, or a view of one."""
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        return False
+    return isinstance(x, nn.Parameter) or (x._is_view() and isinstance(x._base, nn.Parameter))
+
+
+@handles(functional.layer_norm)
+def layer_norm(
+    call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    """LayerNorm over the last dimension."""
+    return _norm(call, input, normalized_shape, weight, bias, Norm(eps=eps, centred=True))
+
+
+@handles(functional.rms_norm)
+def rms_norm(
+    call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    """RMSNorm over the last dimension."""
+    return _norm(call, input, normalized_shape, weight, None, Norm(eps=eps))
+
+
+def _norm(
+    call: Call, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, norm: Norm
+) -> Any:  # fmt: skip
+    same = len({t.dtype for t in (x, weight, bias) if t is not None}) == 1
+    if not same or len(shape) != 1 or not large_enough(x) or not call.saves(x, weight, bias):
+        return NotImplemented
+    given = (x, shape, weight, bias, norm.eps) if norm.centred else (x, shape, weight, norm.eps)
+    on_cuda = x.is_cuda and torch.is_autocast_enabled("cuda")  # autocast computes norms in float32 there
+    with call.handled(*given):
+        return normalized(call, x, weight, bias, norm, torch.float32 if on_cuda else x.dtype)
+
+
+@handles(functional.silu, functional.relu)
+def silu(call: Call, input: Tensor, inplace: bool = False) -> Any:
+    """SiLU, ReLU."""
+    if inplace:
+        return call.left("changed in place")
+    return _activation(call, (input,), input, "silu" if call.func is functional.silu else "relu")
+
+
+@handles(torch.relu, Tensor.relu)
+def relu(call: Call, input: Tensor) -> Any:
+    """ReLU."""
+    return _activation(call, (input,), input, "relu")
+
+
+@handles(functional.gelu)
+def gelu(call: Call, input: Tensor, approximate: str = "none") -> Any:
+    """GELU of both kinds."""
+    return _activation(call, (input,), input, "gelu" if approximate == "none" else "gelu_tanh", approximate=approximate)
+
+
+def _activation(call: Call, given: tuple[Any, ...], x: Tensor, activation: str, **kwargs: Any) -> Any:
+    if not large_enough(x) or not call.saves(x):
+        return NotImplemented
+    with call.handled(*given, **kwargs):
+        return call.returned(activated(call, x, activation))
+
+
+@handles(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
+def product(call: Call, input: Any, other: Any, **kwargs: Any) -> Any:
+    """act(gate) * up: a payload each of gate and up serves the product, its gradients and the layer that follows."""
+    if kwargs or not isinstance(input, Tensor) or not isinstance(other, Tensor) or input.shape != other.shape:
+        return NotImplemented
+    for gate, up in ((input, other), (other, input)):
+        recipe = recipe_of(gate)
+        if recipe is None or recipe.edge is None or not up.requires_grad or not call.saves(gate, up):
+            continue
+        form, saved = recipe.form, recipe.saved()
+        if not isinstance(form, GatedOutput) or saved is None or gate.shape != form.shape:
+            continue
+        with call.handled(input, other):
+            return _gated(recipe.edge, gate, up, form, saved[0])
+    return NotImplemented
+
+
+def _gated(edge: Tensor, activation: Tensor, up: Tensor, form: GatedOutput, payload: Tensor | None) -> Tensor:
+    if form.codec is None:
+        second: Tensor | None = up
+    else:
+        before = itself(up, form.codec)
+        second = before[0][0] if before and before[1] == form.codec else encoded(form.codec, up)
+        if recipe_of(up) is None:
+            attach(up, Recipe(Itself(up.shape, form.codec), (second,), weak=True))
+    saved = (payload, second)
+    out = GatedFunction.apply(edge, up, form, saved, activation.detach())
+    attach_until_backward(out, Recipe(form, saved))
+    return out
+
+
+@handles(functional.dropout, torch.dropout)
+def dropout(call: Call, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Dropout, which saves a bit for each element."""
+    if inplace or not training or not 0 < p < 1 or not large_enough(input) or not call.saves(input):
+        return NotImplemented
+    with call.handled(input, p, training):
+        # Drawn as PyTorch does it, so that results are the same.
+        with torch.no_grad():
+            factors = functional.dropout(torch.ones_like(input), p)
+            out, mask, scale = input * factors, packed_bits(factors), 1 / (1 - p)
+        recipe = known(input)
+        out = MaskFunction.apply(input, out, mask, scale)
+        if recipe is not None:
+            attach_until_backward(out, recipe.derived(input.shape, Masked(scale), mask))
+        return out
+
+
+@handles(
+    Tensor.view, Tensor.view_as, Tensor.reshape, torch.reshape, Tensor.reshape_as, Tensor.flatten, torch.flatten,
+    Tensor.unflatten, torch.unflatten, Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze,
+    Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.type, Tensor.type_as,
+    Tensor.float, Tensor.bfloat16, Tensor.half,
+)  # fmt: skip
+def same_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Views and casts with the same elements in the same order: the recipe holds for them, too."""
+    recipe = known(args[0]) if args and isinstance(args[0], Tensor) else None
+    if recipe is None:
+        return NotImplemented
+    x, out = args[0], call.func(*args, **kwargs)
+    is_same = isinstance(out, Tensor) and out.numel() == x.numel() and out.device == x.device and out.dtype in FLOATS
+    if is_same and out is not x and recipe_of(out) is None:
+        attach(out, recipe)
+    return out
+
+
+@handles(
+    Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.permute, torch.permute, Tensor.movedim, Tensor.t,
+    Tensor.T.__get__, Tensor.mT.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind,
+    torch.unbind, Tensor.narrow, torch.narrow, Tensor.select, torch.select, Tensor.__getitem__, Tensor.expand,
+)  # fmt: skip
+def moved_elements(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Views with some of the elements, or with another order of them."""
+    recipe = recipe_of(args[0]) if args and isinstance(args[0], Tensor) else None
+    if recipe is None or not _is_basic(args[1:]):
+        return NotImplemented
+    x, out = args[0], call.func(*args, **kwargs)
+    for index, part in enumerate([out] if isinstance(out, Tensor) else out):
+        which = None if isinstance(out, Tensor) else index
+        attach(part, recipe.derived(x.shape, _Again(call.func, args[1:], kwargs, which)))
+    return out
+
+
+class _Again:
+    """A function with all arguments but the first, and which of its results is meant."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int | None) -> None:
+        self.func, self.args, self.kwargs, self.index = func, args, kwargs, index
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.func(x, *self.args, **self.kwargs)
+        return out if self.index is None else out[self.index]
+
+
+def _is_basic(args: Any) -> bool:
+    """Whether arguments hold no tensors: an index by these is no view."""
+    if isinstance(args, list | tuple):
+        return all(map(_is_basic, args))
+    return not isinstance(args, Tensor)

@@ -1,0 +1,184 @@
+"""Steps of optimizers with stored gradients: a portion of the parameters at a time, whoever calls `step`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowbit.gradients.shards import local
+from lowbit.gradients.stored import portions
+from lowbit.gradients.view import decoded
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for an optimizer whose step cannot be taken in portions."""
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}; "
+            "allowed: those that treat each parameter apart, with dense gradients"
+        )
+
+
+class Watch(Protocol):
+    """What is asked before each step whether it concerns these parameters."""
+
+    def check_step(self, parameters: Sequence[nn.Parameter]) -> bool: ...
+
+
+_watches: weakref.WeakSet[Any] = weakref.WeakSet()
+_under_way: dict[int, Portions] = {}
+
+
+def watch_optimizers(watch: Watch) -> None:
+    """Take the steps of all optimizers in portions from now on, and call `watch` before each. It is not kept alive."""
+    if not _watches:
+        _install()
+    _watches.add(watch)
+
+
+def forget_optimizers(watch: Watch) -> None:
+    """Undo `watch_optimizers`."""
+    _watches.discard(watch)
+
+
+@functools.cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Before an optimizer's own step: take it for all portions but the last, and prepare that one."""
+    if not _watches:
+        return None
+    if id(optimizer) in _under_way:
+        _under_way[id(optimizer)].enter()
+        return None
+    every: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    concerned = [watch.check_step(every) for watch in list(_watches)]
+    if True not in concerned:
+        return None
+    check_optimizer(optimizer)
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):  # pyright: ignore
+        raise RuntimeError(
+            "optimizer.step runs inside torch.compile, which would take the first stored gradients in every step; "
+            "allowed: compile forward and backward alone"
+        )
+    closure = Closure.of(args, kwargs)
+    step = _under_way[id(optimizer)] = Portions(optimizer, every, closure)
+    try:
+        return step.all_but_last(args, kwargs)
+    except BaseException:
+        finish(step)
+        raise
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    step = _under_way.get(id(optimizer))
+    if step is not None and step.leave():
+        finish(step)
+
+
+def in_step() -> bool:
+    """Whether an optimizer's step is under way, so that `.grad` is not what backward passes left."""
+    return bool(_under_way)
+
+
+def finish(*steps: Portions) -> None:
+    """Show the stored gradients again: after a step, or (without arguments) after those that failed."""
+    for step in steps or list(_under_way.values()):
+        if _under_way.pop(id(step.optimizer), None) is not None:
+            step.restore()
+
+
+class Closure:
+    """The closure of `optimizer.step(closure)`, called once, before the gradients that it makes are decoded."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        with torch.enable_grad():
+            self._loss = closure()
+        self._versions: dict[nn.Parameter, int] = {}
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> Closure | None:
+        """The closure among the arguments of a step (the optimizer is the first), if there is one."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        return None if closure is None else cls(closure)
+
+    def watch(self, parameters: list[nn.Parameter]) -> None:
+        """Remember these parameters as they are before the step."""
+        self._versions = {p: p._version for p in parameters}
+
+    def __call__(self) -> Any:
+        """Its result; RuntimeError if the optimizer has changed parameters: then it wants gradients at the new ones."""
+        if any(p._version != version for p, version in self._versions.items()):
+            raise RuntimeError(
+                "this optimizer changes parameters before it calls the closure: its step cannot be taken in portions; "
+                "allowed: optimizers that call it first, once"
+            )
+        return self._loss
+
+
+class Portions:
+    """One step of an optimizer, whose parameters get their gradients a portion at a time.
+
+    Args:
+        optimizer: the one that steps. parameters: all of it. closure: of the step.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], closure: Closure | None
+    ) -> None:
+        self.optimizer, self._closure = optimizer, closure
+        self._shown = {p: p.grad for p in parameters if p.grad is not None}
+        groups = optimizer.param_groups
+        self._settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        largest = max((local(p).numel() for p in self._shown), default=0)
+        self._portions = portions(list(self._shown), largest) or [[]]
+        self._recursive, self._depth = True, 0
+
+    def enter(self) -> None:
+        """The optimizer's `step` begins again inside: a portion's, or `super().step()`."""
+        self._depth += not self._recursive
+
+    def leave(self) -> bool:
+        """A `step` of the optimizer ends; return whether it was the whole."""
+        self._depth -= not self._recursive
+        return not self._recursive and self._depth == 0
+
+    def all_but_last(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Step with all portions but the last, and prepare the step with that; return arguments for it."""
+        if self._closure is not None:
+            args, kwargs = (args[0], self._closure, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+        for parameter in self._shown:
+            parameter.grad = None
+        for portion in self._portions[:-1]:
+            self._prepare(portion)
+            self.optimizer.step(*args[1:], **kwargs)
+            for parameter in portion:
+                parameter.grad = None
+        self._prepare(self._portions[-1])
+        self._recursive, self._depth = False, 1
+        return args, kwargs
+
+    def restore(self) -> None:
+        """Show all gradients as before the step."""
+        for parameter, shown in self._shown.items():
+            parameter.grad = shown
+
+    def _prepare(self, portion: list[nn.Parameter]) -> None:
+        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True):
+            for added in group.keys() - settings.keys() - {"params"}:
+                del group[added]
+            group.update(settings)
+        if self._closure is not None:
+            self._closure.watch(portion)
+        with torch.no_grad():
+            for parameter in portion:
+                parameter.grad = decoded(self._shown[parameter], parameter)

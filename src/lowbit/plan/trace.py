@@ -1,0 +1,144 @@
+"""Every allocation of a step: the peak of activations and temporaries, and where it comes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "lowbit.mark "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A part of a step: bytes at its start, the most within it, bytes at its end; all beyond those before the step."""
+
+    start: int
+    peak: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrace:
+    """Bytes that a step allocates beyond what there was before it.
+
+    Args:
+        peak: the most at any time. forward, backward: of each layer, in the layers' order. before: from the start to
+            the first layer. between: from the last layer's forward to its backward, with the loss. after: from the
+            first layer's backward to the end.
+    """
+
+    peak: int
+    before: Segment
+    forward: tuple[Segment, ...]
+    between: Segment
+    backward: tuple[Segment, ...]
+    after: Segment
+
+
+def traced_peak(step: Callable[[], Any], device: torch.device | None = None) -> int:
+    """The most bytes that a step allocates beyond what there was before it, on one device (default: the CPU)."""
+    with _profiled() as profiler:
+        step()
+    return max((size for _, size in _curve(profiler, device or torch.device("cpu"))), default=0)
+
+
+def trace_step(layers: list[nn.Module], step: Callable[[], Any], device: torch.device | None = None) -> StepTrace:
+    """Trace a forward and a backward pass of one micro-batch, layer by layer.
+
+    PyTorch's profiler reports each allocation of PyTorch's, so the figures are exact; other libraries' memory and that
+    of kernels compiled by numba is not seen. Gradients that exist already are not counted.
+
+    Args:
+        layers: in the order in which they run, each once. step: runs both passes.
+    """
+    with _profiled() as profiler, _marking(layers):
+        step()
+    curve = _curve(profiler, device or torch.device("cpu"))
+    marks = {e.name()[len(_MARK) :]: e.start_ns() for e in _events(profiler) if e.name().startswith(_MARK)}
+    count = len(layers)
+    begin = curve[0][0] if curve else 0
+    last = max([time for time, _ in curve] + [*marks.values()]) + 1
+    # Without a gradient of its own the first layer's input is not marked.
+    back = [marks.get(f"backward {i}", last) for i in range(count + 1)]
+    there = [marks[f"forward {i}"] for i in range(count + 1)]
+
+    def between(first: int, end: int) -> Segment:
+        held = [size for time, size in curve if time < first][-1:]
+        inside = [size for time, size in curve if first <= time < end]
+        start = held[0] if held else 0
+        return Segment(start=start, peak=max([start, *inside]), end=inside[-1] if inside else start)
+
+    return StepTrace(
+        peak=max((size for _, size in curve), default=0),
+        before=between(begin, there[0]),
+        forward=tuple(between(there[i], there[i + 1]) for i in range(count)),
+        between=between(there[count], back[count]),
+        backward=tuple(between(back[i + 1], back[i]) for i in range(count)),
+        after=between(back[0], last),
+    )
+
+
+@contextlib.contextmanager
+def _marking(layers: list[nn.Module]) -> Iterator[None]:
+    """Mark when each layer's forward and backward begin. Marks forward i and backward i: the input of layer i."""
+    handles: list[Any] = []
+
+    def mark(text: str) -> None:
+        with record_function(f"{_MARK}{text}"):
+            pass
+
+    def watch(x: Any, number: int) -> None:
+        x = x[0] if isinstance(x, tuple) and x else x
+        if isinstance(x, Tensor) and x.requires_grad:
+            handles.append(x.register_hook(lambda _: mark(f"backward {number}")))
+
+    def before(number: int) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            mark(f"forward {number}")
+            watch(args or tuple(v for v in kwargs.values() if isinstance(v, Tensor)), number)
+
+        return enter
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        mark(f"forward {len(layers)}")
+        watch(output, len(layers))
+
+    handles += [layer.register_forward_pre_hook(before(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    handles.append(layers[-1].register_forward_hook(end))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _profiled() -> Iterator[Any]:
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, profile_memory=True) as profiler:
+        yield profiler
+
+
+def _events(profiler: Any) -> Any:
+    return profiler.profiler.kineto_results.events()
+
+
+def _curve(profiler: Any, device: torch.device) -> list[tuple[int, int]]:
+    """Times in nanoseconds, and bytes allocated then."""
+    kind = torch.profiler.DeviceType.CUDA if device.type == "cuda" else torch.profiler.DeviceType.CPU
+    changes = [
+        (e.start_ns(), e.nbytes()) for e in _events(profiler) if e.name() == "[memory]" and e.device_type() == kind
+    ]
+    total, curve = 0, []
+    for time, change in sorted(changes, key=lambda change: change[0]):
+        total += change
+        curve.append((time, total))
+    return curve

@@ -1,0 +1,400 @@
+"""Mixture-of-experts layers in few bits: what is kept, gradients, routing, and what stays as it is."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lowbit.activations import LayerAware, compress_saved_, counted, experts_products, restore_
+from lowbit.activations.experts import experts_like
+from lowbit.codecs import GroupInt
+from tests.activations.models import Calls, at, distance, gradients
+
+DIM, FFN, EXPERTS, CHOICES, TOKENS, VOCAB = 32, 48, 6, 2, 40, 256
+KEPT = {"mixtral": 0.28, "qwen3_moe": 0.28, "deepseek_v3": 0.28, "gpt_oss": 0.4}
+"""At most this share of PyTorch's bytes. Most of GPT-OSS's is its attention, which is written out and left as it is."""
+WAYS = ("eager", "batched_mm", "grouped_mm")
+
+
+def language_model(family: str, way: str = "eager", **more: Any) -> Any:
+    """A causal language model of two layers in training mode, weights from a fixed seed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # about rotary embeddings as short as these
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB, "max_position_embeddings": 128, "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 112,
+        "num_experts_per_tok": CHOICES, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    match family:
+        case "mixtral" | "gpt_oss":
+            sizes |= {"num_local_experts": 8}
+        case "qwen3_moe":
+            sizes |= {"num_experts": 8, "moe_intermediate_size": 112}
+        case "deepseek_v3":
+            del sizes["head_dim"]
+            sizes |= {"num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 2}
+            sizes |= {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+            sizes |= {"v_head_dim": 24, "moe_intermediate_size": 112, "first_k_dense_replace": 0}
+    config = AutoConfig.for_model(family, **sizes | more)
+    attention = "eager" if family == "gpt_oss" else "sdpa"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation=way)
+    return model.float().train()
+
+
+def text(batch: int, rows: int = 4, length: int = 64) -> Tensor:
+    """Bytes of Python's standard library."""
+    source = torch.tensor(list(inspect.getsource(argparse).encode()))
+    starts = torch.randint(len(source) - length, (rows,), generator=torch.Generator().manual_seed(batch))
+    return torch.stack([source[start : start + length] for start in starts])
+
+
+def loss_of(model: Any, ids: Tensor, autocast: bool = False) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Products as small as these take longer with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Experts(nn.Module):
+    """Experts written as most do: a loop, gate and up in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * FFN, DIM) / DIM**0.5)
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, DIM, FFN) / FFN**0.5)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        if int(index.max()) > EXPERTS or int(index.min()) < 0:
+            raise IndexError("no such expert")
+        for expert in range(EXPERTS):
+            token, choice = torch.where(index == expert)
+            gate, up = functional.linear(hidden[token], self.gate_up_proj[expert]).chunk(2, -1)
+            y = functional.linear(self.gated(gate, up), self.down_proj[expert])
+            out.index_add_(0, token, y * weights[token, choice, None])
+        return out
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
+class Block(nn.Module):
+    """A norm and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.norm, self.experts = nn.RMSNorm(DIM), Experts()
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(self.norm(x), index, weights)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, DIM, generator=numbers).requires_grad_()
+    index = torch.rand(TOKENS, EXPERTS, generator=numbers).topk(CHOICES).indices
+    return x, index, torch.rand(TOKENS, CHOICES, generator=numbers).requires_grad_()
+
+
+def all_gradients(block: Block, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Of the parameters and inputs."""
+    x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+    y = block(x, index, weights)
+    factors = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    grads = gradients(block, (y * factors).sum())
+    return grads | {"x": x.grad, "weights": weights.grad}  # pyright: ignore[reportReturnType]
+
+
+def assert_close(grads: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert grads.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(grads[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.fixture
+def blocks() -> tuple[Block, Block]:
+    """A compressed one with exact saved activations, and PyTorch's."""
+    ours, plain = Block(), Block()
+    compress_saved_(ours, LayerAware(bits=16))
+    return ours, plain
+
+
+# ------------------------------------------------------------------------------------------------------ families
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_kept_bytes_of_a_family(family: str):
+    ids = text(0)
+    for way in WAYS:
+        model = language_model(family, way)
+        with counted(model) as plain:
+            expected = loss_of(model, ids, autocast=True)
+        expected.backward()
+        done = compress_saved_(model, report=False)
+        assert any(name.endswith("experts") for name in done.bits)
+        with counted(model) as ours:
+            loss = loss_of(model, ids, autocast=True)
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
+        assert ours.total < KEPT[family] * plain.total, (way, ours.total / plain.total)
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_gradients_of_a_family_after_training(family: str):
+    model, ids = language_model(family), text(1000)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for step in range(60):
+        loss_of(model, text(step, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = gradients(model, loss_of(model, ids))
+    ours = copy.deepcopy(model)
+    compress_saved_(ours, report=False)
+    assert distance(gradients(ours, loss_of(ours, ids)), expected) < 0.02
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", KEPT)
+def test_gradients_of_a_family_are_exact_at_16_bits(family: str, way: str):
+    plain, ids = language_model(family, way), text(0, 2, 20)
+    ours = copy.deepcopy(plain)
+    compress_saved_(ours, LayerAware(bits=16), report=False)
+    assert distance(gradients(ours, loss_of(ours, ids)), gradients(plain, loss_of(plain, ids))) < 2e-5
+
+
+# ----------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gradients_are_those_at_the_rounded_inputs(bits: int):
+    codec = GroupInt(bits=bits, group=40)
+    ours, plain = Block(), Block()
+    compress_saved_(ours, LayerAware(bits=bits, norm=bits, group=40))
+    x, index, weights = inputs()
+    order = index.flatten().sort(stable=True).indices
+
+    def reference(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        own = plain.experts
+        x_ = codec.round_trip(x)
+        h, h_ = (t[order // CHOICES] for t in (at(plain.norm, (x, x_)), plain.norm(x_)))
+        chosen = index.flatten()[order]
+
+        def first(h: Tensor) -> Tensor:
+            return torch.einsum("si,soi->so", h, own.gate_up_proj[chosen])
+
+        def last(inner: Tensor) -> Tensor:
+            return torch.einsum("si,soi->so", inner, own.down_proj[chosen]) * weights.flatten()[order, None]
+
+        gate, up = at(first, (h, h_)).chunk(2, -1)
+        rounded = codec.round_trip(gate.contiguous()), codec.round_trip(up.contiguous())
+        out = at(last, (at(own.gated, (gate, rounded[0]), (up, rounded[1])), own.gated(*rounded)))
+        return torch.zeros_like(x).index_add(0, order // CHOICES, out)
+
+    grads = all_gradients(ours, x, index, weights)
+    plain.forward = reference  # pyright: ignore[reportAttributeAccessIssue]
+    assert_close(grads, all_gradients(plain, x, index, weights), 2e-4)
+
+
+def routings() -> Iterator[Any]:
+    for expert in (0, EXPERTS - 1):
+        yield pytest.param(torch.full((TOKENS, CHOICES), expert), id=f"all-to-{expert}")
+    index = inputs()[1]
+    yield pytest.param(torch.where(index == 2, 3, index), id="an-expert-without-tokens")
+    yield pytest.param(torch.where(index < 2, EXPERTS, index), id="tokens-without-an-expert")
+    yield pytest.param(torch.full_like(index, EXPERTS), id="no-token-with-an-expert")
+    yield pytest.param(index.to(torch.int32), id="int32")
+    yield pytest.param(index[:, :1], id="one-choice")
+
+
+@pytest.mark.parametrize("index", [*routings()])
+def test_routing_is_exact(index: Tensor, blocks: tuple[Block, Block]):
+    x, _, weights = inputs()
+    weights = weights[:, : index.shape[1]]
+    expected = all_gradients(blocks[1], x, index, weights)
+    assert_close(all_gradients(blocks[0], x, index, weights), expected)
+    low = Block()
+    compress_saved_(low, LayerAware(bits=8))
+    grads = all_gradients(low, x, index, weights)
+    if (index < EXPERTS).any():
+        assert distance(grads, expected) < 0.02
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        unused = [expert for expert in range(EXPERTS) if not (index == expert).any()]
+        assert not grads[name][unused].any()
+
+
+def test_the_product_for_all_experts_at_once_gives_the_same(monkeypatch: Any, blocks: tuple[Block, Block]):
+    monkeypatch.setattr(experts_products, "_in_one_launch", lambda x, weight: True)
+    x, index, weights = inputs()
+    index = torch.where(index == 2, 3, index)
+    assert_close(all_gradients(blocks[0], x, index, weights), all_gradients(blocks[1], x, index, weights))
+
+
+def test_hidden_states_are_saved_once_and_nothing_whole():
+    block = Block()
+    compress_saved_(block, LayerAware(bits=4))
+    x, index, weights = inputs()
+    with counted(block) as saved:
+        block(x, index, weights).sum().backward()
+    rows = TOKENS * CHOICES
+    norm = GroupInt(bits=8).nbytes((TOKENS, DIM))
+    gates = 2 * GroupInt(bits=4).nbytes((rows, FFN))
+    routing = rows * (4 + 4)  # the order in int32, and the routing weights
+    assert saved.total <= norm + gates + routing
+
+
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "both", "weights", "x"])
+def test_what_is_frozen_gets_no_gradient(frozen: str, blocks: tuple[Block, Block]):
+    x, index, weights = inputs()
+    results = []
+    for block in blocks:
+        for name in ("gate_up_proj", "down_proj"):
+            getattr(block.experts, name).requires_grad_(frozen not in (name, "both"))
+        inner_x, inner_w = (t.detach().requires_grad_(frozen != n) for t, n in ((x, "x"), (weights, "weights")))
+        block.norm.requires_grad_(frozen != "x")
+        grads = gradients(block, block(inner_x, index, inner_w).square().sum())
+        results.append(grads | {n: t.grad for n, t in (("x", inner_x), ("w", inner_w)) if t.grad is not None})
+    assert_close(*results)
+
+
+def test_checkpointing_and_copies(blocks: tuple[Block, Block]):
+    ours, plain = blocks
+    x, index, weights = inputs()
+    expected = all_gradients(plain, x, index, weights)
+    other = copy.deepcopy(ours)
+    with torch.no_grad():
+        ours.experts.gate_up_proj.zero_()
+    assert_close(all_gradients(other, x, index, weights), expected)
+    own = other.forward
+    other.forward = lambda *args: checkpoint(own, *args, use_reentrant=False)  # pyright: ignore
+    assert_close(all_gradients(other, x, index, weights), expected)
+    restore_(other)
+    assert "forward" not in vars(other.experts)
+
+
+# ----------------------------------------------------------------------------------------------- what stays as it is
+
+
+def test_wrong_input_gets_the_module_s_own_error(blocks: tuple[Block, Block]):
+    ours, plain = blocks
+    x, index, weights = inputs()
+    calls = (
+        (x, torch.where(index == 0, EXPERTS + 1, index), weights),
+        (x, torch.where(index == 0, -1, index), weights),
+        (x[:, : DIM // 2], index, weights),
+        (x, index, weights.to(torch.bfloat16)[: TOKENS // 2]),
+        (x.bfloat16(), index, weights),
+    )
+    for call in calls:
+        with pytest.raises((RuntimeError, IndexError)) as expected:
+            plain.experts(*call)
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+            ours.experts(*call)
+    with pytest.raises(TypeError):
+        ours.experts(x, index)
+
+
+def test_named_arguments_evaluation_and_hooks(blocks: tuple[Block, Block]):
+    ours, plain = blocks
+    compress_saved_(plain)
+    x, index, weights = inputs()
+    y = ours.experts(weights=weights, hidden=x, index=index)
+    assert y.grad_fn.name() == "ExpertsFunctionBackward"
+    for change in ("eval", "hook", "no_grad"):
+        block = copy.deepcopy(ours)
+        if change == "eval":
+            block.eval()
+        if change == "hook":
+            block.experts.act_fn.register_forward_hook(lambda *call: call[-1] * 2)
+        with torch.set_grad_enabled(change != "no_grad"):
+            out = block.experts(x, index, weights)
+        assert out.grad_fn is None or out.grad_fn.name() != "ExpertsFunctionBackward"
+        assert torch.allclose(out, y) == (change != "hook")
+
+
+def test_a_gate_without_an_operator_is_recomputed_in_full_precision():
+    class Squared(Experts):
+        def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+            return self.act_fn(gate).square() * (up + 1)
+
+        def _apply_gate(self, pre: Tensor) -> Tensor:
+            return self.gated(*pre.chunk(2, -1))
+
+    ours, plain = Block(), Block()
+    for block in (ours, plain):
+        block.experts.__class__ = Squared
+    done = compress_saved_(ours, LayerAware(bits=8, norm=16))
+    assert set(done.bits) == {"norm", "experts"}
+    x, index, weights = inputs()
+    expected = all_gradients(plain, x, index, weights)
+    assert distance(all_gradients(ours, x, index, weights), expected) < 0.01
+    with counted(ours) as saved, Calls() as calls:
+        ours(x, index, weights).sum().backward()
+    assert not any("gated" in name for name in calls.count)  # nothing inside is rounded once more
+    assert saved.total < 4 * x.numel() + 1.1 * TOKENS * CHOICES * (2 * FFN + 8)
+
+
+def test_other_formulas_are_left_alone():
+    class Scaled(Experts):
+        def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+            return super().gated(gate, up) * 1.01
+
+    class Normed(Experts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(DIM))
+
+    learned = Experts()
+    learned.act_fn = nn.PReLU()
+    flat = Experts()
+    flat.down_proj = nn.Parameter(torch.randn(DIM, FFN))
+    assert experts_like(Experts()) is not None
+    for module in (Scaled(), Normed(), learned, flat, nn.Linear(3, 3)):
+        assert experts_like(module) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "activation", "sizes"),
+    [
+        ("nemotron_h", "NemotronHExperts", None, {"n_routed_experts": 4, "moe_intermediate_size": 16}),
+        ("deepseek_v4", "DeepseekV4Experts", None, {}),
+        ("olmoe", "OlmoeExperts", "silu", {"num_experts": 4}),
+        ("gemma4_text", "Gemma4TextExperts", "gelu_tanh", {"num_experts": 4, "moe_intermediate_size": 16}),
+    ],
+)
+def test_experts_of_other_families_are_recognized(family: str, name: str, activation: Any, sizes: dict[str, Any]):
+    import importlib
+
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **sizes)
+    config._experts_implementation = "eager"
+    folder = family.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    with torch.device("meta"):
+        experts = getattr(module, name)(config)
+    found = experts_like(experts)
+    assert found is not None
+    assert found.gate.activation == activation

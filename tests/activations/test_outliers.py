@@ -1,0 +1,148 @@
+"""Formats for inputs that 4 and 8 bits in groups spoil: outlier channels, and small tensors that are not averaged."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowbit.activations import LayerAware, compress_saved_
+from lowbit.codecs import BlockFloat8, Codec, GroupInt
+from tests.activations.models import distance, gradients, saved_bytes
+
+DIM = 256
+OUTLIERS = [5, 70, 200]
+
+
+class Block(nn.Module):
+    def __init__(self, norm: Any = nn.RMSNorm) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.up, self.act, self.down = norm(DIM), nn.Linear(DIM, 96), nn.GELU(), nn.Linear(96, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def inputs(*, ratio: float = 300.0) -> Tensor:
+    x = torch.randn(4, 50, DIM, generator=torch.Generator().manual_seed(2))
+    x[..., OUTLIERS] *= ratio
+    return x.requires_grad_()
+
+
+def errors(model: nn.Module, policy: LayerAware, x: Tensor) -> tuple[float, float]:
+    """Relative errors of the gradient of the layer after the norm: neighbours of outliers, and other channels."""
+    weights = torch.randn(4, 50, DIM, generator=torch.Generator().manual_seed(3))
+    plain, ours = copy.deepcopy(model), copy.deepcopy(model)
+    compress_saved_(ours, policy)
+    grads = [gradients(each, (each(x) * weights).sum())["up.weight"] for each in (plain, ours)]
+    near = torch.zeros(DIM, dtype=torch.bool)
+    for channel in OUTLIERS:
+        near[channel // 64 * 64 : channel // 64 * 64 + 64] = True
+    near[OUTLIERS] = False
+    far = ~near
+    far[OUTLIERS] = False
+    apart = (grads[1] - grads[0]).norm(dim=0)
+    sizes = grads[0].norm(dim=0)
+    return float(apart[near].norm() / sizes[near].norm()), float(apart[far].norm() / sizes[far].norm())
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_outlier_channels_are_found_at_the_first_step(norm: Any):
+    """GELU's input stays exact here, so that only the norm's counts."""
+    exact = {"mlp": 16, "linear": 16}
+    bad, _ = errors(Block(norm), LayerAware(outliers=False, **exact), inputs())
+    good, far = errors(Block(norm), LayerAware(**exact), inputs())
+    assert bad > 0.1
+    assert good < 0.04
+    assert far < 0.04
+    usual, _ = errors(Block(norm), LayerAware(**exact), inputs(ratio=1.0))
+    assert usual < 0.01  # 8 bits in groups, as without outliers
+
+
+def test_the_first_input_decides():
+    model = Block()
+    compress_saved_(model)
+    sizes = []
+    for ratio in (300.0, 1.0):
+        with saved_bytes(model) as saved:
+            model(inputs(ratio=ratio)).sum().backward()
+        sizes.append(saved[torch.uint8])
+    gate = GroupInt(bits=6).nbytes((4, 50, 96))
+    assert sizes == [BlockFloat8().nbytes((4, 50, DIM)) + gate] * 2
+
+
+@pytest.mark.parametrize(
+    "codec", [BlockFloat8(), GroupInt(bits=8, group=8), GroupInt(bits=6, symmetric=True)], ids=repr
+)
+def test_codecs_by_layer_type(codec: Codec):
+    """Gradients are those at the rounded inputs of norm, activation and linear layer."""
+    model, x = Block(), inputs(ratio=2.0)
+    ours = copy.deepcopy(model)
+    done = compress_saved_(ours, LayerAware(bits=codec))
+    assert set(done.bits.values()) == {(kind, codec) for kind in ("norm", "mlp", "linear")}
+    assert "norm in " + repr(codec) in repr(done)
+    with saved_bytes(ours) as saved:
+        y = ours(x)
+    torch.testing.assert_close(y, model(x))
+    assert saved[torch.uint8] == codec.nbytes((4, 50, DIM)) + codec.nbytes((4, 50, 96))
+    found = gradients(ours, y.square().sum())
+    expected = gradients(model, model(x).square().sum())
+    assert 0 < distance(found, expected) < 0.08
+
+
+def test_a_codec_for_one_module():
+    model = nn.Sequential(Block(), Block())
+    done = compress_saved_(model, LayerAware(layers={"1.norm": BlockFloat8(), "0": GroupInt(bits=5)}))
+    assert done.bits["1.norm"] == ("norm", BlockFloat8())
+    assert done.bits["0.up"] == ("linear", GroupInt(bits=5))
+    assert done.bits["1.up"] == ("linear", 6)
+    assert gradients(model, model(inputs(ratio=1.0)).sum())
+
+
+def test_checkpointing_chooses_once():
+    from torch.utils.checkpoint import checkpoint
+
+    model = Block()
+    expected = gradients(model, model(inputs()).square().sum())
+    compress_saved_(model)
+    y: Any = checkpoint(model, inputs(), use_reentrant=False)
+    assert distance(gradients(model, y.square().sum()), expected) < 0.08
+
+
+class Classifier(nn.Module):
+    """A vision transformer in short: one token of each image goes to a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head = Block(), nn.Linear(64, 10)
+        self.pool = nn.Linear(DIM, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.pool(self.body(x))[:, 0]))
+
+
+def test_small_inputs_are_left_alone():
+    found = []
+    for policy in (LayerAware(), LayerAware(smallest=0)):
+        model = Classifier()
+        expected = gradients(model, model(inputs(ratio=1.0)).square().sum())
+        compress_saved_(model, policy)
+        grads = gradients(model, model(inputs(ratio=1.0)).square().sum())
+        found.append(float((grads["head.weight"] - expected["head.weight"]).norm() / expected["head.weight"].norm()))
+    assert found[0] < 1e-6
+    assert found[1] > 0.01
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_first_input_that_is_not_finite(bad: float):
+    x = inputs().detach()
+    x[0, 0, 0] = bad
+    model = Block()
+    compress_saved_(model)
+    grads = gradients(model, model(x.requires_grad_()).sum())
+    assert not grads["norm.weight"].isfinite().all()

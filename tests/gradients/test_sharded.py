@@ -1,0 +1,197 @@
+"""`GradientStorage` of sharded parameters: FSDP2, and tensor-parallel layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from lowbit.codecs import BlockFloat8, GroupInt
+from lowbit.gradients import GradientStorage, LowBitReduceScatter
+from lowbit.gradients.view import StoredGradient
+from tests.processes import Ranks
+
+CODEC = BlockFloat8()
+
+
+def toy() -> nn.Sequential:
+    """Widths that two and three ranks do not share evenly, and a matrix with a single row."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(48, 97), nn.Tanh(), nn.Linear(97, 48), nn.Tanh(), nn.Linear(48, 1))
+
+
+def sharded(*, low_bit: bool) -> nn.Sequential:
+    model = toy()
+    for part in (model[0], model[2], model[4], model):
+        fully_shard(part)
+        if low_bit:
+            part.set_custom_reduce_scatter(LowBitReduceScatter(GroupInt(bits=8, group=64, symmetric=True)))  # pyright: ignore
+    return model
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(16, 48, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+    return x, x[:, :5].sum(1, keepdim=True).tanh()
+
+
+def trained(model: nn.Module, *, steps: int) -> tuple[list[float], list[float]]:
+    """By a loop that does not know how gradients are stored: losses, and norms before clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses, norms = [], []
+    for step in range(steps):
+        for i in range(2):
+            x, y = batch(2 * step + i)
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+        losses.append(loss.item())
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append(norm.full_tensor().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def whole(model: nn.Module) -> Tensor:
+    parameters: list[Any] = list(model.parameters())
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in parameters])
+
+
+def eight_bits_stored_and_reduced() -> tuple[list[float], float]:
+    plain, low = sharded(low_bit=False), sharded(low_bit=True)
+    start = whole(plain)
+    storage = GradientStorage(low)
+    (losses, norms), (low_losses, low_norms) = trained(plain, steps=10), trained(low, steps=10)
+    assert low_losses == pytest.approx(losses, rel=0.05, abs=0.01)
+    assert low_norms == pytest.approx(norms, rel=0.1)
+    apart = (whole(low) - whole(plain)).norm() / (whole(plain) - start).norm()
+    assert apart < 0.15
+
+    elements = sum(p.to_local().numel() for p in low.parameters())  # pyright: ignore
+    assert elements < storage.nbytes < 1.1 * elements
+    x, y = batch(99)
+    nn.functional.mse_loss(low(x), y).backward()
+    for p in low.parameters():
+        assert isinstance(p.grad, DTensor)
+        assert isinstance(p.grad._local_tensor, StoredGradient)
+    norm = storage.norm()
+    full: Any = nn.utils.get_total_norm([p.grad for p in low.parameters() if p.grad is not None])
+    assert norm == pytest.approx(full.full_tensor().item(), rel=1e-5)
+    assert storage.clip_(norm / 2) == norm
+    assert storage.norm() == pytest.approx(norm / 2, rel=1e-4)
+    gradient: Any = storage.gradient(low[0].weight)
+    assert gradient.full_tensor().shape == (97, 48)
+    storage.put(low[0].weight, gradient * 0)
+    assert storage.norm() < norm / 2
+    return low_losses, norm
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_fsdp_stores_and_reduces_in_8_bits(ranks: Ranks, count: int):
+    found = ranks.run(eight_bits_stored_and_reduced, ranks=count)
+    assert len({norm for _, norm in found}) == 1
+
+
+def portions_are_the_whole() -> None:
+    """The update of sharded parameters in portions equals a whole step with the decoded gradients."""
+    models = [sharded(low_bit=False) for _ in range(2)]
+    storage = GradientStorage(models[0])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+    for step in range(3):
+        x, y = batch(step)
+        nn.functional.mse_loss(models[0](x), y).backward()
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            q.grad = storage.gradient(p)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(whole(models[0]), whole(models[1]))
+
+
+def test_a_step_in_portions_is_the_whole_step(ranks: Ranks):
+    ranks.run(portions_are_the_whole)
+
+
+def scaler_skips() -> list[bool]:
+    model = sharded(low_bit=True)
+    GradientStorage(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    moved = []
+    for step in range(3):
+        before = whole(model)
+        x, y = batch(step)
+        loss = scaler.scale(nn.functional.mse_loss(model(x), y))
+        bad = step == 1 and dist.get_rank() == 1
+        (loss * (math.inf if bad else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved.append(not torch.equal(whole(model), before))
+    assert scaler.get_scale() == 512.0
+    return moved
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks):
+    assert ranks.run(scaler_skips) == [[True, False, True]] * 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def block() -> Block:
+    torch.manual_seed(3)
+    return Block()
+
+
+def tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain, model = block(), block()
+    parallelize_module(
+        model, mesh,
+        {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()},
+    )  # fmt: skip
+    storage = GradientStorage(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    for step in range(2):
+        for seed in (2 * step, 2 * step + 1):
+            x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed))
+            plain(x).square().sum().backward()
+            model(x.chunk(dist.get_world_size(), 1)[dist.get_rank()]).square().sum().backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            gradient: Any = storage.gradient(q)
+            assert gradient.placements == q.placements  # pyright: ignore
+            assert isinstance(q.grad, DTensor)
+            assert isinstance(q.grad._local_tensor, StoredGradient)
+            assert p.grad is not None
+            error = (gradient.full_tensor() - p.grad).norm() / p.grad.norm()
+            assert error < 0.05, (q.shape, q.placements, step)
+            p.grad = gradient.full_tensor()
+        expected: Any = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        assert storage.norm() == pytest.approx(float(expected), rel=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.allclose(weights(plain), whole(model), rtol=1e-5, atol=1e-7)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_tensor_parallel_layers(ranks: Ranks):
+    """Column-wise and row-wise layers, and a replicated norm, whose gradient is a partial sum on each rank."""
+    ranks.run(tensor_parallel)
