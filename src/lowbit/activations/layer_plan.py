@@ -277,4 +277,5 @@ def _choice(values: Any) -> LayerChoice:
 
 
 def _describe(count: int, kind: Mapping[str, Any]) -> str:
-    return f"{count} x {kind['layer']} of {kind['layer parameters']:,} parameters"
+    parameters = kind["layer parameters"]
+    return f"{count} x {kind['layer']} of {f'{parameters:,}' if isinstance(parameters, int) else parameters} parameters"

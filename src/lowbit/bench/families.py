@@ -15,7 +15,7 @@ from lowbit.activations import compress_saved_, counted
 from lowbit.bench.family_models import FAMILIES, Family, family_model
 from lowbit.bench.memory_methods import policy_of
 from lowbit.bench.settings import EachOnce, megabytes
-from lowbit.config import NonNegative, Positive, section
+from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.plan.measure import gradients, relative_error
 from lowbit.report import Column, Command, Row, Table
 from lowbit.train.config import DataConfig
@@ -52,6 +52,10 @@ class FamiliesBenchmark:
     """Read at most this many bytes of text."""
     threads: Positive = 2
     """PyTorch threads."""
+
+    def __post_init__(self) -> None:
+        if self.dim % 32:
+            raise ConfigError(f"dim is {self.dim}; allowed: multiples of 32, the width of a head")
 
     def data(self) -> DataConfig:
         """The text, in samples of so many tokens."""
