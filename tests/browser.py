@@ -92,12 +92,15 @@ def search(browser: Any, address: str, words: str) -> list[str]:
     with browser.new_context(viewport={"width": 1400, "height": 900}) as context:
         page = context.new_page()
         page.goto(f"{address}/index.html", wait_until="networkidle")
-        page.fill("input.md-search__input", words)
-        try:
-            page.wait_for_selector(".md-search-result__item", timeout=20_000)
-        except Exception:
-            return [f"finds nothing for {words!r}"]
-    return []
+        for _ in range(10):  # words that come before the index has been read find nothing, and are typed again
+            page.fill("input.md-search__input", "")
+            page.locator("input.md-search__input").press_sequentially(words, delay=20)
+            try:
+                page.wait_for_selector(".md-search-result__item", timeout=2_000)
+            except Exception:
+                continue
+            return []
+    return [f"finds nothing for {words!r}"]
 
 
 def here(url: str, address: str) -> bool:
