@@ -15,6 +15,7 @@ CPU_TESTS := $(addprefix tests/,kernels codecs tensor_parallel evaluate collecti
   $(addprefix tests/activations/test_,norm.py gated.py modules.py distributed.py) $(addprefix tests/train/test_,prepare.py loop.py activations.py)
 TORCH  ?= 2.15.0
 OTHER  := .venv-torch/$(TORCH)
+ENGINES := .venv-engines
 TORCH_TESTS := $(addprefix tests/,pipeline train/test_loop.py activations/test_distributed.py ranks/test_pytorch.py) \
   $(addprefix tests/test_docs.py::,test_python_runs test_scripts_for_several_ranks_run)
 # Not on the terminal: what the theme's authors have to say of MkDocs 2.
@@ -22,7 +23,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 GPU_TESTS := $(addprefix tests/,codecs/test_gpu.py pipeline/test_side_streams.py train/test_device.py bench/test_convergence.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reference package lint format clean
+.PHONY: help demo test test-integrations test-slow test-cpus test-torch test-docs fuzz torture gpu-test docs docs-serve docs-browser reference package lint format clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +36,9 @@ test: $(VENV)/.installed-dev ## Run the test suite (ARGS="-k codecs" is handed t
 
 test-slow: $(VENV)/.installed-dev ## Run the long tests that `make test` leaves out
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+
+test-integrations: $(ENGINES)/.installed ## Run the tests inside other people's engines: torchft, TorchTitan, Megatron, Ray (4 GB of disk)
+	@$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/integrations $(ARGS)
 
 test-cpus: $(VENV)/.installed-dev ## Run what depends on the processor as on one with AVX2 only, and as on one without
 	@$(AVX2) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(CPU_TESTS) $(ARGS)
@@ -83,7 +87,7 @@ format: $(VENV)/.installed-dev ## Rewrite the files in the project's style
 	@$(BIN)/ruff format
 
 clean: ## Remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) .venv-torch .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) .venv-torch $(ENGINES) .pytest_cache .ruff_cache .hypothesis build dist site
 
 # One stamp for each set of extras: packages are installed again when the project's requirements change.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
@@ -97,6 +101,14 @@ $(OTHER)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/python -m venv --clear $(OTHER)
 	@grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e '.[dev]' torch==$(TORCH)
+	@touch $@
+
+# TorchTitan wants an older `datasets` than the rest.
+$(ENGINES)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "Installing lowbit[dev,ft,titan,megatron,ray] into $(ENGINES) ..."
+	@$(BIN)/python -m venv --clear $(ENGINES)
+	@grep -v '^datasets==' constraints.txt > $(ENGINES)/constraints.txt
+	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c $(ENGINES)/constraints.txt -e '.[dev,ft,titan,megatron,ray]'
 	@touch $@
 
 $(BIN)/pip:

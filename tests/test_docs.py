@@ -37,7 +37,7 @@ PAGES = [
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KINDS = {
     "python": "run, with torchrun=N as N ranks",
-    "py": "run by tests/gradients/test_recipes.py, with the packages that it names",
+    "py": "run where the packages that it names are installed: by tests/gradients/test_recipes.py, tests/integrations",
     "bash": "commands, parsed",
     "console": "commands, parsed, and what they print",
     "toml": "a training configuration, or what a package declares, read",
@@ -178,7 +178,7 @@ def test_links_lead_somewhere(page: Path):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_block_is_of_a_kind_that_is_checked(page: Path):
-    check_blocks(page.read_text(), recipes=page.name == "data-parallel.md")
+    check_blocks(page.read_text(), recipes=page.name == "data-parallel.md" or page.parent.name == "engines")
 
 
 def check_blocks(text: str, *, recipes: bool = False) -> None:

@@ -36,6 +36,7 @@ PUBLIC = {
     ),
     "lowbit.evaluate": "CalibrationConfig EvaluationConfig Score Sequences perplexity",
     "lowbit.gradients": "GradientStorage LowBitReduceScatter all_reduce_hook",
+    "lowbit.integrations": "EngineError",
     "lowbit.kernels": "Operator apart backend implementation operator",
     "lowbit.network": "Goodput Link LinkUnavailable SlowLink goodput measure round_trip",
     "lowbit.plan": (

@@ -22,10 +22,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gradients": _BOUNDARY,
     "tensor_parallel": _BOUNDARY,
     "activations": {"codecs", "kernels"},
-    "train": _RECIPE,
+    "integrations": _RECIPE | {"tensor_parallel"},
+    "train": _RECIPE | {"integrations"},
     "plan": _RECIPE | {"report", "train"},
     "evaluate": _RECIPE | {"report", "train", "tensor_parallel"},
-    "bench": _RECIPE | {"report", "train", "tensor_parallel", "plan", "kernels", "network"},
+    "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "kernels", "network"},
     "cli": _RECIPE | {"report", "train", "plan", "evaluate", "bench"},
     "__main__": {"cli"},
 }

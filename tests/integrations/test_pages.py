@@ -1,0 +1,32 @@
+"""The pages of docs/engines/ run, where the packages that a block names are installed: ```py torchft torchrun=2."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import ROOT, Block, blocks, joined, name, run
+
+PAGES = sorted((ROOT / "docs" / "engines").glob("*.md"))
+BLOCKS = [
+    pytest.param(block, id=f"{name(page)}:{block.line}")
+    for page in PAGES
+    for block in blocks(page.read_text())
+    if block.language == "py"
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for package in block.words:
+        if "=" not in package and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    script = tmp_path / "block.py"
+    script.write_text(joined([block]))
+    run(script, block.ranks)
