@@ -25,6 +25,7 @@ import torch.distributed as dist
 from lowbit import __version__
 from lowbit.collectives.exchange import CollectiveExchange, Exchange, Marks, MessageExchange
 from lowbit.collectives.scratch import Scratch
+from lowbit.ranks import pytorch
 from lowbit.ranks.agreement import Agreement
 from lowbit.ranks.checksum import Checksums, secret_facts
 from lowbit.ranks.errors import AgreementError
@@ -68,7 +69,7 @@ class Call:
     def as_messages(self) -> bool:
         """Whether payloads travel as messages."""
         if self.transport == "auto":
-            return "gloo" in dist.get_backend(self.group) and self.device.type == "cpu"
+            return self.device.type == "cpu" and pytorch.carries(self.group, "gloo", self.device)
         return self.transport == "messages"
 
     @property
@@ -94,7 +95,7 @@ class _Job:
 
     def facts(self) -> dict[int, dict[str, str]]:
         common = {"lowbit version": __version__, **secret_facts()}
-        return {dist.get_rank(self.call.group): common | self.call.stated | {"layer": self.call.layer}}
+        return {self.call.group.rank(): common | self.call.stated | {"layer": self.call.layer}}
 
 
 class Pending:

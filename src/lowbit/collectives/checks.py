@@ -14,6 +14,7 @@ from lowbit.codecs.sums import Summable
 from lowbit.collectives.algorithms import CHUNK, SMALL
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.ranks.checksum import check_checksums
+from lowbit.ranks.groups import is_known
 
 
 def described(x: Tensor) -> str:
@@ -71,8 +72,10 @@ def check_call(
     check_choice("op", op, ("sum", "avg"))
     check_choice("algorithm", algorithm, ("two_shot", "one_shot", "auto"))
     check_choice("transport", transport, ("auto", "messages", "collectives"))
-    ranks = dist.get_world_size(group) if group is not None else 1
+    ranks = group.size() if group is not None else 1
     check_int("node_size", node_size, 1, ranks)
+    if group is not None and node_size != 1 and not is_known(group):
+        raise ValueError(f"node_size is {node_size}; allowed with a group that torch.distributed has not made: 1")
     if isinstance(node_size, int) and ranks % node_size:
         raise ValueError(f"node_size is {node_size}; allowed: a divisor of the {ranks} ranks")
     check_int("small", small, 0, 1 << 60)

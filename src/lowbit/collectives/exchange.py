@@ -63,7 +63,7 @@ class Exchange(ABC):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, scratch: Scratch, marks: Marks) -> None:
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.ranks = group.rank(), group.size()
         self._group, self._device, self._scratch = group, device, scratch
         self._marks, self._checksums = marks, marks.checksums
         self._lanes: dict[int, _Lane] = {}
@@ -142,8 +142,7 @@ class MessageExchange(Exchange):
             if size and source != self.rank:
                 message = lane.incoming[source, : size + self._checksums.room]
                 with self._board.blaming(source):
-                    work = dist.irecv(message, group=self._group, group_src=source, tag=tag)
-                assert work is not None  # only for ranks outside the group
+                    work = self._group.recv([message], source, tag)
                 lane.arriving[source] = work
 
     def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
@@ -162,8 +161,7 @@ class MessageExchange(Exchange):
             self._checksums.seal(message, *self._place(lane, self.rank, to))
         for peer in receivers:
             with self._board.blaming(peer):
-                work = dist.isend(message, group=self._group, group_dst=peer, tag=self._tags + lane)
-            assert work is not None
+                work = self._group.send([message], peer, self._tags + lane)
             self._leaving.append((peer, work))
 
     def take(self, lane: int, source: int) -> Tensor:
@@ -208,7 +206,7 @@ class CollectiveExchange(Exchange):
                 flat = buffers.incoming.view(-1), buffers.outgoing.view(-1)
                 work = pytorch.gather(*flat, self._group, async_op=True)
             else:
-                work = dist.all_to_all_single(buffers.incoming, buffers.outgoing, group=self._group, async_op=True)
+                work = pytorch.exchange(buffers.incoming, buffers.outgoing, self._group)
             assert work is not None
             buffers.arriving[self.rank] = work
 

@@ -20,7 +20,7 @@ from lowbit.collectives.hierarchy import nodes_of, sum_by_nodes
 from lowbit.collectives.shards import Shards
 from lowbit.ranks import pytorch
 from lowbit.ranks.checksum import sealed_bytes
-from lowbit.ranks.groups import default_group
+from lowbit.ranks.groups import plain
 
 Op = Literal["sum", "avg"]
 Algorithm = Literal["two_shot", "one_shot", "auto"]
@@ -62,7 +62,8 @@ def all_reduce(
         tensor: float32, bfloat16 or float16, any shape and strides; the same shape and dtype on all ranks.
         codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`; or `FeatureInt4`
             for as many ranks, of any rank's part: shards and chunks are then whole rows.
-        group: the ranks; None: the default group. op: "sum" or "avg".
+        group: the ranks; None: the default group. A group that `torch.distributed` has not made, or a wrapper such as
+            torchft's `ProcessGroupGloo`, serves as well. op: "sum" or "avg".
         algorithm: "two_shot", "one_shot", or "auto": one_shot for two ranks and for small payloads.
         async_op: return at once a `Pending`; the tensor must not be touched before its `wait()`.
         node_size: so many successive ranks share a node, a divisor of the ranks. Sums inside a node are PyTorch's, in
@@ -85,8 +86,8 @@ def all_reduce(
         PeerError: a rank ended or does not answer. The group cannot be used any more. With the transport "collectives"
             it is PyTorch's own RuntimeError, which does not name the rank.
     """
-    group = group or default_group()
-    ranks = dist.get_world_size(group)
+    group = plain(group)
+    ranks = group.size()
     codec = check_call(
         codec, group, op=op, algorithm=algorithm, transport=transport, node_size=node_size, small=small, chunk=chunk,
         timeout=timeout, checksums=checksums,
@@ -187,8 +188,8 @@ def reduce_scatter(
     Raises:
         ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.
     """
-    group = group or default_group()
-    algorithm = partial(algorithms.reduce_scatter, divisor=dist.get_world_size(group) if op == "avg" else 1)
+    group = plain(group)
+    algorithm = partial(algorithms.reduce_scatter, divisor=group.size() if op == "avg" else 1)
     call = _copying_call(
         algorithm, output, input, ("output", "input"), codec, group, op=op, chunk=chunk, timeout=timeout,
         transport=transport, checksums=checksums,
@@ -222,7 +223,7 @@ def all_gather(
         ValueError: the numbers of elements do not fit; other errors as of `all_reduce`.
     """
     call = _copying_call(
-        algorithms.all_gather, output, input, ("input", "output"), codec, group or default_group(), chunk=chunk,
+        algorithms.all_gather, output, input, ("input", "output"), codec, plain(group), chunk=chunk,
         timeout=timeout, transport=transport, checksums=checksums,
     )  # fmt: skip
     return _started(call, async_op)
@@ -243,7 +244,7 @@ def _copying_call(
     checksums: bool,
 ) -> Call:
     """A call that does not change its input. part_and_whole: which of "output" and "input" is a rank's share."""
-    ranks, (part, whole) = dist.get_world_size(group), part_and_whole
+    ranks, (part, whole) = group.size(), part_and_whole
     codec = check_call(codec, group, op=op, transport=transport, chunk=chunk, timeout=timeout, checksums=checksums)
     tensors = {"output": output, "input": input}
     for name, x in tensors.items():
@@ -281,7 +282,7 @@ def _sum_uncoded(
     """PyTorch's own sum, in float32."""
     if ranks > 1 and flat.numel():
         total = flat.float()
-        pytorch.finish(dist.all_reduce(total, group=group, async_op=True), group, timeout)
+        pytorch.finish(pytorch.total(total, group), group, timeout)
         flat.copy_(total.div_(divisor) if divisor > 1 else total)
     if errors is not None:
         errors.zero_()

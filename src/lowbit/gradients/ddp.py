@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from lowbit.codecs.base import Codec
 from lowbit.collectives.checks import check_call, check_flat
 from lowbit.collectives.reduce import CHUNK, SMALL, TIMEOUT, Algorithm, all_reduce
-from lowbit.ranks.groups import default_group
+from lowbit.ranks.groups import is_known, plain
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[Tensor]]
 
@@ -41,7 +41,8 @@ def all_reduce_hook(
         error_feedback: add the quantization error of a parameter's gradient to its next one. Worth its memory, a
             float32 for each parameter, with 4 bits and less. It follows the parameters, not the buckets; a checkpoint
             does not hold it. Errors that a NaN or infinity spoils are dropped.
-        group: the ranks of the DDP module; None: the default group.
+        group: the ranks of the DDP module; None: the default group. In a group that `torch.distributed` has not made,
+            the hook makes none of its own.
         algorithm, node_size, small, timeout, checksums: as for `all_reduce`.
 
     Returns:
@@ -51,24 +52,16 @@ def all_reduce_hook(
     Raises:
         TypeError, ValueError: as `all_reduce`, at once.
     """
-    group = group or default_group()
+    known = plain(group)
     check_flat(codec)
     check_call(
-        codec, group, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout, checksums=checksums
+        codec, known, algorithm=algorithm, node_size=node_size, small=small, timeout=timeout, checksums=checksums
     )
     if not isinstance(error_feedback, bool):
         raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
     if error_feedback and node_size > 1:
         raise ValueError(f"error_feedback is True and node_size is {node_size}; allowed: one of the two")
-    # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
-    own = dist.new_group(
-        dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
-    )
-    # Never freed: DDP and this hook outlive `destroy_process_group`, and a group that ends with them waits, while it
-    # holds the interpreter's lock, for threads that may need it.
-    for each in (group, own):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-    assert isinstance(own, dist.ProcessGroup)
+    own = _own_group(known, timeout) if is_known(known) else group
     feedback = _QuantizationErrors() if error_feedback else None
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -95,6 +88,20 @@ def all_reduce_hook(
         return future
 
     return hook
+
+
+def _own_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """A new group of the same ranks."""
+    # Its members alone make it: other groups of ranks may be making theirs, under a name of their own.
+    own = dist.new_group(
+        dist.get_process_group_ranks(group), timeout=timedelta(seconds=timeout), use_local_synchronization=True
+    )
+    # Never freed: DDP and the hook outlive `destroy_process_group`, and a group that ends with them waits, while it
+    # holds the interpreter's lock, for threads that may need it.
+    for each in (group, own):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 class _QuantizationErrors:

@@ -21,7 +21,7 @@ from typing import Never
 import torch.distributed as dist
 
 from lowbit.ranks.errors import AgreementError
-from lowbit.ranks.groups import default_group, next_round, rank_names
+from lowbit.ranks.groups import next_round, plain, rank_names
 from lowbit.ranks.statements import Facts, Ledger, Statements, listed
 from lowbit.ranks.store import Board, BoundedStore, wait_until
 
@@ -47,10 +47,10 @@ def agree(
     Raises:
         AgreementError: two ranks state different values under one name, or a rank did not come in time.
     """
-    group = group or default_group()
+    group = plain(group)
     facts = {topic: facts} if isinstance(facts, str) else facts
-    names = [f"rank {rank}" for rank in range(dist.get_world_size(group))]
-    Agreement(group, f"{topic}/{next_round(group, topic)}", timeout).exchange({dist.get_rank(group): facts}, names)
+    names = [f"rank {rank}" for rank in range(group.size())]
+    Agreement(group, f"{topic}/{next_round(group, topic)}", timeout).exchange({group.rank(): facts}, names)
 
 
 class Agreement:
@@ -67,7 +67,7 @@ class Agreement:
         self._key = f"lowbit/agreement/{topic}"
         self._board = Board(self._store, self._key)
         self._timeout = timeout
-        self._rank, self._ranks = dist.get_rank(group), rank_names(group)
+        self._rank, self._ranks = group.rank(), rank_names(group)
         self._ledger = _ledgers.setdefault(group, Ledger())
         self._stated = False
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lowbit.ranks.errors import AgreementError, PeerError, described
+from lowbit.ranks.groups import job_ranks
 from lowbit.ranks.store import Board, bounded, wait_until
 
 _CLOSED_GRACE = 0.5  # seconds for the note of a suspect that gave up on somebody itself to arrive
@@ -40,11 +41,11 @@ class FailureBoard:
         self._board = Board(group.get_group_store(), f"lowbit/failure/{topic}")
         self.topic = topic
         self._names = list(names)
-        self._rank = dist.get_rank(group)
+        self._rank = group.rank()
         self._timeout = timeout
         self._blames = False  # somebody else: a note says whom
         # Unless a launcher does, the job's first rank hosts the store; it need not be in this group.
-        ranks = dist.get_process_group_ranks(group)
+        ranks = job_ranks(group)
         self._host = ranks.index(0) if 0 in ranks else None
 
     @property

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowbit.ranks import pytorch
-from lowbit.ranks.groups import default_group
+from lowbit.ranks.groups import is_known, plain
 
 MOST_BYTES = 64 << 20
 """Largest text of one rank: a peer's announcement decides how much memory this rank takes."""
@@ -31,8 +31,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
         TypeError: JSON cannot hold `value`.
         ValueError: a text of more than 64 MiB (on all ranks), or a peer sent something that is no JSON.
     """
-    group = group or default_group()
-    ranks, device = dist.get_world_size(group), _device(group)
+    group = plain(group)
+    ranks, device = group.size(), _device(group)
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
     pytorch.gather(sizes, torch.tensor([text.numel()], device=device), group)
@@ -58,8 +58,8 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     Returns:
         (ranks, *x.shape), on the CPU.
     """
-    group = group or default_group()
-    ranks, x = dist.get_world_size(group), x.to(_device(group))
+    group = plain(group)
+    ranks, x = group.size(), x.to(_device(group))
     out = x.new_empty(ranks * x.numel())
     pytorch.gather(out, x.flatten(), group)
     return out.view(ranks, *x.shape).cpu()
@@ -67,7 +67,8 @@ def gather_tensor(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 def _device(group: dist.ProcessGroup) -> torch.device:
     """Where the group's backend takes tensors from."""
-    if "gloo" in dist.get_backend_config(group):
+    devices = dist.get_backend_config(group) if is_known(group) else str(group._device_types)
+    if "gloo" in devices or "cpu" in devices:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -1,4 +1,4 @@
-"""Which versions of PyTorch work, and collectives whose names differ between these versions."""
+"""Which versions of PyTorch work, and its collectives, whose names differ between versions and for groups of others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from lowbit.ranks.errors import PeerError
+from lowbit.ranks.groups import is_known, rank_names
 
 WORKS = (2, 11), (2, 15)
 """First and last version of PyTorch that the tests pass with. Pipelines use parts of it that are not public."""
@@ -46,7 +48,33 @@ def check_torch() -> None:
 
 def gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
     """Write everybody's `x`, one after the other, to `out`."""
-    return getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
+    if is_known(group):
+        return getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
+    return _started(group._allgather_base(out, x, AllgatherOptions()), async_op)
+
+
+def exchange(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to write everybody's part of `x` for this rank, one after the other, to `out`."""
+    if is_known(group):
+        return dist.all_to_all_single(out, x, group=group, async_op=True)
+    return group.alltoall_base(out, x, [], [], AllToAllOptions())
+
+
+def total(x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Start to replace `x` by its sum over all ranks."""
+    return dist.all_reduce(x, group=group, async_op=True) if is_known(group) else group.allreduce([x])
+
+
+def carries(group: dist.ProcessGroup, backend: str, device: torch.device) -> bool:
+    """Whether this backend carries the tensors of a device."""
+    return backend in (dist.get_backend(group) if is_known(group) else group._get_backend(device).name())
+
+
+def _started(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def sum_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -61,7 +89,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> 
         PeerError: a rank ended, or did not take part in time; Gloo does not say which one.
     """
     assert work is not None  # only for ranks outside the group
-    if "gloo" not in dist.get_backend(group):
+    if not carries(group, "gloo", torch.device("cpu")):
         work.wait()
         return
     try:
@@ -69,5 +97,7 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> 
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise PeerError(
-            f"a rank ended or did not take part within {timeout:g} s (seen by rank {dist.get_rank()}: {reason})", -1
+            f"a rank ended or did not take part within {timeout:g} s "
+            f"(seen by {rank_names(group)[group.rank()]}: {reason})",
+            -1,
         ) from error
