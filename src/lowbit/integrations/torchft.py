@@ -1,0 +1,276 @@
+"""torchft: averages over replicas that come and go, in few bits.
+
+`LowBitManager` is torchft's `Manager` with another `allreduce`. All that torchft builds on it works unchanged: its
+`DistributedDataParallel`, `OptimizerWrapper`, `LocalSGD`, `DiLoCo` with fragments, and process groups for FSDP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit import __version__
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS
+from lowbit.collectives.calls import Pending
+from lowbit.collectives.checks import check_call, check_flat
+from lowbit.collectives.reduce import SMALL, all_reduce
+from lowbit.integrations.engine import engine, part
+from lowbit.ranks.errors import AgreementError
+from lowbit.ranks.groups import plain
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.statements import listed
+
+__all__ = ["LowBitManager"]
+
+_NEEDS: Any = {"package": "torchft-nightly", "tested": "2026.10.26"}
+_manager: Any = engine("torchft.manager", extra="ft", **_NEEDS)
+_groups: Any = engine("torchft.process_group", extra="ft", **_NEEDS)
+_Manager: Any = part(_manager, "Manager", **_NEEDS)
+_Wrapper: Any = part(_groups, "ProcessGroupWrapper", **_NEEDS)
+for _name in ("_reconfigure_pg", "_apply_pending_state_dict"):
+    part(_Manager, _name, **_NEEDS)
+
+_log = logging.getLogger(__name__)
+
+
+class LowBitManager(_Manager):
+    """torchft's `Manager`, whose `allreduce` sums floats by `lowbit.collectives.all_reduce`.
+
+    The sum is over the replicas that are there in a step, the same bits on all of them. Integers, and floats of another
+    dtype or with another operation than sums and averages, take torchft's own way.
+
+    With error feedback each replica adds the quantization errors of a step that it has committed to the same call of
+    the next step. It stays right when replicas come and go: errors of a discarded step are dropped and the older ones
+    tried again, they are scaled by the number of replicas that share them, and a replica that takes the weights of
+    another begins without any. Calls are told apart by their order in a step, in `DiLoCo` for each fragment, so
+    replicas must make the same calls in the same order, as torchft demands anyway.
+
+    When the members change, replicas compare version, format and the names, shapes and dtypes in the registered
+    `state_dict`s (without optimizer states). Replicas that contradict most others end with an error; the others lose
+    one step and go on.
+
+    Args:
+        pg: torchft's process group: `ProcessGroupGloo`, or `ProcessGroupNCCL` (not tested).
+        codec: a format for gradients, such as `GroupInt(bits=4, group=64, symmetric=True)`.
+        error_feedback: see above; takes 8 bytes for each element that is summed in a step.
+        small: elements below which a tensor is summed in float32. `DiLoCo(use_bucketization=True)` sums few large ones.
+        checksums: as for `all_reduce`.
+        arguments: as torchft's. `timeout` limits each sum, too: after it, or at once if its connection closes, a
+            replica that is missing fails the step.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed.
+        ConnectionError: torchft does not reach its lighthouse or store.
+        AgreementError: from `allreduce` and `should_commit`, on a replica that contradicts the others.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        *arguments: Any,
+        codec: Codec,
+        error_feedback: bool = False,
+        small: int = SMALL,
+        checksums: bool = True,
+        **more: Any,
+    ) -> None:
+        check_flat(codec)
+        check_call(codec, small=small, checksums=checksums)
+        if not isinstance(error_feedback, bool):
+            raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
+        self._how: dict[str, Any] = {"codec": codec, "small": small, "checksums": checksums}
+        self._feedback = _Feedback() if error_feedback else None
+        self._model_facts = ""
+        self._refused: AgreementError | None = None
+        try:
+            super().__init__(_Group(pg, self), *arguments, **more)
+        except (RuntimeError, TimeoutError) as error:
+            raise ConnectionError(
+                f"torchft's manager does not start: {str(error).splitlines()[0]}; allowed: the address of a running "
+                "lighthouse (lighthouse_addr or TORCHFT_LIGHTHOUSE) and of this replica's store"
+            ) from error
+
+    def sum_(self, tensor: Tensor) -> Pending:
+        """Start to replace a tensor by its sum over all replicas; what the group of `allreduce` calls."""
+        rest = None
+        if self._feedback is not None:
+            fragments = sum(key.startswith("StreamingDiLoCoFragment_") for key in self._user_state_dicts)
+            fragment = self.current_step() % max(1, fragments)
+            rest = self._feedback.of(tensor, fragment, self.num_participants())
+            if self.is_participating():
+                tensor.add_(rest)
+        pending = all_reduce(
+            tensor, group=self._pg, async_op=True, errors=rest, timeout=self._timeout.total_seconds(), **self._how
+        )
+        assert pending is not None
+        return pending
+
+    def start_quorum(self, *arguments: Any, **more: Any) -> None:
+        if self._feedback is not None:
+            self._feedback.begin()
+        self._model_facts = self._model_facts or _digest({k: get() for k, get in self._user_state_dicts.items()})
+        super().start_quorum(*arguments, **more)
+
+    def wait_quorum(self) -> None:
+        super().wait_quorum()
+        if self._refused is not None:
+            raise self._refused
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        self.wait_quorum()
+        committed = super().should_commit(timeout)
+        if self._feedback is not None:
+            self._feedback.settle(committed, self.num_participants())
+        return committed
+
+    def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
+        """Connect to the replicas of a new quorum, and compare facts with them: what is raised fails the step."""
+        super()._reconfigure_pg(communicator_id, handles)
+        facts = {
+            "lowbit version": __version__, "codec": self._how["codec"].identity(), "small": str(self._how["small"]),
+            "checksums": str(self._how["checksums"]), "error feedback": "yes" if self._feedback else "no",
+            "model": self._model_facts,
+        }  # fmt: skip
+        name = str(self._replica_id or self._logger._replica_id)
+        if len(handles) > 1:
+            stated = gather_json({"name": name, "facts": facts, "batches": self.batches_committed()}, self._pg)
+            problem, minority = _contradiction(stated)
+            if plain(self._pg).rank() in minority:
+                self._refused = AgreementError(problem)
+            if problem:
+                raise AgreementError(problem)
+
+    def _apply_pending_state_dict(self) -> None:
+        super()._apply_pending_state_dict()
+        if self._feedback is not None:
+            self._feedback.clear()
+
+
+class _Group(_Wrapper):
+    """torchft's group with sums in few bits: what `Manager.allreduce` and its averages are built on."""
+
+    def __init__(self, pg: dist.ProcessGroup, manager: LowBitManager) -> None:
+        super().__init__(pg=pg)
+        self._manager = manager
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        if len(tensors) != 1 or tensors[0].dtype not in FLOATS or opts.reduceOp != dist.ReduceOp.SUM:
+            return super().allreduce(tensors, opts)
+        return _Work(self._manager.sum_(tensors[0]), tensors[0])
+
+
+class _Work(dist._Work):  # pyright: ignore[reportPrivateImportUsage]
+    """A sum under way, as torchft waits for it."""
+
+    def __init__(self, pending: Pending, tensor: Tensor) -> None:
+        super().__init__()
+        self._pending = pending
+        devices: list[Any] = [tensor.device] if tensor.is_cuda else []
+        self._future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+
+        def settle(error: BaseException | None) -> None:
+            self._future.set_result([tensor]) if error is None else self._future.set_exception(error)  # pyright: ignore
+
+        pending.then(settle)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._pending.wait()
+        return True
+
+    def block_current_stream(self) -> None:
+        self._pending.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class _Feedback:
+    """Quantization errors of committed steps, float32, for each call of a step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, ...], Tensor] = {}
+        self._new: dict[tuple[int, ...], Tensor] = {}
+        self._replicas: dict[tuple[int, ...], int] = {}  # that shared a mean when its errors were kept
+        self._calls = 0
+
+    def begin(self) -> None:
+        """A step begins; what an earlier one has not settled is dropped."""
+        self._calls = 0
+        self._new.clear()
+
+    def of(self, tensor: Tensor, fragment: int, replicas: int) -> Tensor:
+        """The errors that this step's next call makes up for; `all_reduce` then writes its own there.
+
+        A mean of n replicas lacks 1 / n of an error, and a later one of m replicas makes up for it with m / n.
+        """
+        key = (fragment, self._calls, tensor.numel())
+        self._calls += 1
+        kept = self._kept.get(key)
+        if kept is None or kept.shape != tensor.shape:
+            new = torch.zeros(tensor.shape, device=tensor.device)
+        else:
+            new = kept * (replicas / self._replicas[key])
+        self._new[key] = new
+        return new
+
+    def settle(self, committed: bool, replicas: int) -> None:
+        """Keep the errors of a step that was committed."""
+        if committed:
+            self._kept |= self._new
+            self._replicas |= dict.fromkeys(self._new, replicas)
+        self._new = {}
+
+    def clear(self) -> None:
+        """The weights are another replica's: what was missing from sums before is in them, or never will be."""
+        self._kept.clear()
+
+
+def _digest(states: Mapping[str, Any]) -> str:
+    """Digest of the names, shapes and dtypes of all tensors in nested dictionaries, but those of optimizers."""
+    return hashlib.sha256(json.dumps(sorted(_tensors(states, ""))).encode()).hexdigest()[:16]
+
+
+def _tensors(value: Any, name: str) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        yield f"{name}: {value.dtype} {tuple(value.shape)}"
+    elif isinstance(value, Mapping) and not {"state", "param_groups"} <= set(value):
+        for key in value:
+            yield from _tensors(value[key], f"{name}/{key}")
+
+
+def _contradiction(stated: list[dict[str, Any]]) -> tuple[str, set[int]]:
+    """How replicas contradict each other, empty if they do not, and which of them must leave.
+
+    Those stay whose facts most replicas share; of equally many, those that have committed more, then the first.
+    """
+    kinds = [json.dumps(each["facts"], sort_keys=True) for each in stated]
+    if len(set(kinds)) == 1:
+        return "", set()
+    count = Counter(kinds)
+    stays = max(
+        range(len(stated)),
+        key=lambda r: (
+            count[kinds[r]],
+            max(s["batches"] for s, k in zip(stated, kinds, strict=True) if k == kinds[r]),
+            -r,
+        ),
+    )
+    leave = {r for r, kind in enumerate(kinds) if kind != kinds[stays]}
+    lines = []
+    for name, value in stated[stays]["facts"].items():
+        for other in sorted({str(stated[r]["facts"].get(name)) for r in leave} - {str(value)}):
+            names = [stated[r]["name"] for r in sorted(leave) if str(stated[r]["facts"].get(name)) == other]
+            lines.append(f"{name} is {other} on {listed(names)}, {value} on the others")
+    return f"replicas do not agree, and {listed([stated[r]['name'] for r in sorted(leave)])} must leave: " + "; ".join(
+        lines
+    ), leave
