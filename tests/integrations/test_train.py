@@ -22,8 +22,9 @@ pytest.importorskip("torchft")
 
 SETTINGS = {
     "model.dim": 64, "model.layers": 4, "data.sequence": 64, "data.batch": 8, "data.max_bytes": 400_000,
-    "run.steps": 40, "run.eval_batches": 2, "run.timeout_seconds": 20, "run.progress": "false", "run.tensorboard": "false",
-    "run.checkpoint_every": 10, "run.rejoin_seconds": 60, "elastic.at_least": 2, "elastic.error_feedback": "true",
+    "run.steps": 40, "run.eval_batches": 2, "run.timeout_seconds": 20, "run.progress": "false",
+    "run.tensorboard": "false", "run.checkpoint_every": 10, "run.rejoin_seconds": 60, "elastic.at_least": 2,
+    "elastic.error_feedback": "true",
     "gradients.all_reduce": "GroupInt(bits=4, group=64, symmetric=True)",
 }  # fmt: skip
 
