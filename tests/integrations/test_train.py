@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowbit.config import ConfigError
 from lowbit.train import load
@@ -102,6 +104,31 @@ def test_a_replica_with_another_learning_rate_ends_and_says_why(tmp_path: Path, 
         assert first.poll() is None, first.communicate()[0]
         time.sleep(0.1)
     kill_all(first)
+
+
+class Harm:
+    """What a peer sends that wants to run code here."""
+
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+def test_weights_of_a_peer_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from lowbit.train.elastic import _transport
+
+    monkeypatch.chdir(tmp_path)
+    limit = timedelta(seconds=5)
+    sender, receiver = _transport(limit), _transport(limit)
+    sent = {"user": {"default": {"model": {"w": torch.randn(3)}}}, "torchft": {"step": 3, "batches_committed": 5}}
+    sender.send_checkpoint([1], 3, sent, limit)
+    received = receiver.recv_checkpoint(0, sender.metadata(), 3, limit)
+    assert torch.equal(received["user"]["default"]["model"]["w"], sent["user"]["default"]["model"]["w"])
+    assert received["torchft"] == sent["torchft"]
+    sender.disallow_checkpoint()
+    sender.send_checkpoint([1], 4, {"user": Harm()}, limit)
+    with pytest.raises(Exception, match="blocked|not allowed|unsupported|Unsupported"):
+        receiver.recv_checkpoint(0, sender.metadata(), 4, limit)
+    assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize(

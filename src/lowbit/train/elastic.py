@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import time
+import urllib.request
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -74,6 +75,20 @@ def _use_interface(lighthouse: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
+def _transport(limit: timedelta) -> Any:
+    """torchft's transport of weights to a replica that is behind; it unpickles nothing but tensors in dictionaries."""
+    from torch.distributed._serialization import _streaming_load
+    from torchft.checkpointing.http_transport import HTTPTransport  # pyright: ignore[reportMissingImports]
+
+    class Transport(HTTPTransport):
+        @classmethod
+        def _load_from_address(cls, address: str, timeout: timedelta) -> object:
+            with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as stream:
+                return _streaming_load(stream, weights_only=True)
+
+    return Transport(timeout=limit, num_chunks=0)
+
+
 class Elastic:
     """This rank's part of a replica among others; to be made on every rank of the replica.
 
@@ -117,6 +132,7 @@ class Elastic:
             quorum_timeout=timedelta(seconds=config.run.rejoin_seconds), rank=self._rank, world_size=self._ranks,
             store_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"), store_port=port,
             lighthouse_addr=config.elastic.lighthouse, replica_id=config.elastic.name,
+            checkpoint_transport=_transport(limit),
         )  # fmt: skip
 
     def resume(self, done: int) -> None:
