@@ -1,8 +1,7 @@
 """Few bits between the machines of Transformers' pipeline-parallel inference, `DistributedConfig(pp_size=...)`.
 
 Transformers cuts a model's layers into stages. In each forward pass a stage sends its hidden states to the next in the
-model's dtype, and the last stage sends the logits to all others. `low_bit_pipeline_` puts a stage of lowbit in the place
-of Transformers' own:
+model's dtype, and the last stage sends the logits to all others. `low_bit_pipeline_` replaces Transformers' stage:
 
 - Hidden states travel as payloads of a codec, with checksums and a time limit. The size follows from the shape, which
   Transformers derives from the inputs. So a receive is posted before its message is sent, and later ones as well
@@ -61,8 +60,8 @@ def low_bit_pipeline_(
     """Send the hidden states between the stages of a Transformers model as payloads of a codec.
 
     To be called on every rank, after `from_pretrained(..., distributed_config=DistributedConfig(pp_size=...))`; called
-    again, it replaces the codec. Hidden states that the codec does not make smaller, as it may be with one token, travel
-    in the model's dtype; both ends see that from the shape.
+    again, it replaces the codec. Where the codec does not make hidden states smaller, as with a few tokens of a narrow
+    model, they travel in the model's dtype; both ends see that from the shape.
 
     Args:
         model: a causal language model that Transformers has cut into stages, in evaluation mode.
@@ -129,7 +128,7 @@ class LowBitPipelineStage(_Stage):
         self._messages = Messages(group, "transformers pipeline", timeout=timeout, checksums=checksums)
         self._outgoing = Outgoing(self._messages, self.pp_next_rank)
         self._incoming = Incoming(self._messages, self.pp_prev_rank)
-        self._batch = 1  # of the forward pass
+        self._batch, self._tokens = 1, 1  # of the forward pass
         self._simple = False  # `generate` has no argument that forbids choosing here
         self._choosing = False  # the last stage sends tokens, not logits
         self._model = weakref.ref(model)
@@ -304,7 +303,7 @@ def _is_simple(config: Any) -> bool:
 
 def _own_layers_only(held: range, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Give the layers of other stages no place in a cache, so that its length is that of a layer of this stage."""
-    cache = kwargs.get("past_key_values")
+    cache: Any = kwargs.get("past_key_values")
     if isinstance(cache, _Cache):
         for index, layer in enumerate(cache.layers):
             if index not in held and not isinstance(layer, _Dummy):
