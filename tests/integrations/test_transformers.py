@@ -1,11 +1,10 @@
-"""Few bits between the stages of Transformers' pipeline: two real processes over Gloo, a small model that has learned."""
+"""Few bits between the stages of Transformers' pipeline: real processes over Gloo, small models that have learned."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers.distributed.pipeline_parallel")
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.distributed import DistributedConfig, pipeline_parallel
+from transformers.distributed import pipeline_parallel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from lowbit.codecs import Cast, Codec, GroupInt, TAHQuant, TransformQuant
 from lowbit.collectives import DamagedError, PeerError
@@ -37,7 +37,7 @@ LIMIT = 2.5
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A trained model of each family, which continues `TEXT`."""
     folder = tmp_path_factory.mktemp("models")
     threads = torch.get_num_threads()
@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         train(model)
         model.save_pretrained(folder / name)
     torch.set_num_threads(threads)
-    yield {name: str(folder / name) for name in FAMILIES}
+    return {name: str(folder / name) for name in FAMILIES}
 
 
 def train(model: nn.Module, steps: int = 120) -> None:
@@ -185,7 +185,7 @@ def test_chunks_beams_and_samples(ranks: Ranks, folders: dict[str, str]):
 
 
 def longer_later(folder: str, texts: list[Tensor]) -> int:
-    """Prompts of very different lengths, one after the other, with numbers in the place of a chunk as long as the last."""
+    """Prompts of very different lengths, one after the other."""
     model = stages_of(folder)
     stage = low_bit_pipeline_(model, EXACT)
     for length, text in zip((3, PROMPT, 1, PROMPT), texts, strict=True):
