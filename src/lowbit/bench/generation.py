@@ -50,7 +50,7 @@ class GenerationBenchmark:
     """Prompts that are generated for at once."""
     rounds: Positive = 3
     """Turns of each format on each link. One more comes first and is not timed."""
-    width: Positive = 2048
+    width: Positive = 4096
     """Hidden size of the model with random weights. A head has 64 features."""
     layers: Positive = 2
     """Layers of both stages together."""
@@ -58,7 +58,7 @@ class GenerationBenchmark:
     """Attention heads of a layer."""
     ffn: Positive = 256
     """Width of a feed-forward layer."""
-    vocab: Positive = 32000
+    vocab: Positive = 16000
     """Size of the vocabulary."""
     pretrained: str = ""
     """Local folder with a model of Transformers, instead of random weights. Only with one is agreement measured."""
