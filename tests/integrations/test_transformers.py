@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     torch.set_num_threads(1)
     for name, (model_type, config) in FAMILIES.items():
         torch.manual_seed(0)
-        model = model_type(config(**SIZES))
+        model = model_type(config(**SIZES, tie_word_embeddings=name == "qwen3"))
         train(model)
         model.save_pretrained(folder / name)
     torch.set_num_threads(threads)
@@ -173,6 +173,10 @@ def other_ways(folder: str, wanted: dict[str, Tensor]) -> None:
     drawn = [generated(model, do_sample=True, temperature=2.0) for _ in range(2)]
     assert torch.equal(torch.cat(drawn), wanted["drawn"]), "the last stage draws, for all"
     assert torch.equal(generated(model, padded=True, use_cache=False), wanted["greedy"])
+    one = prompts()["input_ids"][:1]
+    assistant = AutoModelForCausalLM.from_pretrained(folder)
+    text = model.generate(one, max_new_tokens=NEW, do_sample=False, assistant_model=assistant)
+    assert torch.equal(text, wanted["assisted"])
 
 
 def test_chunks_beams_and_samples(ranks: Ranks, folders: dict[str, str]):
@@ -181,6 +185,7 @@ def test_chunks_beams_and_samples(ranks: Ranks, folders: dict[str, str]):
     drawn = torch.cat([generated(model, do_sample=True, temperature=2.0) for _ in range(2)])
     assert not torch.equal(drawn[:2], drawn[2:])
     wanted = {"greedy": generated(model, padded=True), "beams": generated(model, num_beams=2), "drawn": drawn}
+    wanted["assisted"] = model.generate(prompts()["input_ids"][:1], max_new_tokens=NEW, do_sample=False)
     ranks.run(other_ways, folders["llama"], wanted)
 
 
