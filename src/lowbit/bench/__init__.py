@@ -12,6 +12,7 @@ COMMANDS = {
     "convergence": "lowbit.bench.convergence",
     "memory": "lowbit.bench.memory",
     "families": "lowbit.bench.families",
+    "generation": "lowbit.bench.generation",
 }
 """The module of each benchmark, which has its `COMMAND`. They import PyTorch: import one when it is asked for."""
 

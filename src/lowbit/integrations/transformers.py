@@ -1,0 +1,325 @@
+"""Few bits between the machines of Transformers' pipeline-parallel inference, `DistributedConfig(pp_size=...)`.
+
+Transformers cuts a model's layers into stages. In each forward pass a stage sends its hidden states to the next in the
+model's dtype, and the last stage sends the logits to all others. `low_bit_pipeline_` replaces Transformers' stage:
+
+- Hidden states travel as payloads of a codec, with checksums and a time limit. The size follows from the shape, which
+  Transformers derives from the inputs. So a receive is posted before its message is sent, and later ones as well
+  (`lowbit.integrations.transformers_line`): chunks of a prompt travel while the stages compute.
+- While `generate` chooses one token at a time, the last stage alone chooses, and sends token ids instead of logits.
+  The other stages get scores that leave only this token. Sampling is the last stage's, so seeds of ranks may differ.
+- Otherwise (a call of the model, beam search, `output_logits`) logits travel whole and unchanged.
+- In a cache, the layers of other stages are Transformers' `DummyLayer`. Transformers asks the first layer how long the
+  cache is. Where that one is another stage's, it would be empty for ever, and masks of padded batches would be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowbit import __version__
+from lowbit.codecs import Codec, GroupInt
+from lowbit.codecs.checks import check_dtype
+from lowbit.integrations.engine import engine, part
+from lowbit.integrations.transformers_line import Incoming, Outgoing
+from lowbit.pipeline.arguments import check_numbers
+from lowbit.pipeline.traffic import Traffic
+from lowbit.ranks.agreement import agree
+from lowbit.ranks.checksum import agreed_facts, check_checksums
+from lowbit.ranks.messages import Messages, Sent
+
+__all__ = ["LowBitPipelineStage", "low_bit_pipeline_"]
+
+_PACKAGE: Any = {"package": "transformers", "tested": "5.23.0"}
+_pipeline = engine("transformers.distributed.pipeline_parallel", extra="train", **_PACKAGE)
+_caches = engine("transformers.cache_utils", extra="train", **_PACKAGE)
+_Stage: Any = part(_pipeline, "PipelineStage", **_PACKAGE)
+_Dummy: Any = part(_caches, "DummyLayer", **_PACKAGE)
+_Cache: Any = part(_caches, "Cache", **_PACKAGE)
+for _name in ("communicate", "broadcast_from_last", "layer_range_for_rank"):
+    part(_Stage, _name, **_PACKAGE)
+
+_LOGITS_DIMS, _SIZE_BYTES = 3, 24  # of the message that announces logits: three int64
+_SIMPLE = ("greedy_search", "sample")  # modes of `generate` that choose one token at a time
+_STRANGE = ("assistant_model", "custom_generate")  # arguments of `generate` that use logits in other ways
+
+
+def low_bit_pipeline_(
+    model: nn.Module, codec: Codec | None = None, *, timeout: float = 120.0, checksums: bool = True
+) -> LowBitPipelineStage:
+    """Send the hidden states between the stages of a Transformers model as payloads of a codec.
+
+    To be called on every rank, after `from_pretrained(..., distributed_config=DistributedConfig(pp_size=...))`; called
+    again, it replaces the codec. Where the codec does not make hidden states smaller, as with a few tokens of a narrow
+    model, they travel in the model's dtype; both ends see that from the shape.
+
+    Args:
+        model: a causal language model that Transformers has cut into stages, in evaluation mode.
+        codec: format of the hidden states, without state between messages. None: 8 bits in groups of 64.
+        timeout: seconds after which a rank that does not answer is an error.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent; the same on all ranks.
+
+    Returns:
+        This rank's stage: counts what it sends, and `remove` gives Transformers' own back.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed, or a model without stages.
+        AgreementError: the ranks contradict each other, or one did not come in time; the same text on every rank.
+    """
+    codec = GroupInt(bits=8, group=64) if codec is None else codec
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is {codec!r}; allowed: a codec of lowbit")
+    if codec.stateful:
+        raise ValueError(
+            f"codec is {codec}, which keeps state between messages of one shape; allowed in inference, whose shapes "
+            "change: codecs without state, such as GroupInt, TAHQuant, BlockFloat8 or Cast"
+        )
+    check_numbers(0, timeout)
+    check_checksums(checksums)
+    own = getattr(model, "_pp_stage", None)
+    if not isinstance(own, _Stage):
+        raise ValueError(
+            f"model is {type(model).__name__} without pipeline stages; allowed: one that was loaded with "
+            "distributed_config=DistributedConfig(pp_size=2), or more"
+        )
+    _check_mode(model)
+    check_dtype(next(model.parameters()).dtype)
+    if isinstance(own, LowBitPipelineStage):
+        own.remove()
+        own = own.own
+    return LowBitPipelineStage(own, model, codec, float(timeout), checksums)
+
+
+class LowBitPipelineStage(_Stage):
+    """The stage of Transformers' pipeline that `low_bit_pipeline_` installs.
+
+    Attributes:
+        codec: format of the hidden states.
+        own: the stage of Transformers that this one replaces.
+        traffic: counts of hidden states sent, in `forward_bytes` and `forward_elements`, of seconds spent on coding and
+            waiting, and of bytes of logits and token ids, in `backward_bytes`.
+    """
+
+    def __init__(self, own: Any, model: Any, codec: Codec, timeout: float, checksums: bool) -> None:
+        self.__dict__.update(vars(own))
+        self.own, self.codec, self.traffic = own, codec, Traffic()
+        config = model.config.get_text_config()
+        self._vocabulary = int(config.vocab_size)
+        group = _over_gloo(own.pp_group, timeout)
+        numbers = f"{config.model_type}, {config.num_hidden_layers} layers, {config.hidden_size} wide"
+        facts = {
+            "codec": f"{codec} [{codec.fingerprint()}]",
+            "model": f"{numbers}, {self._vocabulary} tokens, {next(model.parameters()).dtype}",
+            "lowbit version": __version__,
+            "transformers version": str(engine("transformers", extra="train", **_PACKAGE).__version__),
+            **agreed_facts(checksums),
+        }
+        agree(group, facts, timeout, topic="transformers pipeline")
+        self._messages = Messages(group, "transformers pipeline", timeout=timeout, checksums=checksums)
+        self._outgoing = Outgoing(self._messages, self.pp_next_rank)
+        self._incoming = Incoming(self._messages, self.pp_prev_rank)
+        self._batch, self._tokens = 1, 1  # of the forward pass
+        self._simple = False  # `generate` has no argument that forbids choosing here
+        self._choosing = False  # the last stage sends tokens, not logits
+        self._model = weakref.ref(model)
+        self._install(model)
+
+    def remove(self) -> None:
+        """Give the model Transformers' own stage back; every rank calls this."""
+        model = self._model()
+        if model is not None and getattr(model, "_pp_stage", None) is self:
+            model._pp_stage = self.own
+            self._hook.remove()
+            for name in ("generate", "_get_logits_processor"):
+                model.__dict__.pop(name, None)
+
+    def communicate(
+        self,
+        operation: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        tensor: Tensor | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Tensor | None:
+        """Send hidden states to the next stage, or receive those of the previous one; as Transformers calls it.
+
+        Raises:
+            RuntimeError: the model trains, or gradients are enabled.
+            PeerError: a neighbour ended, or did not answer in time. DamagedError: a message did not arrive as sent.
+        """
+        _check_mode(self._model())
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients are enabled, and this pipeline has no backward pass; allowed: calls within torch.no_grad()"
+            )
+        if operation == "recv_forward" and not self.pp_is_first_stage:
+            assert shape is not None  # Transformers derives it from the inputs
+            return self._receive(shape, dtype, device)
+        if operation == "send_forward" and not self.pp_is_last_stage:
+            assert tensor is not None
+            return self._send(tensor.detach().to(dtype))
+        return super().communicate(operation, device=device, dtype=dtype, tensor=tensor, shape=shape)
+
+    def broadcast_from_last(self, tensor: Tensor | None, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The logits of this pass, on every stage; while tokens travel instead, zeros on all but the last stage.
+
+        Raises:
+            PeerError, DamagedError: as `communicate`.
+            ValueError: the last stage announces logits of another shape than this pass can have.
+        """
+        last = self.pp_size - 1
+        if self.pp_is_last_stage:
+            assert tensor is not None
+            logits = tensor.to(dtype).contiguous()
+            if not self._choosing:
+                self._to_others(torch.tensor(logits.shape), logits)
+            return logits
+        if self._choosing:
+            return torch.zeros(1, 1, 1, dtype=dtype, device=device).expand(self._batch, 1, self._vocabulary)
+        shape = self._messages.receive(_SIZE_BYTES, last, "shape of logits").view(torch.int64).tolist()
+        if shape[0] != self._batch or not 0 <= shape[1] <= self._tokens or not 0 < shape[2] <= 2 * self._vocabulary:
+            raise ValueError(
+                f"the last stage announces logits of {tuple(shape)}; expected at most "
+                f"{(self._batch, self._tokens, self._vocabulary)}: do all ranks have the same inputs?"
+            )
+        logits = torch.empty(shape, dtype=dtype)
+        flat = self._messages.receive(logits.numel() * dtype.itemsize, last, "logits")
+        logits.view(-1).view(torch.uint8).copy_(flat)
+        self._outgoing.drain()
+        return logits.to(device)
+
+    def choose(self, scores: Tensor, *, sample: bool) -> Tensor:
+        """On the last stage choose a token of each sequence; on all stages return scores that leave only this one.
+
+        Args:
+            scores: (batch, vocabulary), after all processors; on other stages only their shape counts.
+            sample: draw by probability, as `generate` would here with the same random numbers; False: the largest.
+        """
+        if self.pp_is_last_stage:
+            if sample:
+                devices = [] if scores.device.type == "cpu" else [scores.device]
+                with torch.random.fork_rng(devices, device_type=scores.device.type if devices else "cuda"):
+                    tokens = torch.multinomial(torch.softmax(scores, -1), 1)
+            else:
+                tokens = scores.argmax(-1, keepdim=True)
+            self._to_others(tokens)
+        else:
+            payload = self._messages.receive(8 * scores.shape[0], self.pp_size - 1, "tokens")
+            tokens = payload.view(torch.int64).view(-1, 1).to(scores.device)
+            self._outgoing.drain()
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+    def _send(self, x: Tensor) -> None:
+        self._batch, self._tokens = x.shape[0], x.shape[1]
+        with self.traffic.timing("codec_seconds"):
+            payload = self.codec.open(shape=x.shape, dtype=x.dtype, device=x.device).encode(x)
+        with self.traffic.timing("wait_seconds"):
+            nbytes = self._outgoing.send(payload)
+        self.traffic.count("forward", nbytes, x.numel())
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._batch, self._tokens = shape[0], shape[1]
+        session = self.codec.open(shape=shape, dtype=dtype, device=device)
+        with self.traffic.timing("wait_seconds"):
+            payload = self._incoming.receive(session.nbytes(), f"hidden states {tuple(shape)}")
+        with self.traffic.timing("codec_seconds"):
+            return session.decode(payload.to(device))
+
+    def _to_others(self, *tensors: Tensor) -> None:
+        """Send tensors from the last stage to all others, and wait until they have them."""
+        sent: deque[Sent] = deque()
+        for tensor in tensors:
+            for rank in range(self.pp_size - 1):
+                sent.append(self._messages.send(tensor, rank))
+                self.traffic.count("backward", sent[-1].message.numel(), tensor.numel())
+        with self.traffic.timing("wait_seconds"):
+            for each in sent:
+                each.wait()
+
+    def _install(self, model: Any) -> None:
+        """Put this stage into the model, and look after `generate` and caches."""
+        model._pp_stage = self
+        base = getattr(model, model.base_model_prefix)
+        held = range(*self.layer_range_for_rank(self.pp_rank, len(base.layers)))
+        self._hook = base.register_forward_pre_hook(functools.partial(_own_layers_only, held), with_kwargs=True)
+        model.generate = self._generating(model.generate)
+        model._get_logits_processor = self._choosing_last(model._get_logits_processor)
+
+    def _generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(generate)
+
+        @functools.wraps(generate)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            self._simple = not any(given.get(name) for name in _STRANGE)
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self._simple = self._choosing = False
+
+        return wrapped
+
+    def _choosing_last(self, processors_of: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(processors_of)
+        def wrapped(generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+            processors = processors_of(generation_config, *args, **kwargs)
+            self._choosing = self._simple and _is_simple(generation_config)
+            if not self._choosing:
+                return processors
+            sample = bool(generation_config.do_sample)
+            before = processors if self.pp_is_last_stage else ()  # others have no logits to process
+            return type(processors)([*before, _Choice(self, sample)])
+
+        return wrapped
+
+
+class _Choice:
+    """The last processor of scores in `generate`. A class: the signature of a function's `__call__` takes 1 ms."""
+
+    def __init__(self, stage: LowBitPipelineStage, sample: bool) -> None:
+        self._stage, self._sample = stage, sample
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self._stage.choose(scores, sample=self._sample)
+
+
+def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """A group of the same ranks that carries tensors of the host by Gloo: this one, or a new one beside NCCL's."""
+    if "gloo" in dist.get_backend_config(group):
+        return group
+    ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+    beside = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+    assert isinstance(beside, dist.ProcessGroup)  # this rank is in it
+    return beside
+
+
+def _is_simple(config: Any) -> bool:
+    """Whether `generate` chooses one token at a time, and shows nobody the scores that it chooses by."""
+    shown = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    guided = config.guidance_scale not in (None, 1)  # its processor calls the model
+    return config.get_generation_mode().value in _SIMPLE and not shown and not guided and not config.is_assistant
+
+
+def _own_layers_only(held: range, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Give the layers of other stages no place in a cache, so that its length is that of a layer of this stage."""
+    cache: Any = kwargs.get("past_key_values")
+    if isinstance(cache, _Cache):
+        for index, layer in enumerate(cache.layers):
+            if index not in held and not isinstance(layer, _Dummy):
+                cache.layers[index] = _Dummy()
+
+
+def _check_mode(model: Any) -> None:
+    if model.training:
+        raise RuntimeError("the model is in training mode, and this pipeline is for inference; allowed: model.eval()")
