@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -22,7 +23,7 @@ from lowbit.integrations import EngineError
 from lowbit.integrations import torchtitan as titan
 from lowbit.integrations.torchtitan import LowBitConfig, low_bit, pipelining_fn
 from lowbit.pipeline import LowBitStage
-from tests.integrations.titan import trained
+from tests.integrations.titan import titan_module, trained
 from tests.processes import Ranks
 
 EXACT = Cast(dtype=torch.float32)
@@ -38,12 +39,11 @@ def ranks() -> Iterator[Ranks]:
 
 def piped(schedule: str, config: LowBitConfig | None, checkpointed: bool = True) -> Any:
     def change(settings: Any) -> None:
-        from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-
         settings.parallelism.pipeline_parallel_degree = 2
         settings.parallelism.pipeline_parallel_schedule = schedule
         low_activations = config is not None and config.activations is not None
-        kind = FullAC if low_activations else SelectiveAC
+        kinds = titan_module("distributed.activation_checkpoint")
+        kind = kinds.FullAC if low_activations else kinds.SelectiveAC
         # PyTorch's zero-bubble schedules go through a graph twice, which selective checkpointing refuses.
         settings.activation_checkpoint = kind.Config() if checkpointed and "Zero" not in schedule else None
         if config is not None:
@@ -150,15 +150,15 @@ def refused() -> list[str]:
     for checkpointing, degree in (("SelectiveAC", 1), ("", 2)):
 
         def change(settings: Any, checkpointing: str = checkpointing, degree: int = degree) -> None:
-            from torchtitan.distributed import activation_checkpoint
-
             settings.parallelism.tensor_parallel_degree = degree
             settings.parallelism.pipeline_parallel_degree = 2 // degree
             if checkpointing:
-                settings.activation_checkpoint = getattr(activation_checkpoint, checkpointing).Config()
+                settings.activation_checkpoint = getattr(
+                    titan_module("distributed.activation_checkpoint"), checkpointing
+                ).Config()
             settings.model_spec = low_bit(settings.model_spec, LowBitConfig(activations=LayerAware()))
 
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="allowed") as caught:
             trained(change)
         texts.append(str(caught.value))
     return texts
@@ -191,7 +191,7 @@ def build_none() -> tuple[Any, ...]:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -213,9 +213,7 @@ def test_a_function_without_stages_is_one_error():
 
 
 def test_twice_is_an_error():
-    from torchtitan.models.llama3 import model_registry
-
-    spec = model_registry("debugmodel")
+    spec = titan_module("models.llama3").model_registry("debugmodel")
     config = LowBitConfig(gradients=BlockFloat8())
     once = low_bit(spec, config)
     assert once.model is spec.model
@@ -250,10 +248,8 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any], error: type[Exception
 
 
 def test_another_torchtitan_is_one_error(monkeypatch: pytest.MonkeyPatch):
-    from torchtitan.distributed import pipeline_parallel
-
     with monkeypatch.context() as patched:
-        patched.delattr(pipeline_parallel, "PipelineStage")
+        patched.delattr(titan_module("distributed.pipeline_parallel"), "PipelineStage")
         with pytest.raises(EngineError, match=r"has no torchtitan.distributed.pipeline_parallel.PipelineStage; lowbit"):
             importlib.reload(titan)
     importlib.reload(titan)

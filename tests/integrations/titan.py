@@ -7,6 +7,7 @@ lacks. There `schedule.step` does not take micro-batches either, so `pp_forward_
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import os
 import sys
@@ -22,10 +23,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 VOCABULARY, BATCH, SEQUENCE = 2048, 4, 32
 
 
+def titan_module(name: str) -> Any:
+    """A module of TorchTitan."""
+    return importlib.import_module(f"torchtitan.{name}")
+
+
 def without_cuda() -> None:
     """Let TorchTitan find a CPU, also in those of its modules that are imported already."""
-    import torchtitan.trainer  # noqa: F401
-
+    titan_module("trainer")
     device = SimpleNamespace(
         set_device=lambda device: None,
         device_count=lambda: 1,
@@ -50,10 +55,9 @@ def debug_config(change: Callable[[Any], None], steps: int) -> Any:
 
     Its attention is `scaled_dot_product_attention`: FlexAttention has no backward on a CPU.
     """
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+    BaseDataLoader: Any = titan_module("components.dataloader").BaseDataLoader
+    BaseTokenizer: Any = titan_module("components.tokenizer").BaseTokenizer
+    attention = titan_module("models.common.attention").ScaledDotProductAttention
 
     class NoTokenizer(BaseTokenizer):
         @dataclass(kw_only=True, slots=True)
@@ -95,9 +99,9 @@ def debug_config(change: Callable[[Any], None], steps: int) -> Any:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             pass
 
-    config = llama3_debugmodel()
+    config = titan_module("models.llama3.config_registry").llama3_debugmodel()
     for layer in config.model_spec.model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.inner_attention = attention.Config()
     config.tokenizer, config.dataloader = NoTokenizer.Config(), RandomTokens.Config()
     config.training.local_batch_size, config.training.seq_len = BATCH, SEQUENCE
     config.training.steps, config.training.disable_cuda_graphs = steps, True
@@ -114,8 +118,7 @@ def debug_config(change: Callable[[Any], None], steps: int) -> Any:
 def trained(change: Callable[[Any], None], steps: int = 3) -> SimpleNamespace:
     """Train by TorchTitan's `Trainer`: losses of this rank by step, hashes of its parameters, and its trainer."""
     without_cuda()
-    from torchtitan.trainer import Trainer
-
+    Trainer: Any = titan_module("trainer").Trainer
     losses: list[float] = []
 
     class Recorded(Trainer):

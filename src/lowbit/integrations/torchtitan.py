@@ -53,7 +53,8 @@ class LowBitConfig:
     """What is sent and kept in few bits, in a run of TorchTitan.
 
     Args:
-        forward: format of activations between stages: a codec, or a mapping from boundary index; None: PyTorch's stages.
+        forward: format of activations between stages: a codec, or a mapping from boundary index. None: PyTorch's own
+            stages.
         backward: format of gradients between stages, likewise; None: the default beside `forward`.
         warmup_steps: so many first training steps send everything between stages at full precision.
         gradients: format of data-parallel gradients, such as `BlockFloat8()`; None: as TorchTitan sends them.
@@ -124,7 +125,7 @@ def pipelining_fn(function: Callable[..., Any], config: LowBitConfig | None = No
         config: absent: `LowBitConfig()`. With `forward=None` the function is returned as it is.
 
     Raises:
-        ValueError: `function` is low-bit already; or (when called) its schedule has a stage that is not a `LowBitStage`.
+        ValueError: `function` is low-bit already; or, when called: its schedule has a stage that is not a `LowBitStage`.
     """
     config = LowBitConfig() if config is None else config
     _refuse_twice(function)
@@ -266,16 +267,17 @@ def _reduce_in_few_bits(model: nn.Module, config: LowBitConfig, name: str) -> No
                 f"torch {torch.__version__} has no FSDPState._fsdp_param_groups; lowbit works with torch 2.13 to 2.15"
             )
         for group in state._fsdp_param_groups:
-            replicas = getattr(group.mesh_info, "replicate_process_group", None)
+            mesh: Any = group.mesh_info
+            replicas = getattr(mesh, "replicate_process_group", None)
             if replicas is not None and not isinstance(replicas, _Replicas):
-                group.mesh_info.replicate_process_group = _Replicas(replicas, config)
+                mesh.replicate_process_group = _Replicas(replicas, config)
 
 
 class _Replicas(dist.ProcessGroup):
     """A group whose all-reduce sends few bits: FSDP has no argument for the one between its replicas."""
 
     def __init__(self, group: dist.ProcessGroup, config: LowBitConfig) -> None:
-        super().__init__(group.rank(), group.size())
+        super().__init__(group.rank(), group.size())  # pyright: ignore[reportCallIssue] it knows one of two
         self._group, self._config = group, config
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> None:
