@@ -65,7 +65,7 @@ def measure(settings: TitanBenchmark, earlier: Sequence[Row]) -> Iterator[list[R
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     with started("benchmarks.titan_rank", MANY_STAGES.ranks, settings.links) as (network, ranks):
-        sizes = {"layers": settings.layers, "batch": settings.batch, "sequence": settings.sequence}
+        sizes: dict[str, Any] = {"layers": settings.layers, "batch": settings.batch, "sequence": settings.sequence}
         for boundary in settings.boundaries:
             ranks.ask("open", boundary=boundary, **sizes)
         for link in settings.links:

@@ -88,8 +88,8 @@ def without_cuda() -> Iterator[None]:
 
     with (
         mock.patch.object(torch, "zeros", on_cpu),
-        mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
-        mock.patch.object(torch.cuda, "synchronize", lambda: None),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize"),
     ):
         yield
 

@@ -245,7 +245,8 @@ class _Request:
 
     def wait(self) -> None:
         """Wait; what was received is then decoded."""
-        self._request.wait()
-        self._sent = None
+        if self._request is not None:
+            self._request.wait()
+        self._request = self._sent = None
         if self._arriving is not None:
             self._arriving.finish()

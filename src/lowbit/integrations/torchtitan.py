@@ -125,7 +125,7 @@ def pipelining_fn(function: Callable[..., Any], config: LowBitConfig | None = No
         config: absent: `LowBitConfig()`. With `forward=None` the function is returned as it is.
 
     Raises:
-        ValueError: `function` is low-bit already; or, when called: its schedule has a stage that is not a `LowBitStage`.
+        ValueError: `function` is low-bit already; or, when called: its schedule has a stage that is no `LowBitStage`.
     """
     config = LowBitConfig() if config is None else config
     _refuse_twice(function)
