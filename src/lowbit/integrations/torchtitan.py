@@ -171,7 +171,7 @@ def parallelize_fn(function: Callable[..., Any], config: LowBitConfig) -> Callab
     def low_bit_parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         if config.activations is not None:
             _check_activations(**kwargs)
-            compress_saved_(model, config.activations)
+            compress_saved_(model, config.activations, report=False)
         model = function(model, **kwargs)
         if config.gradients is not None:
             _reduce_in_few_bits(model, config, _name(function))
