@@ -56,7 +56,8 @@ class LowBitConfig:
         forward: format of activations between stages: a codec, or a mapping from boundary index. None: PyTorch's own
             stages.
         backward: format of gradients between stages, likewise; None: the default beside `forward`.
-        warmup_steps: so many first training steps send everything between stages at full precision.
+        warmup_steps: so many first calls of the schedule send everything between stages at full precision; gradient
+            accumulation calls it several times a step.
         gradients: format of data-parallel gradients, such as `BlockFloat8()`; None: as TorchTitan sends them.
         activations: bits of the activations that autograd saves; None: as TorchTitan saves them.
         timeout: seconds after which a rank that does not come or answer is an error.
@@ -78,7 +79,7 @@ class LowBitConfig:
         check_numbers(self.warmup_steps, self.timeout)
         check_checksums(self.checksums)
         if self.forward is None and self.backward is not None:
-            raise ValueError(f"backward is {self.backward} and forward is None; allowed: both None, or forward alone")
+            raise ValueError(f"backward is {self.backward}; allowed where forward is None: None")
         if self.forward is not None:
             backward = backward_beside(self.forward) if self.backward is None else self.backward
             for name, codecs in (("forward", self.forward), ("backward", backward)):
