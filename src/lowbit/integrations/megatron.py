@@ -1,0 +1,252 @@
+"""Megatron-Core in few bits: a communicator for its pipeline schedules, which sends payloads in place of tensors.
+
+Megatron's schedules take the communicator as an argument (`p2p_communicator=`), and call its methods for everything
+that crosses between two stages. `LowBitP2PCommunicator` overrides the one method that all of those end in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit import __version__
+from lowbit.codecs.base import Codec
+from lowbit.codecs.checks import FLOATS
+from lowbit.codecs.defaults import RECOMMENDED
+from lowbit.codecs.sessions import Session
+from lowbit.integrations.engine import engine, part
+from lowbit.pipeline import Traffic
+from lowbit.pipeline.arguments import backward_beside, check_numbers
+from lowbit.ranks.agreement import agree
+from lowbit.ranks.checksum import Checksums, agreed_facts, check_checksums, damaged
+
+__all__ = ["LowBitP2PCommunicator"]
+
+_PACKAGE = {"package": "megatron-core", "tested": "0.16.1"}
+_p2p = engine("megatron.core.pipeline_parallel.p2p_communication", extra="megatron", **_PACKAGE)
+_Base: Any = part(_p2p, "P2PCommunicator", **_PACKAGE)
+_batched: Any = part(_p2p, "_batched_p2p_ops", **_PACKAGE)
+_single: Any = part(_p2p, "_p2p_ops", **_PACKAGE)
+_SIDES = ("prev", "next")
+
+
+class LowBitP2PCommunicator(_Base):
+    """Megatron's `P2PCommunicator` whose activations and gradients cross in few bits.
+
+    Pass it to a schedule as `p2p_communicator=`, with a `pg_collection` as Megatron asks for beside it. Everything else
+    is Megatron's: order of messages, `batch_p2p_comm`, overlap, timers. Received tensors have `config.pipeline_dtype`.
+
+    Both ends of a stateful codec, such as `TransformQuant`, keep a session for each direction, which follows the order
+    of messages. With virtual stages the communicator does not learn which of them a message belongs to, so only
+    codecs without state are allowed there, such as `TAHQuant` and `GroupInt`.
+
+    Make it on all ranks of the group at once: they compare their formats before the first byte.
+
+    Args:
+        pp_group: the ranks of the pipeline.
+        config: Megatron's `ModelParallelConfig` (`TransformerConfig`) of the model.
+        forward: format of activations.
+        backward: format of gradients; None: the default beside `forward`.
+        timeout: seconds to wait for the other ranks here.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent.
+
+    Attributes:
+        traffic: what this rank has sent.
+
+    Raises:
+        TypeError, ValueError: a codec or a setting that does not go with it; the text names it.
+        AgreementError: the ranks have other formats.
+        DamagedError: (in any pass) what a neighbour sent did not arrive as it was.
+    """
+
+    def __init__(
+        self,
+        pp_group: dist.ProcessGroup,
+        config: Any,
+        *,
+        forward: Codec = RECOMMENDED,
+        backward: Codec | None = None,
+        timeout: float = 120.0,
+        checksums: bool = True,
+    ) -> None:
+        check_numbers(0, timeout)
+        check_checksums(checksums)
+        super().__init__(pp_group, config)
+        codecs = {"forward": forward, "backward": backward_beside(forward) if backward is None else backward}
+        for name, codec in codecs.items():
+            self._check(name, codec)
+        if config.use_ring_exchange_p2p:
+            raise ValueError(
+                "use_ring_exchange_p2p is True; allowed: False, because a ring exchanges tensors of one size"
+            )
+        if config.pipeline_dtype not in FLOATS:
+            raise ValueError(f"pipeline_dtype is {config.pipeline_dtype}; allowed: {', '.join(map(str, FLOATS))}")
+        self.traffic = Traffic()
+        self._checksums = Checksums("megatron", enabled=checksums)
+        self._lanes = {(name, end): _Lane(codec) for name, codec in codecs.items() for end in ("out", "in")}
+        facts = {f"{name} codec": f"{codec} [{codec.fingerprint()}]" for name, codec in codecs.items()}
+        facts |= {"lowbit version": __version__, "pipeline_dtype": str(config.pipeline_dtype)}
+        agree(pp_group, facts | agreed_facts(checksums), timeout, topic="Megatron's pipeline")
+
+    def _check(self, name: str, codec: object) -> None:
+        """Raise unless the communicator can send tensors in this format."""
+        if not isinstance(codec, Codec):
+            raise TypeError(f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant()")
+        config, stages = self.config, self.virtual_pipeline_model_parallel_size
+        for problem, fact in (
+            (not codec.settled, "chooses a parameter in a warm-up, which Megatron's schedules do not have"),
+            (codec.needs_key, "needs the ids of samples, which Megatron's schedules do not tell"),
+            (
+                codec.stateful and (stages or 1) > 1,
+                f"keeps state between messages, and there are {stages} virtual stages",
+            ),
+            (
+                codec.stateful and (config.variable_seq_lengths or config.mtp_standalone),
+                "keeps state between messages of one shape, and shapes vary (variable_seq_lengths or mtp_standalone)",
+            ),
+        ):
+            if problem:
+                raise ValueError(f"{name} is {codec}, which {fact}; allowed: formats without, such as GroupInt(bits=6)")
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Sequence[int] | None,
+        wait_on_reqs: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None, Any]:
+        """As Megatron's, with payloads: activations come from and go to the next stage, gradients the other way."""
+        config, device = self.config, _device()
+        shapes = {"prev": tensor_shape, "next": tensor_shape}
+        if config.variable_seq_lengths or config.mtp_standalone:
+            shapes = dict(
+                zip(
+                    _SIDES,
+                    self._communicate_shapes(tensor_send_next, tensor_send_prev, recv_prev, recv_next),
+                    strict=True,
+                )
+            )
+        sent = {"prev": self._packed("backward", tensor_send_prev), "next": self._packed("forward", tensor_send_next)}
+        arriving: dict[str, _Arriving] = {}
+        for side, wanted in zip(_SIDES, (recv_prev, recv_next), strict=True):
+            if wanted:
+                direction, peer = ("forward", self.prev_rank) if side == "prev" else ("backward", self.next_rank)
+                arriving[side] = _Arriving(self, direction, peer, shapes[side], device)
+        operations = _batched if config.batch_p2p_comm else _single
+        requests = operations(
+            **{f"tensor_send_{side}": sent[side] for side in _SIDES},
+            **{f"tensor_recv_{side}": arriving[side].message if side in arriving else None for side in _SIDES},
+            group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank,
+        )  # fmt: skip
+        if wait_on_reqs or config.batch_p2p_comm:
+            for request in requests if isinstance(requests, list) else requests.values():
+                request.wait()
+            for each in arriving.values():
+                each.finish()
+            requests = None
+        else:
+            requests = {
+                name: _Request(request, sent.get(name.removeprefix("send_")), arriving.get(name.removeprefix("recv_")))
+                for name, request in requests.items()
+            }
+        if config.batch_p2p_comm and config.batch_p2p_sync and device.type == "cuda":
+            torch.cuda.synchronize()
+        received = [arriving[side].tensor if side in arriving else None for side in _SIDES]
+        return received[0], received[1], requests
+
+    def _packed(self, direction: str, x: Tensor | None) -> Tensor | None:
+        """The message with a tensor."""
+        if x is None:
+            return None
+        if x.dtype != self.config.pipeline_dtype:
+            raise ValueError(f"a tensor to send is {x.dtype}; allowed: pipeline_dtype ({self.config.pipeline_dtype})")
+        lane, room = self._lanes[direction, "out"], self._checksums.room
+        session = lane.session(x.shape, x.dtype, x.device)
+        message = torch.empty(session.nbytes() + room, dtype=torch.uint8, device=x.device)
+        session.encode(x, out=message[: session.nbytes()], training=torch.is_grad_enabled())
+        seal = self._checksums.seal if message.device.type == "cpu" else self._checksums.seal_there
+        seal(message, self.pp_group.rank(), direction == "backward", lane.next())
+        self.traffic.count(direction, len(message), x.numel())
+        return message
+
+    def _unpack(self, direction: str, peer: int, message: Tensor, session: Session, out: Tensor) -> None:
+        """Write the tensor in a message to `out`."""
+        sender = dist.get_group_rank(self.pp_group, peer)
+        place = sender, direction == "backward", self._lanes[direction, "in"].next()
+        checks = self._checksums
+        if message.device.type == "cpu":
+            intact = checks.intact(message, *place)
+        else:
+            intact = not checks.damage_there(message, *place).item()
+        if not intact:
+            raise damaged(f"the {_WORDS[direction]} of rank {peer}", sender)
+        session.decode(message[: session.nbytes()], out=out, training=torch.is_grad_enabled())
+
+
+_WORDS = {"forward": "activation", "backward": "gradient"}
+
+
+def _device() -> torch.device:
+    """Where Megatron's tensors are: its current GPU, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class _Lane:
+    """One direction, at one end: sessions by shape, and the number of messages so far."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self._messages = codec, 0
+        self.session: Callable[..., Session] = functools.cache(self._open)
+
+    def _open(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Session:
+        return self._codec.open(shape=shape, dtype=dtype, device=device)
+
+    def next(self) -> int:
+        """Number of the next message."""
+        self._messages += 1
+        return self._messages
+
+
+class _Arriving:
+    """A tensor that is to be received: its message, and the tensor, which is filled by `finish`."""
+
+    def __init__(
+        self, owner: LowBitP2PCommunicator, direction: str, peer: int, shape: Sequence[int] | None, device: torch.device
+    ) -> None:
+        if shape is None:
+            raise ValueError("tensor_shape is None; allowed where a tensor is received: its shape")
+        dtype = owner.config.pipeline_dtype
+        session = owner._lanes[direction, "in"].session(torch.Size(shape), dtype, device)
+        self.message = torch.empty(session.nbytes() + owner._checksums.room, dtype=torch.uint8, device=device)
+        self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device, requires_grad=True)
+        self._unpack = functools.partial(owner._unpack, direction, peer, self.message, session, self.tensor.detach())
+        self._finished = False
+
+    def finish(self) -> None:
+        """Decode the message, which has arrived."""
+        if not self._finished:
+            self._finished = True
+            self._unpack()
+
+
+class _Request:
+    """A handle of Megatron's overlapping schedules, which wait for each before they use the tensor."""
+
+    def __init__(self, request: Any, sent: Tensor | None, arriving: _Arriving | None) -> None:
+        self._request, self._sent, self._arriving = request, sent, arriving
+
+    def wait(self) -> None:
+        """Wait; what was received is then decoded."""
+        if self._request is not None:
+            self._request.wait()
+        self._request = self._sent = None
+        if self._arriving is not None:
+            self._arriving.finish()

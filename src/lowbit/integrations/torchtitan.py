@@ -1,0 +1,292 @@
+"""TorchTitan in few bits: its pipeline, the gradients of its FSDP, and the activations that it saves for backward.
+
+TorchTitan describes a model by a `ModelSpec`, which holds two functions: `pipelining_fn` cuts the model into pipeline
+stages, and `parallelize_fn` applies tensor parallelism, checkpointing, compilation and FSDP to each part. `low_bit`
+returns the spec with both wrapped. Nothing of TorchTitan is copied or changed for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from lowbit.activations import LayerAware, compress_saved_
+from lowbit.codecs.base import Codec
+from lowbit.codecs.defaults import RECOMMENDED
+from lowbit.collectives.reduce import all_reduce
+from lowbit.gradients import LowBitReduceScatter
+from lowbit.integrations.engine import EngineError, engine, part
+from lowbit.pipeline import LowBitStage
+from lowbit.pipeline.arguments import Codecs, backward_beside, check_numbers, check_warm_up
+from lowbit.ranks.checksum import check_checksums
+
+__all__ = ["LowBitConfig", "low_bit", "parallelize_fn", "pipelining_fn"]
+
+TESTED = "0.3.0"
+STAGE = "PipelineStage"
+"""The name by which TorchTitan's pipelining functions call the class of their stages."""
+
+_engine = functools.partial(engine, package="torchtitan", extra="titan", tested=TESTED)
+_pipelines = _engine("torchtitan.distributed.pipeline_parallel")
+_checkpointing = _engine("torchtitan.distributed.activation_checkpoint")
+part(_pipelines, STAGE, package="torchtitan", tested=TESTED)
+_ModelSpec: Any = part(_engine("torchtitan.protocols.model_spec"), "ModelSpec", package="torchtitan", tested=TESTED)
+_FullAC: Any = part(_checkpointing, "FullAC", package="torchtitan", tested=TESTED)
+
+_swapping = threading.RLock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowBitConfig:
+    """What is sent and kept in few bits, in a run of TorchTitan.
+
+    Args:
+        forward: format of activations between stages: a codec, or a mapping from boundary index. None: PyTorch's own
+            stages.
+        backward: format of gradients between stages, likewise; None: the default beside `forward`.
+        warmup_steps: so many first calls of the schedule send everything between stages at full precision; gradient
+            accumulation calls it several times a step.
+        gradients: format of data-parallel gradients, such as `BlockFloat8()`; None: as TorchTitan sends them.
+        activations: bits of the activations that autograd saves; None: as TorchTitan saves them.
+        timeout: seconds after which a rank that does not come or answer is an error.
+        checksums: whether 8 bytes behind each payload tell if it arrived as it was sent.
+
+    Raises:
+        TypeError, ValueError: a value that is not allowed; the text names it.
+    """
+
+    forward: Codecs | None = RECOMMENDED
+    backward: Codecs | None = None
+    warmup_steps: int = 0
+    gradients: Codec | None = None
+    activations: LayerAware | None = None
+    timeout: float = 120.0
+    checksums: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(self.warmup_steps, self.timeout)
+        check_checksums(self.checksums)
+        if self.forward is None and self.backward is not None:
+            raise ValueError(f"backward is {self.backward}; allowed where forward is None: None")
+        if self.forward is not None:
+            backward = backward_beside(self.forward) if self.backward is None else self.backward
+            for name, codecs in (("forward", self.forward), ("backward", backward)):
+                _check_codecs(name, codecs)
+                check_warm_up(name, codecs, self.warmup_steps)
+        if self.gradients is not None:
+            self.reduce_scatter()
+        if not isinstance(self.activations, LayerAware | None):
+            raise TypeError(f"activations is {self.activations!r}; allowed: a LayerAware, or None")
+
+    def reduce_scatter(self) -> LowBitReduceScatter:
+        """The reduce-scatter of `gradients`."""
+        assert self.gradients is not None
+        return LowBitReduceScatter(self.gradients, timeout=self.timeout, checksums=self.checksums)
+
+
+def low_bit(spec: Any, config: LowBitConfig | None = None) -> Any:
+    """Return a TorchTitan `ModelSpec` like `spec` whose runs send and keep few bits.
+
+    Args:
+        spec: of a model of TorchTitan or of your own, such as `config.model_spec` in a function of a config registry.
+        config: absent: `LowBitConfig()`, few bits between pipeline stages.
+
+    Raises:
+        TypeError: not a `ModelSpec`. ValueError: one that is low-bit already.
+    """
+    config = LowBitConfig() if config is None else config
+    if not isinstance(spec, _ModelSpec):
+        raise TypeError(f"spec is {type(spec).__name__}; allowed: torchtitan.protocols.model_spec.ModelSpec")
+    functions = {"parallelize_fn": parallelize_fn(spec.parallelize_fn, config)}
+    if spec.pipelining_fn is not None:
+        functions["pipelining_fn"] = pipelining_fn(spec.pipelining_fn, config)
+    return replace(spec, **functions)
+
+
+def pipelining_fn(function: Callable[..., Any], config: LowBitConfig | None = None) -> Callable[..., Any]:
+    """Return a pipelining function like `function` whose stages are `LowBitStage`.
+
+    While it runs, the name `PipelineStage` in its module and in TorchTitan's own stands for `LowBitStage`, for this
+    thread alone; so it works for any function that builds its stages by that name, several on a rank included.
+
+    Args:
+        function: `pipeline_llm`, `pipeline_vlm` or one of your own with their arguments.
+        config: absent: `LowBitConfig()`. With `forward=None` the function is returned as it is.
+
+    Raises:
+        ValueError: `function` is low-bit already; or, when called: its schedule has a stage that is no `LowBitStage`.
+    """
+    config = LowBitConfig() if config is None else config
+    _refuse_twice(function)
+    if config.forward is None:
+        return function
+
+    @functools.wraps(function)
+    def low_bit_pipelining(*args: Any, **kwargs: Any) -> Any:
+        with _stages_of(function, config):
+            built = function(*args, **kwargs)
+        schedule = built[0]
+        stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+        if others := sorted({type(stage).__name__ for stage in stages if not isinstance(stage, LowBitStage)}):
+            raise ValueError(
+                f"{_name(function)} made stages of {', '.join(others)}; allowed: a pipelining function that builds its "
+                f"stages by the name {STAGE}, in its own module or by torchtitan's pipeline_llm"
+            )
+        return built
+
+    setattr(low_bit_pipelining, _MARK, True)
+    return low_bit_pipelining
+
+
+def parallelize_fn(function: Callable[..., Any], config: LowBitConfig) -> Callable[..., Any]:
+    """Return a parallelize function like `function` with low-bit gradients and saved activations.
+
+    Saved activations are changed before `function`, because checkpointing, compilation and FSDP wrap what they find;
+    gradients after it, because they belong to FSDP's modules.
+
+    Args:
+        function: `parallelize_llama` or another with its arguments.
+        config: `gradients` and `activations` are used. With neither, the function is returned as it is.
+
+    Raises:
+        ValueError: `function` is low-bit already; or, when called: selective checkpointing or tensor parallelism beside
+            `activations`, or no FSDP beside `gradients`.
+    """
+    _refuse_twice(function)
+    if config.gradients is None and config.activations is None:
+        return function
+
+    @functools.wraps(function)
+    def low_bit_parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
+        if config.activations is not None:
+            _check_activations(**kwargs)
+            compress_saved_(model, config.activations, report=False)
+        model = function(model, **kwargs)
+        if config.gradients is not None:
+            _reduce_in_few_bits(model, config, _name(function))
+        return model
+
+    setattr(low_bit_parallelize, _MARK, True)
+    return low_bit_parallelize
+
+
+_MARK = "_lowbit"
+
+
+def _refuse_twice(function: Callable[..., Any]) -> None:
+    if getattr(function, _MARK, False):
+        raise ValueError(f"{_name(function)} is low-bit already; allowed: TorchTitan's function or spec")
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _check_codecs(name: str, codecs: Codecs) -> None:
+    for codec in codecs.values() if isinstance(codecs, Mapping) else [codecs]:
+        if not isinstance(codec, Codec):
+            raise TypeError(
+                f"{name} is {codec!r}; allowed: a codec such as lowbit.codecs.TransformQuant(), "
+                "or a mapping from boundary index to codec"
+            )
+        if codec.needs_key:
+            raise ValueError(
+                f"{name} is {codec}, which needs the ids of samples, and TorchTitan's loop has none; "
+                "allowed: formats without, such as TransformQuant()"
+            )
+
+
+@contextlib.contextmanager
+def _stages_of(function: Callable[..., Any], config: LowBitConfig) -> Iterator[None]:
+    """Let the name of the stages stand for `LowBitStage` in the modules of a pipelining function, for this thread."""
+    thread = threading.get_ident()
+    options = {
+        "forward": config.forward, "backward": config.backward, "warmup_steps": config.warmup_steps,
+        "timeout": config.timeout, "checksums": config.checksums,
+    }  # fmt: skip
+
+    class Stage(LowBitStage):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            mine = threading.get_ident() == thread
+            return super().__new__(cls) if mine else PipelineStage(*args, **kwargs)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **options, **kwargs)
+
+    with _swapping:
+        modules = [module for module in _modules_of(function) if getattr(module, STAGE, None) is PipelineStage]
+        for module in modules:
+            setattr(module, STAGE, Stage)
+        try:
+            yield
+        finally:
+            for module in modules:
+                setattr(module, STAGE, PipelineStage)
+
+
+def _modules_of(function: Callable[..., Any]) -> list[ModuleType]:
+    """TorchTitan's module of pipelines, and that of the function itself."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    own = sys.modules.get(getattr(function, "__module__", "") or "")
+    return [_pipelines] if own in (None, _pipelines) else [_pipelines, own]
+
+
+def _check_activations(*, parallel_dims: Any, ac_config: Any = None, **_: Any) -> None:
+    if ac_config is not None and not isinstance(ac_config, _FullAC.Config):
+        raise ValueError(
+            f"activation_checkpoint is {type(ac_config).__qualname__}, whose recomputation does not meet the tensors "
+            "that low-bit activations save; allowed: FullAC.Config() or None"
+        )
+    if parallel_dims.tp_enabled:
+        raise ValueError(f"tensor_parallel_degree is {parallel_dims.tp}; allowed with low-bit activations: 1")
+
+
+def _reduce_in_few_bits(model: nn.Module, config: LowBitConfig, name: str) -> None:
+    """Set the collectives of all FSDP modules; TorchTitan replicates by FSDP, too (HSDP)."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise ValueError(f"{name} applied no FSDP; allowed with low-bit gradients: a function that calls fully_shard")
+    for module in modules:
+        module.set_custom_reduce_scatter(config.reduce_scatter())
+        module.set_force_sum_reduction_for_comms(True)  # TorchTitan divides by the tokens itself
+        state = module._get_fsdp_state()
+        if not hasattr(state, "_fsdp_param_groups"):
+            raise EngineError(
+                f"torch {torch.__version__} has no FSDPState._fsdp_param_groups; lowbit works with torch 2.13 to 2.15"
+            )
+        for group in state._fsdp_param_groups:
+            mesh: Any = group.mesh_info
+            replicas = getattr(mesh, "replicate_process_group", None)
+            if replicas is not None and not isinstance(replicas, _Replicas):
+                mesh.replicate_process_group = _Replicas(replicas, config)
+
+
+class _Replicas(dist.ProcessGroup):
+    """A group whose all-reduce sends few bits: FSDP has no argument for the one between its replicas."""
+
+    def __init__(self, group: dist.ProcessGroup, config: LowBitConfig) -> None:
+        super().__init__(group.rank(), group.size())  # pyright: ignore[reportCallIssue] it knows one of two
+        self._group, self._config = group, config
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> None:
+        """Add up in place."""
+        config = self._config
+        assert config.gradients is not None
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"op is {op}; allowed: SUM")
+        for tensor in tensors:
+            all_reduce(tensor, config.gradients, self._group, timeout=config.timeout, checksums=config.checksums)

@@ -1,0 +1,294 @@
+"""`lowbit.integrations.megatron` under Megatron-Core's own schedules, without CUDA.
+
+Of Megatron's, what asks for a GPU is replaced by the CPU: `torch.zeros(device="cuda")` in the schedules,
+`torch.cuda.current_device` and `torch.cuda.synchronize` in its own communicator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # pyright: ignore
+
+pytest.importorskip("megatron.core")
+
+from lowbit.codecs import AQSGD, Cast, GroupInt, SubspaceQuant, TransformQuant
+from lowbit.integrations import EngineError, megatron
+from lowbit.integrations.megatron import LowBitP2PCommunicator
+from tests.processes import Failure, Ranks
+
+
+def core(name: str) -> Any:
+    """A module of Megatron-Core."""
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+ModelType = core("enums").ModelType
+schedules, p2p_communication = core("pipeline_parallel.schedules"), core("pipeline_parallel.p2p_communication")
+ProcessGroupCollection = core("process_groups_config").ProcessGroupCollection
+SEQUENCE, BATCH, WIDTH, MICRO_BATCHES, VOCABULARY = 12, 2, 32, 4, 64
+EXACT = Cast(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Processes of this module alone."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def config_of(**changes: Any) -> Any:
+    settings = {
+        "num_layers": 2, "hidden_size": WIDTH, "num_attention_heads": 2, "pipeline_model_parallel_size": 2,
+        "pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall",
+    }  # fmt: skip
+    return core("transformer.transformer_config").TransformerConfig(**settings | changes)
+
+
+class Part(nn.Module):
+    """Half a model, as Megatron's schedules call it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        self.vp_stage = None
+        first = dist.get_rank() == 0
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if first else None
+        self.body = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.head = None if first else nn.Linear(WIDTH, VOCABULARY)
+        self.input: Any = None
+        self.to(config.pipeline_dtype)
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.input = tensor[0] if isinstance(tensor, list) else tensor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens.T) if self.embedding is not None else self.input
+        x = x + self.body(x)
+        return x if self.head is None else self.head(x)
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    zeros = torch.zeros
+
+    def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return zeros(*args, device="cpu" if device == "cuda" else device, **kwargs)
+
+    with (
+        mock.patch.object(torch, "zeros", on_cpu),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize"),
+    ):
+        yield
+
+
+def trained(codecs: dict[str, Any] | None, *, steps: int = 3, evaluate: bool = False, **changes: Any) -> Any:
+    """Train by Megatron's 1F1B: losses, a hash of the weights, and the communicator. `codecs`: None for Megatron's."""
+    config = config_of(**changes)
+    world = dist.group.WORLD
+    torch.manual_seed(dist.get_rank())
+    model = Part(config)
+    link = (
+        p2p_communication.P2PCommunicator(world, config)
+        if codecs is None
+        else LowBitP2PCommunicator(world, config, **codecs)
+    )
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = ProcessGroupCollection(tp=alone, cp=alone, pp=world, embd=None, pos_embd=None, dp_cp=alone)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(7)
+    losses: list[float] = []
+
+    def step_of(batches: Iterator[Tensor], part: Part) -> Any:
+        tokens = next(batches)
+
+        def loss_of(output: Tensor) -> Any:
+            loss = nn.functional.cross_entropy(output.float().flatten(0, 1), tokens.T.flatten())
+            return loss, float(loss)
+
+        return part(tokens), loss_of
+
+    with without_cuda():
+        for step in range(steps):
+            lengths = [SEQUENCE + (i if config.variable_seq_lengths else 0) for i in range(MICRO_BATCHES)]
+            batches = [torch.randint(VOCABULARY, (BATCH, length), generator=generator) for length in lengths]
+            last = evaluate and step == steps - 1
+            with torch.no_grad() if last else contextlib.nullcontext():
+                told = schedules.forward_backward_pipelining_without_interleaving(
+                    forward_step_func=step_of, data_iterator=iter(batches), model=model,
+                    num_microbatches=MICRO_BATCHES, seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=last,
+                    p2p_communicator=link, pg_collection=groups,
+                )  # fmt: skip
+            losses += told
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())
+    return SimpleNamespace(losses=losses, weights=hashlib.sha256(weights).hexdigest(), link=link)
+
+
+def exact_and_own(changes: dict[str, Any], dtype: torch.dtype) -> bool:
+    own = trained(None, pipeline_dtype=dtype, **changes)
+    ours = trained({"forward": Cast(dtype=dtype)}, pipeline_dtype=dtype, **changes)
+    assert len(own.losses) == 3 * MICRO_BATCHES * dist.get_rank()
+    return (own.losses, own.weights) == (ours.losses, ours.weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"batch_p2p_comm": False}, torch.float32),
+        ({"variable_seq_lengths": True}, torch.float32),
+        ({"deallocate_pipeline_outputs": True}, torch.bfloat16),
+        ({}, torch.float16),
+    ],
+)
+def test_exact_formats_train_bit_for_bit_as_megatron_does(ranks: Ranks, changes: dict[str, Any], dtype: torch.dtype):
+    assert ranks.run(exact_and_own, changes, dtype) == [True, True]
+
+
+def few_bits(codecs: dict[str, Any], changes: dict[str, Any]) -> Any:
+    own, ours = (trained(each, evaluate=True, **changes) for each in (None, codecs))
+    return own.losses, ours.losses, ours.link.traffic.forward_bits, ours.link.traffic.backward_bits
+
+
+@pytest.mark.parametrize(
+    ("codecs", "changes"),
+    [
+        ({}, {}),
+        ({"forward": GroupInt(bits=4, group=32)}, {"variable_seq_lengths": True}),
+        ({}, {"pipeline_dtype": torch.bfloat16, "batch_p2p_comm": False}),
+    ],
+)
+def test_few_bits_train_nearly_as_megatron_does(ranks: Ranks, codecs: dict[str, Any], changes: dict[str, Any]):
+    """The last step is an evaluation, which leaves the state of stateful codecs alone."""
+    first, last = ranks.run(few_bits, codecs, changes)
+    own, ours = last[:2]
+    assert ours != own
+    assert ours == pytest.approx(own, abs=0.05)
+    assert 2 < first[2] < 9  # a checksum is 64 bits behind 768 elements
+    assert first[3] == last[2] == 0
+    assert 1.5 < last[3] < 9
+
+
+def exchange(overlap: bool) -> list[bool]:
+    """A ring of the methods of interleaved schedules, with activations both ways round."""
+    config = config_of(batch_p2p_comm=not overlap, overlap_p2p_comm=overlap, virtual_pipeline_model_parallel_size=2)
+    codec = GroupInt(bits=8, group=32)
+    link = LowBitP2PCommunicator(dist.group.WORLD, config, forward=codec, backward=codec)
+    assert link.virtual_pipeline_model_parallel_size == 2
+    shape, equal = (SEQUENCE, BATCH, WIDTH), []
+    sent = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    own, other = sent[dist.get_rank()], codec.round_trip(sent[1 - dist.get_rank()])
+    for method in (link.send_forward_recv_forward, link.send_backward_recv_backward):
+        received = method(own, True, shape, overlap_p2p_comm=overlap)
+        if overlap:
+            received, handles = received
+            for handle in [*handles.values(), *handles.values()]:
+                handle.wait()
+        equal.append(torch.equal(received, other) and received.requires_grad)
+    return equal
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_methods_of_interleaved_schedules(ranks: Ranks, overlap: bool):
+    assert ranks.run(exchange, overlap) == [[True, True]] * 2
+
+
+def disagreeing() -> None:
+    bits = 4 + dist.get_rank()
+    LowBitP2PCommunicator(dist.group.WORLD, config_of(), forward=GroupInt(bits=bits, group=32), timeout=20)
+
+
+def test_ranks_with_other_formats_are_told_before_the_first_byte(ranks: Ranks):
+    for outcome in ranks.outcomes(disagreeing):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "AgreementError"
+        assert "forward codec: GroupInt(bits=4" in outcome.text
+        assert "GroupInt(bits=5" in outcome.text
+
+
+def damaging() -> None:
+    link = LowBitP2PCommunicator(dist.group.WORLD, config_of(), forward=EXACT)
+    shape = (SEQUENCE, BATCH, WIDTH)
+    if dist.get_rank():
+        link.recv_forward(shape, False)
+        return
+    seal = link._checksums.seal
+
+    def damage(message: Tensor, *place: int) -> None:
+        seal(message, *place)
+        message[5] += 1
+
+    link._checksums.seal = damage
+    link.send_forward(torch.ones(shape), False)
+
+
+def test_a_changed_payload_is_noticed(ranks: Ranks):
+    outcome = ranks.outcomes(damaging)[1]
+    assert isinstance(outcome, Failure)
+    assert (outcome.kind, outcome.text[:37]) == ("DamagedError", "the activation of rank 0 is damaged: ")
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("codecs", "changes", "error", "message"),
+    [
+        ({"forward": "int4"}, {}, TypeError, "forward is 'int4'; allowed: a codec"),
+        ({"forward": AQSGD()}, {}, ValueError, "needs the ids of samples"),
+        ({"forward": SubspaceQuant(directions="auto")}, {}, ValueError, "chooses a parameter in a warm-up"),
+        ({}, {"virtual_pipeline_model_parallel_size": 2}, ValueError, "and there are 2 virtual stages; allowed"),
+        ({"forward": TransformQuant()}, {"variable_seq_lengths": True}, ValueError, "shapes vary"),
+        ({"forward": EXACT}, {"use_ring_exchange_p2p": True}, ValueError, "use_ring_exchange_p2p is True"),
+        ({"forward": EXACT}, {"pipeline_dtype": torch.float64}, ValueError, "pipeline_dtype is torch.float64"),
+        ({"timeout": 0}, {}, ValueError, "timeout is 0"),
+        ({"checksums": 1}, {}, TypeError, "checksums is 1"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    alone: dist.ProcessGroup, codecs: dict[str, Any], changes: dict[str, Any], error: type[Exception], message: str
+):
+    config = config_of()
+    for name, value in changes.items():  # after its own checks, which know of some of them
+        setattr(config, name, value)
+    with pytest.raises(error, match=message):
+        LowBitP2PCommunicator(alone, config, **codecs)
+
+
+def test_a_tensor_of_another_dtype_is_refused(alone: dist.ProcessGroup):
+    link = LowBitP2PCommunicator(alone, config_of())
+    with pytest.raises(
+        ValueError, match=r"a tensor to send is torch.float64; allowed: pipeline_dtype \(torch.float32\)"
+    ):
+        link.send_forward(torch.ones(1, 1, WIDTH, dtype=torch.float64), False)
+    with pytest.raises(ValueError, match="tensor_shape is None"):
+        link._communicate(
+            tensor_send_next=None, tensor_send_prev=None, recv_prev=True, recv_next=False, tensor_shape=None
+        )
+
+
+def test_another_megatron_is_one_error(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patched:
+        patched.delattr(p2p_communication, "P2PCommunicator")
+        with pytest.raises(EngineError, match=r"megatron-core .* has no megatron.core.*P2PCommunicator; lowbit works"):
+            importlib.reload(megatron)
+    importlib.reload(megatron)
