@@ -67,7 +67,7 @@ class Pipeline:
     ) -> None:
         self.config, self.layout, self.modules, self.codecs = config, layout, modules, codecs
         self.device, self._group = device, group
-        self._learned: float | None = None  # tokens that a micro-batch learns in the mean; None: all
+        self._loss = _Loss()  # no method of this object, which the schedule would then keep alive in a cycle
         self.stages = [self._stage(index) for index in modules]
         if storage is not None:
             for stage in self.stages:
@@ -112,7 +112,7 @@ class Pipeline:
             stage.set_samples(ids)
             stage.traffic.reset()
         whole = self.config.pipeline.microbatches * self.config.pipeline.data_parallel
-        self._learned = None if learned is None else learned / whole
+        self._loss.learned = None if learned is None else learned / whole
         kwargs = {} if positions is None else {"positions": positions.to(self.device)}
         has_first, has_last = 0 in self.modules, self.layout.stages - 1 in self.modules
         start = time.perf_counter()
@@ -128,12 +128,6 @@ class Pipeline:
         seconds = time.perf_counter() - start
         loss = torch.stack(losses).detach().mean().item() if losses else 0.0
         return loss, self._work(seconds)
-
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Loss of a micro-batch; its mean over all micro-batches is the mean over all tokens that are learned."""
-        if self._learned is None:
-            return next_token_loss(logits, targets)
-        return next_token_loss(logits, targets, "sum") / self._learned
 
     def _stage(self, index: int) -> PipelineStage:
         input_args, output_args = _examples(self.modules[index], self.config.rows, self.config.data.sequence)
@@ -186,6 +180,22 @@ class Pipeline:
         work.forward_bytes = work.forward_elements * dtype.itemsize
         work.backward_bytes = work.backward_elements * dtype.itemsize
         return work
+
+
+class _Loss:
+    """Loss of a micro-batch; its mean over all micro-batches is the mean over all tokens that are learned.
+
+    Attributes:
+        learned: tokens that a micro-batch learns in the mean; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.learned: float | None = None
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.learned is None:
+            return next_token_loss(logits, targets)
+        return next_token_loss(logits, targets, "sum") / self.learned
 
 
 def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> None:
