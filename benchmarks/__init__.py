@@ -6,5 +6,6 @@ COMMANDS = {
     "race": "benchmarks.race",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
+    "tune": "benchmarks.tune",
 }
 """The module of each benchmark, which has its `COMMAND`."""

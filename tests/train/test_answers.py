@@ -138,13 +138,13 @@ def test_what_is_too_long_is_cut_and_said_with_numbers(tmp_path: Path):
     lines = [{"prompt": "a" * p, "answer": "b" * n} for p, n in [(5, 5), (10, 10), (20, 1)]]
     data = load(tmp_path, lines, packing=False)
     assert data.notes == (
-        "2 of 3 samples are longer than data.sequence (16) and lose their ends: 9 of 54 tokens; "
+        "2 of 3 samples are longer than data.sequence (16) and lose their ends: 9 of 54 tokens",
         "1 of 3 samples have no answer left and are not used",
     )
     assert data.train.learned(torch.tensor([1])) == 7
     held_out, note = fit_held_out(encode([Sample((Part("a" * 20, False), Part("b", True)))], ByteTokenizer()), 16)
-    assert (held_out, note) == ([], "1 of 1 held-out samples are longer than data.sequence (16) and are not used")
-    assert fit([], 16) == ([], "")
+    assert (held_out, note) == ([], ["1 of 1 held-out samples are longer than data.sequence (16) and are not used"])
+    assert fit([], 16) == ([], [])
     few = load(tmp_path, lines[:1], max_bytes=60, held_out=(str(tmp_path / "samples.jsonl"),))
     assert (len(few.train), len(few.held_out), few.notes) == (1, 1, ())
     short = load(tmp_path, lines, max_bytes=80)

@@ -184,27 +184,28 @@ def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
     return sorted((sorted(window) for window in windows), key=lambda window: window[0])
 
 
-def fit(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], str]:
-    """Samples to train on, cut to a window's size; and what was cut, in words (empty: nothing)."""
+def fit(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[str]]:
+    """Samples to train on, cut to a window's size; and what was cut, in words."""
+    warnings: list[str] = []
     long = [s for s in samples if s.places > sequence]
-    cut = [s.cut(sequence) for s in samples]
-    kept = [s for s in cut if s.teaches]
-    gone = len(cut) - len(kept)
+    kept = [s for s in (s.cut(sequence) for s in samples) if s.teaches]
     lost, total = sum(s.places - sequence for s in long), sum(len(s.ids) for s in samples)
-    notes = []
     if long:
-        notes.append(
+        warnings.append(
             f"{len(long)} of {len(samples)} samples are longer than data.sequence ({sequence}) and lose their ends: "
             f"{lost} of {total} tokens"
         )
-    if gone:
-        notes.append(f"{gone} of {len(samples)} samples have no answer left and are not used")
-    return kept, "; ".join(notes)
+    if gone := len(samples) - len(kept):
+        warnings.append(f"{gone} of {len(samples)} samples have no answer left and are not used")
+    return kept, warnings
 
 
-def fit_held_out(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], str]:
-    """Samples to evaluate on, without those that a window cannot hold; and their number, in words (empty: none)."""
+def fit_held_out(samples: Sequence[Encoded], sequence: int) -> tuple[list[Encoded], list[str]]:
+    """Samples to evaluate on, without those that a window cannot hold; and their number, in words."""
+    warnings: list[str] = []
     kept = [s for s in samples if s.places <= sequence]
-    left_out = len(samples) - len(kept)
-    note = f"{left_out} of {len(samples)} held-out samples are longer than data.sequence ({sequence}) and are not used"
-    return kept, note if left_out else ""
+    if left_out := len(samples) - len(kept):
+        warnings.append(
+            f"{left_out} of {len(samples)} held-out samples are longer than data.sequence ({sequence}) and are not used"
+        )
+    return kept, warnings

@@ -153,45 +153,45 @@ def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
         samples, held_out, more = samples[:start], samples[start:], 0
     train, cut = fit(encode(samples, tokenizer), data.sequence)
     evaluated, too_long = fit_held_out(encode(held_out, tokenizer), data.sequence)
-    notes = (_read_note(data, left_out + more), cut, too_long, _last_answers_note([*samples, *held_out]))
     loaded = Data(
         train=Answers(train, data.sequence, packing=data.packing),
         held_out=Answers(evaluated, data.sequence, packing=data.packing),
-        tokenizer=tokenizer, notes=tuple(filter(None, notes)),
+        tokenizer=tokenizer,
+        notes=(*_left_out(data, left_out + more, [*samples, *held_out]), *cut, *too_long),
     )  # fmt: skip
     if len(loaded.train) < data.batch:
-        cause = f" ({cut})" if cut else ""
+        cause = f" ({'; '.join(cut)})" if cut else ""
         raise ConfigError(
             f"data.batch is {data.batch}; {_source(data)} has {len(samples)} samples to train on, "
             f"{len(loaded.train)} windows of {data.sequence} tokens{cause}; allowed: at most as many as windows"
         )
     if data.held_out and not len(loaded.held_out):
-        cause = f" ({too_long})" if too_long else ""
+        cause = f" ({'; '.join(too_long)})" if too_long else ""
         raise ConfigError(f"data.held_out has no sample to evaluate on{cause}; allowed: at least one")
     return loaded
 
 
 def _format_notes(data: DataConfig) -> tuple[str, ...]:
-    """A note if lines of JSON are taken as text."""
-    if not any(text.endswith(".jsonl") for text in data.text):
-        return ()
-    return ("data.text names .jsonl files and data.format is text: the model learns their lines as they are",)
+    """A warning if lines of JSON are taken as text."""
+    warnings: list[str] = []
+    if any(text.endswith(".jsonl") for text in data.text):
+        warnings.append(
+            "data.text names .jsonl files and data.format is text: the model learns their lines as they are"
+        )
+    return tuple(warnings)
 
 
-def _read_note(data: DataConfig, left_out: int) -> str:
-    if not left_out:
-        return ""
-    return f"samples of {left_out} bytes were not read: data.max_bytes is {data.max_bytes}"
-
-
-def _last_answers_note(samples: list[Sample]) -> str:
-    count = sum(sample.learns_last for sample in samples)
-    if not count:
-        return ""
-    return (
-        f"{count} of {len(samples)} conversations are learned for their last answer only: "
-        "the chat template writes earlier answers differently"
-    )
+def _left_out(data: DataConfig, nbytes: int, samples: list[Sample]) -> list[str]:
+    """What was not read, or is not learned, in words."""
+    warnings: list[str] = []
+    if nbytes:
+        warnings.append(f"samples of {nbytes} bytes were not read: data.max_bytes is {data.max_bytes}")
+    if count := sum(sample.learns_last for sample in samples):
+        warnings.append(
+            f"{count} of {len(samples)} conversations are learned for their last answer only: "
+            "the chat template writes earlier answers differently"
+        )
+    return warnings
 
 
 def _check_lengths(data: DataConfig, loaded: Data) -> None:
