@@ -2,7 +2,7 @@
 
 The model answers held-out questions before and after. All formats share starting weights, samples and their order,
 learning rate, schedule, link, and processes, in which they take turns. The questions are lines of Python's standard
-library; the answer is the kind of the statement, such as "assign call".
+library; the answer is the kind of the statement, such as "assign".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TuneBenchmark:
     """Steps at full precision that make the starting weights."""
     questions: Positive = 3000
     """Questions, a tenth of which are held out."""
-    steps: Positive = 200
+    steps: Positive = 100
     """Steps of the fine-tuning."""
     lora: LoraConfig = LoraConfig(rank=16, alpha=32.0)
     """Adapters."""

@@ -16,9 +16,9 @@ _STATEMENTS = (ast.Assign, ast.Return, ast.Expr, ast.If, ast.For, ast.Raise, ast
 
 
 def write_questions(path: Path, count: int) -> int:
-    """Write samples: a line of code, and what kind of statement on what kind of value it is, such as "assign call".
+    """Write samples: a line of code, and the kind of statement that it is, such as "assign".
 
-    No line of code comes twice, and no answer is that of more than a tenth of the samples.
+    No line of code comes twice, and no kind makes up more than a sixth of the samples.
 
     Returns:
         Number of different answers.
@@ -27,10 +27,10 @@ def write_questions(path: Path, count: int) -> int:
     samples: dict[str, str] = {}
     for file in library_files():
         for prompt, answer in _questions(file):
-            if prompt not in samples and answers[answer] < count // 10:
+            if prompt not in samples and answers[answer] < count // 6:
                 samples[prompt] = answer
                 answers[answer] += 1
-        if len(samples) >= 2 * count:
+        if len(samples) >= count:
             break
     # In an order without meaning: samples of a file are alike.
     chosen = sorted(samples, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())[:count]
@@ -54,12 +54,5 @@ def _questions(file: Path) -> list[tuple[str, str]]:
             line = lines[node.lineno - 1].strip()
             whole = node.end_lineno == node.lineno or line.endswith(":")
             if whole and 8 <= len(line) <= _LONGEST and line.isascii():
-                found.append((line, _kind(node)))
+                found.append((line, type(node).__name__.lower()))
     return found
-
-
-def _kind(node: ast.stmt) -> str:
-    names = ("value", "test", "iter", "exc")
-    value = next((getattr(node, name) for name in names if getattr(node, name, None) is not None), None)
-    words = [type(node).__name__, *([] if value is None else [type(value).__name__])]
-    return " ".join(words).lower()
