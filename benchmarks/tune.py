@@ -143,7 +143,6 @@ COMMAND = Command(
     summary="Fine-tuning with LoRA over a slow link: exact match, loss and hours of each boundary format.",
     examples=("python -m benchmarks tune --boundary fp32,transform --steps 100",),
     settings=TuneBenchmark,
-    charts=[],
     measure=measure,
     baselines=[
         Baseline(field="speedup_fp32", value="seconds_per_step", to={"boundary": "fp32"}, alike=("link",), way="under")
@@ -166,4 +165,5 @@ COMMAND = Command(
             ],
         )
     ],
+    charts=[],
 )  # fmt: skip
