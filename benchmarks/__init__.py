@@ -7,5 +7,6 @@ COMMANDS = {
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
     "titan": "benchmarks.titan",
+    "tune": "benchmarks.tune",
 }
 """The module of each benchmark, which has its `COMMAND`."""

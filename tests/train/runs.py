@@ -36,6 +36,22 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
     return from_mapping(values)
 
 
+def questions(folder: Path, count: int = 60) -> Path:
+    """A file of samples whose answers have between one and five letters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abc", k=generator.randint(1, 5))) for _ in range(count)]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{word}=", "answer": word[::-1]}) + "\n" for word in words))
+    return path
+
+
+def answering(folder: Path, **sections: dict[str, Any]) -> TrainConfig:
+    """A `tiny` run on `questions`, a sixth of which are held out."""
+    data = {"format": "jsonl", "text": str(questions(folder)), "held_out_share": 0.2, "sequence": 24, "batch": 8}
+    return tiny(folder, **sections | {"data": data | sections.get("data", {})})
+
+
 def again(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
     """The same run with changes."""
     values = json.loads(config.to_json())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lowbit.cli.show import print_pairs
 from lowbit.config import to_toml
 from lowbit.ranks.pytorch import check_torch
+from lowbit.train.lora import targets_of
 from lowbit.train.model import hidden_size
 from lowbit.train.prepare import Prepared, prepare
 
@@ -60,8 +61,12 @@ def _lines(prepared: Prepared, ranks: int) -> Iterator[tuple[str, str]]:
         yield "gradients kept in", str(prepared.storage)
     if pipelines > 1:
         yield "gradients averaged in", str(prepared.all_reduce)
-    train, held_out = len(prepared.data.train.tokens), len(prepared.data.held_out.tokens)
-    yield "tokens", f"{train:,} to train on, {held_out:,} held out, vocabulary of {prepared.vocab:,}"
+    kind = "samples" if config.data.format == "jsonl" else "tokens"
+    yield kind, f"{prepared.data.described()}, vocabulary of {prepared.vocab:,}"
+    for note in prepared.data.notes:
+        yield "note", note
+    if config.lora.rank:
+        yield "lora", f"rank {config.lora.rank} on {', '.join(targets_of(config))}"
 
 
 def _grouped(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

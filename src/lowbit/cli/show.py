@@ -32,6 +32,9 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "training loss", f"{summary.loss:.4f} (mean of the last steps)"
     if summary.held_out_loss is not None:
         yield "held-out loss", f"{summary.held_out_loss:.4f}"
+    if summary.exact_match is not None:
+        before = "" if summary.exact_match_before is None else f", {summary.exact_match_before:.1%} before training"
+        yield "exact match", f"{summary.exact_match:.1%}{before}"
     if summary.tokens_per_second is not None:
         yield "speed", f"{summary.tokens_per_second:,.0f} tokens/s"
     if summary.bits_forward is not None and summary.bits_backward is not None:

@@ -1,4 +1,4 @@
-"""The configuration of a training run: one frozen value in eight sections.
+"""The configuration of a training run: one frozen value in nine sections.
 
 A section checks its values when it is made; `lowbit.train.prepare` checks them against files, ranks and the model.
 """
@@ -70,9 +70,41 @@ class ModelConfig:
             raise ConfigError(f"model.kv_heads is {self.kv_heads}; allowed: a divisor of model.heads ({self.heads})")
 
 
+@section("lora")
+class LoraConfig:
+    """Low-rank adapters by PEFT on a pretrained model, whose own weights do not change."""
+
+    rank: NonNegative = 0
+    """Rank of the adapters, which alone are trained, averaged between pipelines and saved. 0: no adapters; all weights
+    are trained."""
+    alpha: NonNegativeFloat = 16.0
+    """The adapters' output is multiplied by alpha / rank."""
+    dropout: Decay = 0.0
+    """Dropout probability of the adapters' input."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers of a decoder layer that get an adapter, such as "q_proj" and "v_proj"; "all-linear" is all."""
+
+    def __post_init__(self) -> None:
+        others = {"alpha": 16.0, "dropout": 0.0, "targets": ("all-linear",)}
+        changed = [name for name, default in others.items() if getattr(self, name) != default]
+        if changed and not self.rank:
+            raise ConfigError(
+                f"lora.{changed[0]} is {getattr(self, changed[0])} and lora.rank is 0; "
+                "allowed: with lora.rank of at least 1"
+            )
+        if not self.targets:
+            raise ConfigError("lora.targets is empty; allowed: names of linear layers, or all-linear")
+
+
 @section("data")
 class DataConfig:
     """The text to train on, cut into windows of `sequence` tokens."""
+
+    format: Literal["text", "jsonl"] = "text"
+    """What the files hold. jsonl: on each line a sample, {"prompt": ..., "completion": ...} (or "answer") or
+    {"messages": [{"role": ..., "content": ...}, ...]}, of which the model learns the answers only."""
+    packing: bool = True
+    """With `format` jsonl, several samples share a window, without attention between them. false: one in each."""
 
     text: tuple[str, ...] = ()
     """Files, folders or glob patterns to train on. If omitted, and without `dataset`, Python's standard library."""
@@ -85,9 +117,9 @@ class DataConfig:
     column: str = "text"
     """Column of the dataset that holds the text."""
     held_out: tuple[str, ...] = ()
-    """Files, folders or glob patterns to evaluate on. If omitted, the last `held_out_share` of the tokens."""
+    """Files, folders or glob patterns to evaluate on. If omitted, the last `held_out_share`."""
     held_out_share: Annotated[float, Field(ge=0, le=0.9)] = 0.05
-    """Share of the tokens that is kept for evaluation."""
+    """Share of the tokens, or of the samples, that is kept for evaluation."""
     tokenizer: str = "bytes"
     """Local folder with a Hugging Face tokenizer, or "bytes", with a token for each byte."""
     sequence: Positive = 256
@@ -102,6 +134,8 @@ class DataConfig:
             raise ConfigError(
                 f"data.text is {list(self.text)} and data.dataset is {self.dataset!r}; allowed: one of the two"
             )
+        if self.format == "jsonl" and not self.text:
+            raise ConfigError("data.format is jsonl and data.text is empty; allowed: files in data.text")
 
 
 @section("pipeline")
@@ -274,6 +308,7 @@ class TrainConfig:
     """
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     activations: ActivationsConfig = ActivationsConfig()
@@ -284,6 +319,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         replicas = self.pipeline.data_parallel
+        if self.lora.rank and not self.model.pretrained:
+            raise ConfigError(
+                f"lora.rank is {self.lora.rank} and model.pretrained is empty; allowed: with model.pretrained only"
+            )
         if self.data.batch % (self.pipeline.microbatches * replicas):
             times = f" times data_parallel ({replicas})" if replicas > 1 else ""
             raise ConfigError(

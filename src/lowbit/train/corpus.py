@@ -27,12 +27,26 @@ def documents(data: DataConfig) -> Iterator[bytes]:
     """
     if data.dataset:
         return _dataset_documents(data)
-    return _read(_find(data.text, "data.text") if data.text else library_files())
+    return _read(text_files(data) if data.text else library_files())
 
 
 def held_out_documents(data: DataConfig) -> Iterator[bytes]:
     """The documents of `data.held_out`, like `documents`."""
-    return _read(_find(data.held_out, "data.held_out"))
+    return _read(held_out_files(data))
+
+
+def text_files(data: DataConfig) -> list[Path]:
+    """The files of `data.text`.
+
+    Raises:
+        ConfigError: a path does not exist.
+    """
+    return _find(data.text, "data.text")
+
+
+def held_out_files(data: DataConfig) -> list[Path]:
+    """The files of `data.held_out`, like `text_files`."""
+    return _find(data.held_out, "data.held_out")
 
 
 def library_files() -> list[Path]:

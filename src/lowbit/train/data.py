@@ -20,9 +20,11 @@ from torch import Tensor
 
 from lowbit.config import ConfigError
 from lowbit.train import corpus
+from lowbit.train.answers import Answers, encode, fit, fit_held_out
 from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import DataConfig
 from lowbit.train.folder import RunFolder
+from lowbit.train.samples import Sample, read_samples
 from lowbit.train.tokenizer import ByteTokenizer, Tokenizer, definition, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,17 @@ class Windows:
         starts = ids.numpy()[:, None] * self.sequence
         both = torch.from_numpy(self.tokens[starts + np.arange(self.sequence + 1)].astype(np.int64))
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def positions(self, ids: Tensor) -> Tensor | None:
+        """None: each window is one text, and places count from its beginning."""
+
+    def learned(self, ids: Tensor) -> int | None:
+        """None: every token is a target."""
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All that training depends on."""
+        return (self.tokens,)
 
 
 class Order:
@@ -75,19 +88,32 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The training windows, the held-out windows and their tokenizer."""
+    """The training windows, the held-out windows and their tokenizer.
 
-    train: Windows
-    held_out: Windows
+    Attributes:
+        notes: what was left out of the samples of a file, one sentence each.
+    """
+
+    train: Windows | Answers
+    held_out: Windows | Answers
     tokenizer: Tokenizer
+    notes: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits; ranks compare them to know that they have the same tokens."""
         digest = hashlib.sha256()
         for windows in (self.train, self.held_out):
-            digest.update(f"{windows.tokens.dtype} {windows.sequence} {len(windows.tokens)}".encode())
-            digest.update(np.ascontiguousarray(windows.tokens).data)
+            for array in windows.arrays:
+                digest.update(f"{array.dtype} {windows.sequence} {len(array)}".encode())
+                digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()[:16]
+
+    def described(self) -> str:
+        """What there is to train on and to evaluate on, in words."""
+        if isinstance(self.train, Answers) and isinstance(self.held_out, Answers):
+            return f"{self.train.described()}; {self.held_out.samples:,} samples held out"
+        train, held_out = (sum(map(len, windows.arrays)) for windows in (self.train, self.held_out))
+        return f"{train:,} to train on, {held_out:,} held out"
 
 
 def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
@@ -100,6 +126,8 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
         ConfigError: no tokenizer, or text that is missing, empty or shorter than one batch of windows.
     """
     tokenizer = load_tokenizer(data.tokenizer)
+    if data.format == "jsonl":
+        return _load_samples(data, tokenizer)
     tokens = _tokens(corpus.capped(corpus.documents(data), data.max_bytes), tokenizer, cache)
     if not len(tokens):
         raise ConfigError(f"{_source(data)} is empty; allowed: text with at least one token")
@@ -107,12 +135,68 @@ def load_data(data: DataConfig, *, cache: Path | None = None) -> Data:
         held_out = _tokens(corpus.capped(corpus.held_out_documents(data), data.max_bytes), tokenizer, cache)
     else:
         tokens, held_out = np.split(tokens, [corpus.held_out_start(len(tokens), data.held_out_share)])
-    loaded = Data(train=Windows(tokens, data.sequence), held_out=Windows(held_out, data.sequence), tokenizer=tokenizer)
+    loaded = Data(
+        train=Windows(tokens, data.sequence), held_out=Windows(held_out, data.sequence), tokenizer=tokenizer,
+        notes=_format_notes(data),
+    )  # fmt: skip
     _check_lengths(data, loaded)
     return loaded
 
 
+def _load_samples(data: DataConfig, tokenizer: Tokenizer) -> Data:
+    inner = None if isinstance(tokenizer, ByteTokenizer) else tokenizer.hugging_face()
+    samples, left_out = read_samples(corpus.text_files(data), limit=data.max_bytes, tokenizer=inner)
+    if data.held_out:
+        held_out, more = read_samples(corpus.held_out_files(data), limit=data.max_bytes, tokenizer=inner)
+    else:
+        start = corpus.held_out_start(len(samples), data.held_out_share)
+        samples, held_out, more = samples[:start], samples[start:], 0
+    train, cut = fit(encode(samples, tokenizer), data.sequence)
+    evaluated, too_long = fit_held_out(encode(held_out, tokenizer), data.sequence)
+    loaded = Data(
+        train=Answers(train, data.sequence, packing=data.packing),
+        held_out=Answers(evaluated, data.sequence, packing=data.packing),
+        tokenizer=tokenizer,
+        notes=(*_left_out(data, left_out + more, [*samples, *held_out]), *cut, *too_long),
+    )  # fmt: skip
+    if len(loaded.train) < data.batch:
+        cause = f" ({'; '.join(cut)})" if cut else ""
+        raise ConfigError(
+            f"data.batch is {data.batch}; {_source(data)} has {len(samples)} samples to train on, "
+            f"{len(loaded.train)} windows of {data.sequence} tokens{cause}; allowed: at most as many as windows"
+        )
+    if data.held_out and not len(loaded.held_out):
+        cause = f" ({'; '.join(too_long)})" if too_long else ""
+        raise ConfigError(f"data.held_out has no sample to evaluate on{cause}; allowed: at least one")
+    return loaded
+
+
+def _format_notes(data: DataConfig) -> tuple[str, ...]:
+    """A warning if lines of JSON are taken as text."""
+    warnings: list[str] = []
+    if any(text.endswith(".jsonl") for text in data.text):
+        warnings.append(
+            "data.text names .jsonl files and data.format is text: the model learns their lines as they are"
+        )
+    return tuple(warnings)
+
+
+def _left_out(data: DataConfig, nbytes: int, samples: list[Sample]) -> list[str]:
+    """What was not read, or is not learned, in words."""
+    warnings: list[str] = []
+    if nbytes:
+        warnings.append(f"samples of {nbytes} bytes were not read: data.max_bytes is {data.max_bytes}")
+    if count := sum(sample.learns_last for sample in samples):
+        warnings.append(
+            f"{count} of {len(samples)} conversations are learned for their last answer only: "
+            "the chat template writes earlier answers differently"
+        )
+    return warnings
+
+
 def _check_lengths(data: DataConfig, loaded: Data) -> None:
+    assert isinstance(loaded.train, Windows)
+    assert isinstance(loaded.held_out, Windows)
     length, windows = len(loaded.train.tokens), len(loaded.train)
     if not windows:
         raise ConfigError(

@@ -31,7 +31,7 @@ from lowbit.train.stages import Pipeline
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.5  # seconds between two looks whether enough replicas are there
-_COMPARED = ("model.", "optimizer.", "data.sequence", "data.tokenizer", "gradients.", "run.steps")
+_COMPARED = ("model.", "lora.", "optimizer.", "data.sequence", "data.tokenizer", "gradients.", "run.steps")
 """What of a run's identity must be the same on all replicas, by the beginnings of its keys."""
 
 

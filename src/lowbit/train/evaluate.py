@@ -17,22 +17,24 @@ from lowbit.codecs import Cast, Codec, Session, StatefulCodec
 from lowbit.codecs.sessions import Key
 from lowbit.pipeline import LowBitStage
 from lowbit.ranks.messages import Expected, Messages, Sent
+from lowbit.train.answers import IGNORED, Answers
 from lowbit.train.data import Windows
 from lowbit.train.layout import Layout
 from lowbit.train.model import StageModule, next_token_loss
 
 _ROUND_BYTES = 1 << 27
 """Of a round's float32 activations that a rank sends or receives; up to two rounds arrive and two leave at a time."""
-_SUMS_BYTES = 16
+_SUMS_BYTES = 32
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """inputs, targets: int64 (windows, sequence). key: ids of the windows."""
+    """inputs, targets, positions: int64 (windows, sequence). key: ids of the windows."""
 
     inputs: Tensor
     targets: Tensor
     key: Key
+    positions: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class _Round:
 
     Attributes:
         arriving: activations that this rank has yet to receive, by stage and number of the batch.
-        sums: of each batch, from the rank of the last stage; own_sums: the same, on that rank.
+        sums: of each batch (`_sums_of`), from the rank of the last stage; own_sums: the same, on that rank.
         sent: messages that may still be on their way.
     """
 
@@ -99,11 +101,17 @@ class Evaluation:
                 self._legs.append([stage])
 
     @torch.no_grad()
-    def loss(self, windows: Windows, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None) -> float:
-        """Mean loss of a token, in nats, the same number on every rank; NaN if there are no windows.
+    def scores(
+        self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
+    ) -> tuple[float, float]:
+        """Mean loss of a token that is learned, in nats, and exact match; the same numbers on every rank.
+
+        Exact match is the share of samples whose answers greedy decoding would write token for token, the end
+        included: each of these tokens is the likeliest after the prompt and the tokens before it. NaN if there are no
+        windows; exact match also for text without answers.
 
         Args:
-            windows: held-out text; batch: windows at a time; batches: how many of them at most (0: all).
+            windows: held-out text or samples; batch: windows at a time; batches: how many of them at most (0: all).
             codecs: one for each boundary; None: float32. A codec that learns from message to message uses the state of
                 training's codec at that boundary if it is the same (float32 during its warm-up), and otherwise starts
                 empty in each batch.
@@ -111,12 +119,18 @@ class Evaluation:
         chosen = codecs or (Cast(dtype=torch.float32),) * (self._layout.stages - 1)
         count = min(len(windows), batch * batches) if batches else len(windows)
         if not count:
-            return math.nan
-        total = torch.zeros(2, dtype=torch.float64)
+            return math.nan, math.nan
+        total = torch.zeros(4, dtype=torch.float64)
         with self._evaluating():
             for sums in self._sums(windows, torch.arange(count).split(batch), chosen):
                 total += sums
-        return float(total[0] / total[1])
+        return float(total[0] / total[1]), float(total[2] / total[3])
+
+    def loss(
+        self, windows: Windows | Answers, *, batch: int, batches: int, codecs: Sequence[Codec] | None = None
+    ) -> float:
+        """Mean loss, as `scores` returns it."""
+        return self.scores(windows, batch=batch, batches=batches, codecs=codecs)[0]
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -132,8 +146,8 @@ class Evaluation:
                 module.train(training)
                 module.boundary_dtype = dtype
 
-    def _sums(self, windows: Windows, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
-        """Sum of losses and number of tokens of each batch of window ids, the same on every rank.
+    def _sums(self, windows: Windows | Answers, batches: Sequence[Tensor], codecs: Sequence[Codec]) -> Iterator[Tensor]:
+        """`_sums_of` each batch of window ids, the same on every rank.
 
         All batches of a round pass one stage after the other, so a far neighbour delays a round once and not each of
         its batches. The next round begins while the last stages work on this one.
@@ -155,9 +169,9 @@ class Evaluation:
         for each in begun:
             yield from self._close(each)
 
-    def _open(self, windows: Windows, ids: Sequence[Tensor], codecs: Sequence[Codec]) -> _Round:
+    def _open(self, windows: Windows | Answers, ids: Sequence[Tensor], codecs: Sequence[Codec]) -> _Round:
         """Begin a round: post receives for all activations and sums, in the order of each neighbour's sends."""
-        batches = [_Batch(*windows.batch(each), tuple(each.tolist())) for each in ids]
+        batches = [_Batch(*windows.batch(each), tuple(each.tolist()), windows.positions(each)) for each in ids]
         arriving = {
             (leg[0], index): self._expect(leg[0] - 1, batch, codecs[leg[0] - 1])
             for leg in self._legs
@@ -184,8 +198,9 @@ class Evaluation:
                     x = arriving.session.decode(payload, key=arriving.key, training=False)
                 else:
                     x = batch.inputs.to(self._device)
+                positions = None if batch.positions is None else batch.positions.to(self._device)
                 for stage in leg:
-                    x = self._modules[stage](x)
+                    x = self._modules[stage](x) if positions is None else self._modules[stage](x, positions)
                 if leg[-1] == self._layout.stages - 1:
                     self._send_sums(current, batch, x)
                 else:
@@ -201,8 +216,7 @@ class Evaluation:
 
     def _send_sums(self, current: _Round, batch: _Batch, logits: Tensor) -> None:
         """Send the sums of a batch, on the last stage, to all other ranks."""
-        loss = next_token_loss(logits, batch.targets.to(self._device), "sum")
-        sums = torch.tensor([float(loss), batch.targets.numel()], dtype=torch.float64)
+        sums = _sums_of(logits, batch.targets.to(self._device), batch.positions)
         current.own_sums.append(sums)
         others = (rank for rank in range(self._messages.ranks) if rank != self._messages.rank)
         current.sent.extend(self._messages.send(sums, rank) for rank in others)
@@ -222,3 +236,23 @@ class Evaluation:
                 return stage.forward_session(outgoing=outgoing, shape=shape, dtype=torch.float32)
             codec = Cast(dtype=torch.float32)
         return codec.open(shape=shape, dtype=torch.float32, device=self._device)
+
+
+def _sums_of(logits: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
+    """Sum of losses, tokens that are learned, samples whose answers are all right, and samples; float64, on the CPU.
+
+    Text without answers counts no samples.
+    """
+    loss = next_token_loss(logits, targets, "sum")
+    learned = targets != IGNORED
+    sums = [float(loss), int(learned.sum()), 0, 0]
+    if not bool(learned.all()):
+        begins = torch.zeros_like(targets) if positions is None else (positions.to(targets.device) == 0).long()
+        begins[:, 0] = 1
+        sample = begins.flatten().cumsum(0) - 1
+        wrong = (logits.argmax(-1) != targets).flatten()
+        answers, learned = int(sample[-1]) + 1, learned.flatten()
+        asked = torch.bincount(sample[learned], minlength=answers)
+        mistakes = torch.bincount(sample[learned & wrong], minlength=answers)
+        sums[2:] = [int(((asked > 0) & (mistakes == 0)).sum()), int((asked > 0).sum())]
+    return torch.tensor(sums, dtype=torch.float64)

@@ -22,13 +22,13 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OVER = object()
 MODEL_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|(generation_)?config\.json|tokenizer.*|vocab\..*|merges\.txt"
-    r"|special_tokens_map\.json|added_tokens\.json|chat_template.*|spiece\.model|sentencepiece.*"
+    r"|adapter_(model\.safetensors|config\.json)|special_tokens_map\.json|added_tokens\.json|chat_template.*|spiece\.model|sentencepiece.*"
 )
-"""Names of the files that a saved model may have, with any tokenizer."""
+"""Names of the files that a saved model may have, or its adapters, with any tokenizer."""
 
 
 def gather_weights(modules: dict[int, StageModule], messages: Messages | None = None) -> dict[str, Tensor]:
-    """All parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
+    """All trained parameters of all stages on the CPU of a pipeline's first rank, by their names in the whole model.
 
     Empty on the other ranks. Each rank in turn sends a piece of 8 MiB, so that no wait is longer than one piece of
     every rank takes, and no rank but 0 needs memory for more than it has.
@@ -41,7 +41,7 @@ def gather_weights(modules: dict[int, StageModule], messages: Messages | None = 
         PeerError: a rank ended or does not answer.
         ValueError: a rank describes weights that it cannot have.
     """
-    weights = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items()}
+    weights = {n: p.detach().cpu() for m in modules.values() for p, n in m.names.items() if p.requires_grad}
     if messages is None:
         return weights
     if messages.rank != 0:

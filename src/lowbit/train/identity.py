@@ -16,22 +16,27 @@ import lowbit
 from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.train.activations import planned_layers, written_out
+from lowbit.train.answers import Answers
 from lowbit.train.boundaries import in_full
 from lowbit.train.checkpoints.manifest import printable
 from lowbit.train.config import FULL_PRECISION, TrainConfig
-from lowbit.train.data import Data
+from lowbit.train.data import Data, Windows
 from lowbit.train.layout import Layout
+from lowbit.train.lora import targets_of
 from lowbit.train.model import architecture
 from lowbit.train.tokenizer import definition
 
 FIXED = (
     "model.family", "model.dim", "model.layers", "model.heads", "model.kv_heads", "model.ffn", "model.vocab",
-    "model.tied",
+    "model.tied", "lora.rank", "lora.targets",
 )  # fmt: skip
 """Keys that no resume may change: the weights of a checkpoint belong to these."""
 
 NOT_RECORDED = "not recorded"
 """In place of a value that a checkpoint does not have."""
+
+_EARLIER = {"lora.rank": 0, "data.format": "text"}
+"""Values in checkpoints of versions that did not record these keys."""
 
 _FORMATS = ("pipeline.forward", "pipeline.backward", "gradients.storage", "gradients.all_reduce")
 _LONGEST = 500  # characters of a value in a message
@@ -65,11 +70,18 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     lowbit_stages, elastic = pipeline.boundary == "lowbit", bool(config.elastic.lighthouse)
     formats = in_full(pipeline)
     identity = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
+    lora = config.lora
     identity |= {
         "model.dropout": model.dropout,
         "model.pretrained": pretrained_digest(model.pretrained),
-        "data.text": _digest(data.train.tokens, *([] if config.data.held_out else [data.held_out.tokens])),
-        "data.held_out": _digest(data.held_out.tokens) if config.data.held_out else "",
+        "lora.rank": lora.rank,
+        "lora.alpha": lora.alpha if lora.rank else None,
+        "lora.dropout": lora.dropout if lora.rank else None,
+        "lora.targets": list(targets_of(config)) if lora.rank else None,
+        "data.format": config.data.format,
+        "data.packing": config.data.packing if config.data.format == "jsonl" else None,
+        "data.text": _digest(data.train, *([] if config.data.held_out else [data.held_out])),
+        "data.held_out": _digest(data.held_out) if config.data.held_out else "",
         "data.held_out_share": config.data.held_out_share,
         "data.tokenizer": _tokenizer(config, data),
         "data.sequence": config.data.sequence,
@@ -120,7 +132,7 @@ def changes_between(before: Mapping[str, Any], after: Mapping[str, Any], *, step
     """
     changes = []
     for key, value in after.items():
-        was = before.get(key, NOT_RECORDED)
+        was = before.get(key, _EARLIER.get(key, NOT_RECORDED))
         if was is None or value is None:
             continue
         if key == _WARM_UP and isinstance(was, int) and max(was, value) <= step:
@@ -185,11 +197,15 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _digest(*parts: np.ndarray) -> str:
+def _digest(*parts: Windows | Answers) -> str:
     digest = hashlib.sha256()
-    for tokens in parts:
-        digest.update(np.ascontiguousarray(tokens).data)
-    return f"{sum(map(len, parts))} tokens with digest {digest.hexdigest()[:16]}"
+    for array in (array for part in parts for array in part.arrays):
+        digest.update(np.ascontiguousarray(array).data)
+    if isinstance(parts[0], Answers):
+        count, unit = sum(part.samples for part in parts if isinstance(part, Answers)), "samples"
+    else:
+        count, unit = sum(len(array) for part in parts for array in part.arrays), "tokens"
+    return f"{count} {unit} with digest {digest.hexdigest()[:16]}"
 
 
 def _tokenizer(config: TrainConfig, data: Data) -> str:

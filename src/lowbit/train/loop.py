@@ -26,6 +26,7 @@ from lowbit.train.config import TrainConfig
 from lowbit.train.device import local_rank, threads_per_rank
 from lowbit.train.distance import needless, round_trips
 from lowbit.train.folder import RunFolder
+from lowbit.train.lora import save_adapters
 from lowbit.train.metrics import Recorder, StepMetrics
 from lowbit.train.prepare import FILES, IN_USE, left_behind, prepare
 from lowbit.train.progress import Progress, first_on_machine, machine_name
@@ -95,6 +96,7 @@ class Run:
         history: list[StepMetrics] = []
         try:
             self.recorder, self.progress = self._open_recorder(), self._open_progress()
+            before = self._evaluate_before()
             done = self.start
             while done < run.steps:
                 history.append(trainer.step(done))
@@ -112,7 +114,7 @@ class Run:
                     self.checkpoints.save(done, snapshot, self.manifest, trainer.side)
                 if run.eval_every and done % run.eval_every == 0 and done < run.steps:
                     self._evaluate(done)
-            return self._conclude(history)
+            return self._conclude(history, before)
         finally:
             if trainer.elastic is not None:
                 trainer.elastic.close()
@@ -151,13 +153,21 @@ class Run:
             (self.output / "config.json").write_text(written + "\n", encoding="utf-8")
         return done
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        losses = self.trainer.evaluate()
+    def _evaluate_before(self) -> dict[str, float]:
+        """Scores of the model that training begins with, on samples; empty for a run that resumes."""
+        if self.config.data.format != "jsonl" or self.start:
+            return {}
+        if self.progress is not None:
+            self.progress.say(self.trainer.prepared.data.described())
+        return self._evaluate(0, with_codecs=False)
+
+    def _evaluate(self, step: int, *, with_codecs: bool = True) -> dict[str, float]:
+        losses = self.trainer.evaluate(with_codecs=with_codecs)
         for watcher in self._watchers if losses else ():
             watcher.record_evaluation(step, losses)
         return losses
 
-    def _conclude(self, history: list[StepMetrics]) -> Summary:
+    def _conclude(self, history: list[StepMetrics], before: dict[str, float]) -> Summary:
         trainer = self.trainer
         losses = self._evaluate(self.config.run.steps)
         model = self.output / "model" if self.config.run.save_model else None
@@ -167,7 +177,7 @@ class Run:
             together(partial(self._save_model, weights), trainer.side)
         summary = summarize(
             self.config, trainer.layout, history, losses, chosen=trainer.chosen(), model=model,
-            changes=self.manifest.changes, round_trip=self.round_trip,
+            changes=self.manifest.changes, round_trip=self.round_trip, before=before,
         )  # fmt: skip
         if trainer.rank == 0:
             text = json.dumps(asdict(summary), indent=2)
@@ -179,7 +189,11 @@ class Run:
         """Write the trained model on rank 0, which may take longer than the time limit."""
         if self.trainer.rank == 0:
             staging = self.folder.staging("model")
-            export.save_model(staging, weights, self.trainer.model_config, self.trainer.prepared.data.tokenizer)
+            tokenizer = self.trainer.prepared.data.tokenizer
+            if self.config.lora.rank:
+                save_adapters(staging, weights, self.config, tokenizer)
+            else:
+                export.save_model(staging, weights, self.trainer.model_config, tokenizer)
             self.folder.adopt(staging, "model")
 
     def _open_recorder(self) -> Recorder | None:
@@ -210,6 +224,8 @@ class Run:
             shape = (self.config.rows, self.config.data.sequence, self.trainer.width)
             for line in costly(self.trainer.prepared.codecs, shape):
                 log.warning("%s", line)
+            for note in self.trainer.prepared.data.notes:
+                log.warning("%s", note)
             if self.config.activations.plan and self.trainer.prepared.autocast is None:
                 log.warning("activations.plan counts bytes of matrix products in bfloat16; float32's are saved here")
 

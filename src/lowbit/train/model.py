@@ -141,8 +141,29 @@ def hugging_face_config(model: ModelConfig, *, vocab: int, sequence: int) -> Pre
     return AutoConfig.for_model(model.family, **values, **_dropouts(model.family, model.dropout))
 
 
+def linear_layers(model: ModelConfig) -> list[str]:
+    """Names of the linear layers within a decoder layer of a pretrained model, without loading it.
+
+    Raises:
+        ConfigError: `model.pretrained` is not a folder with a supported model.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    if not _pretrained_config(model.pretrained):
+        return []
+    config: Any = hugging_face_config(model, vocab=0, sequence=0)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    layer = getattr(whole.base_model, _ANATOMY[config.model_type].layers)[0]
+    return [name for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in float32. logits: (batch, sequence, vocab); targets: int64 (batch, sequence)."""
+    """Cross-entropy in float32, without targets of -100. logits: (batch, sequence, vocab); targets: int64."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
@@ -181,17 +202,21 @@ class StageModule(nn.Module):
         mine = set(self.parameters())
         self.names = {p: name for p, name in self.names.items() if p in mine}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """One micro-batch.
 
         Args:
             x: on the first stage token ids, int64 (batch, sequence); elsewhere activations (batch, sequence, dim).
+            positions: of each token in its sample, int64 (batch, sequence), if windows hold several samples. Attention
+                does not cross samples.
 
         Returns:
             Activations in `boundary_dtype`; on the last stage logits (batch, sequence, vocab).
         """
         with torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             inputs = {"input_ids": x} if self.first else {"inputs_embeds": x.to(self.decoder.dtype)}
+            if positions is not None:
+                inputs["position_ids"] = positions
             hidden = self.decoder(**inputs, use_cache=False).last_hidden_state
             if self.head is not None:
                 return self.head(hidden)

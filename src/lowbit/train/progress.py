@@ -135,7 +135,10 @@ class Progress:
         return start + _fitting(describe(metrics), room) + end
 
 
-_LOSSES = {"held_out_loss": "held-out loss", "held_out_loss_codecs": "with the codecs"}
+_LOSSES = {
+    "held_out_loss": "held-out loss", "held_out_loss_codecs": "with the codecs", "exact_match": "exact match",
+    "exact_match_codecs": "with the codecs",
+}  # fmt: skip
 
 
 def describe(metrics: StepMetrics) -> list[str]:

@@ -67,6 +67,7 @@ class Pipeline:
     ) -> None:
         self.config, self.layout, self.modules, self.codecs = config, layout, modules, codecs
         self.device, self._group = device, group
+        self._loss = _Loss()  # no method of this object, which the schedule would then keep alive in a cycle
         self.stages = [self._stage(index) for index in modules]
         if storage is not None:
             for stage in self.stages:
@@ -76,7 +77,7 @@ class Pipeline:
         self.schedule = kind(
             self.stages if several else self.stages[0],  # pyright: ignore[reportArgumentType]
             n_microbatches=config.pipeline.microbatches,
-            loss_fn=next_token_loss,
+            loss_fn=self._loss,
             scale_grads=storage is None,
         )
         self._compile_kernels()
@@ -86,11 +87,22 @@ class Pipeline:
         """Stages with codecs, by index."""
         return {s.stage_index: s for s in self.stages if isinstance(s, LowBitStage)}
 
-    def step(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        ids: Tensor,
+        *,
+        positions: Tensor | None = None,
+        learned: int | None = None,
+    ) -> tuple[float, Work]:
         """Forward and backward of one batch; gradients are left in the parameters.
 
         Args:
             inputs, targets: int64 (batch, sequence). ids: sample ids, int64 (batch,).
+            positions: of tokens in their samples, int64 (batch, sequence), if windows hold several.
+            learned: targets that are not ignored in the batches of all pipelines, so that each counts the same; None:
+                none is ignored.
 
         Returns:
             Mean loss over the micro-batches (0.0 on ranks without the last stage), and the work of the step.
@@ -99,6 +111,9 @@ class Pipeline:
         for stage in self.lowbit_stages.values():
             stage.set_samples(ids)
             stage.traffic.reset()
+        whole = self.config.pipeline.microbatches * self.config.pipeline.data_parallel
+        self._loss.learned = None if learned is None else learned / whole
+        kwargs = {} if positions is None else {"positions": positions.to(self.device)}
         has_first, has_last = 0 in self.modules, self.layout.stages - 1 in self.modules
         start = time.perf_counter()
         self.schedule.step(
@@ -106,6 +121,7 @@ class Pipeline:
             target=targets.to(self.device) if has_last else None,
             losses=losses if has_last else None,
             return_outputs=False,
+            **kwargs,
         )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the gradients are needed next anyway
@@ -164,6 +180,22 @@ class Pipeline:
         work.forward_bytes = work.forward_elements * dtype.itemsize
         work.backward_bytes = work.backward_elements * dtype.itemsize
         return work
+
+
+class _Loss:
+    """Loss of a micro-batch; its mean over all micro-batches is the mean over all tokens that are learned.
+
+    Attributes:
+        learned: tokens that a micro-batch learns in the mean; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.learned: float | None = None
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.learned is None:
+            return next_token_loss(logits, targets)
+        return next_token_loss(logits, targets, "sum") / self.learned
 
 
 def _absorb_weight_passes(stage: PipelineStage, storage: GradientStorage) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ class Summary:
         loss: mean training loss of the last 10 steps of this call, in nats; None without steps.
         held_out_loss: with float32 at the boundaries; None without held-out text.
         held_out_loss_codecs: with the configured codecs at the boundaries; None with a single stage, too.
+        exact_match, exact_match_codecs: share of the held-out samples that are answered right, in the same two ways;
+            None without samples. exact_match_before, held_out_loss_before: of the model that training began with; None
+            also after a resume.
         tokens_per_second, seconds_per_step: of the median step, without the warm-up and the step after it if others
             remain.
         bits_forward, bits_backward, bits_gradients, bytes_per_step, compute_seconds, codec_seconds, wait_seconds: means
@@ -67,6 +70,10 @@ class Summary:
     chosen: dict[str, str] = field(default_factory=dict)  # older files have none
     changes: list[dict[str, Any]] = field(default_factory=list)
     round_trip_seconds: float | None = None
+    exact_match: float | None = None
+    exact_match_codecs: float | None = None
+    exact_match_before: float | None = None
+    held_out_loss_before: float | None = None
 
 
 def summarize(
@@ -79,12 +86,13 @@ def summarize(
     chosen: dict[str, str],
     changes: Sequence[dict[str, Any]] = (),
     round_trip: float | None = None,
+    before: Mapping[str, float] | None = None,
 ) -> Summary:
-    """The summary of a run with these steps and held-out losses."""
+    """The summary of a run with these steps and held-out scores, at the end and `before` the first step."""
     # Imported here: it loads PyTorch, which reading a summary does not need.
     from lowbit.train.boundaries import backward_formats
 
-    settled = _settled(config, history)
+    settled, before = _settled(config, history), before or {}
     seconds = statistics.median(m.seconds for m in settled) if settled else None
     means: dict[str, Any] = {name: _mean(settled, name) for name in ("bits_forward", "bits_backward", "bits_gradients")}
     means |= {name: _mean(settled, name) or 0.0 for name in ("compute_seconds", "codec_seconds", "wait_seconds")}
@@ -101,7 +109,10 @@ def summarize(
         boundary=config.pipeline.boundary, forward=config.pipeline.forward, backward=backward_formats(config.pipeline),
         ranks=layout.ranks, stages=layout.stages, schedule=config.pipeline.schedule,
         model=None if model is None else str(model), chosen=chosen, changes=list(changes),
-        round_trip_seconds=round_trip, **means, **totals,
+        round_trip_seconds=round_trip,
+        exact_match=losses.get("exact_match"), exact_match_codecs=losses.get("exact_match_codecs"),
+        exact_match_before=before.get("exact_match"), held_out_loss_before=before.get("held_out_loss"),
+        **means, **totals,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import astuple, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from lowbit.train.data import Order
 from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.gradients import Gradients
+from lowbit.train.lora import add_adapters
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
 from lowbit.train.model import StageModule, build_model
 from lowbit.train.prepare import Prepared
@@ -63,8 +65,8 @@ class Trainer:
             timeout=run.timeout_seconds, side=self.side, checksums=run.checksums,
         )  # fmt: skip
         self.modules, is_tied = self._build_modules()
-        self.tied = TiedWeights(self.modules, self.layout, self.replicas, tied=is_tied)
-        owned = [(p, m) for m in self.modules.values() for p in m.parameters()]
+        self.tied = TiedWeights(self.modules, self.layout, self.replicas, tied=is_tied and not self.config.lora.rank)
+        owned = [(p, m) for m in self.modules.values() for p in m.parameters() if p.requires_grad]
         self.parameters = [p for p, _ in owned]
         self.gradients = Gradients(self.parameters, prepared.storage, microbatches=self.config.pipeline.microbatches)
         self.pipeline = Pipeline(
@@ -109,9 +111,12 @@ class Trainer:
             done = self.elastic.begin()
         rate = optim.learning_rate(self.config.optimizer, step=done, steps=self.config.run.steps)
         optim.set_learning_rate(self.optimizer, rate)
-        ids = self.replicas.share(self.order.ids(done))
-        inputs, targets = self.prepared.data.train.batch(ids)
-        loss, work = self._pass(inputs, targets, ids)
+        of_all, train = self.order.ids(done), self.prepared.data.train
+        ids = self.replicas.share(of_all)
+        inputs, targets = train.batch(ids)
+        loss, work = self._pass(
+            inputs, targets, ids, positions=train.positions(ids), learned=train.learned(of_all)
+        )  # fmt: skip
         self.gradients.finish()
         if self.replicas.count > 1:
             # Before tied weights are summed: their copies are in different buckets, but must stay equal.
@@ -136,20 +141,24 @@ class Trainer:
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work, bytes_activations=self._saved_bytes,
         )  # fmt: skip
 
-    def evaluate(self) -> dict[str, float]:
-        """Held-out loss without codecs and with them; empty without held-out text.
+    def evaluate(self, *, with_codecs: bool = True) -> dict[str, float]:
+        """Held-out loss and exact match without codecs and with them; empty without held-out text.
 
         Returns:
-            {"held_out_loss": ..., "held_out_loss_codecs": ...}, the second if there are several stages.
+            {"held_out_loss": ..., "exact_match": ...} and the same with "_codecs" if there are several stages; exact
+            match for samples only.
         """
         held_out, batch, batches = self.prepared.data.held_out, self.config.data.batch, self.config.run.eval_batches
         if not len(held_out):
             return {}
-        losses = {"held_out_loss": self.evaluation.loss(held_out, batch=batch, batches=batches)}
-        if self.layout.stages > 1:
+        scores = {"": self.evaluation.scores(held_out, batch=batch, batches=batches)}
+        if self.layout.stages > 1 and with_codecs:
             codecs = self.prepared.codecs.forward
-            losses["held_out_loss_codecs"] = self.evaluation.loss(held_out, batch=batch, batches=batches, codecs=codecs)
-        return losses
+            scores["_codecs"] = self.evaluation.scores(held_out, batch=batch, batches=batches, codecs=codecs)
+        named = {f"held_out_loss{suffix}": loss for suffix, (loss, _) in scores.items()}
+        if self.config.data.format == "jsonl":
+            named |= {f"exact_match{suffix}": exact for suffix, (_, exact) in scores.items()}
+        return named
 
     def chosen(self) -> dict[str, str]:
         """Formats that the warm-up settled, by pipeline, boundary, direction and tensor; the same on all ranks."""
@@ -161,12 +170,12 @@ class Trainer:
         own = {f"{prefix}{place}": repr(codec) for stage in stages for place, codec in stage.chosen().items()}
         return dict(sorted(item for each in gather_json(own, self.side) for item in each.items()))
 
-    def _pass(self, inputs: Tensor, targets: Tensor, ids: Tensor) -> tuple[float, Work]:
+    def _pass(self, *batch: Tensor, **samples: Any) -> tuple[float, Work]:
         """Forward and backward; if activations are compressed, the first call counts their bytes."""
         if not any(self.prepared.activations) or self._saved_bytes is not None:
-            return self.pipeline.step(inputs, targets, ids)
+            return self.pipeline.step(*batch, **samples)
         with counted(nn.ModuleList(self.modules.values())) as saved:
-            loss, work = self.pipeline.step(inputs, targets, ids)
+            loss, work = self.pipeline.step(*batch, **samples)
         most = torch.tensor(saved.total)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.side)
         self._saved_bytes = int(most)
@@ -197,6 +206,9 @@ class Trainer:
         config, prepared = self.config, self.prepared
         model = build_model(config.model, vocab=prepared.vocab, sequence=config.data.sequence, seed=config.run.seed)
         self.model_config = model.config
+        if config.lora.rank:
+            add_adapters(model, config)
+        model.train()  # Hugging Face loads a pretrained model in evaluation mode, without dropout
         modules = {
             stage: StageModule(
                 model, layers=self.layout.layers_of(stage), first=stage == 0, last=stage == self.layout.stages - 1,

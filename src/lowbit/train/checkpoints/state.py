@@ -122,8 +122,9 @@ def restore(
 
 
 def parameters_of(pipeline: Pipeline) -> dict[str, nn.Parameter]:
-    """This rank's parameters by their names in the whole model."""
-    return {name: parameter for module in pipeline.modules.values() for parameter, name in module.names.items()}
+    """This rank's parameters that are trained, by their names in the whole model."""
+    pairs = ((name, p) for module in pipeline.modules.values() for p, name in module.names.items())
+    return {name: parameter for name, parameter in pairs if parameter.requires_grad}
 
 
 def aliases_of(pipeline: Pipeline) -> dict[str, str]:

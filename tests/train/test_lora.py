@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lowbit.config import ConfigError
+from lowbit.train import TrainConfig, from_mapping, train
+from lowbit.train.checkpoints.manifest import newest_step, read_manifest, step_name
+from lowbit.train.data import Order, load_data
+from lowbit.train.model import build_model, hugging_face_config
+from lowbit.train.optim import learning_rate, make_optimizer, set_learning_rate
+from lowbit.train.prepare import prepare
+from tests.processes import Ranks
+from tests.train.runs import again, answering, curve, losses, tiny
+
+peft = pytest.importorskip("peft")
+
+ONE = {"ranks": 1, "schedule": "GPipe"}
+RESUME: dict[str, Any] = {"resume": True, "overwrite": False}
+
+
+def base(folder: Path, family: str = "llama", **model: Any) -> str:
+    """A folder with a model of random weights."""
+    from lowbit.train.export import save_model
+    from lowbit.train.tokenizer import ByteTokenizer
+
+    config = tiny(folder, model={"family": family, **model}).model
+    built = build_model(config, vocab=256, sequence=24, seed=7)
+    path = folder / "base"
+    path.mkdir()
+    weights = {name: weight.detach() for name, weight in built.named_parameters()}
+    save_model(path, weights, hugging_face_config(config, vocab=256, sequence=24), ByteTokenizer())
+    return str(path)
+
+
+def adapted(folder: Path, family: str = "llama", **sections: dict[str, Any]) -> TrainConfig:
+    model = {"pretrained": base(folder, family)}
+    lora = {"rank": 4} | sections.pop("lora", {})
+    return answering(folder, model=model, lora=lora, **sections)
+
+
+def by_peft(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same run by PEFT and PyTorch alone, in one process: the loss of every step, and the adapters."""
+    torch.manual_seed(config.run.seed)
+    model = AutoModelForCausalLM.from_pretrained(config.model.pretrained, attn_implementation="sdpa")
+    torch.manual_seed(config.run.seed)
+    adapters = peft.LoraConfig(
+        r=config.lora.rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM",
+        fan_in_fan_out=model.config.model_type == "gpt2",
+    )  # fmt: skip
+    model = peft.get_peft_model(model, adapters)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad], config.optimizer)
+    windows, found = load_data(config.data).train, []
+    order = Order(samples=len(windows), batch=config.data.batch, seed=config.run.seed)
+    for step in range(config.run.steps):
+        ids = order.ids(step)
+        inputs, targets = windows.batch(ids)
+        logits = model(input_ids=inputs, position_ids=windows.positions(ids), use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        set_learning_rate(optimizer, learning_rate(config.optimizer, step=step, steps=config.run.steps))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, peft.get_peft_model_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule", "per_rank"),
+    [
+        ("llama", "1F1B", 1),
+        ("gpt2", "1F1B", 1),
+        ("qwen2", "Interleaved1F1B", 2),
+        ("llama", "InterleavedZeroBubble", 2),
+        ("llama", "ZBVZeroBubble", 2),
+        ("llama", "DualPipeV", 2),
+    ],
+)
+def test_a_pipeline_trains_the_adapters_that_peft_does(
+    ranks: Ranks, tmp_path: Path, family: str, schedule: str, per_rank: int
+):
+    pipeline = {"schedule": schedule, "stages_per_rank": per_rank}
+    config = adapted(tmp_path, family, pipeline=pipeline, run={"save_model": True, "steps": 4}, data={"batch": 4})
+    expected, adapters = by_peft(config)
+    assert ranks.run(losses, config)[0][:-1] == pytest.approx(expected, rel=1e-5)
+    folder = tmp_path / "run" / "model"
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert saved.keys() == adapters.keys()
+    for name, value in adapters.items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(config.model.pretrained)
+    plain = {name: value.clone() for name, value in model.named_parameters()}
+    loaded = peft.PeftModel.from_pretrained(model, folder)
+    for name, value in loaded.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(value.detach(), saved[name.replace(".default", "")], rtol=0, atol=0)
+    merged = loaded.merge_and_unload()
+    changed = [name for name, value in merged.named_parameters() if not torch.equal(value, plain[name])]
+    linear = 7 if family in ("llama", "qwen2") else 4
+    assert len(changed) == 4 * linear
+    again_loaded = AutoModelForCausalLM.from_pretrained(folder)  # Transformers finds the base model by its path
+    assert any("lora_" in name for name, _ in again_loaded.named_parameters())
+
+
+def test_replicas_exchange_adapters_only(ranks: Ranks, tmp_path: Path):
+    config = adapted(tmp_path, pipeline={"ranks": 1, "data_parallel": 2, "microbatches": 2}, data={"batch": 4})
+    config = again(config, gradients={"all_reduce": "fp32"})
+    assert ranks.run(losses, config)[0][:-1] == pytest.approx(by_peft(config)[0], rel=1e-5)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    layers, rank, dim, ffn = 4, 4, 32, 64
+    elements = layers * rank * (4 * 2 * dim + 3 * (dim + ffn))
+    assert metrics[0]["bytes_sent"] == pytest.approx(2 * 4 * elements, rel=0.01), "of two ranks, and no base weight"
+
+
+@pytest.mark.parametrize("storage", ["fp32", "fp8"])
+def test_a_resume_goes_on_with_the_same_losses(ranks: Ranks, tmp_path: Path, storage: str):
+    run = {"steps": 4, "checkpoint_every": 2}
+    config = adapted(tmp_path, run=run, lora={"dropout": 0.1}, gradients={"storage": storage}, data={"batch": 4})
+    config = again(config, pipeline={"forward": "transform"}, activations={"bits": 8})
+    ranks.run(losses, config)
+    whole = curve(config)
+    folder = tmp_path / "run" / "checkpoints"
+    share = read_manifest(folder / step_name(newest_step(folder) or 0) / "rank-0")
+    weights = [name for name in share.tensors if name.startswith("model/")]
+    assert len(weights) == 2 * 2 * 7, "two layers with seven adapters of two matrices"
+    assert all("lora_" in name for name in weights)
+    for rank in (0, 1):  # the last checkpoint is lost
+        manifest = folder / step_name(4) / f"rank-{rank}" / "manifest.json"
+        manifest.write_text("{}")
+    ranks.run(losses, again(config, run=RESUME))
+    assert curve(config) == whole
+    alone = again(config, pipeline=ONE, run=RESUME)
+    train(alone)  # both halves in one process
+
+
+def test_a_pretrained_model_is_trained_with_dropout_from_the_first_step(tmp_path: Path):
+    config = tiny(tmp_path, model={"pretrained": base(tmp_path)}, pipeline=ONE, run={"steps": 1})
+    plain = losses(config)
+    assert losses(again(config, model={"dropout": 0.5}))[0] != plain[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"lora": {"rank": 2}}, "lora.rank was 4 and is 2 now"),
+        ({"lora": {"rank": 0}}, "lora.rank was 4 and is 0 now"),
+        ({"lora": {"targets": ["q_proj"]}}, "lora.targets was ['self_attn.q_proj', "),
+        ({"lora": {"alpha": 4.0}}, "lora.alpha was 16.0 and is 4.0 now"),
+    ],
+)
+def test_a_resume_with_other_adapters_is_refused(tmp_path: Path, change: dict[str, Any], text: str):
+    config = adapted(tmp_path, pipeline=ONE, run={"checkpoint_every": 1, "steps": 1}, data={"batch": 4})
+    train(config)
+    with pytest.raises(ConfigError) as raised:
+        prepare(again(config, run=RESUME, **change), ranks=1)
+    assert text in str(raised.value)
+    assert ("cannot change" in str(raised.value)) == ("alpha" not in text)
+
+
+@pytest.mark.parametrize(
+    ("lora", "text"),
+    [
+        ({"rank": 4, "targets": ["c_attn"]}, "lora.targets has 'c_attn', which no decoder layer has; allowed: all-lin"),
+        ({"rank": 4, "targets": ["lm_head"]}, "lora.targets has 'lm_head', which no decoder layer has; allowed: all"),
+        ({"rank": 4, "targets": []}, "lora.targets is empty; allowed: names of linear layers, or all-linear"),
+        ({"alpha": 4.0}, "lora.alpha is 4.0 and lora.rank is 0; allowed: with lora.rank of at least 1"),
+        ({"rank": -1}, "lora.rank is -1; allowed: at least 0"),
+        ({"rank": 4, "dropout": 1.0}, "lora.dropout is 1.0; allowed: at least 0 and less than 1"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(tmp_path: Path, lora: dict[str, Any], text: str):
+    model = {"pretrained": base(tmp_path)}
+    with pytest.raises(ConfigError) as raised:
+        prepare(answering(tmp_path, model=model, lora=lora), ranks=1)
+    assert str(raised.value).startswith(text)
+
+
+def test_adapters_need_a_pretrained_model_and_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="lora.rank is 4 and model.pretrained is empty; allowed: with model.pretrai"):
+        from_mapping({"lora": {"rank": 4}})
+    config, imported = adapted(tmp_path), builtins.__import__
+
+    def without_peft(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "peft":
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_peft)
+    with pytest.raises(ConfigError, match=r"^lora.rank is 4, which needs: pip install 'lowbit\[frameworks\]'$"):
+        prepare(config, ranks=1)
