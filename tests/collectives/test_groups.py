@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.codecs import GroupInt
@@ -38,7 +39,7 @@ class Wrapper(dist.ProcessGroup):
 
 def bare(name: str, ranks: list[int]) -> dist.ProcessGroup:
     """A Gloo group of these ranks of the job, in this order."""
-    store: Any = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store: Any = PrefixStore(name, dist.distributed_c10d._get_default_store())
     rank, limit = ranks.index(dist.get_rank()), timedelta(seconds=TIMEOUT)
     group: Any = dist.ProcessGroup(store, rank, len(ranks))
     gloo: Any = dist.ProcessGroupGloo

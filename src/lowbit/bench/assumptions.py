@@ -21,6 +21,7 @@ from lowbit.codecs.names import pair_name
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.report import Column, Command, Lines, Row, Table
 from lowbit.report.style import row_name
+from lowbit.train.answers import Answers
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig
 from lowbit.train.data import Windows
 from lowbit.train.model import count_layers, hidden_size
@@ -139,7 +140,7 @@ def observe(settings: AssumptionsBenchmark, boundary: str, seed: int) -> dict[st
     return row | {"curve": [list(point) for point in curve], "slope": slope_of(curve)}
 
 
-def _fixed(windows: Windows, count: int) -> tuple[Batch, Batch]:
+def _fixed(windows: Windows | Answers, count: int) -> tuple[Batch, Batch]:
     """Two batches that share no window, spread over the text."""
     ids = spread_evenly(count, len(windows))
     if len(ids) < 2:

@@ -18,6 +18,7 @@ from lowbit.bench.generation import OWN, codec_of
 from lowbit.bench.sums import sent_bytes
 from lowbit.bench.worker import TIMEOUT_SECONDS, serve
 from lowbit.integrations.transformers import LowBitPipelineStage, low_bit_pipeline_
+from lowbit.train.answers import Answers
 from lowbit.train.config import DataConfig
 from lowbit.train.data import Windows, load_data
 
@@ -45,7 +46,7 @@ class GenerationRank:
     def __init__(self) -> None:
         self._models: dict[str, Any] = {}
         self._stages: dict[str, LowBitPipelineStage] = {}
-        self._held_out: Windows | None = None
+        self._held_out: Windows | Answers | None = None
         self._prompt = torch.empty(0, dtype=torch.int64)
         self._own: tuple[Tensor, Tensor] | None = None
 
@@ -60,8 +61,9 @@ class GenerationRank:
                 self._stages[name] = low_bit_pipeline_(self._models[name], codec, timeout=TIMEOUT_SECONDS)
         shape = settings["batch"], settings["prompt"]
         if settings["pretrained"]:
-            self._held_out = load_data(DataConfig(**settings["data"])).held_out
-            tokens = torch.from_numpy(self._held_out.tokens[: shape[0] * shape[1]].astype("int64"))
+            held_out = self._held_out = load_data(DataConfig(**settings["data"])).held_out
+            assert isinstance(held_out, Windows)  # settings of plain text
+            tokens = torch.from_numpy(held_out.tokens[: shape[0] * shape[1]].astype("int64"))
             self._prompt = tokens.view(shape)
         else:
             self._prompt = torch.randint(3, settings["vocab"], shape, generator=torch.Generator().manual_seed(1))

@@ -59,7 +59,7 @@ def encode(samples: Sequence[Sample], tokenizer: Tokenizer) -> list[Encoded]:
         ids = [[tokenizer.encode(part.text.encode()) for part in sample.parts] for sample in samples]
     else:
         inner = tokenizer.hugging_face()
-        end = inner.eos_token_id
+        end: Any = inner.eos_token_id
         if end is None and any(sample.plain for sample in samples):
             raise ConfigError(
                 "data.tokenizer has no end-of-text token, which ends an answer; allowed: a tokenizer with one, or bytes"

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lowbit.train.answers import Answers
 from lowbit.train.config import OptimizerConfig
 from lowbit.train.data import Order, Windows
 from lowbit.train.model import next_token_loss
@@ -65,7 +66,7 @@ def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor, *, autocast: t
 
 def train_single_process(
     model: nn.Module,
-    windows: Windows,
+    windows: Windows | Answers,
     optimizer: OptimizerConfig,
     *,
     steps: int,
