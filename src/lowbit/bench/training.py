@@ -24,6 +24,7 @@ from lowbit.bench.worker import serve, tell_progress
 from lowbit.codecs import BlockFloat8, Cast, Codec, parse, parse_pair
 from lowbit.config import ConfigError, NonNegative, Positive, build, section
 from lowbit.pipeline import Traffic, emulate_
+from lowbit.train.answers import Answers
 from lowbit.train.config import DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from lowbit.train.data import Data, Windows, load_data
 from lowbit.train.layout import make_layout
@@ -215,7 +216,7 @@ def boundary_modules(model: PreTrainedModel, stages: int) -> list[str]:
 
 
 @torch.no_grad()
-def evaluate(model: PreTrainedModel, held_out: Windows, recipe: Recipe) -> float:
+def evaluate(model: PreTrainedModel, held_out: Windows | Answers, recipe: Recipe) -> float:
     """Mean loss, in nats a token, over windows spread evenly over the held-out text."""
     ids = spread_evenly(recipe.eval_windows, len(held_out))
     model.eval()
