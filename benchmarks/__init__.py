@@ -6,5 +6,7 @@ COMMANDS = {
     "race": "benchmarks.race",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
+    "replicas": "benchmarks.replicas",
+    "diloco": "benchmarks.diloco",
 }
 """The module of each benchmark, which has its `COMMAND`."""
