@@ -67,7 +67,7 @@ class Run:
         coordination: Any = engine("torchft.coordination", **TORCHFT)
         self.job, self.folder = job, folder
         self.lighthouse = coordination.LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=at_least, join_timeout_ms=int(1e3 * job.dead_after),
+            bind="127.0.0.1:0", min_replicas=at_least, join_timeout_ms=5_000,
             heartbeat_timeout_ms=int(1e3 * job.dead_after),
         )  # fmt: skip
         self.processes: list[Any] = [None] * job.replicas

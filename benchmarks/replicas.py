@@ -54,9 +54,9 @@ class ReplicasBenchmark:
     """Text, and samples of a replica in a step. If omitted, Python's standard library."""
     held_out_windows: Positive = 256
     """Samples of held-out text that are evaluated at the end."""
-    dead_after: float = 5.0
-    """Seconds without a heartbeat after which the lighthouse counts a replica as gone; torchft's default."""
-    timeout: float = 10.0
+    dead_after: float = 2.0
+    """Seconds without a heartbeat after which the lighthouse counts a replica as gone."""
+    timeout: float = 5.0
     """Seconds of a sum after which a replica that does not answer fails the step."""
     kill_seed: NonNegative = 0
     """Seed of who is killed and when."""
