@@ -8,5 +8,6 @@ COMMANDS = {
     "activations": "benchmarks.activations",
     "replicas": "benchmarks.replicas",
     "diloco": "benchmarks.diloco",
+    "reduce": "benchmarks.reduce",
 }
 """The module of each benchmark, which has its `COMMAND`."""
