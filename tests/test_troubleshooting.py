@@ -42,6 +42,7 @@ PASSED_ON = {
     "train/checkpoints/resume.py:_compare": "of `Change`",
     "train/checkpoints/save.py:raise_everywhere": "of its callers",
     "train/gradients.py:storage_codec": "of codecs",
+    "train/elastic.py:begin": "of `LowBitManager`",
     "train/loop.py:_measure_distance": "of `needless`",
     "train/loop.py:_warn_of_cost": "of `costly`",
     "network/probe.py:main": "of the system: why an address cannot be reached",

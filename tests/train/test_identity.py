@@ -38,6 +38,7 @@ def test_every_setting_is_compared_or_free_on_purpose(tmp_path: Path):
     }
     free = {"activations.plan"} | {f"run.{key}" for key in LOCAL} | {f"data.{key}" for key in TEXT}
     free |= {f"pipeline.{key}" for key in LAYOUT}
+    free |= {f"elastic.{key}" for key in ("lighthouse", "at_least", "error_feedback")}
     assert identity(config).keys() == every - free | {"activations.layers"}  # what a plan for each layer says
     assert set(FIXED) <= every
     layout = layout_of(config, make_layout(config.pipeline, ranks=2, layers=4))

@@ -62,6 +62,7 @@ class LowBitManager(_Manager):
         error_feedback: see above; takes 8 bytes for each element that is summed in a step.
         small: elements below which a tensor is summed in float32. `DiLoCo(use_bucketization=True)` sums few large ones.
         checksums: as for `all_reduce`.
+        facts: more that must be the same on all replicas, such as the learning rate.
         arguments: as torchft's. `timeout` limits each sum, too: after it, or at once if its connection closes, a
             replica that is missing fails the step.
 
@@ -79,6 +80,7 @@ class LowBitManager(_Manager):
         error_feedback: bool = False,
         small: int = SMALL,
         checksums: bool = True,
+        facts: Mapping[str, str] | None = None,
         **more: Any,
     ) -> None:
         check_flat(codec)
@@ -87,6 +89,7 @@ class LowBitManager(_Manager):
             raise TypeError(f"error_feedback is {error_feedback!r}; allowed: True or False")
         self._how: dict[str, Any] = {"codec": codec, "small": small, "checksums": checksums}
         self._feedback = _Feedback() if error_feedback else None
+        self._more_facts = dict(facts or {})
         self._model_facts = ""
         self._refused: AgreementError | None = None
         try:
@@ -135,7 +138,7 @@ class LowBitManager(_Manager):
         facts = {
             "manager": "LowBitManager", "lowbit version": __version__, "codec": self._how["codec"].identity(),
             "small": str(self._how["small"]), "checksums": str(self._how["checksums"]),
-            "error feedback": "yes" if self._feedback else "no", "model": self._model_facts,
+            "error feedback": "yes" if self._feedback else "no", "model": self._model_facts, **self._more_facts,
         }  # fmt: skip
         name = str(self._replica_id or self._logger._replica_id)
         return {"name": name, "facts": facts, "batches": self.batches_committed()}

@@ -36,11 +36,14 @@ class LaunchError(RuntimeError):
         self.code, self.interrupted = code, interrupted
 
 
-def start_all(program: Program, ranks: int) -> None:
+def start_all(program: Program, ranks: int, *, secret: str | None = None) -> None:
     """Run all ranks of a run on this machine until they are done.
 
     This process keeps their store, on the loopback interface and a port that the system chooses, and gives them a
     secret: the store outlives them all, and nobody else can take part. Signals that would end this process end them.
+
+    Args:
+        program: of each rank. ranks: their number. secret: theirs, where others must know it, too; None: a new one.
 
     Raises:
         LaunchError: one of them failed; none is left.
@@ -50,7 +53,7 @@ def start_all(program: Program, ranks: int) -> None:
     from lowbit.ranks.peers import Alarm
     from lowbit.ranks.store import of_attempt
 
-    secret = new_secret()
+    secret = new_secret() if secret is None else secret
     store = listen("127.0.0.1", 0, timeout=60)
     alarm = Alarm(of_attempt(store), secret.encode())
     common = {

@@ -1,4 +1,4 @@
-"""The configuration of a training run: one frozen value in seven sections.
+"""The configuration of a training run: one frozen value in eight sections.
 
 A section checks its values when it is made; `lowbit.train.prepare` checks them against files, ranks and the model.
 """
@@ -162,7 +162,23 @@ class GradientsConfig:
     """Format in which gradients are added up over micro-batches: "fp32" (PyTorch's `.grad`), or a codec such as "fp8",
     which takes less memory."""
     all_reduce: str = "fp8"
-    """Format in which gradients are averaged over `pipeline.data_parallel` pipelines."""
+    """Format in which gradients are averaged over `pipeline.data_parallel` pipelines, or replicas that come and go."""
+
+
+@section("elastic")
+class ElasticConfig:
+    """Replicas that come and go: each is a run of its own with this section, joined to the others by torchft."""
+
+    lighthouse: str = ""
+    """Address of torchft's lighthouse, such as "http://host:29510", which every replica reaches. Empty: no replicas.
+    Gradients are averaged in the format `gradients.all_reduce`."""
+    name: str = ""
+    """Name of this replica, which no other has. It also chooses the replica's order of the data."""
+    at_least: Positive = 1
+    """Replicas below which all wait for others, for up to `run.rejoin_seconds`."""
+    error_feedback: bool = False
+    """Add what coding took from a step's gradients to those of the next. Worth 8 bytes for each parameter with formats
+    of 4 bits and less."""
 
 
 @section("optimizer")
@@ -262,6 +278,7 @@ class TrainConfig:
     pipeline: PipelineConfig = PipelineConfig()
     activations: ActivationsConfig = ActivationsConfig()
     gradients: GradientsConfig = GradientsConfig()
+    elastic: ElasticConfig = ElasticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
 

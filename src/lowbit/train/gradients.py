@@ -117,6 +117,13 @@ class Gradients:
         elif limit and norm > limit:
             self.storage.scale_(limit / norm)
 
+    def drop(self) -> None:
+        """Forget the gradients of a step that is tried again."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.storage is not None:
+            self.storage.zero_()
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer's step and drop the gradients."""
         if self.storage is None:

@@ -62,7 +62,7 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
     `run.precision`, which depends on the device that they compute on.
     """
     model, pipeline, storage = config.model, config.pipeline, config.gradients.storage
-    lowbit_stages = pipeline.boundary == "lowbit"
+    lowbit_stages, elastic = pipeline.boundary == "lowbit", bool(config.elastic.lighthouse)
     formats = in_full(pipeline)
     identity = {f"model.{key}": value for key, value in architecture(model, vocab=vocab).items()}
     identity |= {
@@ -80,7 +80,10 @@ def run_identity(config: TrainConfig, *, data: Data, vocab: int) -> dict[str, An
         "pipeline.backward": _once(formats.backward) if lowbit_stages else None,
         _WARM_UP: config.codec_warmup_steps if lowbit_stages else None,
         "gradients.storage": storage if storage == FULL_PRECISION else repr(parse(storage)),
-        "gradients.all_reduce": repr(parse(config.gradients.all_reduce)) if pipeline.data_parallel > 1 else None,
+        "gradients.all_reduce": repr(parse(config.gradients.all_reduce))
+        if pipeline.data_parallel > 1 or elastic
+        else None,
+        "elastic.name": config.elastic.name if elastic else None,
         "run.seed": config.run.seed,
         "run.steps": config.run.steps,
         "run.precision": config.run.precision,

@@ -59,7 +59,11 @@ def run(config: TrainConfig) -> Summary | None:
 
 def start_ranks(config: TrainConfig) -> None:
     """Run all ranks of the run on this machine until they are done; `LaunchError` if one fails."""
-    start_all(_program(config), config.ranks)
+    from lowbit.ranks.checksum import SECRET
+
+    # Replicas check each other's messages by a secret that the user gives all of them.
+    shared = os.environ.get(SECRET, "") if config.elastic.lighthouse else None
+    start_all(_program(config), config.ranks, secret=shared)
 
 
 def start_one_rank(config: TrainConfig) -> None:

@@ -95,8 +95,10 @@ class Run:
         history: list[StepMetrics] = []
         try:
             self.recorder, self.progress = self._open_recorder(), self._open_progress()
-            for done in range(self.start + 1, run.steps + 1):
-                history.append(trainer.step(done - 1))
+            done = self.start
+            while done < run.steps:
+                history.append(trainer.step(done))
+                done = history[-1].step
                 for watcher in self._watchers:
                     watcher.record(history[-1])
                 if on_step is not None:
@@ -112,6 +114,8 @@ class Run:
                     self._evaluate(done)
             return self._conclude(history)
         finally:
+            if trainer.elastic is not None:
+                trainer.elastic.close()
             for watcher in self._watchers:
                 watcher.close()
             self.folder.unlock()
@@ -136,6 +140,8 @@ class Run:
             self.manifest = replace(self.manifest, changes=changes)
         if run.overwrite and local_rank() == 0:
             self.folder.clear()
+        if trainer.elastic is not None:
+            trainer.elastic.resume(done)
         dist.barrier(group=trainer.side)
         if not run.resume:
             raise_everywhere(left_behind(self.output), trainer.side)

@@ -28,6 +28,7 @@ from lowbit.train.checkpoints.save import FOLDER, NO_CHECKPOINT
 from lowbit.train.config import TrainConfig
 from lowbit.train.data import Data, load_data
 from lowbit.train.device import choose_autocast, choose_backend, choose_device
+from lowbit.train.elastic import check_elastic
 from lowbit.train.export import MODEL_FILES
 from lowbit.train.folder import MARK, RunFolder
 from lowbit.train.gradients import storage_codec
@@ -93,6 +94,7 @@ def prepare(config: TrainConfig, *, ranks: int) -> Prepared:
     width = hidden_size(config.model)
     shape = None if width is None else (config.rows, config.data.sequence, width)
     check_codecs(codecs, shape=shape, warmup_steps=config.codec_warmup_steps)
+    check_elastic(config, (*codecs.forward, *codecs.backward))
     device = choose_device(config.run.device, ranks)
     backend = choose_backend(config, device, ranks)
     storage, all_reduce = storage_codec(config.gradients), all_reduce_codec(config.gradients)

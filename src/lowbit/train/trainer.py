@@ -21,6 +21,7 @@ from lowbit.train import optim
 from lowbit.train.activations import compress
 from lowbit.train.boundaries import stock_dtype
 from lowbit.train.data import Order
+from lowbit.train.elastic import Elastic, seed_of
 from lowbit.train.evaluate import Evaluation
 from lowbit.train.gradients import Gradients
 from lowbit.train.metrics import StepMetrics, Work, step_metrics
@@ -78,19 +79,34 @@ class Trainer:
         self._sums = Sums(self.side, 2 + len(fields(Work)), timeout=run.timeout_seconds, checksums=run.checksums)
         self.counted = [p for p, m in owned if not self.tied.counted_elsewhere(p, m)]
         self.optimizer = optim.make_optimizer(self.parameters, self.config.optimizer)
-        self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=run.seed)
+        self.order = Order(samples=len(prepared.data.train), batch=data.batch, seed=seed_of(self.config))
         self._saved_bytes: int | None = (
             None  # peak of the saved activations, on the rank with most; the same in every step
         )
+        self.elastic: Elastic | None = None
+        if self.config.elastic.lighthouse:
+            self.elastic = Elastic(
+                self.config, prepared.all_reduce, prepared.identity, self.pipeline, self.optimizer, self.side
+            )
         torch.manual_seed(run.seed + 1 + self.rank)  # dropout: each rank its own
 
     def step(self, done: int) -> StepMetrics:
         """One optimizer step after so many others; metrics over all ranks, by this rank's clock.
 
+        With replicas that come and go, it is tried until all that are there have its gradients, and comes after the
+        steps that they have done.
+
         Raises:
             DivergedError: NaN or infinity in loss or gradients.
         """
+        while True:
+            if (metrics := self._attempt(done)) is not None:
+                return metrics
+
+    def _attempt(self, done: int) -> StepMetrics | None:
         begin = time.perf_counter()
+        if self.elastic is not None:
+            done = self.elastic.begin()
         rate = optim.learning_rate(self.config.optimizer, step=done, steps=self.config.run.steps)
         optim.set_learning_rate(self.optimizer, rate)
         ids = self.replicas.share(self.order.ids(done))
@@ -101,15 +117,22 @@ class Trainer:
             # Before tied weights are summed: their copies are in different buckets, but must stay equal.
             self.gradients.average(self.replicas.average)
             self.replicas.note_traffic(work)
+        if self.elastic is not None:
+            self.gradients.average(self.elastic.average)
+            self.elastic.note_traffic(work)
         with self.gradients.in_full(self.tied.copies):
             self.tied.sum_gradients()
+        if self.elastic is not None and not self.elastic.commit():
+            self.gradients.drop()
+            return None
         loss, norm, work = self._sum_over_ranks(loss, work)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(f"step {done + 1}: the loss is {loss}, the norm of the gradients {norm}")
         self.gradients.clip(norm=norm, limit=self.config.optimizer.clip)
         self.gradients.step(self.optimizer)
+        replicas = self.replicas.count if self.elastic is None else self.elastic.replicas
         return step_metrics(
-            step=done + 1, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * self.replicas.count,
+            step=done + 1, loss=loss, lr=rate, grad_norm=norm, tokens=inputs.numel() * replicas,
             seconds=time.perf_counter() - begin, ranks=self.ranks, work=work, bytes_activations=self._saved_bytes,
         )  # fmt: skip
 

@@ -1,0 +1,222 @@
+"""Replicas that come and go: each is a pipeline and a run of its own, joined to the others by torchft's lighthouse."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+import urllib.request
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from lowbit.codecs import Codec
+from lowbit.collectives import all_reduce_bytes
+from lowbit.config import ConfigError
+from lowbit.ranks.errors import AgreementError, first_line
+from lowbit.ranks.objects import gather_json
+from lowbit.ranks.process_group import interface_towards
+from lowbit.train.checkpoints.state import collect, restore
+from lowbit.train.config import TrainConfig
+from lowbit.train.metrics import Work
+from lowbit.train.stages import Pipeline
+
+log = logging.getLogger(__name__)
+
+_PAUSE = 0.5  # seconds between two looks whether enough replicas are there
+_COMPARED = ("model.", "optimizer.", "data.sequence", "data.tokenizer", "gradients.", "run.steps")
+"""What of a run's identity must be the same on all replicas, by the beginnings of its keys."""
+
+
+def check_elastic(config: TrainConfig, codecs: tuple[Codec, ...]) -> None:
+    """Check a configuration with a lighthouse, before ranks start.
+
+    Raises:
+        ConfigError: torchft is missing, the replica has no name, or settings that do not go together.
+    """
+    if not config.elastic.lighthouse:
+        return
+    try:
+        import lowbit.integrations.torchft  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"elastic.lighthouse needs torchft: {error}") from error
+    if not config.elastic.name:
+        raise ConfigError("elastic.name is ''; allowed with elastic.lighthouse: a name that no other replica has")
+    if config.pipeline.data_parallel > 1:
+        raise ConfigError(
+            f"pipeline.data_parallel is {config.pipeline.data_parallel}; allowed with elastic.lighthouse: 1, since "
+            "each replica is a run of its own"
+        )
+    if unsettled := [codec for codec in codecs if not codec.settled]:
+        raise ConfigError(
+            f"pipeline.forward or backward is {unsettled[0]!r}; allowed with elastic.lighthouse: formats that leave "
+            "nothing to the warm-up, which a replica that comes later does not have"
+        )
+
+
+def seed_of(config: TrainConfig) -> int:
+    """The seed of the data's order: with a lighthouse, each replica has its own."""
+    name = config.elastic.name if config.elastic.lighthouse else ""
+    return config.run.seed + (int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) if name else 0)
+
+
+def _use_interface(lighthouse: str) -> None:
+    """Let Gloo reach other replicas by the network that leads to the lighthouse, unless the user names another."""
+    chosen, host = os.environ.get("GLOO_SOCKET_IFNAME"), urlsplit(lighthouse).hostname
+    own = interface_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    if host and chosen in (None, own) and (name := interface_towards(host)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _transport(limit: timedelta) -> Any:
+    """torchft's transport of weights to a replica that is behind; it unpickles nothing but tensors in dictionaries."""
+    from torch.distributed._serialization import _streaming_load
+    from torchft.checkpointing.http_transport import HTTPTransport  # pyright: ignore[reportMissingImports]
+
+    class Transport(HTTPTransport):
+        @classmethod
+        def _load_from_address(cls, address: str, timeout: timedelta) -> object:
+            with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as stream:
+                return _streaming_load(stream, weights_only=True)
+
+    return Transport(timeout=limit, num_chunks=0)
+
+
+class Elastic:
+    """This rank's part of a replica among others; to be made on every rank of the replica.
+
+    Args:
+        config: of the run. codec: of gradients between replicas.
+        identity: of the run (`lowbit.train.identity`), of which a part must be equal on all replicas.
+        pipeline, optimizer: what a replica that is behind takes over from another.
+        side: a group of the ranks of this replica.
+
+    Raises:
+        ConnectionError: torchft does not reach the lighthouse.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        codec: Codec,
+        identity: Mapping[str, Any],
+        pipeline: Pipeline,
+        optimizer: Any,
+        side: dist.ProcessGroup | None,
+    ) -> None:
+        from torchft.process_group import ProcessGroupGloo  # pyright: ignore[reportMissingImports]
+
+        from lowbit.integrations.torchft import LowBitManager
+
+        self._codec, self._pipeline, self._optimizer = codec, pipeline, optimizer
+        self._rank, self._ranks, self._checksums = dist.get_rank(), dist.get_world_size(), config.run.checksums
+        self._replicas, self._at_least, self._patience = 0, config.elastic.at_least, config.run.rejoin_seconds
+        self._elements = self._bytes = 0.0
+        _use_interface(config.elastic.lighthouse)
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what it logs with tracebacks, `commit` says in a line
+        limit = timedelta(seconds=0.8 * config.run.timeout_seconds)
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) if self._rank == 0 else None
+        port = gather_json(self._store and self._store.port, side)[0]
+        self.manager: Any = LowBitManager(
+            ProcessGroupGloo(timeout=limit), codec=codec, error_feedback=config.elastic.error_feedback,
+            checksums=config.run.checksums, facts={k: str(v) for k, v in identity.items() if k.startswith(_COMPARED)},
+            load_state_dict=self._load, state_dict=self._save, min_replica_size=config.elastic.at_least,
+            use_async_quorum=False, timeout=limit, connect_timeout=limit,
+            quorum_timeout=timedelta(seconds=config.run.rejoin_seconds), rank=self._rank, world_size=self._ranks,
+            store_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"), store_port=port,
+            lighthouse_addr=config.elastic.lighthouse, replica_id=config.elastic.name,
+            checkpoint_transport=_transport(limit),
+        )  # fmt: skip
+
+    def resume(self, done: int) -> None:
+        """Go on after so many steps, as restored from this replica's own checkpoint."""
+        self.manager.load_state_dict({"step": done, "batches_committed": done})
+
+    def begin(self) -> int:
+        """Meet the other replicas for the next step, and take the weights of one that has done more.
+
+        Returns:
+            Steps that are done.
+
+        Raises:
+            ConnectionError: fewer than `elastic.at_least` replicas came, or the lighthouse is gone.
+        """
+        deadline, replicas = time.monotonic() + self._patience, 0
+        try:
+            while replicas < self._at_least:
+                if replicas:
+                    time.sleep(_PAUSE)
+                self.manager.start_quorum()
+                replicas = self.manager.num_participants()
+                if replicas < self._at_least and time.monotonic() > deadline:
+                    raise TimeoutError
+        except AgreementError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise ConnectionError(
+                f"no quorum of replicas, with {replicas} there: {first_line(error)}; allowed: elastic.at_least "
+                f"({self._at_least}) replicas within run.rejoin_seconds, and a lighthouse that answers"
+            ) from error
+        if replicas != self._replicas and self._rank == 0:
+            there = "1 replica" if replicas == 1 else f"{replicas} replicas"
+            log.warning("step %d: %s", self.manager.current_step() + 1, there)
+        self._replicas = replicas
+        return self.manager.current_step()
+
+    def average(self, flat: Tensor) -> Any:
+        """Start to replace gradients, float32 and one-dimensional, by their mean over all replicas."""
+        if self._replicas > 1:
+            self._bytes += all_reduce_bytes(
+                flat.numel(), self._codec, rank=0, ranks=self._replicas, checksums=self._checksums
+            )
+            self._elements += 2 * (self._replicas - 1) / self._replicas * flat.numel()
+        return self.manager.allreduce(flat)
+
+    def commit(self) -> bool:
+        """Whether all ranks of this replica have the step's means; if not, the step is to be tried again.
+
+        Raises:
+            AgreementError: this replica contradicts the others.
+        """
+        committed = self.manager.should_commit()
+        if not committed and self._rank == 0:
+            error = self.manager.errored()
+            reason = first_line(error.original_exception) if error else "too few replicas, or another rank's error"
+            log.warning("step %d is tried again: %s", self.manager.current_step() + 1, reason)
+        return committed
+
+    def note_traffic(self, work: Work) -> None:
+        """Add the gradients that this rank has sent since the last call."""
+        work.gradient_bytes += self._bytes
+        work.gradient_elements += self._elements
+        self._bytes = self._elements = 0.0
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that share the current step."""
+        return self._replicas
+
+    def close(self) -> None:
+        """Leave the other replicas."""
+        with contextlib.suppress(Exception):
+            self.manager.shutdown(wait=False)
+
+    def _save(self) -> dict[str, Any]:
+        """What a replica that is behind takes over: "state" and "param_groups" mark what may be empty at first."""
+        tensors = collect(self._pipeline, self._optimizer).tensors
+        weights = {name: x for name, x in tensors.items() if name.startswith("model/")}
+        moments = {name: x for name, x in tensors.items() if name.startswith("optimizer/")}
+        return {"model": weights, "optimizer": {"state": moments, "param_groups": []}}
+
+    def _load(self, states: dict[str, Any]) -> None:
+        done = self.manager.current_step()
+        log.warning("step %d: taking over the weights of another replica", done + 1)
+        moments = {name: x.clone() for name, x in states["optimizer"]["state"].items()}
+        restore(self._pipeline, self._optimizer, states["model"] | moments, {}, steps=done)
