@@ -28,7 +28,7 @@ from lowbit.train.model import build_model, next_token_loss
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["transformers.models.llama.modeling_llama", "lowbit.pipeline", "numba", __name__])
-_POLL = 0.02
+_POLL, _LATE = 0.02, 30.0
 
 TORCHFT: Any = {"package": "torchft-nightly", "extra": "ft", "tested": "2026.10.26"}
 FULL = "fp32"
@@ -112,13 +112,22 @@ class Run:
             if process.exitcode:
                 raise ChildProcessError(f"replica {replica} ended with code {process.exitcode}")
 
+    def ended(self) -> list[int]:
+        """Replicas that have reached the last step."""
+        return [replica for replica, process in enumerate(self.processes) if process.exitcode == 0]
+
     def results(self) -> list[dict[str, Any]]:
-        """Wait for all; the last line of each."""
-        while any(process.is_alive() for process in self.processes):
+        """Wait for the replicas; the last lines of those that have reached the last step.
+
+        One that was started again too late to do so is not waited for: there is nobody left to take weights from.
+        """
+        late = None
+        while any(process.is_alive() for process in self.processes) and (late is None or time.monotonic() < late):
             self.check()
+            if self.ended():
+                late = late or time.monotonic() + _LATE
             time.sleep(_POLL)
-        self.check()
-        return [self.lines(replica)[-1] for replica in range(self.job.replicas)]
+        return [self.lines(replica)[-1] for replica in self.ended()]
 
 
 class _Trainer:

@@ -40,7 +40,7 @@ class ReplicasBenchmark:
     """Undisturbed runs, with seeds 0, 1, ...; the disturbed run has seed 0."""
     replicas: Annotated[int, Field(ge=2)] = 4
     """Processes."""
-    together: Positive = 6
+    together: Positive = 4
     """Steps that all replicas commit together before the next kill."""
     format: str = "GroupInt(bits=4, group=64, symmetric=True)"
     """Codec of gradients."""
@@ -118,14 +118,14 @@ def _disturb(run: Run, settings: ReplicasBenchmark, kills: int) -> list[dict[str
     """Kill and restart replicas, one after the other, for as long as there are steps; what each kill cost."""
     chance, blows = random.Random(settings.kill_seed), []
     while len(blows) < kills:
-        _await(run, partial(_have_committed, run, time.time(), settings.together))
-        if max(line["step"] for line in _tries(run, 0)) > settings.steps - 2 * settings.together:
+        if not _await(run, partial(_have_committed, run, time.time(), settings.together)):
             break
         time.sleep(0.5 * chance.random())
         victim, killed = chance.randrange(settings.replicas), time.time()
         run.kill(victim)
         run.start(victim)
-        _await(run, partial(_commits_after, run, victim, killed))
+        if not _await(run, partial(_commits_after, run, victim, killed)):
+            break
         blows.append(_cost(run, victim, killed))
     return blows
 
@@ -159,18 +159,21 @@ def _tries(run: Run, replica: int) -> list[dict[str, Any]]:
     return [line for line in run.lines(replica) if "committed" in line]
 
 
-def _await(run: Run, ready: Callable[[], object]) -> None:
-    """Wait until the run has gone on.
+def _await(run: Run, ready: Callable[[], object]) -> bool:
+    """Wait until the run has gone on; False if it has reached its last step before.
 
     Raises:
-        TimeoutError: it has not.
+        TimeoutError: it has not gone on.
     """
     deadline = time.monotonic() + _HANGS
-    while not ready() and any(process.is_alive() for process in run.processes):
+    while not ready():
         run.check()
+        if run.ended():
+            return False
         if time.monotonic() > deadline:
             raise TimeoutError(f"the replicas did not go on for {_HANGS:g} s")
         time.sleep(_POLL)
+    return True
 
 
 COMMAND = Command(

@@ -146,11 +146,13 @@ class LowBitManager(_Manager):
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Compare facts with the replicas of a new quorum, then connect to them: what is raised fails the step."""
         stated = [_Stated.read(handle, place) for place, handle in enumerate(handles)]
-        problem, leave = _contradiction(stated)
-        if problem:
-            if any(stated[place].handle == self._pg._handle_id() for place in leave):
-                self._refused = AgreementError(problem)
-            raise AgreementError(problem)
+        leave, differences = _contradiction(stated)
+        if leave:
+            names = listed([each.name for each in leave])
+            error = AgreementError(f"replicas do not agree, and {names} must leave: {differences}")
+            if any(each.handle == self._pg._handle_id() for each in leave):
+                self._refused = error
+            raise error
         super()._reconfigure_pg(communicator_id, handles)
 
     def _apply_pending_state_dict(self) -> None:
@@ -276,24 +278,20 @@ class _Stated:
             return cls(f"replica {place} of the quorum", {"manager": "another one"}, 0, "")
 
 
-def _contradiction(stated: Sequence[_Stated]) -> tuple[str, set[int]]:
-    """How replicas contradict each other, empty if they do not, and which of them must leave.
+def _contradiction(stated: Sequence[_Stated]) -> tuple[list[_Stated], str]:
+    """The replicas that must leave, and the facts in which they contradict the others.
 
     Those stay whose facts most replicas share; of equally many, those that have committed more, then the first.
     """
     kinds = [json.dumps(each.facts, sort_keys=True) for each in stated]
-    if len(set(kinds)) == 1:
-        return "", set()
     count, most = Counter(kinds), dict.fromkeys(kinds, 0)
     for kind, each in zip(kinds, stated, strict=True):
         most[kind] = max(most[kind], each.batches)
     stays = max(range(len(stated)), key=lambda place: (count[kinds[place]], most[kinds[place]], -place))
-    leave = [place for place, kind in enumerate(kinds) if kind != kinds[stays]]
-    lines = []
+    leave = [each for kind, each in zip(kinds, stated, strict=True) if kind != kinds[stays]]
+    differences = []
     for name, value in stated[stays].facts.items():
-        others = {place: stated[place].facts[name] for place in leave if name in stated[place].facts}
-        for other in sorted(set(others.values()) - {value}):
-            names = [stated[place].name for place in leave if others.get(place) == other]
-            lines.append(f"{name} is {other} on {listed(names)}, {value} on the others")
-    names = listed([stated[place].name for place in leave])
-    return f"replicas do not agree, and {names} must leave: {'; '.join(lines)}", set(leave)
+        for other in sorted({each.facts[name] for each in leave if name in each.facts} - {value}):
+            names = listed([each.name for each in leave if each.facts.get(name) == other])
+            differences.append(f"{name} is {other} on {names}, {value} on the others")
+    return leave, "; ".join(differences)
