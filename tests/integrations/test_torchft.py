@@ -48,7 +48,7 @@ def assert_learned(replicas: Replicas, name: str) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_killed_replica_returns(asynchronous: bool, tmp_path: Path):
-    replicas = Replicas(tmp_path, codec=FOUR, steps=60, pause=0.02, asynchronous=asynchronous)
+    replicas = Replicas(tmp_path, codec=FOUR, steps=60, pause=0.02, timeout=5, asynchronous=asynchronous)
     for name in "abc":
         replicas.start(name)
     replicas.await_(lambda: min(map(replicas.reached, "abc")) >= 12)
