@@ -8,5 +8,8 @@ COMMANDS = {
     "activations": "benchmarks.activations",
     "titan": "benchmarks.titan",
     "tune": "benchmarks.tune",
+    "replicas": "benchmarks.replicas",
+    "diloco": "benchmarks.diloco",
+    "reduce": "benchmarks.reduce",
 }
 """The module of each benchmark, which has its `COMMAND`."""

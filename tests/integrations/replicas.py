@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,16 @@ class Replicas:
         self.processes[name] = CONTEXT.Process(target=work or train, args=arguments, daemon=True)
         self.processes[name].start()
 
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.processes[name].pid, number)
+
+    def await_(self, ready: Callable[[], bool], seconds: float = 60) -> None:
+        """Until something is so."""
+        deadline = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < deadline, "nothing happens"
+            time.sleep(0.02)
+
     def kill(self, name: str) -> None:
         self.processes[name].kill()
         self.processes[name].join()
@@ -56,6 +68,14 @@ class Replicas:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The steps that a replica, in all its lives, has committed."""
+        return [line for line in self.written(name) if "step" in line]
+
+    def error(self, name: str) -> str:
+        """The error that a replica has ended with."""
+        return next(line["error"] for line in self.written(name) if "error" in line)
+
+    def written(self, name: str) -> list[dict[str, Any]]:
+        """All that a replica has written."""
         file = self.folder / f"{name}.jsonl"
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
@@ -64,7 +84,7 @@ class Replicas:
         return max((line["step"] for line in self.lines(name)), default=0)
 
 
-def model(width: int = 64) -> nn.Module:
+def model(width: int = 64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
@@ -77,7 +97,7 @@ def batch(replica: str, step: int, width: int = 64) -> tuple[Tensor, Tensor]:
     return x, torch.sin(x @ teacher)
 
 
-def manager(address: str, name: str, settings: dict[str, Any], states: dict[str, Any]) -> Any:
+def manager(address: str, name: str, settings: dict[str, Any], **more: Any) -> Any:
     """A manager of a replica of one process."""
     from torchft.process_group import ProcessGroupGloo  # pyright: ignore[reportMissingImports]
 
@@ -85,49 +105,181 @@ def manager(address: str, name: str, settings: dict[str, Any], states: dict[str,
 
     limit = timedelta(seconds=settings.get("timeout", TIMEOUT))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    more = {"load_state_dict": None, "state_dict": None, "min_replica_size": settings.get("needed", 1)} | more
     made = LowBitManager(
         ProcessGroupGloo(timeout=limit), codec=settings["codec"], error_feedback=settings.get("error_feedback", True),
-        small=0, load_state_dict=states.get("load"), state_dict=states.get("save"),
-        min_replica_size=settings.get("at_least", 1), use_async_quorum=settings.get("asynchronous", True),
-        timeout=limit, quorum_timeout=timedelta(seconds=30), connect_timeout=limit, rank=0, world_size=1,
-        store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=address, replica_id=name,
+        small=settings.get("small", 0), use_async_quorum=settings.get("asynchronous", True), timeout=limit,
+        quorum_timeout=timedelta(seconds=30), connect_timeout=limit, rank=0, world_size=1,
+        store_addr="127.0.0.1", store_port=store.port, lighthouse_addr=address, replica_id=name, **more,
     )  # fmt: skip
     made.own_store = store  # as long as the manager
     return made
+
+
+def digest(net: nn.Module) -> str:
+    flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def logged(file: str) -> Iterator[Callable[..., None]]:
+    """A function that writes a line of values; an error is written, too, and ends the process."""
+    torch.set_num_threads(1)
+    with open(file, "a") as log:
+
+        def write(**values: Any) -> None:
+            log.write(json.dumps(values) + "\n")
+            log.flush()
+
+        try:
+            yield write
+        except Exception as error:
+            write(error=f"{type(error).__name__}: {error}")
+            raise
 
 
 def train(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
     """Train until a step is reached, with torchft's DDP and optimizer, whoever else is there."""
     from torchft import DistributedDataParallel, Optimizer  # pyright: ignore[reportMissingImports]
 
-    torch.set_num_threads(1)
-    net = model(settings.get("width", 64))
+    width = settings.get("width", 64)
+    net = model(width)
     inner = torch.optim.AdamW(net.parameters(), lr=3e-3)
 
     def load(states: dict[str, Any]) -> None:
         net.load_state_dict(states["model"])
         inner.load_state_dict(states["optimizer"])
 
-    states = {"load": load, "save": lambda: {"model": net.state_dict(), "optimizer": inner.state_dict()}}
-    ours = manager(address, name, settings, states)
-    replica = DistributedDataParallel(ours, net, bucket_cap_mb=0.05)
-    optimizer = Optimizer(ours, inner)
-    with open(file, "a") as log:
-        while ours.current_step() < settings["steps"]:
-            x, y = batch(name, ours.current_step(), settings.get("width", 64))
+    def save() -> dict[str, Any]:
+        return {"model": net.state_dict(), "optimizer": inner.state_dict()}
+
+    with logged(file) as write:
+        ours = manager(address, name, settings, load_state_dict=load, state_dict=save)
+        if settings.get("stops"):  # a machine that is gone just when the others connect to it
+            ours._pg.reconfigure = lambda _: os.kill(os.getpid(), signal.SIGSTOP)
+        replica = DistributedDataParallel(ours, net, bucket_cap_mb=0.05)
+        optimizer = Optimizer(ours, inner)
+        while (before := ours.current_step()) < settings["steps"]:
+            x, y = batch(name, before, width)
             optimizer.zero_grad()
             loss = (replica(x) - y).square().mean()
             loss.backward()
-            before = ours.current_step()
             optimizer.step()
-            if ours.current_step() > before:
-                flat = torch.cat([p.detach().flatten() for p in net.parameters()])
-                line = {
-                    "step": ours.current_step(), "loss": loss.item(), "replicas": ours.num_participants(),
-                    "weights": hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16], "time": time.time(),
-                    "process": os.getpid(),
-                }  # fmt: skip
-                log.write(json.dumps(line) + "\n")
-                log.flush()
+            if (step := ours.current_step()) > before:
+                write(
+                    step=step, loss=loss.item(), replicas=ours.num_participants(), weights=digest(net),
+                    time=time.time(), process=os.getpid(),
+                )  # fmt: skip
             time.sleep(settings.get("pause", 0.0))
+    ours.shutdown(wait=False)
+
+
+def diloco(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
+    """Train with torchft's DiLoCo; writes what was to be averaged, what came of it, and the errors that are left."""
+    from torchft.local_sgd import DiLoCo  # pyright: ignore[reportMissingImports]
+
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False))
+    for p in net.parameters():  # the same everywhere, and of equal sizes
+        p.data = torch.randn(64, 64, generator=torch.Generator().manual_seed(p.numel())) / 8
+    inner, count = torch.optim.AdamW(net.parameters(), lr=3e-3), settings["fragments"]
+    parts = [net] if count == 1 else [net[0], net[2]]
+    outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts]
+    with logged(file) as write:
+        ours = manager(address, name, settings | {"asynchronous": False}, init_sync=False)
+        records = recorded(ours)
+        with DiLoCo(ours, parts, inner, outer, sync_every=8, use_bucketization=True):
+            for step in range(settings["steps"]):
+                x, y = batch(name, step)
+                inner.zero_grad()
+                loss = (net(x) - y).square().mean()
+                loss.backward()
+                inner.step()
+                write(step=step, loss=loss.item(), weights=digest(net))
+        for fragment in range(count):
+            of_fragment = records[fragment::count]
+            (left,) = [kept for key, kept in ours._feedback._kept.items() if key[0] == fragment]
+            write_sums(write, of_fragment, left, fragment=fragment)
+    ours.shutdown(wait=False)
+
+
+def sums(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
+    """Averages of tensors, step after step; writes as `diloco`."""
+    from torchft.manager import WorldSizeMode  # pyright: ignore[reportMissingImports]
+
+    mode = WorldSizeMode.FIXED_WITH_SPARES if settings["spares"] else WorldSizeMode.DYNAMIC
+    with logged(file) as write:
+        ours = manager(address, name, settings, init_sync=False, world_size_mode=mode)
+        records = recorded(ours)
+        for step in range(settings["steps"]):
+            ours.start_quorum()
+            x, _ = batch(name, step)
+            ours.allreduce(x.flatten()).wait()
+            assert ours.should_commit()
+        (left,) = ours._feedback._kept.values()
+        write_sums(write, records, left, participates=ours.is_participating())
+    ours.shutdown(wait=False)
+
+
+def recorded(ours: Any) -> list[tuple[Tensor, Tensor]]:
+    """What a replica adds to each average from now on, as its share of the mean, and the tensor that gets the mean."""
+    records: list[tuple[Tensor, Tensor]] = []
+    allreduce = ours.allreduce
+
+    def record(x: Tensor, **more: Any) -> Any:
+        share = x.double() / ours.num_participants()  # waits for the quorum
+        share *= ours.is_participating()
+        records.append((share, x))
+        return allreduce(x, **more)
+
+    ours.allreduce = record
+    return records
+
+
+def write_sums(write: Callable[..., None], records: list[tuple[Tensor, Tensor]], left: Tensor, **more: Any) -> None:
+    exact = torch.stack([share for share, _ in records]).sum(0)
+    means = torch.stack([mean.double() for _, mean in records]).sum(0)
+    write(exact=exact.flatten().tolist(), means=means.flatten().tolist(), left=left.flatten().tolist(), **more)
+
+
+def average(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
+    """Weights that torchft's LocalSGD averages, in a model with integers and bfloat16 beside."""
+    from torchft.local_sgd import LocalSGD  # pyright: ignore[reportMissingImports]
+
+    net = model()
+    inner = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    states = {"load_state_dict": net.load_state_dict, "state_dict": net.state_dict}
+    with logged(file) as write:
+        ours = manager(address, name, settings, **states)
+        with LocalSGD(ours, net, inner, sync_every=4):
+            for step in range(settings["steps"]):
+                x, y = batch(name, step)
+                inner.zero_grad()
+                loss = (net(x) - y).square().mean()
+                loss.backward()
+                inner.step()
+                write(step=step, loss=loss.item(), weights=digest(net))
+    ours.shutdown(wait=False)
+
+
+def dtypes(address: str, name: str, file: str, settings: dict[str, Any]) -> None:
+    """Averages and sums of several dtypes and operations."""
+    from torch.distributed import ReduceOp
+
+    mine = float(ord(name))
+    with logged(file) as write:
+        ours = manager(address, name, settings, init_sync=False)
+        ours.start_quorum()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.linspace(-mine, mine, 512).to(dtype)
+            ours.allreduce(x).wait()
+            write(dtype=str(dtype), values=x.tolist())
+        x = torch.full((512,), mine, dtype=torch.float64)
+        ours.allreduce(x).wait()
+        write(dtype="torch.float64", values=x.tolist())
+        x = torch.arange(512) * int(mine)
+        ours.allreduce(x, reduce_op=ReduceOp.SUM).wait()
+        write(dtype="torch.int64", values=x.tolist())
+        x = torch.linspace(-mine, mine, 512)
+        ours.allreduce(x, reduce_op=ReduceOp.MAX).wait()
+        write(dtype="max", values=x.tolist(), committed=ours.should_commit())
     ours.shutdown(wait=False)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +26,6 @@ from lowbit.collectives.checks import check_call, check_flat
 from lowbit.collectives.reduce import SMALL, all_reduce
 from lowbit.integrations.engine import engine, part
 from lowbit.ranks.errors import AgreementError
-from lowbit.ranks.groups import plain
-from lowbit.ranks.objects import gather_json
 from lowbit.ranks.statements import listed
 
 __all__ = ["LowBitManager"]
@@ -39,8 +37,7 @@ _Manager: Any = part(_manager, "Manager", **_NEEDS)
 _Wrapper: Any = part(_groups, "ProcessGroupWrapper", **_NEEDS)
 for _name in ("_reconfigure_pg", "_apply_pending_state_dict"):
     part(_Manager, _name, **_NEEDS)
-
-_log = logging.getLogger(__name__)
+part(_Wrapper, "get_reconfigure_handle", **_NEEDS)
 
 
 class LowBitManager(_Manager):
@@ -56,8 +53,8 @@ class LowBitManager(_Manager):
     replicas must make the same calls in the same order, as torchft demands anyway.
 
     When the members change, replicas compare version, format and the names, shapes and dtypes in the registered
-    `state_dict`s (without optimizer states). Replicas that contradict most others end with an error; the others lose
-    one step and go on.
+    `state_dict`s (without optimizer states), before they connect. Replicas that contradict most others end with an
+    error; the others lose one step and go on.
 
     Args:
         pg: torchft's process group: `ProcessGroupGloo`, or `ProcessGroupNCCL` (not tested).
@@ -110,7 +107,7 @@ class LowBitManager(_Manager):
             fragments = sum(key.startswith("StreamingDiLoCoFragment_") for key in self._user_state_dicts)
             fragment = self.current_step() % max(1, fragments)
             rest = self._feedback.of(tensor, fragment, self.num_participants())
-            if self.is_participating():
+            if not self._healing:
                 tensor.add_(rest)
         pending = all_reduce(
             tensor, group=self._pg, async_op=True, errors=rest, timeout=self._timeout.total_seconds(), **self._how
@@ -136,22 +133,27 @@ class LowBitManager(_Manager):
             self._feedback.settle(committed, self.num_participants())
         return committed
 
-    def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
-        """Connect to the replicas of a new quorum, and compare facts with them: what is raised fails the step."""
-        super()._reconfigure_pg(communicator_id, handles)
+    def stated(self) -> dict[str, Any]:
+        """What this replica tells the others when it asks for a quorum."""
         facts = {
-            "lowbit version": __version__, "codec": self._how["codec"].identity(), "small": str(self._how["small"]),
-            "checksums": str(self._how["checksums"]), "error feedback": "yes" if self._feedback else "no",
-            "model": self._model_facts, **self._more_facts,
+            "manager": "LowBitManager", "lowbit version": __version__, "codec": self._how["codec"].identity(),
+            "small": str(self._how["small"]), "checksums": str(self._how["checksums"]),
+            "error feedback": "yes" if self._feedback else "no", "model": self._model_facts, **self._more_facts,
         }  # fmt: skip
         name = str(self._replica_id or self._logger._replica_id)
-        if len(handles) > 1:
-            stated = gather_json({"name": name, "facts": facts, "batches": self.batches_committed()}, self._pg)
-            problem, minority = _contradiction(stated)
-            if plain(self._pg).rank() in minority:
-                self._refused = AgreementError(problem)
-            if problem:
-                raise AgreementError(problem)
+        return {"name": name, "facts": facts, "batches": self.batches_committed()}
+
+    def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
+        """Compare facts with the replicas of a new quorum, then connect to them: what is raised fails the step."""
+        stated = [_Stated.read(handle, place) for place, handle in enumerate(handles)]
+        leave, differences = _contradiction(stated)
+        if leave:
+            names = listed([each.name for each in leave])
+            error = AgreementError(f"replicas do not agree, and {names} must leave: {differences}")
+            if any(each.handle == self._pg._handle_id() for each in leave):
+                self._refused = error
+            raise error
+        super()._reconfigure_pg(communicator_id, handles)
 
     def _apply_pending_state_dict(self) -> None:
         super()._apply_pending_state_dict()
@@ -165,6 +167,10 @@ class _Group(_Wrapper):
     def __init__(self, pg: dist.ProcessGroup, manager: LowBitManager) -> None:
         super().__init__(pg=pg)
         self._manager = manager
+
+    def get_reconfigure_handle(self) -> str:
+        """torchft hands the handles of all replicas to all of them with each quorum; facts travel inside."""
+        return json.dumps(json.loads(super().get_reconfigure_handle()) | {"lowbit": self._manager.stated()})
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         if len(tensors) != 1 or tensors[0].dtype not in FLOATS or opts.reduceOp != dist.ReduceOp.SUM:
@@ -251,29 +257,41 @@ def _tensors(value: Any, name: str) -> Iterator[str]:
             yield from _tensors(value[key], f"{name}/{key}")
 
 
-def _contradiction(stated: list[dict[str, Any]]) -> tuple[str, set[int]]:
-    """How replicas contradict each other, empty if they do not, and which of them must leave.
+@dataclass(frozen=True)
+class _Stated:
+    """What a replica has stated: its name, facts and committed batches, and the id of its torchft handle."""
+
+    name: str
+    facts: Mapping[str, str]
+    batches: int
+    handle: str
+
+    @classmethod
+    def read(cls, handle: str, place: int) -> _Stated:
+        """From a handle, which anybody may have written."""
+        try:
+            value = json.loads(handle)
+            said = value["lowbit"]
+            facts = {str(name): str(fact) for name, fact in said["facts"].items()}
+            return cls(str(said["name"]), facts, int(said["batches"]), str(value["id"]))
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+            return cls(f"replica {place} of the quorum", {"manager": "another one"}, 0, "")
+
+
+def _contradiction(stated: Sequence[_Stated]) -> tuple[list[_Stated], str]:
+    """The replicas that must leave, and the facts in which they contradict the others.
 
     Those stay whose facts most replicas share; of equally many, those that have committed more, then the first.
     """
-    kinds = [json.dumps(each["facts"], sort_keys=True) for each in stated]
-    if len(set(kinds)) == 1:
-        return "", set()
-    count = Counter(kinds)
-    stays = max(
-        range(len(stated)),
-        key=lambda r: (
-            count[kinds[r]],
-            max(s["batches"] for s, k in zip(stated, kinds, strict=True) if k == kinds[r]),
-            -r,
-        ),
-    )
-    leave = {r for r, kind in enumerate(kinds) if kind != kinds[stays]}
-    lines = []
-    for name, value in stated[stays]["facts"].items():
-        for other in sorted({str(stated[r]["facts"].get(name)) for r in leave} - {str(value)}):
-            names = [stated[r]["name"] for r in sorted(leave) if str(stated[r]["facts"].get(name)) == other]
-            lines.append(f"{name} is {other} on {listed(names)}, {value} on the others")
-    return f"replicas do not agree, and {listed([stated[r]['name'] for r in sorted(leave)])} must leave: " + "; ".join(
-        lines
-    ), leave
+    kinds = [json.dumps(each.facts, sort_keys=True) for each in stated]
+    count, most = Counter(kinds), dict.fromkeys(kinds, 0)
+    for kind, each in zip(kinds, stated, strict=True):
+        most[kind] = max(most[kind], each.batches)
+    stays = max(range(len(stated)), key=lambda place: (count[kinds[place]], most[kinds[place]], -place))
+    leave = [each for kind, each in zip(kinds, stated, strict=True) if kind != kinds[stays]]
+    differences = []
+    for name, value in stated[stays].facts.items():
+        for other in sorted({each.facts[name] for each in leave if name in each.facts} - {value}):
+            names = listed([each.name for each in leave if each.facts.get(name) == other])
+            differences.append(f"{name} is {other} on {names}, {value} on the others")
+    return leave, "; ".join(differences)

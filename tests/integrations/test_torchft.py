@@ -1,0 +1,356 @@
+"""`lowbit.integrations.torchft`: replicas in real processes that die, stop, return and contradict each other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import statistics
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from lowbit.codecs import GroupInt
+from tests.integrations.replicas import Replicas, average, diloco, dtypes, sums
+
+torchft = pytest.importorskip("torchft")
+
+from lowbit.integrations.torchft import LowBitManager, _contradiction, _Feedback, _Stated  # noqa: E402
+
+FOUR = GroupInt(bits=4, group=64, symmetric=True)
+EIGHT = GroupInt(bits=8, group=64, symmetric=True)
+
+
+def pauses(replicas: Replicas, name: str) -> list[float]:
+    times = [line["time"] for line in replicas.lines(name)]
+    return [later - sooner for sooner, later in itertools.pairwise(times)]
+
+
+def assert_identical(replicas: Replicas, names: str) -> None:
+    """After each step, all replicas that committed it have the same weights."""
+    weights: dict[int, set[str]] = {}
+    for line in itertools.chain(*map(replicas.lines, names)):
+        weights.setdefault(line["step"], set()).add(line["weights"])
+    assert [step for step, values in weights.items() if len(values) > 1] == []
+
+
+def assert_learned(replicas: Replicas, name: str) -> None:
+    losses = [line["loss"] for line in replicas.lines(name)]
+    assert statistics.fmean(losses[-5:]) < 0.8 * statistics.fmean(losses[:5])
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_killed_replica_returns(asynchronous: bool, tmp_path: Path):
+    replicas = Replicas(tmp_path, codec=FOUR, steps=60, pause=0.02, timeout=5, asynchronous=asynchronous)
+    for name in "abc":
+        replicas.start(name)
+    replicas.await_(lambda: min(map(replicas.reached, "abc")) >= 12)
+    replicas.kill("b")
+    replicas.start("b")
+    assert replicas.wait(60) == dict.fromkeys("abc", 0)
+    assert {replicas.reached(name) for name in "abc"} == {60}
+    assert_identical(replicas, "abc")
+    assert max(*pauses(replicas, "a"), *pauses(replicas, "c")) < 15
+    assert len({line["process"] for line in replicas.lines("b")}) == 2
+    second = [line["step"] for line in replicas.lines("b") if line["process"] == replicas.lines("b")[-1]["process"]]
+    assert second == list(range(second[0], 61)), "it goes on where the others are"
+    assert second[0] > 12
+    assert_learned(replicas, "a")
+
+
+def test_a_stopped_replica_is_left_behind_and_heals(tmp_path: Path):
+    """As a machine that vanishes: nothing closes its connections."""
+    replicas = Replicas(tmp_path, codec=FOUR, steps=150, pause=0.05, timeout=4)
+    for name in "abc":
+        replicas.start(name)
+    replicas.await_(lambda: min(map(replicas.reached, "abc")) >= 8)
+    replicas.signal("b", signal.SIGSTOP)
+    stopped = replicas.reached("b")
+    replicas.await_(lambda: min(replicas.reached("a"), replicas.reached("c")) >= stopped + 20)
+    assert max(pauses(replicas, "a")) < 15
+    assert {line["replicas"] for line in replicas.lines("a") if line["step"] > stopped + 3} == {2}
+    replicas.signal("b", signal.SIGCONT)
+    assert replicas.wait(60) == dict.fromkeys("abc", 0)
+    steps = [line["step"] for line in replicas.lines("b")]
+    assert steps[-1] == 150
+    assert max(later - sooner for sooner, later in itertools.pairwise(steps)) > 15, "it takes the others' weights"
+    assert_identical(replicas, "abc")
+
+
+def test_a_replica_that_stops_while_others_connect_to_it(tmp_path: Path):
+    replicas = Replicas(tmp_path, codec=FOUR, steps=40, pause=0.02, timeout=4)
+    for name in "ab":
+        replicas.start(name)
+    replicas.await_(lambda: min(map(replicas.reached, "ab")) >= 8)
+    replicas.start("c", stops=True)
+    replicas.await_(lambda: max(pauses(replicas, "a")) > 2, 30)  # the others do wait for it
+    codes = replicas.wait(30)
+    assert (codes.get("a"), codes.get("b")) == (0, 0)
+    assert_identical(replicas, "ab")
+    assert max(pauses(replicas, "a")) < 15
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fact"),
+    [
+        ({"codec": EIGHT}, f"codec is {EIGHT.identity()} on d, {FOUR.identity()} on the others"),
+        ({"width": 32}, "model is "),
+        ({"small": 7}, "small is 7 on d, 0 on the others"),
+    ],
+    ids=["format", "model", "small"],
+)
+def test_a_replica_that_contradicts_leaves(wrong: dict[str, Any], fact: str, tmp_path: Path):
+    replicas = Replicas(tmp_path, codec=FOUR, steps=40, pause=0.02)
+    for name in "ab":
+        replicas.start(name)
+    replicas.await_(lambda: min(map(replicas.reached, "ab")) >= 4)
+    replicas.start("d", **wrong)
+    assert replicas.wait(60) == {"a": 0, "b": 0, "d": 1}
+    assert replicas.lines("d") == []
+    assert f"replicas do not agree, and d must leave: {fact}" in replicas.error("d")
+    assert replicas.error("d").startswith("AgreementError: ")
+    assert "\n" not in replicas.error("d")
+    assert_identical(replicas, "ab")
+    assert max(pauses(replicas, "a")) < 15
+
+
+def test_of_two_the_one_stays_that_has_trained(tmp_path: Path):
+    replicas = Replicas(tmp_path, codec=FOUR, steps=40, pause=0.02)
+    replicas.start("z")  # the names' order does not decide
+    replicas.await_(lambda: replicas.reached("z") >= 4)
+    replicas.start("a", codec=EIGHT)
+    assert replicas.wait(60) == {"z": 0, "a": 1}
+    assert "a must leave" in replicas.error("a")
+
+
+def test_a_lighthouse_that_cannot_be_reached():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    limit, began = timedelta(seconds=2), time.monotonic()
+    with pytest.raises(ConnectionError, match="torchft's manager does not start: .*; allowed: the address") as error:
+        LowBitManager(
+            torchft.ProcessGroupGloo(timeout=limit), codec=FOUR, load_state_dict=None, state_dict=None,
+            min_replica_size=1, timeout=limit, connect_timeout=limit, rank=0, world_size=1, store_addr="127.0.0.1",
+            store_port=store.port, lighthouse_addr="http://127.0.0.1:9", replica_id="a",
+        )  # fmt: skip
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"codec": "int4"}, "codec"),
+        ({"codec": FOUR, "error_feedback": 1}, "error_feedback is 1; allowed: True or False"),
+        ({"codec": FOUR, "small": -1}, "small is -1"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], text: str):
+    with pytest.raises((TypeError, ValueError), match=text):
+        LowBitManager(torchft.ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1, **wrong)
+
+
+def test_dtypes_and_operations(tmp_path: Path):
+    """Floats are averaged in few bits; float64, integers and other operations by torchft itself, exactly."""
+    replicas = Replicas(tmp_path, at_least=2, codec=FOUR)
+    for name in "ac":
+        replicas.start(name, dtypes)
+    assert replicas.wait(60) == {"a": 0, "c": 0}
+    assert replicas.written("a") == replicas.written("c"), "the same bits on both"
+    got = {line["dtype"]: torch.tensor(line["values"], dtype=torch.float64) for line in replicas.written("a")}
+    mean = torch.linspace(-98, 98, 512, dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        # Steps of a group are max / 7: half of one is lost of each of two contributions' mean, and half of the sum's.
+        assert (got[str(dtype)] - mean).abs().max() < 98 / 7 * (1 / 2 + 1 / 2) + 0.5
+    assert not torch.equal(got["torch.float32"], mean), "few bits"
+    assert torch.equal(got["torch.float64"], torch.full((512,), 98.0, dtype=torch.float64))
+    assert torch.equal(got["torch.int64"], torch.arange(512.0, dtype=torch.float64) * (97 + 99))
+    larger = torch.maximum(torch.linspace(-97, 97, 512), torch.linspace(-99, 99, 512))
+    assert torch.equal(got["max"], larger.double())
+    assert replicas.written("a")[-1]["committed"]
+
+
+def assert_nothing_is_lost(replicas: Replicas, names: str, replicas_in_mean: int, **where: Any) -> None:
+    """All means so far and what the errors still hold are the exact means: n means lack the sum of errors over n."""
+    lines = [
+        next(line for line in replicas.written(name) if "exact" in line and where.items() <= line.items())
+        for name in names
+    ]
+    exact, left = (sum(torch.tensor(line[key]).double() for line in lines) for key in ("exact", "left"))
+    assert isinstance(exact, Tensor)
+    assert isinstance(left, Tensor)
+    means = torch.tensor(lines[0]["means"]).double()
+    assert left.abs().max() > 0
+    torch.testing.assert_close(means + left / replicas_in_mean, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("spares", [False, True])
+def test_errors_are_made_up_for(spares: bool, tmp_path: Path):
+    """With spares, one of the three adds zeros; the errors of the sums that it has coded are its own to make up for."""
+    replicas = Replicas(tmp_path, at_least=3, codec=FOUR, steps=8, spares=spares, needed=2, timeout=20)
+    for name in "abc":
+        replicas.start(name, sums)
+    assert replicas.wait(60) == dict.fromkeys("abc", 0)
+    parts = [line["participates"] for name in "abc" for line in replicas.written(name)]
+    assert sum(parts) == (2 if spares else 3)
+    assert_nothing_is_lost(replicas, "abc", 2 if spares else 3)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_diloco(fragments: int, tmp_path: Path):
+    """Both fragments have as many elements; each makes up for its own errors."""
+    replicas = Replicas(tmp_path, at_least=2, codec=FOUR, steps=64, fragments=fragments, timeout=20)
+    for name in "ab":
+        replicas.start(name, diloco)
+    assert replicas.wait(60) == {"a": 0, "b": 0}
+    for fragment in range(fragments):
+        assert_nothing_is_lost(replicas, "ab", 2, fragment=fragment)
+    assert_learned(replicas, "a")
+    if fragments == 1:  # all weights are averaged in the last step
+        assert replicas.lines("a")[-1]["weights"] == replicas.lines("b")[-1]["weights"]
+
+
+def test_local_sgd(tmp_path: Path):
+    replicas = Replicas(tmp_path, at_least=2, codec=EIGHT, steps=60, asynchronous=False, timeout=20)
+    for name in "ab":
+        replicas.start(name, average)
+    assert replicas.wait(60) == {"a": 0, "b": 0}
+    assert replicas.lines("a")[-1]["weights"] == replicas.lines("b")[-1]["weights"]
+    assert replicas.lines("a")[-2]["weights"] != replicas.lines("b")[-2]["weights"]
+    assert_learned(replicas, "a")
+
+
+# Errors of quantization and members
+
+
+def step(feedbacks: Sequence[_Feedback], seed: int, committed: bool = True) -> tuple[Tensor, Tensor]:
+    """A step of these replicas: the exact mean, and that of values rounded to integers, all exact in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    count, exact, coded = len(feedbacks), torch.zeros(64), torch.zeros(64)
+    for feedback in feedbacks:
+        x = torch.randint(-256, 256, (64,), generator=generator) / 64
+        feedback.begin()
+        rest = feedback.of(x, 0, count)
+        exact += x
+        x = x + rest
+        coded += x.round()
+        rest.copy_(x - x.round())
+    for feedback in feedbacks:
+        feedback.settle(committed, count)
+    return exact / count, coded / count
+
+
+def kept(feedbacks: Sequence[_Feedback]) -> Tensor:
+    """What the means so far of these replicas lack."""
+    return torch.stack([value for feedback in feedbacks for value in feedback._kept.values()]).sum(0) / len(feedbacks)
+
+
+def test_means_and_errors_are_the_exact_means_whoever_is_there():
+    """A mean of n replicas lacks e / n of each error e. m replicas make up for it with e m / n."""
+    four = [_Feedback() for _ in range(4)]
+    exact, means, lost = torch.zeros(64), torch.zeros(64), torch.zeros(64)
+    seeds = itertools.count()
+
+    def steps(feedbacks: Sequence[_Feedback], count: int) -> None:
+        for _ in range(count):
+            one, other = step(feedbacks, next(seeds))
+            exact.add_(one)
+            means.add_(other)
+
+    steps(four, 3)
+    lost += torch.stack([v for feedback in four[2:] for v in feedback._kept.values()]).sum(0) / 4  # two die
+    steps(four[:2], 3)
+    assert torch.equal(means + kept(four[:2]) + lost, exact)
+    lost += next(iter(four[1]._kept.values())) / 2
+    steps(four[:1], 2)
+    assert torch.equal(means + kept(four[:1]) + lost, exact)
+    three = [_Feedback() for _ in range(3)]
+    steps([four[0], *three], 3)
+    assert torch.equal(means + kept([four[0], *three]) + lost, exact)
+    assert kept([four[0], *three]).abs().max() > 0
+
+
+def test_a_discarded_step_changes_nothing():
+    two = [_Feedback(), _Feedback()]
+    step(two, 0)
+    before = kept(two)
+    step(two, 1, committed=False)
+    assert torch.equal(kept(two), before)
+    two[0].begin()
+    two[0].of(torch.zeros(64), 0, 2).fill_(7)  # a step that nobody settled
+    two[0].begin()
+    two[0].settle(True, 2)
+    assert torch.equal(kept(two), before)
+
+
+def test_a_healed_replica_begins_with_no_errors():
+    one = _Feedback()
+    step([one], 0)
+    one.clear()
+    one.begin()
+    assert torch.equal(one.of(torch.ones(64), 0, 1), torch.zeros(64))
+
+
+def test_calls_are_told_apart():
+    one = _Feedback()
+    for fragment in (0, 1):
+        one.begin()
+        for value in (1.0, 2.0):
+            one.of(torch.zeros(8), fragment, 2).fill_(value + 10 * fragment)
+        one.settle(True, 2)
+    one.begin()
+    assert [one.of(torch.zeros(8), 1, 2)[0].item() for _ in range(2)] == [11, 12]
+    one.begin()
+    assert [one.of(torch.zeros(8), 0, 4)[0].item() for _ in range(2)] == [2, 4]
+    one.begin()
+    assert torch.equal(one.of(torch.zeros(2, 4), 0, 2), torch.zeros(2, 4)), "another shape: other elements"
+
+
+# Facts of replicas
+
+
+def stated(name: str, batches: int = 0, **facts: str) -> _Stated:
+    return _Stated(name, {"codec": "x", "model": "m"} | facts, batches, name)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "leave", "text"),
+    [
+        ([stated("a"), stated("b", 5)], "", ""),
+        ([stated("a"), stated("b", codec="y"), stated("c")], "b", "codec is y on b, x on the others"),
+        ([stated("a", 4), stated("b", 8, codec="y")], "a", "codec is x on a, y on the others"),
+        ([stated("a", 4), stated("b", 4, codec="y")], "b", "codec is y on b, x on the others"),
+        ([stated("a", 9, codec="y"), stated("b", 4), stated("c", 4)], "a", "codec is y on a, x on the others"),
+        (
+            [stated("a", codec="y", model="n"), stated("b"), stated("c", codec="z"), stated("d")],
+            "ac",
+            "codec is y on a, x on the others; codec is z on c, x on the others; model is n on a, m on the others",
+        ),
+    ],
+)
+def test_contradictions(replicas: list[_Stated], leave: str, text: str):
+    who, differences = _contradiction(replicas)
+    assert "".join(each.name for each in who) == leave
+    assert differences == text
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        "", "[", "[]", "7", "null", "{}", '{"lowbit": 7}', '{"lowbit": {"name": "c", "facts": 7}}', "[" * 100_000,
+        '{"lowbit": {"name": "c", "facts": {}, "batches": "many"}}',
+        '{"lowbit": {"name": "c", "facts": {}, "batches": 1e999}}',
+    ],
+)  # fmt: skip
+def test_a_replica_that_states_nothing_must_leave(handle: str):
+    facts = {"manager": "LowBitManager", "codec": "x"}
+    good = [json.dumps({"id": name, "lowbit": {"name": name, "facts": facts, "batches": 1}}) for name in "ab"]
+    leave, differences = _contradiction([_Stated.read(each, place) for place, each in enumerate([*good, handle])])
+    assert [each.name for each in leave] == ["replica 2 of the quorum"]
+    assert differences == "manager is another one on replica 2 of the quorum, LowBitManager on the others"
