@@ -36,7 +36,7 @@ class DiLoCoBenchmark:
     formats: Names = (DDP, FULL, "int4", "int2")
     """ddp: no DiLoCo, gradients are averaged in FP32 in each step. Others: of pseudo-gradients. fp32: torchft's own
     all-reduce. int4 and int2: in groups of 64, 4 bits symmetric. Others: codecs, by name or in full."""
-    streaming: tuple[str, ...] = ("int4",)
+    streaming: tuple[str, ...] = (FULL, "int4")
     """Formats to measure in Streaming DiLoCo, too, with two fragments and the first seed."""
     seeds: Positive = 3
     """Seeds 0, 1, ...: of weights and order of samples."""
