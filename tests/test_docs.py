@@ -49,7 +49,20 @@ KINDS = {
 OTHERS = {
     *("cat", "cd", "chmod", "cp", "curl", "diff", "export", "git", "grep", "head", "ip", "iperf3", "ls", "mkdir", "mv"),
     *("nvidia-smi", "openssl", "ping", "pip", "pre-commit", "python", "python3", "rm", "scp", "sed", "source", "ssh"),
-    *("hf", "ssh-keygen", "sudo", "tail", "tar", "tc", "tensorboard", "torchrun", "unset", "wg", "wg-quick"),
+    *(
+        "hf",
+        "ssh-keygen",
+        "sudo",
+        "tail",
+        "tar",
+        "tc",
+        "tensorboard",
+        "torchft_lighthouse",
+        "torchrun",
+        "unset",
+        "wg",
+        "wg-quick",
+    ),
 }
 SEPARATORS = {"|", "||", "&&", "&", ";"}
 FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
