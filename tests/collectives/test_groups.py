@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from torch.nn.parallel import DistributedDataParallel
 
 from lowbit.codecs import GroupInt
-from lowbit.collectives import AgreementError, PeerError, agree, all_gather, all_reduce, reduce_scatter
+from lowbit.collectives import AgreementError, PeerError, agree, algorithms, all_gather, all_reduce, reduce_scatter
 from lowbit.gradients import all_reduce_hook
 from lowbit.ranks.objects import gather_json
 from tests.processes import Ranks
@@ -131,3 +131,30 @@ def die() -> None:
         all_reduce(data(job), INT8, group, timeout=TIMEOUT)
     assert caught.value.rank == 0
     assert time.monotonic() - start < TIMEOUT
+
+
+def test_ranks_that_wait_for_each_other_notice_that_a_third_died(ranks: Ranks):
+    outcomes = ranks.outcomes(die_between, ranks=3)
+    assert [getattr(outcome, "kind", outcome) for outcome in outcomes] == [None, None, "ended"]
+
+
+def die_between() -> None:
+    """Rank 2 dies when rank 0 has its part of the sum, and rank 1 has not: rank 0 then waits for rank 1."""
+    job, patient, parts = dist.get_rank(), 60.0, []
+    all_reduce(data(job), INT8, small=0, timeout=patient)
+    encode = algorithms._encode
+
+    def dying(*args: Any) -> None:
+        parts.append(args)
+        if len(parts) == 2:
+            time.sleep(1)  # the first has left
+            os.kill(os.getpid(), 9)
+        encode(*args)
+
+    if job == 2:
+        algorithms._encode = dying
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="rank 2") as caught:
+        all_reduce(data(job), INT8, small=0, timeout=patient)
+    assert caught.value.rank == 2
+    assert time.monotonic() - start < 0.3 * patient

@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from torch import Tensor
+
+from lowbit.ranks import pytorch
 
 
 @contextmanager
 def sent_bytes() -> Iterator[list[int]]:
     """The bytes of each message that this rank sends in the block."""
     sent: list[int] = []
-    isend = dist.isend
+    send = pytorch.send
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(tensor: Tensor, *args: Any) -> Any:
         sent.append(tensor.numel())
-        return isend(tensor, *args, **kwargs)
+        return send(tensor, *args)
 
-    with mock.patch.object(dist, "isend", counted):
+    with mock.patch.object(pytorch, "send", counted):
         yield sent

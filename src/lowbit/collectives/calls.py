@@ -89,6 +89,7 @@ class _Job:
     stream: torch.cuda.Stream | None = None
     started: float = 0.0
     compared: Agreement | None = None  # with the other ranks, about what this call is
+    board: FailureBoard | None = None
 
     def agreement(self) -> Agreement:
         return Agreement(self.call.group, f"collective call {self.number}", self.call.timeout)
@@ -231,15 +232,16 @@ class CallQueue:
             return CollectiveExchange(call.group, call.device, self.scratch, marks)
         digest = hashlib.sha256((kind + call.layer).encode()).hexdigest()
         number = int(digest[:8], 16) % (1 << 15)
-        board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
-        return MessageExchange(call.group, call.device, self.scratch, marks, board, number)
+        job.board = FailureBoard(call.group, f"collective/{job.number}", names, call.timeout)
+        return MessageExchange(call.group, call.device, self.scratch, marks, job.board, number)
 
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_LOOK):
             job = self._current
             if job is not None and time.monotonic() - job.started > _SLOW:
-                with contextlib.suppress(RuntimeError):  # a store that is gone: the call finds out
+                with contextlib.suppress(RuntimeError, TimeoutError):  # a store that is gone: the call finds out
                     self._look(job)
+                    self._look_for_failures(job)
 
     def _look(self, job: _Job) -> None:
         """End a call that others contradict: its thread stays blocked, but its caller gets the error."""
@@ -255,6 +257,14 @@ class CallQueue:
         except AgreementError as error:
             self._failure = error
             _settle(job.future, error)
+
+    def _look_for_failures(self, job: _Job) -> None:
+        """End a call that waits for a rank which has given up on another: nothing more comes from it."""
+        if job.board is None or job.future.done() or (rank := job.board.given_up()) is None:
+            return
+        error = job.board.blame(rank, None)
+        self._failure = self._failure or error
+        _settle(job.future, error)
 
 
 _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CallQueue] = weakref.WeakKeyDictionary()

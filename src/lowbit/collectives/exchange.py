@@ -142,7 +142,7 @@ class MessageExchange(Exchange):
             if size and source != self.rank:
                 message = lane.incoming[source, : size + self._checksums.room]
                 with self._board.blaming(source):
-                    work = self._group.recv([message], source, tag)
+                    work = pytorch.receive(message, source, tag, self._group)
                 lane.arriving[source] = work
 
     def _outgoing(self, lane: _Lane, to: int) -> tuple[Tensor, int]:
@@ -161,7 +161,7 @@ class MessageExchange(Exchange):
             self._checksums.seal(message, *self._place(lane, self.rank, to))
         for peer in receivers:
             with self._board.blaming(peer):
-                work = self._group.send([message], peer, self._tags + lane)
+                work = pytorch.send(message, peer, self._tags + lane, self._group)
             self._leaving.append((peer, work))
 
     def take(self, lane: int, source: int) -> Tensor:

@@ -67,6 +67,15 @@ class FailureBoard:
         except RuntimeError as error:
             raise self.blame(peer, error) from error
 
+    def given_up(self) -> int | None:
+        """A rank other than this one that gave up on a peer, or None: to be asked while this rank waits for another.
+
+        Raises:
+            RuntimeError, TimeoutError: the store has gone, or does not answer.
+        """
+        notes, _ = bounded(self._read, 0.2 * self._timeout)
+        return next((rank for rank in notes if rank != self._rank), None)
+
     def give_up(self, error: BaseException, sever: Callable[[], None]) -> None:
         """Write why this rank cannot go on, then end its connections, so that the others look for the reason.
 
@@ -83,13 +92,13 @@ class FailureBoard:
         if written and self._rank == self._host:
             _within(0.2 * self._timeout, lambda: self._linger(self._rank, min(_LINGER, 0.1 * self._timeout)))
 
-    def blame(self, suspect: int, cause: Exception) -> RuntimeError:
-        """Find out who failed, after communication with rank `suspect` failed with `cause`.
+    def blame(self, suspect: int, cause: Exception | None) -> RuntimeError:
+        """Find out who failed, after communication with rank `suspect` failed with `cause` (None: it has given up).
 
         Returns:
             `PeerError`; `AgreementError` where that is why the first rank gave up.
         """
-        self._blames, silent = True, "timed out" in str(cause).lower()
+        self._blames, silent = True, "timed out" in str(cause or "").lower()
         trace = _Trace([suspect])
         limit = 0.2 * self._timeout if silent else _CLOSED_GRACE + 0.5 * self._timeout
         _within(limit, lambda: self._follow(trace, silent))
@@ -101,6 +110,7 @@ class FailureBoard:
         if trace.note:
             return PeerError(f"{self._names[culprit]} gave up: {trace.note['reason']}", culprit)
         how = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
+        how = "gave up" if cause is None else how
         text = f"{self._names[suspect]} {how}"
         if culprit != suspect:
             text += f", because {self._names[culprit]} had failed before"
@@ -108,7 +118,7 @@ class FailureBoard:
             host = "the job's rank 0" if self._host is None else self._names[self._host]
             text += f"; so did the store, which {host} hosts unless a launcher does"
         # Gloo wraps the reason in a source position and advice.
-        reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause))
+        reason = re.sub(r"^\[[^]]*\] |\. This is typically.*", "", str(cause or "its note"))
         return PeerError(f"{text} (seen by {self._names[self._rank]}: {reason})", culprit)
 
     def _follow(self, trace: _Trace, silent: bool) -> None:
