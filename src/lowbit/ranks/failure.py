@@ -109,9 +109,8 @@ class FailureBoard:
             return error
         if trace.note:
             return PeerError(f"{self._names[culprit]} gave up: {trace.note['reason']}", culprit)
-        how = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
-        how = "gave up" if cause is None else how
-        text = f"{self._names[suspect]} {how}"
+        failed = f"did not answer within {self._timeout:g} s" if silent else "closed its connection"
+        text = f"{self._names[suspect]} {failed if cause else 'gave up'}"
         if culprit != suspect:
             text += f", because {self._names[culprit]} had failed before"
         if not trace.finished and suspect != self._host:
