@@ -18,7 +18,7 @@ from transformers.distributed import pipeline_parallel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from lowbit.codecs import Cast, Codec, GroupInt, TAHQuant, TransformQuant
-from lowbit.collectives import DamagedError, PeerError
+from lowbit.collectives import AgreementError, DamagedError, PeerError
 from lowbit.integrations import EngineError
 from lowbit.integrations import transformers as module
 from lowbit.integrations.transformers import low_bit_pipeline_
@@ -230,6 +230,25 @@ def test_ranks_with_other_codecs_say_so(ranks: Ranks, folders: dict[str, str]):
     assert "codec" in outcomes[0].text
     assert "bits=4" in outcomes[0].text
     assert "bits=8" in outcomes[0].text
+
+
+def with_other_prompts(folder: str, length: int) -> str:
+    model = stages_of(folder)
+    low_bit_pipeline_(model, timeout=15)
+    first = 1 + dist.get_rank()
+    ids = torch.arange(first, first + (length if dist.get_rank() else 4))[None]
+    try:
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    except AgreementError as error:
+        return str(error)
+    return "nothing said"
+
+
+@pytest.mark.parametrize("length", [4, 3])
+def test_ranks_with_other_prompts_say_so(ranks: Ranks, folders: dict[str, str], length: int):
+    for said in ranks.run(with_other_prompts, folders["llama"], length):
+        assert "(1, 4), digest" in said
+        assert f"(1, {length}), digest" in said
 
 
 def limited(folder: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from lowbit.ranks.errors import AgreementError
 from lowbit.ranks.statements import listed
 
 __all__ = ["LowBitManager"]
+
+_log = logging.getLogger(__name__)
 
 _NEEDS: Any = {"package": "torchft-nightly", "tested": "2026.10.26"}
 _manager: Any = engine("torchft.manager", extra="ft", **_NEEDS)
@@ -153,6 +156,12 @@ class LowBitManager(_Manager):
             if any(each.handle == self._pg._handle_id() for each in leave):
                 self._refused = error
             raise error
+        names = [each.name for each in stated]
+        if again := sorted({name for name in names if names.count(name) > 1}):
+            _log.warning(
+                "several replicas are called %s; allowed: a name for each, so that each has data of its own",
+                listed(again),
+            )
         super()._reconfigure_pg(communicator_id, handles)
 
     def _apply_pending_state_dict(self) -> None:

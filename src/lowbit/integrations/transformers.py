@@ -16,10 +16,11 @@ model's dtype, and the last stage sends the logits to all others. `low_bit_pipel
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -125,6 +126,7 @@ class LowBitPipelineStage(_Stage):
             **agreed_facts(checksums),
         }
         agree(group, facts, timeout, topic="transformers pipeline")
+        self._group, self._timeout = group, timeout
         self._messages = Messages(group, "transformers pipeline", timeout=timeout, checksums=checksums)
         self._outgoing = Outgoing(self._messages, self.pp_next_rank)
         self._incoming = Incoming(self._messages, self.pp_prev_rank)
@@ -263,6 +265,8 @@ class LowBitPipelineStage(_Stage):
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             self._simple = not any(given.get(name) for name in _STRANGE)
+            # Other sizes than a rank expects would end its process inside Gloo; other tokens would give wrong text.
+            agree(self._group, _inputs(given), self._timeout, topic="inputs of generate")
             try:
                 return generate(*args, **kwargs)
             finally:
@@ -282,6 +286,16 @@ class LowBitPipelineStage(_Stage):
             return type(processors)([*before, _Choice(self, sample)])
 
         return wrapped
+
+
+def _inputs(given: Mapping[str, Any]) -> dict[str, str]:
+    """What must be the same on all ranks: the shapes and digests of all tensors that `generate` is given."""
+    tensors = {name: value for name, value in (given | given.get("kwargs", {})).items() if isinstance(value, Tensor)}
+    return {name: f"{tuple(x.shape)}, digest {_digest(x)}" for name, x in sorted(tensors.items())}
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:12]
 
 
 class _Choice:

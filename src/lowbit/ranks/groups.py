@@ -34,9 +34,12 @@ def plain(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
     Raises:
         RuntimeError: None, and there is no default group.
+        TypeError: a backend, or no group.
         ValueError: a wrapper that is not connected yet, or a group without a store, such as one in another process.
     """
     group = group or default_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; allowed: a ProcessGroup, such as torch.distributed.new_group returns")
     if is_known(group):
         return group
     given = group

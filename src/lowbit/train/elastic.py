@@ -31,6 +31,7 @@ from lowbit.train.stages import Pipeline
 log = logging.getLogger(__name__)
 
 _PAUSE = 0.5  # seconds between two looks whether enough replicas are there
+_RETRY_SECONDS = 5.0  # between two requests of a quorum, when the lighthouse does not answer
 _COMPARED = ("model.", "lora.", "optimizer.", "data.sequence", "data.tokenizer", "gradients.", "run.steps")
 """What of a run's identity must be the same on all replicas, by the beginnings of its keys."""
 
@@ -129,7 +130,9 @@ class Elastic:
             checksums=config.run.checksums, facts={k: str(v) for k, v in identity.items() if k.startswith(_COMPARED)},
             load_state_dict=self._load, state_dict=self._save, min_replica_size=config.elastic.at_least,
             use_async_quorum=False, timeout=limit, connect_timeout=limit,
-            quorum_timeout=timedelta(seconds=config.run.rejoin_seconds), rank=self._rank, world_size=self._ranks,
+            quorum_timeout=timedelta(seconds=config.run.rejoin_seconds),
+            quorum_retries=max(1, int(config.run.rejoin_seconds / _RETRY_SECONDS)),
+            rank=self._rank, world_size=self._ranks,
             store_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"), store_port=port,
             lighthouse_addr=config.elastic.lighthouse, replica_id=config.elastic.name,
             checkpoint_transport=_transport(limit),
