@@ -103,11 +103,11 @@ $(OTHER)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e '.[dev]' torch==$(TORCH)
 	@touch $@
 
-# TorchTitan wants an older `datasets` than the rest.
+# TorchTitan wants an older `datasets`, which wants older versions of others.
 $(ENGINES)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "Installing lowbit[dev,ft,titan,megatron,ray] into $(ENGINES) ..."
 	@$(BIN)/python -m venv --clear $(ENGINES)
-	@grep -v '^datasets==' constraints.txt > $(ENGINES)/constraints.txt
+	@grep -vE '^(datasets|dill|fsspec|multiprocess)==' constraints.txt > $(ENGINES)/constraints.txt
 	@$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check -c $(ENGINES)/constraints.txt -e '.[dev,ft,titan,megatron,ray]'
 	@touch $@
 
