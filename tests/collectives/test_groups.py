@@ -92,6 +92,8 @@ def differ() -> None:
         all_reduce(data(job), INT8 if job else GroupInt(bits=4, group=64, symmetric=True), group, timeout=TIMEOUT)
     with pytest.raises(ValueError, match="node_size is 2; allowed with a group that .* has not made: 1"):
         all_reduce(data(job), INT8, bare("nodes", [1, 0]), node_size=2)
+    with pytest.raises(TypeError, match="allowed: a ProcessGroup, such as"):
+        all_reduce(data(job), INT8, "world")
     with pytest.raises(ValueError, match="which has no store in this process; allowed"):
         all_reduce(data(job), INT8, Wrapper())
 
