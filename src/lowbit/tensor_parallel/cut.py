@@ -50,8 +50,11 @@ def tensor_parallel_(
     for name, (layer, style) in planned.items():
         if is_row(style):
             _cut(layer, "weight", mesh, 1)
-            layer_sum = LayerSum(name=name, layer=layer, codec=None, settings=SumSettings(), ranks=ranks, group=group)
-            layer.__dict__["forward"] = row_forward(layer_sum, group)
+            layer_sum = LayerSum(
+                name=name, width=layer.out_features, device=local(layer.weight).device, codec=None,
+                settings=SumSettings(), ranks=ranks, group=group,
+            )  # fmt: skip
+            layer.__dict__["forward"] = row_forward(layer, layer_sum, group)
         else:
             _cut(layer, "weight", mesh, 0)
             if layer.bias is not None:

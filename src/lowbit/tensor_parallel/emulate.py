@@ -79,10 +79,11 @@ def emulate_tensor_parallel_(
     for name, (layer, style) in planned.items():
         if is_row(style):
             layer_sum = LayerSum(
-                name=name, layer=layer, codec=low_bit.codec(name) if isinstance(low_bit, Calibration) else low_bit,
+                name=name, width=layer.out_features, device=layer.weight.device,
+                codec=low_bit.codec(name) if isinstance(low_bit, Calibration) else low_bit,
                 settings=settings or SumSettings(), ranks=ranks, traffic=emulation.traffic, watch=watch, drift=drift,
             )  # fmt: skip
-            forwards[layer] = _row_forward(layer_sum)
+            forwards[layer] = _row_forward(layer, layer_sum)
         else:
             forwards[layer] = _column_forward(layer, ranks)
     for layer, forward in forwards.items():
@@ -93,9 +94,9 @@ def emulate_tensor_parallel_(
     return emulation
 
 
-def _row_forward(layer_sum: LayerSum) -> Callable[[Tensor], Tensor]:
+def _row_forward(layer: nn.Linear, layer_sum: LayerSum) -> Callable[[Tensor], Tensor]:
     """Make a forward with each rank's columns in memory of their own, as on a rank, copied again after a change."""
-    layer, ranks = layer_sum.layer, layer_sum.ranks
+    ranks = layer_sum.ranks
     copied: object = None
     weights: list[Tensor] = []
 

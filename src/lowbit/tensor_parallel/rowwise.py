@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class LayerSum:
     """Adds up the partial sums of one row-wise layer; counts them and shows them to `watch` and `drift`.
 
     Args:
-        name: of the layer, in reports and errors. layer: the layer.
+        name: of the layer, in reports and errors. width: features of a partial sum. device: of the partial sums.
         codec: format of the partial sums; None: the model's dtype.
         ranks: how many add up. group: the ranks; None: this process emulates all of them.
         traffic: counts. watch: sees partial sums and their sum. drift: watches coded values.
@@ -78,7 +79,8 @@ class LayerSum:
     """
 
     name: str
-    layer: nn.Linear
+    width: int
+    device: torch.device
     codec: Codec | None
     settings: SumSettings
     ranks: int
@@ -89,9 +91,9 @@ class LayerSum:
 
     def __post_init__(self) -> None:
         if self.codec is not None:
-            check_codec(self.name, self.codec, self.layer.out_features, self.ranks)
+            check_codec(self.name, self.codec, self.width, self.ranks)
         if self.drift is not None:
-            self.codec = self.drift.attach(self.name, self.codec, local(self.layer.weight).device)
+            self.codec = self.drift.attach(self.name, self.codec, self.device)
 
     def __call__(self, partials: Sequence[Tensor]) -> Tensor:
         """Return the sum over all ranks; on real ranks it may overwrite the partial sum.
@@ -131,24 +133,24 @@ def install(
     """
     installed = Installed()
     ranks = dist.get_world_size(group)
-    sums = [  # complete before the first layer is changed: an error leaves the model as it was
-        LayerSum(
-            name=name, layer=layer, codec=codecs.get(name), settings=settings, ranks=ranks, group=group,
-            traffic=installed.traffic, watch=watch, drift=drift,
+    sums = {  # complete before the first layer is changed: an error leaves the model as it was
+        name: LayerSum(
+            name=name, width=layer.out_features, device=local(layer.weight).device, codec=codecs.get(name),
+            settings=settings, ranks=ranks, group=group, traffic=installed.traffic, watch=watch, drift=drift,
         )
         for name, layer in layers.items()
-    ]  # fmt: skip
-    for layer_sum in sums:
-        installed.replace(layer_sum.layer, row_forward(layer_sum, group))
+    }  # fmt: skip
+    for name, layer in layers.items():
+        installed.replace(layer, row_forward(layer, sums[name], group))
     return installed
 
 
-def row_forward(layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Make a forward for a row-wise layer: from its rank's part of the input, or from all of it, to the whole output.
 
     It is for inference and raises where a gradient is asked for.
     """
-    layer, ranks, rank = layer_sum.layer, layer_sum.ranks, dist.get_rank(group)
+    ranks, rank = layer_sum.ranks, dist.get_rank(group)
 
     def forward(x: Tensor) -> Tensor:
         check_inference(layer_sum.name, x, layer.weight)
@@ -239,10 +241,10 @@ class LowBitRowwiseParallel(RowwiseParallel):
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
         layer_sum = LayerSum(
-            name=self.name, layer=module, codec=self.codec, settings=self.settings, ranks=device_mesh.size(),
-            group=group, drift=self.drift,
+            name=self.name, width=module.out_features, device=local(module.weight).device, codec=self.codec,
+            settings=self.settings, ranks=device_mesh.size(), group=group, drift=self.drift,
         )  # fmt: skip
-        forward = row_forward(layer_sum, group)
+        forward = row_forward(module, layer_sum, group)
 
         def wrapped(x: Tensor) -> Tensor:
             total = forward(x)
