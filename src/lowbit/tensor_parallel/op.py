@@ -73,6 +73,17 @@ def _reduce_(x: Tensor, boundary: int, group: str) -> None:
     _boundaries[boundary].reduce_(x, _group(group))
 
 
+@torch.library.custom_op("lowbit::tp_linear", mutates_args=())
+def tp_linear(x: Tensor, weight: Tensor, whole: Tensor, boundary: int, group: str) -> Tensor:
+    """Return the whole output of a row-wise layer: `InputGather.linear`. For inference."""
+    return _inputs[boundary].linear(x, weight, whole, _group(group))
+
+
+@tp_linear.register_fake
+def _(x: Tensor, weight: Tensor, whole: Tensor, boundary: int, group: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 @torch.library.custom_op("lowbit::tp_all_gather", mutates_args=())
 def tp_all_gather(x: Tensor, group: str, timeout: float) -> Tensor:
     """Return the `x` of all ranks, (ranks, *x.shape), in the dtype of `x`: each rank sends (ranks - 1) times its bytes.
