@@ -27,6 +27,8 @@ from lowbit.tensor_parallel.reduce import (
     sum_in_process,
     sum_over_ranks,
 )
+from lowbit.tensor_parallel.sums import Counted, ModelSum, mark
+from lowbit.tensor_parallel.traffic import counting
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
@@ -119,30 +121,52 @@ class LayerSum:
 
 
 def install(
-    layers: Mapping[str, nn.Linear],
+    sums: Mapping[str, ModelSum],
     codecs: Mapping[str, Codec],
     group: dist.ProcessGroup,
     settings: SumSettings,
     *,
+    counted: Sequence[Counted] = (),
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Installed:
-    """Let row-wise layers with `DTensor` weights add up their partial sums in these formats.
+    """Let a model on real ranks add up its partial sums in these formats, and count what else it sends.
 
-    `codecs` has formats by name of the layer; the sums of layers without one stay in the model's dtype.
+    `codecs` has formats by name of the sum; sums without one stay in the model's dtype.
     """
     installed = Installed()
     ranks = dist.get_world_size(group)
-    sums = {  # complete before the first layer is changed: an error leaves the model as it was
+    layer_sums = {  # complete before the first layer is changed: an error leaves the model as it was
         name: LayerSum(
-            name=name, width=layer.out_features, device=local(layer.weight).device, codec=codecs.get(name),
-            settings=settings, ranks=ranks, group=group, traffic=installed.traffic, watch=watch, drift=drift,
+            name=name, width=summed.width, device=summed.device, codec=codecs.get(name), settings=settings,
+            ranks=ranks, group=summed.group or group, traffic=installed.traffic, watch=watch, drift=drift,
         )
-        for name, layer in layers.items()
+        for name, summed in sums.items()
     }  # fmt: skip
-    for name, layer in layers.items():
-        installed.replace(layer, row_forward(layer, sums[name], group))
+    for name, summed in sums.items():
+        installed.replace(summed.module, mark(sum_forward(summed, layer_sums[name]), summed))
+    for other in counted:
+        forward = counting(other.module.forward, installed.traffic, ranks, gathers=other.gathers)
+        installed.replace(other.module, forward)
     return installed
+
+
+def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
+    """Make a forward for a module on real ranks that adds up its partial sums by `layer_sum`. For inference."""
+    partial, finish, parameters = summed.partial, summed.finish, tuple(summed.module.parameters(recurse=False))
+    if partial is None:
+        assert isinstance(summed.module, nn.Linear)
+        assert layer_sum.group is not None
+        return row_forward(summed.module, layer_sum, layer_sum.group)
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for parameter in parameters or (x,):
+            check_inference(layer_sum.name, x, parameter)
+        with torch.no_grad():
+            total = layer_sum([partial(x, *args, **kwargs).contiguous()])
+            return total if finish is None else finish(total)
+
+    return forward
 
 
 def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -168,13 +192,6 @@ def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup)
 def local(x: Tensor) -> Tensor:
     """Return this rank's part of a `DTensor`, any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def group_of(layers: Mapping[str, nn.Linear]) -> dist.ProcessGroup:
-    """Return the ranks that share these row-wise layers."""
-    weight = next(iter(layers.values())).weight
-    assert isinstance(weight, DTensor)
-    return weight.device_mesh.get_group()
 
 
 class LowBitRowwiseParallel(RowwiseParallel):
