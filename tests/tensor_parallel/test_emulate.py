@@ -14,14 +14,14 @@ from lowbit.tensor_parallel import (
     SumSettings,
     Traffic,
     emulate_tensor_parallel_,
-    rowwise_layers,
+    model_sums,
 )
 from tests.tensor_parallel.models import LAYERS, VOCAB, WIDTH, Toy, calibrated, ids, logits
 
 
 def test_row_wise_layers_are_those_of_the_plan():
-    assert list(rowwise_layers(Toy())) == LAYERS
-    assert list(rowwise_layers(Toy(), {"layers.1.attn.o": "rowwise"})) == ["layers.1.attn.o"]
+    assert list(model_sums(Toy())) == LAYERS
+    assert list(model_sums(Toy(), {"layers.1.attn.o": "rowwise"})) == ["layers.1.attn.o"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

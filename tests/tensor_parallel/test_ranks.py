@@ -32,6 +32,7 @@ ONE = SumSettings(small=0, algorithm="one_shot")
 TWO = SumSettings(small=0, algorithm="two_shot")
 SMALL = SumSettings(small=1 << 20)
 INT8 = GroupInt(bits=8, group=64, symmetric=True)
+INPUTS = SumSettings(small=0, algorithm="one_shot", inputs=INT8)
 
 
 def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def cases(calibration: Calibration, drift: Drift) -> list[tuple[str, Any, SumSet
     """Name, format, settings, and who watches."""
     return [
         ("one", calibration, ONE, None), ("two", calibration, TWO, drift), ("small", calibration, SMALL, None),
-        ("int8", INT8, TWO, None),
+        ("int8", INT8, TWO, None), ("inputs", calibration, INPUTS, None),
     ]  # fmt: skip
 
 

@@ -8,19 +8,25 @@ The price: every rank keeps the layer's whole weight and does W times its produc
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.checks import check_flat
 from lowbit.tensor_parallel import op
+from lowbit.tensor_parallel.plan import shards
 from lowbit.tensor_parallel.reduce import check_inference, sum_in_process, sum_over_ranks
-from lowbit.tensor_parallel.rowwise import LayerSum
+from lowbit.tensor_parallel.rowwise import Installed, LayerSum, local, own_input
+from lowbit.tensor_parallel.sums import ModelSum, mark
+
+_log = logging.getLogger("lowbit.tensor_parallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +169,71 @@ class InputGather:
         full = x.new_zeros(*x.shape[:-1], self.slices.width)
         full.narrow(-1, rank * x.shape[-1], x.shape[-1]).copy_(x)
         return full
+
+
+def send_inputs(installed: Installed, sums: Mapping[str, ModelSum], inputs: Summable, group: dist.ProcessGroup) -> None:
+    """Let a model on real ranks send the inputs of the layers that `slices_for` allows; all ranks must call this."""
+    names: list[str] = []
+    for layer_sum in installed.sums:
+        summed = sums[layer_sum.name]
+        weight, gather = getattr(summed.module, "weight", None), _gather(layer_sum, summed.module, inputs)
+        if gather is not None and isinstance(weight, DTensor):
+            names.append(layer_sum.name)
+            forward = _real_forward(summed.module, gather, weight.full_tensor().detach(), dist.get_rank(group))
+            installed.replace(summed.module, mark(forward, summed))
+    _report(names, inputs, len(installed.sums))
+
+
+def emulate_inputs(emulation: Installed, modules: Mapping[str, nn.Module], inputs: Summable) -> None:
+    """Let emulated ranks send the inputs of the layers that `slices_for` allows."""
+    names: list[str] = []
+    for layer_sum in emulation.sums:
+        module = modules[layer_sum.name]
+        if (gather := _gather(layer_sum, module, inputs)) is not None:
+            names.append(layer_sum.name)
+            emulation.replace(module, _emulated_forward(module, gather))
+    _report(names, inputs, len(emulation.sums))
+
+
+def _report(names: list[str], inputs: Summable, sums: int) -> None:
+    if names:
+        _log.info(
+            "%d of %d layers send their inputs in %s instead of partial sums: %s", len(names), sums, inputs, names[0]
+        )
+    else:
+        _log.warning("no layer sends its inputs in %s: they take more bytes than partial sums would", inputs)
+
+
+def _gather(sums: LayerSum, layer: nn.Module, inputs: Summable) -> InputGather | None:
+    if type(layer) is not nn.Linear or not isinstance(sums.codec, Summable):
+        return None
+    slices = slices_for(layer, sums.ranks, inputs, sums.codec)
+    return None if slices is None else InputGather(sums=sums, slices=slices)
+
+
+def _real_forward(layer: nn.Module, gather: InputGather, whole: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
+    assert isinstance(layer, nn.Linear)
+
+    def forward(x: Tensor) -> Tensor:
+        check_inference(gather.name, x, layer.weight)
+        weight = local(layer.weight)
+        total = gather(own_input(x, layer, weight, gather.sums.ranks, rank), weight, whole)
+        return total if layer.bias is None else total + local(layer.bias)
+
+    return forward
+
+
+def _emulated_forward(layer: nn.Module, gather: InputGather) -> Callable[[Tensor], Tensor]:
+    assert isinstance(layer, nn.Linear)
+
+    def forward(x: Tensor) -> Tensor:
+        check_inference(gather.name, x, layer.weight)
+        ranks = gather.sums.ranks
+        parts = [part.contiguous() for part in shards(x, ranks, -1)]
+        total = gather.emulate(parts, [part.contiguous() for part in shards(layer.weight, ranks, 1)], layer.weight)
+        return total if layer.bias is None else total + layer.bias
+
+    return forward
 
 
 def slices_for(layer: nn.Linear, ranks: int, inputs: Summable, codec: Summable) -> Slices | None:

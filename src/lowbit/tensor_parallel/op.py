@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,12 @@ from torch import Tensor
 from lowbit.ranks import pytorch
 from lowbit.tensor_parallel.reduce import no_gradient
 
-
-class Boundary(Protocol):
-    """What adds up: a `LayerSum`."""
-
-    name: str
-
-    def reduce_(self, partial: Tensor, group: dist.ProcessGroup) -> None:
-        """Replace a partial sum by the sum over a group."""
-        ...
-
-
-_boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
+_boundaries: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""`LayerSum`s and `InputGather`s by number."""
 _numbers = itertools.count()
 
 
-def register(boundary: Boundary) -> int:
+def register(boundary: object) -> int:
     """Return the number under which operators know a boundary for as long as it lives."""
     number = next(_numbers)
     _boundaries[number] = boundary
@@ -76,7 +66,7 @@ def _reduce_(x: Tensor, boundary: int, group: str) -> None:
 @torch.library.custom_op("lowbit::tp_linear", mutates_args=())
 def tp_linear(x: Tensor, weight: Tensor, whole: Tensor, boundary: int, group: str) -> Tensor:
     """Return the whole output of a row-wise layer: `InputGather.linear`. For inference."""
-    return _inputs[boundary].linear(x, weight, whole, _group(group))
+    return _boundaries[boundary].linear(x, weight, whole, _group(group))
 
 
 @tp_linear.register_fake

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -30,9 +30,11 @@ from lowbit.tensor_parallel.reduce import (
     sum_in_process,
     sum_over_ranks,
 )
+from lowbit.tensor_parallel.sums import Counted, ModelSum, mark
 from lowbit.tensor_parallel.thresholds import Choice, Thresholds
+from lowbit.tensor_parallel.traffic import counting
 
-_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
+_LAYER_SUM = "lowbit_layer_sum"  # attribute of a forward: its `LayerSum`
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
@@ -159,7 +161,7 @@ class LayerSum:
             check_inference(self.name, partial)
             op.tp_all_reduce_(partial, self.number, self.group_name)
             return partial
-        choice = self.settings.choice(partials[0], self.ranks, self.codec)
+        choice = self.settings.choice(partials[0].shape, partials[0].dtype, self.ranks, self.codec)
         self._count(partials, choice, 0)
         total = sum_in_process(partials, self.codec, choice)
         if self.watch is not None:
@@ -168,7 +170,7 @@ class LayerSum:
 
     def reduce_(self, partial: Tensor, group: dist.ProcessGroup) -> None:
         """Replace this rank's partial sum by the sum over the group: what the operator does."""
-        choice = self.settings.choice(partial, self.ranks, self.codec)
+        choice = self.settings.choice(partial.shape, partial.dtype, self.ranks, self.codec)
         self._count([partial], choice, group.rank())
         partials = [] if self.watch is None else [partial.clone()]
         sum_over_ranks(partial, self.codec, group, choice, self.settings)
@@ -187,40 +189,66 @@ class LayerSum:
 
 
 def install(
-    layers: Mapping[str, nn.Linear],
+    sums: Mapping[str, ModelSum],
     codecs: Mapping[str, Codec],
     group: dist.ProcessGroup,
     settings: SumSettings,
     *,
+    counted: Sequence[Counted] = (),
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Installed:
-    """Let row-wise layers with `DTensor` weights add up their partial sums in these formats.
+    """Let a model on real ranks add up its partial sums in these formats, and count what else it sends.
 
-    `codecs` has formats by name of the layer; the sums of layers without one stay in the model's dtype.
+    `codecs` has formats by name of the sum; sums without one stay in the model's dtype.
     """
     installed = Installed()
     ranks = dist.get_world_size(group)
-    for name, layer in layers.items():
-        earlier = getattr(layer.__dict__.get("forward"), _SUM, None)
+    for name, summed in sums.items():
+        earlier = getattr(summed.module.__dict__.get("forward"), _LAYER_SUM, None)
         if earlier is not None and earlier.codec is not None:
             raise ValueError(
                 f"{name} adds up its partial sums in few bits already, by an earlier call; allowed: a layer without, "
                 "or remove() of what low_bit_ returned first"
             )
-    sums = {  # complete before the first layer is changed: an error leaves the model as it was
+    layer_sums = {  # complete before the first layer is changed: an error leaves the model as it was
         name: LayerSum(
-            name=name, width=layer.out_features, device=local(layer.weight).device, codec=codecs.get(name),
-            settings=settings, ranks=ranks, group=group, traffic=installed.traffic, watch=watch, drift=drift,
+            name=name, width=summed.width, device=summed.device, codec=codecs.get(name), settings=settings,
+            ranks=ranks, group=summed.group or group, traffic=installed.traffic, watch=watch, drift=drift,
         )
-        for name, layer in layers.items()
+        for name, summed in sums.items()
     }  # fmt: skip
-    weights = {name: local(layers[name].weight) for name in codecs}
-    samples = [Sample(len(w), w.dtype, w.device, codecs[name]) for name, w in weights.items()]
-    installed.use(list(sums.values()), partial(measured, samples, group, settings))
-    for name, layer in layers.items():
-        installed.replace(layer, row_forward(layer, sums[name], group))
+    samples = [
+        Sample(summed.width, summed.dtype, summed.device, codecs[name])
+        for name, summed in sums.items()
+        if name in codecs
+    ]
+    installed.use(list(layer_sums.values()), functools.partial(measured, samples, group, settings))
+    for name, summed in sums.items():
+        installed.replace(summed.module, mark(sum_forward(summed, layer_sums[name]), summed))
+    for other in counted:
+        forward = counting(other.module.forward, installed.traffic, ranks, gathers=other.gathers)
+        installed.replace(other.module, forward)
     return installed
+
+
+def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
+    """Make a forward for a module on real ranks that adds up its partial sums by `layer_sum`. For inference."""
+    partial, finish, parameters = summed.partial, summed.finish, tuple(summed.module.parameters(recurse=False))
+    if partial is None:
+        assert isinstance(summed.module, nn.Linear)
+        assert layer_sum.group is not None
+        return row_forward(summed.module, layer_sum, layer_sum.group)
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for parameter in parameters or (x,):
+            check_inference(layer_sum.name, x, parameter)
+        with torch.no_grad():
+            total = layer_sum([partial(x, *args, **kwargs).contiguous()])
+            return total if finish is None else finish(total)
+
+    setattr(forward, _LAYER_SUM, layer_sum)
+    return forward
 
 
 def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -233,27 +261,25 @@ def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup)
     def forward(x: Tensor) -> Tensor:
         check_inference(layer_sum.name, x, layer.weight)
         weight = local(layer.weight)
-        if isinstance(x, DTensor):
-            x = x.redistribute(placements=[Shard(-1)]).to_local()
-        elif x.shape[-1] == layer.in_features != weight.shape[1]:
-            x = shards(x, ranks, -1)[rank].contiguous()
-        total = layer_sum([F.linear(x, weight)])
+        total = layer_sum([F.linear(own_input(x, layer, weight, ranks, rank), weight)])
         return total if layer.bias is None else total + local(layer.bias)
 
-    setattr(forward, _SUM, layer_sum)
+    setattr(forward, _LAYER_SUM, layer_sum)
     return forward
+
+
+def own_input(x: Tensor, layer: nn.Linear, weight: Tensor, ranks: int, rank: int) -> Tensor:
+    """Return the part of a row-wise layer's input that is for this rank's weight, given this part or all of it."""
+    if isinstance(x, DTensor):
+        return x.redistribute(placements=[Shard(-1)]).to_local()
+    if x.shape[-1] == layer.in_features != weight.shape[1]:
+        return shards(x, ranks, -1)[rank].contiguous()
+    return x
 
 
 def local(x: Tensor) -> Tensor:
     """Return this rank's part of a `DTensor`, any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def group_of(layers: Mapping[str, nn.Linear]) -> dist.ProcessGroup:
-    """Return the ranks that share these row-wise layers."""
-    weight = next(iter(layers.values())).weight
-    assert isinstance(weight, DTensor)
-    return weight.device_mesh.get_group()
 
 
 class LowBitRowwiseParallel(RowwiseParallel):
@@ -294,6 +320,8 @@ class LowBitRowwiseParallel(RowwiseParallel):
             raise ValueError(f"output_layouts is {output_layouts}; allowed: Replicate()")
         if input_layouts not in (None, Shard(-1), Replicate()):
             raise ValueError(f"input_layouts is {input_layouts}; allowed: Shard(-1), Replicate()")
+        if settings is not None and settings.inputs is not None:
+            raise ValueError(f"settings.inputs is {settings.inputs}; allowed here: None (low_bit_ takes it)")
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         check_codec("codec", codec)
         self.codec, self.settings = codec, settings or SumSettings()
@@ -333,6 +361,6 @@ class LowBitRowwiseParallel(RowwiseParallel):
                 return total
             return DTensor.from_local(total, device_mesh, [Replicate()], run_check=False)
 
-        setattr(wrapped, _SUM, layer_sum)
+        setattr(wrapped, _LAYER_SUM, layer_sum)
         module.__dict__["forward"] = wrapped
         return module
