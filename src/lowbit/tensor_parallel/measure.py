@@ -21,7 +21,7 @@ from lowbit.tensor_parallel.thresholds import Choice, Steps, Thresholds, kind_of
 
 ROWS = 1, 8, 32, 128, 512, 2048
 """Numbers of rows that are measured. Between two of them, and above, sums travel as at the lower one."""
-_TURNS = 5  # of each choice, after one that is not timed
+_TURNS, _FEWER, _LONG = 5, 3, 0.5  # of each choice, after one that is not timed; fewer after sizes of so many seconds
 _GAIN = 0.97  # a coded sum must take at most this share of the engine's time in three of four turns
 _SECONDS = 4.0  # for all kinds: larger sums than fit into that are not measured
 
@@ -91,15 +91,18 @@ def choices(ranks: int, settings: SumSettings) -> tuple[Choice, ...]:
 
 def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> Times:
     """Take turns on sums of more and more rows, as far as the time allows. Ranks know each other's times."""
-    competing, times, spent = choices(dist.get_world_size(group), settings), Times(), 0.0
+    competing, times = choices(dist.get_world_size(group), settings), Times()
+    spent = last = 0.0
     for rows in ROWS:
+        turns = _FEWER if last > _LONG else _TURNS
         x = torch.zeros(rows, sample.width, dtype=sample.dtype, device=sample.device)
-        mine = [[_turn(x, sample.codec, c, group, settings) for c in competing] for _ in range(1 + _TURNS)]
+        mine = [[_turn(x, sample.codec, c, group, settings) for c in competing] for _ in range(1 + turns)]
         by_rank: list[list[list[float]]] = gather_json(mine, group)
         slowest = [[max(one) for one in zip(*turn, strict=True)] for turn in zip(*by_rank, strict=True)]
         times[rows] = {c: [turn[i] for turn in slowest[1:]] for i, c in enumerate(competing)}
-        spent, last = spent + sum(map(sum, slowest)), sum(map(sum, slowest))
-        if spent + 4 * last > seconds:
+        last = sum(map(sum, slowest))
+        spent += last
+        if spent + 3 * last > seconds:
             break
     return times
 
@@ -145,9 +148,11 @@ def steps_of(times: Times) -> Steps:
     """
     steps: list[tuple[int, Choice]] = []
     for rows in sorted(times, reverse=True):
-        turns = times[rows]
-        best = min((c for c in turns if c != "plain"), key=lambda c: statistics.median(turns[c]))
-        ratios = sorted(a / b for a, b in zip(turns[best], turns["plain"], strict=True))
+        medians: dict[float, Choice] = {
+            statistics.median(turns): choice for choice, turns in times[rows].items() if choice != "plain"
+        }
+        best = medians[min(medians)]
+        ratios = sorted(a / b for a, b in zip(times[rows][best], times[rows]["plain"], strict=True))
         if ratios[3 * (len(ratios) - 1) // 4] > _GAIN:
             break
         steps.append((rows, best))
