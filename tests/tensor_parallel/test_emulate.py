@@ -81,6 +81,7 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
     assert traffic == Traffic()
     with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=SumSettings(small=0)):
         assert torch.equal(logits(model, ids()), full)
+
     def taken(ranks: int, rows: int) -> str:
         return SumSettings(small=0).choice(torch.empty(rows, WIDTH), ranks, GroupInt(bits=4))
 
