@@ -128,7 +128,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="small is 'never'; allowed: auto"):
+    with pytest.raises(ValueError, match="small is 'never'; allowed: 'auto'"):
         SumSettings(small="never")  # pyright: ignore[reportArgumentType]
 
 
@@ -143,5 +143,5 @@ def test_thresholds_for_other_ranks_or_sums_are_refused(ranks: Ranks, count: int
     for outcome in ranks.outcomes(with_thresholds_of, count):
         assert outcome.kind == "ValueError"
         assert outcome.text == (
-            f"thresholds are for {count} ranks and {KIND}; allowed: for 2 ranks and {WIDTH} features, float32, 9 bits"
+            f"thresholds are for {count} ranks and {KIND}; allowed: for 2 ranks and {WIDTH} features, float32, 8 bits"
         )

@@ -41,7 +41,7 @@ class Sample:
     codec: Codec
 
     @property
-    def kind(self) -> str:
+    def key(self) -> str:
         return kind_of(self.width, self.dtype, self.codec)
 
 
@@ -59,7 +59,7 @@ def measured(
     Raises:
         ValueError: `settings.small` holds thresholds for other ranks or other sums.
     """
-    kinds = {sample.kind: sample for sample in samples}
+    kinds = {sample.key: sample for sample in samples}
     if isinstance(given := settings.small, Thresholds):
         missing = [kind for kind in kinds if kind not in given.steps]
         if missing or given.ranks != dist.get_world_size(group):
@@ -73,8 +73,8 @@ def measured(
     known = _measured.setdefault(group, {})
     for kind, sample in kinds.items():
         key = kind, settings.algorithm, settings.checksums
-        if anew or key not in known:
-            known[key] = _times(sample, group, settings, _SECONDS / len(kinds))
+        if anew or asked not in known:
+            known[asked] = _times(sample, group, settings, _SECONDS / len(kinds))
     times = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
     thresholds = _thresholds(kinds, times, dist.get_world_size(group))
     if dist.get_rank(group) == 0:
