@@ -21,7 +21,7 @@ from lowbit.tensor_parallel.thresholds import Choice, Steps, Thresholds, kind_of
 
 ROWS = 1, 8, 32, 128, 512, 2048
 """Numbers of rows that are measured. Between two of them, and above, sums travel as at the lower one."""
-_TURNS = 5  # of each choice, after one that is not timed
+_TURNS, _FEWER, _LONG = 5, 3, 0.5  # of each choice, after one that is not timed; fewer after sizes of so many seconds
 _GAIN = 0.97  # a coded sum must take at most this share of the engine's time in three of four turns
 _SECONDS = 4.0  # for all kinds: larger sums than fit into that are not measured
 
@@ -41,11 +41,11 @@ class Sample:
     codec: Codec
 
     @property
-    def kind(self) -> str:
+    def key(self) -> str:
         return kind_of(self.width, self.dtype, self.codec)
 
 
-_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str, bool], Times]]
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str, bool], tuple[Times, str]]]
 _measured = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +59,7 @@ def measured(
     Raises:
         ValueError: `settings.small` holds thresholds for other ranks or other sums.
     """
-    kinds = {sample.kind: sample for sample in samples}
+    kinds = {sample.key: sample for sample in samples}
     if isinstance(given := settings.small, Thresholds):
         missing = [kind for kind in kinds if kind not in given.steps]
         if missing or given.ranks != dist.get_world_size(group):
@@ -75,8 +75,10 @@ def measured(
         key = kind, settings.algorithm, settings.checksums
         if anew or key not in known:
             known[key] = _times(sample, group, settings, _SECONDS / len(kinds))
-    times = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
-    thresholds = _thresholds(kinds, times, dist.get_world_size(group))
+    results = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
+    times = {kind: times for kind, (times, _) in results.items()}
+    date = max(date for _, date in results.values())
+    thresholds = _thresholds(kinds, times, dist.get_world_size(group), date)
     if dist.get_rank(group) == 0:
         _log.info("all-reduces of partial sums: %s", thresholds)
     return replace(settings, small=thresholds)
@@ -89,19 +91,27 @@ def choices(ranks: int, settings: SumSettings) -> tuple[Choice, ...]:
     return ("plain", "one_shot") if ranks == 2 else ("plain", "one_shot", "two_shot")
 
 
-def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> Times:
-    """Take turns on sums of more and more rows, as far as the time allows. Ranks know each other's times."""
-    competing, times, spent = choices(dist.get_world_size(group), settings), Times(), 0.0
+def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
+    """Take turns on sums of more and more rows, as far as the time allows.
+
+    Returns:
+        Times and the date, the same on all ranks.
+    """
+    competing, times = choices(dist.get_world_size(group), settings), Times()
+    spent = last = 0.0
+    date: str = gather_json(datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), group)[0]
     for rows in ROWS:
+        turns = _FEWER if last > _LONG else _TURNS
         x = torch.zeros(rows, sample.width, dtype=sample.dtype, device=sample.device)
-        mine = [[_turn(x, sample.codec, c, group, settings) for c in competing] for _ in range(1 + _TURNS)]
+        mine = [[_turn(x, sample.codec, c, group, settings) for c in competing] for _ in range(1 + turns)]
         by_rank: list[list[list[float]]] = gather_json(mine, group)
         slowest = [[max(one) for one in zip(*turn, strict=True)] for turn in zip(*by_rank, strict=True)]
         times[rows] = {c: [turn[i] for turn in slowest[1:]] for i, c in enumerate(competing)}
-        spent, last = spent + sum(map(sum, slowest)), sum(map(sum, slowest))
-        if spent + 4 * last > seconds:
+        last = sum(map(sum, slowest[1:]))  # the first calls of a process take seconds
+        spent += last
+        if spent + 3 * last > seconds:
             break
-    return times
+    return times, date
 
 
 @torch.no_grad()
@@ -120,7 +130,7 @@ def _wait(x: torch.Tensor) -> None:
         torch.cuda.synchronize(x.device)
 
 
-def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int) -> Thresholds:
+def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
     milliseconds = {
         kind: {
             str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}
@@ -134,7 +144,7 @@ def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: 
     return Thresholds(
         ranks=ranks, steps={kind: steps_of(by_rows) for kind, by_rows in times.items()}, milliseconds=milliseconds,
         mbit=round(8e-6 * nbytes / statistics.median(times[kind][rows]["plain"]), 1),
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        date=date,
     )  # fmt: skip
 
 
@@ -145,10 +155,14 @@ def steps_of(times: Times) -> Steps:
     """
     steps: list[tuple[int, Choice]] = []
     for rows in sorted(times, reverse=True):
-        turns = times[rows]
-        best = min((c for c in turns if c != "plain"), key=lambda c: statistics.median(turns[c]))
-        ratios = sorted(a / b for a, b in zip(turns[best], turns["plain"], strict=True))
+        medians: dict[float, Choice] = {
+            statistics.median(turns): choice for choice, turns in times[rows].items() if choice != "plain"
+        }
+        best = medians[min(medians)]
+        ratios = sorted(a / b for a, b in zip(times[rows][best], times[rows]["plain"], strict=True))
         if ratios[3 * (len(ratios) - 1) // 4] > _GAIN:
             break
+        if steps and steps[-1][1] == best:
+            steps.pop()
         steps.append((rows, best))
     return tuple(reversed(steps))
