@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lowbit.integrations import vllm as plugin
 from lowbit.integrations.vllm import VllmError, VllmSettings, has_prefill
+from lowbit.integrations.vllm_settings import settings_of
 from lowbit.tensor_parallel import CalibrationError, SumSettings, calibrate, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.plan import sharded_rowwise_layers
 from tests.integrations.stand_in_vllm import CompilationConfig, Metadata, VllmConfig, stand_in
@@ -214,7 +215,7 @@ def refused(case: str, path: str) -> None:
     if case == "both":
         with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps(settings)}):
             config.additional_config = {"lowbit": {"format": "GroupInt(bits=4, group=64)"}}
-            plugin._settings(config)
+            settings_of(config)
     with served(build, config, **settings):
         pass
 
@@ -273,7 +274,7 @@ def test_a_layer_is_one_graph_for_the_compiler(ranks: Ranks):
 def test_settings_are_part_of_vllms_key_of_compiled_graphs():
     config = VllmConfig()
     with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}):
-        plugin._settings(config)
+        settings_of(config)
     assert config.additional_config["lowbit"]["format"] == INT8
 
 
@@ -303,10 +304,14 @@ def test_vllm_finds_the_plug_in():
     assert EntryPoint("lowbit", value, "vllm.general_plugins").load() is plugin.register
 
 
+class Another(nn.Module):
+    pass
+
+
 def another() -> str:
     with mock.patch.dict(os.environ, {"LOWBIT_VLLM": json.dumps({"format": INT8})}), stand_in(VllmConfig()) as vllm:
-        vllm.custom_op.PluggableLayer.register_oot(name="RowParallelLinear")(SimpleNamespace)
-        with pytest.raises(VllmError, match=r"SimpleNamespace has replaced RowParallelLinear of vLLM already") as error:
+        vllm.custom_op.PluggableLayer.register_oot(name="RowParallelLinear")(Another)
+        with pytest.raises(VllmError, match=r"Another has replaced RowParallelLinear of vLLM already") as error:
             plugin.register()
         return str(error.value)
 

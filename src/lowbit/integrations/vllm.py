@@ -13,99 +13,29 @@ Nothing changes unless `LOWBIT_VLLM` is set.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs.checks import check_choice, check_int
+from lowbit.integrations.vllm_settings import VARIABLE, VllmError, VllmSettings, from_environment, settings_of
 from lowbit.ranks.agreement import agree
 
-__all__ = ["RowSums", "VllmSettings", "register", "row_sums"]
+__all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
 
-VARIABLE = "LOWBIT_VLLM"
-"""The environment variable that installs the plug-in: settings as a JSON object, or "on": they are in vLLM's
-`additional_config`, under "lowbit"."""
 TESTED = "0.33.0"
 """The version of vLLM whose source this was written against."""
 
-_KEY = "lowbit"  # in `additional_config`
 _BASE = "RowParallelLinear"
 _log = logging.getLogger("lowbit.vllm")
 _library = torch.library.Library("lowbit", "FRAGMENT")
-
-
-class VllmError(RuntimeError):
-    """vLLM and the settings do not go together; the same text on all ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VllmSettings:
-    """What is coded, and how; the same on all ranks.
-
-    Args:
-        calibration: a file of `lowbit calibrate --ranks N`, for N tensor-parallel ranks: 4 bits, 8 bits, or mixed.
-        format: a codec by name for all layers, in place of a calibration, such as "GroupInt(bits=8, group=64)".
-        small: sums of fewer values stay vLLM's own; None: as `lowbit.tensor_parallel.SumSettings`.
-        algorithm: "auto", "one_shot" or "two_shot". timeout: seconds to wait for another rank. checksums: 8 bytes
-            behind each payload tell if it arrived as it was sent.
-        check: largest error of a layer's sums, relative to vLLM's own. The first `prefills` of each layer are summed
-            both ways; vLLM's sums are the ones used.
-        prefills: see `check`; 0: no check.
-        over: what happens to a layer over the limit: "engine" (a warning, and vLLM sums it), "refuse" (an error).
-        experts: what happens to a model with expert layers, whose sums vLLM makes elsewhere: "refuse", or "engine".
-    """
-
-    calibration: str = ""
-    format: str = ""
-    small: int | None = None
-    algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
-    timeout: float = 120.0
-    checksums: bool = True
-    check: float = 0.2
-    prefills: int = 1
-    over: Literal["engine", "refuse"] = "engine"
-    experts: Literal["engine", "refuse"] = "refuse"
-
-    def __post_init__(self) -> None:
-        if bool(self.calibration) == bool(self.format):
-            raise ValueError(f"calibration is {self.calibration!r} and format is {self.format!r}; allowed: one of them")
-        check_choice("over", self.over, ("engine", "refuse"))
-        check_choice("experts", self.experts, ("engine", "refuse"))
-        check_int("prefills", self.prefills, 0, 1 << 30)
-        if isinstance(self.check, bool) or not isinstance(self.check, int | float) or not self.check > 0:
-            raise ValueError(f"check is {self.check!r}; allowed: a number above 0, such as 0.2")
-
-    @classmethod
-    def of(cls, given: object, where: str) -> VllmSettings:
-        """Settings from a JSON object; `where` it was found.
-
-        Raises:
-            ValueError: not an object, an unknown name, or a value that is not allowed.
-        """
-        names = [each.name for each in dataclasses.fields(cls)]
-        if not isinstance(given, Mapping) or not set(given) <= set(names):
-            raise ValueError(f"{where} is {given!r}; allowed: a JSON object with {', '.join(names)}")
-        try:
-            return cls(**given)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from error
-
-    def sums(self) -> Any:
-        """The `SumSettings`."""
-        from lowbit.tensor_parallel import SumSettings
-
-        own = {} if self.small is None else {"small": self.small}
-        return SumSettings(algorithm=self.algorithm, timeout=self.timeout, checksums=self.checksums, **own)
 
 
 def register() -> None:
@@ -116,7 +46,7 @@ def register() -> None:
     """
     if not os.environ.get(VARIABLE):
         return
-    _from_environment()  # an error in it now, and not once the model is loaded
+    from_environment()  # an error in it now, and not once the model is loaded
     registry = _vllm("model_executor.custom_op")
     linear = _vllm("model_executor.layers.linear")
     replaced = _part(registry, "op_registry_oot").get(_BASE)
@@ -355,7 +285,7 @@ def _adopt(layer: Any) -> bool:
     config = _part(_vllm("config"), "get_current_vllm_config")()
     compilation = config.compilation_config
     if _current is None or _current.config.compilation_config is not compilation:
-        _current = RowSums(_settings(config), config)
+        _current = RowSums(settings_of(config), config)
     if not layer.prefix or layer.prefix in _current.layers:
         what = (
             f"a second row-parallel layer is called {layer.prefix}"
@@ -367,41 +297,6 @@ def _adopt(layer: Any) -> bool:
     device = next(layer.parameters()).device
     _current.layers[layer.prefix] = _Layer(layer.prefix, layer.output_size, device)
     return True
-
-
-def _settings(config: Any) -> VllmSettings:
-    """Those of the environment or of `additional_config`, and part of it: vLLM's key of compiled graphs has it."""
-    more = config.additional_config
-    given = more.get(_KEY) if isinstance(more, dict) else None
-    settings = _from_environment()
-    if (
-        settings is not None
-        and given is not None
-        and VllmSettings.of(given, f"additional_config[{_KEY!r}]") != settings
-    ):
-        raise VllmError(f"{VARIABLE} and additional_config[{_KEY!r}] differ; allowed: one of them, or {VARIABLE}=on")
-    if settings is None:
-        if given is None:
-            raise VllmError(
-                f"{VARIABLE} is 'on' and vLLM's additional_config has no {_KEY!r}; allowed: "
-                """--additional-config '{"lowbit": {"calibration": "calibration.safetensors"}}'"""
-            )
-        return VllmSettings.of(given, f"additional_config[{_KEY!r}]")
-    if isinstance(more, dict):
-        more[_KEY] = dataclasses.asdict(settings)
-    return settings
-
-
-def _from_environment() -> VllmSettings | None:
-    """None: the settings are in `additional_config`."""
-    text = os.environ.get(VARIABLE, "")
-    if text == "on":
-        return None
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = text
-    return VllmSettings.of(given, VARIABLE)
 
 
 def _vllm(name: str) -> ModuleType:
