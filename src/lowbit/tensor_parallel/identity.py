@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,7 +33,7 @@ Sums = dict[str, tuple[bool, int, int]]
 """By parameter: whether this rank has a part of it only, and two checksums."""
 
 
-def identity(model: nn.Module, layers: Mapping[str, nn.Linear]) -> str:
+def identity(model: nn.Module, layers: Mapping[str, nn.Linear], stages: dist.ProcessGroup | None = None) -> str:
     """Return a readable description and 16 hexadecimal digits: "llama, hidden_size 64, ... [0123456789abcdef]".
 
     The digits depend on the sizes and constants in the model's config, the names of the row-wise layers, and the names,
@@ -45,13 +46,19 @@ def identity(model: nn.Module, layers: Mapping[str, nn.Linear]) -> str:
 
     Args:
         model: a module; its config counts if it has one. layers: its row-wise layers by name.
+        stages: ranks that hold the other layers of a model that is cut into stages; all of them must call this.
     """
     description, config = _describe(model), text_config(model)
     formulas = json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
-    digest = hashlib.sha256(json.dumps([description, formulas, sorted(layers)]).encode())
-    shapes = {name: tuple(p.shape) for name, p in _parameters(model)}
-    for name, checksums in sorted(_gathered(_checksums(model), layers).items()):
-        digest.update(f"/{name}/{shapes.get(name)}/{checksums}".encode())
+    shapes = {name: list(p.shape) for name, p in _parameters(model)}
+    held = {name: [shapes.get(name), sums] for name, sums in _gathered(_checksums(model), layers).items()}
+    names = set(layers)
+    for others, theirs in () if stages is None else gather_json([list(layers), held], stages):
+        names |= set(others)
+        held |= theirs
+    digest = hashlib.sha256(json.dumps([description, formulas, sorted(names)]).encode())
+    for name, (shape, sums) in sorted(held.items()):
+        digest.update(f"/{name}/{None if shape is None else tuple(shape)}/{sums}".encode())
     return f"{description} [{digest.hexdigest()[:16]}]"
 
 
