@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lowbit.ranks import pytorch
+from lowbit.collectives.calls import TIMEOUT
 from lowbit.ranks.groups import default_group
+from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, plan_of, sharded_rowwise_layers
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import LayerSum, local, row_forward
@@ -91,7 +92,5 @@ def _gather(y: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
         return y
     length = -(-width // ranks)
     padded = F.pad(y, (0, length - y.shape[-1])).contiguous()
-    parts = y.new_empty((ranks, *padded.shape))
-    work = pytorch.gather(parts.view(-1), padded.view(-1), group, async_op=True)
-    pytorch.finish(work, group, SumSettings().timeout)
-    return torch.cat(list(parts), -1)[..., :width]
+    parts = op.tp_all_gather(padded, group.group_name, TIMEOUT)
+    return torch.cat(parts.unbind(), -1)[..., :width]
