@@ -336,3 +336,14 @@ def test_metadata_tells_prefills_from_decoding():
     assert not has_prefill({"layer": Metadata(4)}, 4)  # with 3 speculative tokens
     assert not has_prefill({"layer": SimpleNamespace()}, 1)
     assert VllmSettings(format=INT8).sums() == SumSettings()
+
+
+def measuring() -> str:
+    with served(llama, format=INT8, small="auto") as engine:
+        return str(engine.sums.layers["model.layers.0.mlp.down_proj"].sum.settings.small)
+
+
+def test_thresholds_are_measured_in_the_trial_run_and_agreed(ranks: Ranks):
+    first, second = ranks.run(measuring)
+    assert first == second
+    assert first.startswith("64 features, float32, 8 bits: ")

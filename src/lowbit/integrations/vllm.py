@@ -16,7 +16,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -99,7 +98,7 @@ class _Layer:
     name: str
     width: int
     device: torch.device
-    sum: Callable[[list[Tensor]], Tensor] | None = None  # None: vLLM's own
+    sum: Any = None  # a `LayerSum`; None: vLLM's own
     unchecked: int = 0
     error: float = float("nan")
 
@@ -127,7 +126,6 @@ class RowSums:
         parallel = _vllm("distributed.parallel_state")
         self._group: Any = _part(parallel, "get_tp_group")()
         self._context = _vllm("forward_context")
-        self._sums = self.settings.sums()
 
     @property
     def errors(self) -> dict[str, float]:
@@ -138,10 +136,12 @@ class RowSums:
         """The sum over all ranks, in few bits or by vLLM; never the tensor `x` itself."""
         layer = self.layers[name]
         if not self._started and not _capturing(x):
-            self._start()
-        if layer.sum is None or not self._sums.codes(x.numel()) or not self._has_prefill() or _capturing(x):
+            self._start(x.dtype)
+        coded = layer.sum is not None and layer.sum.settings.choice(x, layer.sum.ranks, layer.sum.codec) != "plain"
+        if not coded or not self._has_prefill() or _capturing(x):
             return self._whole(x)
-        total = layer.sum([x.clone()])  # which may change it in place
+        total = x.clone(memory_format=torch.contiguous_format)
+        layer.sum.reduce_(total, self._group.device_group)
         if layer.unchecked:
             return self._checked(layer, total, self._whole(x))
         return total
@@ -160,10 +160,11 @@ class RowSums:
             self._seen = metadata
         return self._prefills
 
-    def _start(self) -> None:
+    def _start(self, dtype: torch.dtype) -> None:
         """Choose the formats of all layers, and compare them with the other ranks'; in vLLM's own trial run."""
         from lowbit.tensor_parallel import Calibration, Traffic
         from lowbit.tensor_parallel.low_bit import load_agreed
+        from lowbit.tensor_parallel.measure import Sample, measured
         from lowbit.tensor_parallel.rowwise import LayerSum
 
         settings, beside = self.settings, self._group.cpu_group
@@ -174,19 +175,23 @@ class RowSums:
             from lowbit.codecs import parse
 
             source = parse(settings.format)
-        source = load_agreed(source, beside, self._sums)
+        sums = settings.sums()
+        source = load_agreed(source, beside, sums)
         calibrated = source.features if isinstance(source, Calibration) else self.layers
         if isinstance(source, Calibration):
             self._compare(source)
-        self.traffic, ranks = Traffic(), self._group.world_size
-        for name, layer in self.layers.items():
-            if name in calibrated:
-                codec = source.codec(name) if isinstance(source, Calibration) else source
-                layer.sum = LayerSum(
-                    name=name, width=layer.width, device=layer.device, codec=codec, settings=self._sums, ranks=ranks,
-                    group=self._group.device_group, traffic=self.traffic,
-                )  # fmt: skip
-                layer.unchecked = settings.prefills
+        known = [layer for name, layer in self.layers.items() if name in calibrated]
+        codecs = [source.codec(layer.name) if isinstance(source, Calibration) else source for layer in known]
+        group = self._group.device_group
+        samples = [Sample(layer.width, dtype, layer.device, codec) for layer, codec in zip(known, codecs, strict=True)]
+        sums = measured(samples, group, sums)
+        self.traffic = Traffic()
+        for layer, codec in zip(known, codecs, strict=True):
+            layer.sum = LayerSum(
+                name=layer.name, width=layer.width, device=layer.device, codec=codec, settings=sums,
+                ranks=self._group.world_size, group=group, traffic=self.traffic,
+            )  # fmt: skip
+            layer.unchecked = settings.prefills
         self._started = True
         if left := [name for name in self.layers if name not in calibrated]:
             _log.warning("vLLM sums %s itself: the calibration has no format for %s", _some(left), _them(left))

@@ -29,7 +29,8 @@ class VllmSettings:
     Args:
         calibration: a file of `lowbit calibrate --ranks N`, for N tensor-parallel ranks: 4 bits, 8 bits, or mixed.
         format: a codec by name for all layers, in place of a calibration, such as "GroupInt(bits=8, group=64)".
-        small: sums of fewer values stay vLLM's own; None: as `lowbit.tensor_parallel.SumSettings`.
+        small: sums of fewer values stay vLLM's own. "auto": the ranks measure at the start from which size on few bits
+            are faster than PyTorch's all-reduce on their link.
         algorithm: "auto", "one_shot" or "two_shot". timeout: seconds to wait for another rank. checksums: 8 bytes
             behind each payload tell if it arrived as it was sent.
         check: largest error of a layer's sums, relative to vLLM's own. The first `prefills` of each layer are summed
@@ -41,7 +42,7 @@ class VllmSettings:
 
     calibration: str = ""
     format: str = ""
-    small: int | None = None
+    small: int | Literal["auto"] = "auto"
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
     timeout: float = 120.0
     checksums: bool = True
@@ -78,8 +79,7 @@ class VllmSettings:
         """The `SumSettings`."""
         from lowbit.tensor_parallel import SumSettings
 
-        own = {} if self.small is None else {"small": self.small}
-        return SumSettings(algorithm=self.algorithm, timeout=self.timeout, checksums=self.checksums, **own)
+        return SumSettings(algorithm=self.algorithm, small=self.small, timeout=self.timeout, checksums=self.checksums)
 
 
 def settings_of(config: Any) -> VllmSettings:
