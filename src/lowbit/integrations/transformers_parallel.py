@@ -61,11 +61,11 @@ def load_parallel(folder: str | Path, *, tensor: int, stages: int, **options: An
     from transformers import AutoModelForCausalLM
 
     config = _Config(tp_size=tensor, pp_size=stages)
-    with mock.patch.object(_mixin, "apply_tensor_parallelism", _of_this_stage):
+    with mock.patch.object(_mixin, "apply_tensor_parallelism", of_this_stage):
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).eval()
 
 
-def _of_this_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Module:
+def of_this_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Module:
     """Transformers' `apply_tensor_parallelism`, without what other stages hold."""
     parameters = {name for name, _ in model.named_parameters()}
     held = parameters | {name for name, module in model.named_modules() if not isinstance(module, _Absent)}
