@@ -137,11 +137,13 @@ class RowSums:
         layer = self.layers[name]
         if not self._started and not _capturing(x):
             self._start(x.dtype)
-        coded = layer.sum is not None and layer.sum.settings.choice(x, layer.sum.ranks, layer.sum.codec) != "plain"
-        if not coded or not self._has_prefill() or _capturing(x):
+        known = layer.sum
+        if known is None or known.settings.choice(x, known.ranks, known.codec) == "plain":
+            return self._whole(x)
+        if not self._has_prefill() or _capturing(x):
             return self._whole(x)
         total = x.clone(memory_format=torch.contiguous_format)
-        layer.sum.reduce_(total, self._group.device_group)
+        known.reduce_(total, self._group.device_group)
         if layer.unchecked:
             return self._checked(layer, total, self._whole(x))
         return total
@@ -194,7 +196,7 @@ class RowSums:
             layer.unchecked = settings.prefills
         self._started = True
         if left := [name for name in self.layers if name not in calibrated]:
-            _log.warning("vLLM sums %s itself: the calibration has no format for %s", _some(left), _them(left))
+            _log.warning("vLLM sums %s itself: the calibration has no format for that", _some(left))
         _log.info("%d row-parallel layers sum prefills in few bits", len(self.layers) - len(left))
 
     def _refuse(self) -> None:
@@ -254,7 +256,7 @@ class RowSums:
             if self.settings.over == "refuse":
                 raise VllmError(f"{text}; allowed: a calibration on text like this, more bits, or a larger limit")
             layer.sum = None
-            _log.warning("%s: vLLM sums this layer itself; calibrate on text like this, or use more bits", text)
+            _log.warning("%s: vLLM sums this layer itself", text)
         if not any(each.unchecked and each.sum is not None for each in self.layers.values()):
             errors = sorted(each.error for each in self.layers.values() if each.sum is not None)
             if errors:
@@ -291,13 +293,11 @@ def _adopt(layer: Any) -> bool:
     compilation = config.compilation_config
     if _current is None or _current.config.compilation_config is not compilation:
         _current = RowSums(settings_of(config), config)
-    if not layer.prefix or layer.prefix in _current.layers:
-        what = (
-            f"a second row-parallel layer is called {layer.prefix}"
-            if layer.prefix
-            else "a row-parallel layer has no name"
-        )
-        _log.warning("%s: vLLM sums it itself", what)
+    if not layer.prefix:
+        _log.warning("a row-parallel layer has no name: vLLM sums it itself")
+        return False
+    if layer.prefix in _current.layers:
+        _log.warning("a second row-parallel layer is called %s: vLLM sums it itself", layer.prefix)
         return False
     device = next(layer.parameters()).device
     _current.layers[layer.prefix] = _Layer(layer.prefix, layer.output_size, device)
@@ -324,10 +324,6 @@ def _capturing(x: Tensor) -> bool:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _them(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
 
 
 def _row_sum(x: Tensor, layer: str) -> Tensor:

@@ -73,7 +73,7 @@ class VllmSettings:
         try:
             return cls(**given)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {error}") from error
+            raise ValueError(f"{where} cannot be used: {error}") from error
 
     def sums(self) -> Any:
         """The `SumSettings`."""
@@ -88,7 +88,7 @@ def settings_of(config: Any) -> VllmSettings:
     given = more.get(KEY) if isinstance(more, dict) else None
     settings = from_environment()
     if settings is not None and given is not None and VllmSettings.of(given, f"additional_config[{KEY!r}]") != settings:
-        raise VllmError(f"{VARIABLE} and additional_config[{KEY!r}] differ; allowed: one of them, or {VARIABLE}=on")
+        raise VllmError(f"LOWBIT_VLLM and additional_config[{KEY!r}] differ; allowed: one of them, or {VARIABLE}=on")
     if settings is None:
         if given is None:
             raise VllmError(
