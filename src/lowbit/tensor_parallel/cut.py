@@ -28,8 +28,9 @@ def tensor_parallel_(
 
     For models in memory, and where `from_pretrained(folder, tp_plan="auto")` is not possible: it needs the package
     accelerate. Each rank keeps its part of every weight in the plan as a `DTensor`; embeddings stay whole. Partial sums
-    are gathered in the model's dtype and added up in float32 in the order of the ranks, until `low_bit_` installs a
-    format; results are those of `emulate_tensor_parallel_`, on CPU bit for bit.
+    are added up by PyTorch's own all-reduce in the model's dtype, until `low_bit_` installs a format: of n elements of
+    2 bytes each of W ranks sends 4 (W - 1) / W n bytes. With two ranks results are those of `emulate_tensor_parallel_`,
+    on CPU bit for bit; with more the order of the additions differs.
 
     Args:
         model: whole, with the same weights on all ranks; they are not sent.

@@ -41,11 +41,11 @@ class Sample:
     codec: Codec
 
     @property
-    def kind(self) -> str:
+    def key(self) -> str:
         return kind_of(self.width, self.dtype, self.codec)
 
 
-_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str, bool], Times]]
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str, bool], tuple[Times, str]]]
 _measured = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +59,7 @@ def measured(
     Raises:
         ValueError: `settings.small` holds thresholds for other ranks or other sums.
     """
-    kinds = {sample.kind: sample for sample in samples}
+    kinds = {sample.key: sample for sample in samples}
     if isinstance(given := settings.small, Thresholds):
         missing = [kind for kind in kinds if kind not in given.steps]
         if missing or given.ranks != dist.get_world_size(group):
@@ -75,8 +75,10 @@ def measured(
         key = kind, settings.algorithm, settings.checksums
         if anew or key not in known:
             known[key] = _times(sample, group, settings, _SECONDS / len(kinds))
-    times = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
-    thresholds = _thresholds(kinds, times, dist.get_world_size(group))
+    results = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
+    times = {kind: times for kind, (times, _) in results.items()}
+    date = max(date for _, date in results.values())
+    thresholds = _thresholds(kinds, times, dist.get_world_size(group), date)
     if dist.get_rank(group) == 0:
         _log.info("all-reduces of partial sums: %s", thresholds)
     return replace(settings, small=thresholds)
@@ -89,10 +91,15 @@ def choices(ranks: int, settings: SumSettings) -> tuple[Choice, ...]:
     return ("plain", "one_shot") if ranks == 2 else ("plain", "one_shot", "two_shot")
 
 
-def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> Times:
-    """Take turns on sums of more and more rows, as far as the time allows. Ranks know each other's times."""
+def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
+    """Take turns on sums of more and more rows, as far as the time allows.
+
+    Returns:
+        Times and the date, the same on all ranks.
+    """
     competing, times = choices(dist.get_world_size(group), settings), Times()
     spent = last = 0.0
+    date: str = gather_json(datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), group)[0]
     for rows in ROWS:
         turns = _FEWER if last > _LONG else _TURNS
         x = torch.zeros(rows, sample.width, dtype=sample.dtype, device=sample.device)
@@ -104,7 +111,7 @@ def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seco
         spent += last
         if spent + 3 * last > seconds:
             break
-    return times
+    return times, date
 
 
 @torch.no_grad()
@@ -123,7 +130,7 @@ def _wait(x: torch.Tensor) -> None:
         torch.cuda.synchronize(x.device)
 
 
-def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int) -> Thresholds:
+def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
     milliseconds = {
         kind: {
             str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}
@@ -137,7 +144,7 @@ def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: 
     return Thresholds(
         ranks=ranks, steps={kind: steps_of(by_rows) for kind, by_rows in times.items()}, milliseconds=milliseconds,
         mbit=round(8e-6 * nbytes / statistics.median(times[kind][rows]["plain"]), 1),
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        date=date,
     )  # fmt: skip
 
 

@@ -261,9 +261,10 @@ class LowBitRowwiseParallel(RowwiseParallel):
 
     The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (4.1875 with
     `FeatureInt4` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
-    2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums of fewer than `settings.small`
-    values are sent in the model's dtype. An `Embedding` is cut and summed by PyTorch's own style: all ranks but one add
-    zeros.
+    2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums that `settings.small` leaves
+    uncoded are added up by PyTorch's all-reduce in the model's dtype. By default their size is measured when
+    `parallelize_module` meets the first layer of a kind. An `Embedding` is cut and summed by PyTorch's own style: all
+    ranks but one add zeros.
 
     Args:
         codec: format of the layer's partial sums: `calibration.codec(name)`, or `GroupInt`; see also `low_bit_styles`.
