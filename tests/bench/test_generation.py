@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowbit.bench.generation import COMMAND, OWN, GenerationBenchmark, Turns
+from lowbit.bench.generation import CALIBRATED, COMMAND, OWN, GenerationBenchmark, Turns
 from lowbit.network import Link, LinkUnavailable, SlowLink
 from lowbit.report import Report, run
 from lowbit.train.config import DataConfig
@@ -78,6 +78,31 @@ def test_report_is_shown_and_drawn(report: Report, tmp_path: Path):
     assert "Agreement with Transformers' own pipeline" in text
 
 
+@pytest.mark.parametrize(("layouts", "per_host"), [(("tensor",), 1), (("pipeline", "tensor", "both"), 2)])
+def test_layouts_are_measured_with_the_same_model(
+    forked: None, settings: GenerationBenchmark, layouts: tuple[Any, ...], per_host: int
+):
+    few = dataclasses.replace(
+        settings, layouts=layouts, per_host=per_host, formats=(OWN, "int8"), chunks=(0,), batch=(1, 2), rounds=1,
+        pretrained="", width=64, layers=4, heads=4, ffn=64, vocab=128,
+    )  # fmt: skip
+    rows = run(COMMAND, few).rows
+    found = {(row["layout"], row["format"], row["batch"]) for row in rows}
+    names = {"pipeline": (OWN, "int8"), "tensor": (OWN, "int8", CALIBRATED), "both": (OWN, "int8", CALIBRATED)}
+    assert found == {(layout, name, batch) for layout in layouts for name in names[layout] for batch in (1, 2)}
+    own = {(row["layout"], row["batch"]): row["prefill_ms"] for row in rows if row["format"] == OWN}
+    for row in rows:
+        assert row["prefill_speedup"] == own[row["layout"], row["batch"]] / row["prefill_ms"]
+        assert row["ranks"] == 2 * per_host
+
+
+def test_agreement_is_measured_of_sums_too(forked: None, settings: GenerationBenchmark):
+    few = dataclasses.replace(settings, layouts=("tensor",), sums=(OWN, "int8"), rounds=1)
+    own, byte = run(COMMAND, few).rows
+    assert (own["same_tokens"], own["loss_increase"]) == (1, 0)
+    assert byte["same_tokens"] > 0.9
+
+
 def test_medians_and_bytes_of_both_hosts(settings: GenerationBenchmark):
     link: dict[str, Any] = {"link": "25mbit", "link_mbit": 25.0, "goodput_mbit": 24.0}
     turns = Turns(link, "int4", 0)
@@ -103,6 +128,10 @@ def test_no_link_says_why(monkeypatch: pytest.MonkeyPatch, settings: GenerationB
         ({"formats": ("int4", "int4")}, "formats is"),
         ({"formats": ("transform",)}, "formats has 'transform', which keeps state; allowed: transformers, and codecs"),
         ({"layers": 1}, "layers is 1; allowed: at least 2"),
+        ({"layouts": ("both",)}, "layouts has 'both' and per_host is 1; allowed: at least 2"),
+        ({"layouts": ("tensor",), "heads": 3}, "heads is 3; allowed: a multiple of 2, the tensor-parallel ranks"),
+        ({"per_host": 2}, "layers is 2; allowed: at least 4, one for each stage"),
+        ({"sums": ("int9",)}, "codec is 'int9'"),
         ({"tokens": 1}, "tokens is 1; allowed: at least 2"),
         ({"chunks": ()}, "chunks is"),
         ({"precision": "fp8"}, "precision is 'fp8'"),

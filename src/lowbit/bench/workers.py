@@ -32,6 +32,7 @@ class Workers:
         grouped: they join one process group.
         network: an open link, whose host i gets process i; None: all on this machine's loopback.
         environment: more variables for them.
+        per_host: processes on each host, neighbours together.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Workers:
         grouped: bool = False,
         network: SlowLink | None = None,
         environment: Mapping[str, str] | None = None,
+        per_host: int = 1,
     ) -> None:
         self._program, self._count, self._grouped, self._network = program, count, grouped, network
+        self._per_host = per_host
         self._environment = environment or {}
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
@@ -124,8 +127,9 @@ class Workers:
         argv = [sys.executable, "-m", self._program]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file, "text": True}
         if self._network:
-            environment["GLOO_SOCKET_IFNAME"] = self._network.interface(index)
-            process = self._network.popen(index, argv, env=environment, **pipes)
+            host = index // self._per_host
+            environment["GLOO_SOCKET_IFNAME"] = self._network.interface(host)
+            process = self._network.popen(host, argv, env=environment, **pipes)
         else:
             process = subprocess.Popen(argv, env=environment, **pipes)
         self._processes.append(process)
@@ -179,8 +183,12 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(program: str, count: int, links: Sequence[Link]) -> Iterator[tuple[SlowLink | None, Workers]]:
+def started(
+    program: str, count: int, links: Sequence[Link], *, per_host: int = 1
+) -> Iterator[tuple[SlowLink | None, Workers]]:
     """Start ranks on the hosts of a link that `set_link` changes; on loopback if this machine permits no limits.
+
+    Neighbours share a host, `per_host` of them.
 
     If one of `links` is limited, the ranks connect on a limited link, which fixes the size of TCP's trains of packets.
     Those of an unlimited link are larger than the token bucket of a limited one, which then drops packets: FP32 at
@@ -200,8 +208,8 @@ def started(program: str, count: int, links: Sequence[Link]) -> Iterator[tuple[S
     else:
         first = UNLIMITED if set(links) == {UNLIMITED} else _CONNECTING
         with (
-            SlowLink(count, first.rate_mbit) as network,
-            Workers(program, count, grouped=True, network=network) as ranks,
+            SlowLink(count // per_host, first.rate_mbit) as network,
+            Workers(program, count, grouped=True, network=network, per_host=per_host) as ranks,
         ):
             yield network, ranks
 

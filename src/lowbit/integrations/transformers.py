@@ -32,7 +32,7 @@ from lowbit import __version__
 from lowbit.codecs import Codec, GroupInt
 from lowbit.codecs.checks import check_dtype
 from lowbit.integrations.engine import engine, part
-from lowbit.integrations.transformers_line import Incoming, Outgoing
+from lowbit.integrations.transformers_line import Incoming, Outgoing, Shares
 from lowbit.pipeline.arguments import check_numbers
 from lowbit.pipeline.traffic import Traffic
 from lowbit.ranks.agreement import agree
@@ -127,6 +127,8 @@ class LowBitPipelineStage(_Stage):
         }
         agree(group, facts, timeout, topic="transformers pipeline")
         self._group, self._timeout = group, timeout
+        self._beside = _tensor_parallel(model)
+        self._shares = Shares(codec, self._beside, timeout)
         self._messages = Messages(group, "transformers pipeline", timeout=timeout, checksums=checksums)
         self._outgoing = Outgoing(self._messages, self.pp_next_rank)
         self._incoming = Incoming(self._messages, self.pp_prev_rank)
@@ -213,6 +215,8 @@ class LowBitPipelineStage(_Stage):
                 devices = [] if scores.device.type == "cpu" else [scores.device]
                 with torch.random.fork_rng(devices, device_type=scores.device.type if devices else "cuda"):
                     tokens = torch.multinomial(torch.softmax(scores, -1), 1)
+                if self._beside is not None:  # ranks with the same scores, and random numbers of their own
+                    dist.broadcast(tokens, group_src=0, group=self._beside)
             else:
                 tokens = scores.argmax(-1, keepdim=True)
             self._to_others(tokens)
@@ -225,18 +229,18 @@ class LowBitPipelineStage(_Stage):
     def _send(self, x: Tensor) -> None:
         self._batch, self._tokens = x.shape[0], x.shape[1]
         with self.traffic.timing("codec_seconds"):
-            payload = self.codec.open(shape=x.shape, dtype=x.dtype, device=x.device).encode(x)
+            payload, elements = self._shares.encode(x)
         with self.traffic.timing("wait_seconds"):
             nbytes = self._outgoing.send(payload)
-        self.traffic.count("forward", nbytes, x.numel())
+        self.traffic.count("forward", nbytes, elements)
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         self._batch, self._tokens = shape[0], shape[1]
-        session = self.codec.open(shape=shape, dtype=dtype, device=device)
+        nbytes = self._shares.nbytes(shape, dtype, device)
         with self.traffic.timing("wait_seconds"):
-            payload = self._incoming.receive(session.nbytes(), f"hidden states {tuple(shape)}")
+            payload = self._incoming.receive(nbytes, f"hidden states {tuple(shape)}")
         with self.traffic.timing("codec_seconds"):
-            return session.decode(payload.to(device))
+            return self._shares.decode(payload, shape, dtype, device)
 
     def _to_others(self, *tensors: Tensor) -> None:
         """Send tensors from the last stage to all others, and wait until they have them."""
@@ -316,6 +320,13 @@ def _over_gloo(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     beside = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
     assert isinstance(beside, dist.ProcessGroup)  # this rank is in it
     return beside
+
+
+def _tensor_parallel(model: Any) -> dist.ProcessGroup | None:
+    """The ranks that share the layers of a stage; None: this one alone."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    return model._device_mesh.get_group("tp")
 
 
 def _is_simple(config: Any) -> bool:

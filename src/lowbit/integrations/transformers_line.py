@@ -11,12 +11,19 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit.codecs import Codec
+from lowbit.ranks import pytorch
 from lowbit.ranks.messages import Expected, Messages, Sent
 
 AHEAD = 2
 """Receives that are posted ahead."""
+SPLIT = 1 << 16
+"""Bytes of a payload from which on the ranks that share a stage send a part of it each."""
 _MOST_SENT = 4  # messages on their way that a sender keeps
 
 
@@ -95,3 +102,52 @@ class Incoming:
     @staticmethod
     def _beginning(expected: Expected, size: int) -> Expected:
         return replace(expected, message=expected.message[: size + expected.checksums.room])
+
+
+class Shares:
+    """Hidden states of which each of the ranks that share a stage sends some rows, and gets the others' from them.
+
+    Those ranks hold the same hidden states, so without this a link would carry them once for each.
+
+    Args:
+        codec: format of the hidden states. group: ranks that share a stage; None: this one alone.
+        timeout: seconds to wait for them.
+    """
+
+    def __init__(self, codec: Codec, group: dist.ProcessGroup | None, timeout: float) -> None:
+        self._codec, self._group, self._timeout = codec, group, timeout
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, int]:
+        """The payload that this rank sends of hidden states (batch, tokens, width), and the elements in it."""
+        shape = self._shape(x.shape)
+        if shape != x.shape:
+            rows = x.reshape(-1, x.shape[-1])
+            rows = F.pad(rows, (0, 0, 0, shape[1] * self.ranks - len(rows)))
+            x = rows.view(self.ranks, *shape)[dist.get_rank(self._group)]
+        return self._codec.open(shape=x.shape, dtype=x.dtype, device=x.device).encode(x), x.numel()
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+        """Bytes that this rank sends or receives of hidden states of a shape."""
+        return self._codec.open(shape=self._shape(shape), dtype=dtype, device=device).nbytes()
+
+    def decode(self, payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The hidden states, from what this rank has received."""
+        part = self._shape(shape)
+        session = self._codec.open(shape=part, dtype=dtype, device=device)
+        if part == torch.Size(shape):
+            return session.decode(payload.to(device))
+        assert self._group is not None
+        payload = payload.to("cpu" if "gloo" in dist.get_backend_config(self._group) else device)
+        parts = payload.new_empty(self.ranks * payload.numel())
+        work = pytorch.gather(parts, payload, self._group, async_op=True)
+        pytorch.finish(work, self._group, self._timeout)
+        states = [session.decode(each.to(device)).view(part[1], -1) for each in parts.view(self.ranks, -1)]
+        return torch.cat(states)[: shape[0] * shape[1]].view(shape)
+
+    def _shape(self, shape: tuple[int, ...]) -> torch.Size:
+        """Of what a rank sends: of its share of the rows, or of everything, where that is little."""
+        whole = torch.Size(shape)
+        if self.ranks == 1 or self._codec.nbytes(whole) < SPLIT:
+            return whole
+        return torch.Size((1, -(-shape[0] * shape[1] // self.ranks), shape[2]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -34,7 +35,7 @@ Sums = dict[str, tuple[list[int], bool, list[int]]]
 """By parameter: the whole shape, whether this rank has a part of it only, and a checksum for each dimension."""
 
 
-def identity(model: nn.Module, layers: Mapping[str, ModelSum]) -> str:
+def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.ProcessGroup | None = None) -> str:
     """Return a readable description and 16 hexadecimal digits: "llama, hidden_size 64, ... [0123456789abcdef]".
 
     The digits depend on the sizes and constants in the model's config, the names of its sums, and the names,
@@ -48,12 +49,17 @@ def identity(model: nn.Module, layers: Mapping[str, ModelSum]) -> str:
 
     Args:
         model: a module; its config counts if it has one. layers: its sums by name.
+        stages: ranks that hold the other layers of a model that is cut into stages; all of them must call this.
     """
     description, config = _describe(model), text_config(model)
     formulas = json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
-    digest = hashlib.sha256(json.dumps([description, formulas, sorted(layers)]).encode())
-    for name, checksums in sorted(_gathered(_checksums(model), layers).items()):
-        digest.update(f"/{name}/{checksums}".encode())
+    held, names = _gathered(_checksums(model), layers), set(layers)
+    for others, theirs in () if stages is None else gather_json([list(layers), held], stages):
+        names |= set(others)
+        held |= theirs
+    digest = hashlib.sha256(json.dumps([description, formulas, sorted(names)]).encode())
+    for name, checksums in sorted(held.items()):
+        digest.update(f"/{name}/{json.dumps(checksums)}".encode())
     return f"{description} [{digest.hexdigest()[:16]}]"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.inputs import send_inputs
 from lowbit.tensor_parallel.reduce import SumSettings, check_codec
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel, install
-from lowbit.tensor_parallel.sums import counted, group_of, real_sums
+from lowbit.tensor_parallel.sums import ModelSum, counted, group_of, real_sums
 
 Source = str | Path | Calibration | Codec
 
@@ -61,6 +62,18 @@ def low_bit_(
     source = load_agreed(calibration, group, settings)
     if isinstance(source, Calibration):
         source.check(model, dist.get_world_size(group), sums)
+    return install_formats(model, sums, source, group, settings, drift)
+
+
+def install_formats(
+    model: nn.Module,
+    sums: Mapping[str, ModelSum],
+    source: Calibration | Codec,
+    group: dist.ProcessGroup,
+    settings: SumSettings,
+    drift: Drift | None,
+) -> Installed:
+    """Install the formats of a calibration that has been checked, or one codec, on all ranks of a group."""
     codecs = {name: source.codec(name) if isinstance(source, Calibration) else source for name in sums}
     installed = install(sums, codecs, group, settings, counted=counted(model), drift=drift)
     if settings.inputs is not None:

@@ -1,0 +1,155 @@
+"""Tensor parallelism inside hosts and a pipeline between them, in one Transformers model, both in few bits.
+
+    model = load_parallel("my_model", tensor=2, stages=2, dtype=torch.bfloat16)  # torchrun, 4 processes
+    low_bit_parallel_(model, "calibration-tp2.safetensors", GroupInt(bits=8, group=64))
+
+Ranks 0 and 1 share the first half of the layers, ranks 2 and 3 the second: neighbours sum, so start them on one host.
+
+`DistributedConfig(tp_size=2, pp_size=2)` of Transformers 5.23 fails: after it has cut the stages, it looks for the
+layers of the whole model. `load_parallel` gives it those of the stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+
+from lowbit.codecs import Codec
+from lowbit.integrations.engine import engine, part
+from lowbit.integrations.transformers import LowBitPipelineStage, low_bit_pipeline_
+from lowbit.ranks.objects import gather_json
+from lowbit.tensor_parallel import Calibration, CalibrationError, Drift, Installed, SumSettings
+from lowbit.tensor_parallel.identity import identity
+from lowbit.tensor_parallel.low_bit import install_formats, load_agreed
+from lowbit.tensor_parallel.sums import ModelSum, group_of, real_sums
+
+__all__ = ["LowBitParallel", "load_parallel", "low_bit_parallel_"]
+
+_PACKAGE: Any = {"package": "transformers", "tested": "5.23.0"}
+_mixin = engine("transformers.distributed.mixin", extra="train", **_PACKAGE)
+_configuration = engine("transformers.distributed.configuration_utils", extra="train", **_PACKAGE)
+_pipeline = engine("transformers.distributed.pipeline_parallel", extra="train", **_PACKAGE)
+_Config: Any = part(_configuration, "DistributedConfig", **_PACKAGE)
+_Absent: Any = part(_pipeline, "PipelineIdentityLayer", **_PACKAGE)
+_apply: Any = part(_mixin, "apply_tensor_parallelism", **_PACKAGE)
+
+
+def load_parallel(folder: str | Path, *, tensor: int, stages: int, **options: Any) -> Any:
+    """Load this rank's part of a causal language model: of its layers, and of their weights.
+
+    To be called on every rank of the default group, `tensor * stages` of them. Each reads its own part only.
+
+    Args:
+        folder: of the model. tensor: ranks that share a layer. stages: parts that the layers are cut into.
+        options: of `from_pretrained`, such as `dtype`.
+
+    Raises:
+        ValueError: the group has another number of ranks.
+    """
+    ranks = dist.get_world_size()
+    if tensor < 1 or stages < 1 or tensor * stages != ranks:
+        raise ValueError(
+            f"tensor is {tensor} and stages is {stages}; allowed: numbers whose product is {ranks}, the number of ranks"
+        )
+    from transformers import AutoModelForCausalLM
+
+    config = _Config(tp_size=tensor, pp_size=stages)
+    with mock.patch.object(_mixin, "apply_tensor_parallelism", of_this_stage):
+        return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).eval()
+
+
+def of_this_stage(model: nn.Module, mesh: Any, plan: dict[str, str]) -> nn.Module:
+    """Transformers' `apply_tensor_parallelism`, without what other stages hold."""
+    parameters = {name for name, _ in model.named_parameters()}
+    held = parameters | {name for name, module in model.named_modules() if not isinstance(module, _Absent)}
+    return _apply(model, mesh, {name: style for name, style in plan.items() if name in held})
+
+
+@dataclass(frozen=True)
+class LowBitParallel:
+    """What `low_bit_parallel_` has installed.
+
+    Args:
+        sums: of the tensor-parallel ranks, with counts in `sums.traffic`. stage: of the pipeline; counts in
+            `stage.traffic`.
+    """
+
+    sums: Installed
+    stage: LowBitPipelineStage
+
+    def remove(self) -> None:
+        """Give the model Transformers' own sums and stage back; every rank calls this."""
+        self.stage.remove()
+        self.sums.remove()
+
+
+def low_bit_parallel_(
+    model: nn.Module,
+    calibration: str | Path | Calibration | Codec,
+    codec: Codec | None = None,
+    *,
+    settings: SumSettings | None = None,
+    drift: Drift | None = None,
+    timeout: float = 120.0,
+    checksums: bool = True,
+) -> LowBitParallel:
+    """Sum over tensor-parallel ranks, and send between stages, in few bits; on every rank.
+
+    Each rank of a stage sends its share of the rows to the next host, where the ranks exchange them: a link between
+    hosts carries hidden states once. Few rows travel whole from each rank.
+
+    Args:
+        model: as `load_parallel` returns it.
+        calibration: of the whole model, for as many ranks as share a layer; or a codec for all sums.
+        codec: format of hidden states; None: 8 bits in groups of 64.
+        settings: of sums. drift: watches whether calibrated ranges hold. timeout, checksums: of the pipeline.
+
+    Raises:
+        ValueError: a model without stages, or without tensor-parallel layers.
+        CalibrationError: a calibration that cannot be read, or of another model or number of ranks.
+        AgreementError: the ranks do not hold the same; the same text on all.
+    """
+    layers, own = real_sums(model), getattr(model, "_pp_stage", None)
+    if not layers or own is None:
+        raise ValueError(
+            f"model is {type(model).__name__} without {'stages' if layers else 'tensor-parallel layers'}; allowed: one "
+            "of load_parallel with tensor and stages of at least 2"
+        )
+    group, settings = group_of(layers), settings or SumSettings()
+    source = load_agreed(calibration, _everybody(), settings)
+    if isinstance(source, Calibration):
+        _check(source, model, layers, own.pp_group)
+    with contextlib.ExitStack() as undo:
+        sums = undo.enter_context(install_formats(model, layers, source, group, settings, drift))
+        stage = low_bit_pipeline_(model, codec, timeout=timeout, checksums=checksums)
+        undo.pop_all()
+    return LowBitParallel(sums, stage)
+
+
+def _check(calibration: Calibration, model: nn.Module, layers: dict[str, ModelSum], stages: Any) -> None:
+    """Raise unless the calibration is of the model whose stages these are."""
+    ranks = dist.get_world_size(group_of(layers))
+    if calibration.world != ranks:
+        raise CalibrationError(
+            f"the calibration is for {calibration.world} ranks, and {ranks} share a layer; "
+            f"allowed: a calibration for as many (lowbit calibrate --ranks {ranks})"
+        )
+    known = {name for names in gather_json(list(layers), stages) for name in names}
+    if different := sorted(known ^ set(calibration.features)):
+        raise CalibrationError(
+            f"the calibration has {len(calibration.features)} layers, the stages {len(known)}; "
+            f"in one of them only: {', '.join(different[:4])}{', ...' if len(different) > 4 else ''}"
+        )
+    name = identity(model, layers, stages)
+    if name != calibration.model:
+        raise CalibrationError(f"the calibration is for the model {calibration.model}, this is {name}")
+
+
+def _everybody() -> Any:
+    return dist.group.WORLD

@@ -1,0 +1,336 @@
+"""vLLM's tensor-parallel sums in few bits: a plug-in (entry point group `vllm.general_plugins`) for prefills.
+
+vLLM's communicator does not learn which layer a sum belongs to, and a calibrated format needs that. So the plug-in
+takes the place of `RowParallelLinear`, by vLLM's registry for layers from outside. Such a layer knows its name. Its
+forward multiplies as vLLM does, and calls the operator `lowbit::vllm_row_sum`, one node for `torch.compile`.
+
+The operator codes a sum if the batch has a prefill and enough values. It hands every other sum to vLLM's own
+all-reduce: decoding, small batches, and whatever is captured in a CUDA graph. All of this follows from what the
+scheduler told all ranks alike, so the ranks decide the same.
+
+Nothing changes unless `LOWBIT_VLLM` is set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.integrations.vllm_settings import VARIABLE, VllmError, VllmSettings, from_environment, settings_of
+from lowbit.ranks.agreement import agree
+
+__all__ = ["RowSums", "VllmError", "VllmSettings", "register", "row_sums"]
+
+TESTED = "0.33.0"
+"""The version of vLLM whose source this was written against."""
+
+_BASE = "RowParallelLinear"
+_log = logging.getLogger("lowbit.vllm")
+_library = torch.library.Library("lowbit", "FRAGMENT")
+
+
+def register() -> None:
+    """Put a subclass in the place of vLLM's `RowParallelLinear`; called by vLLM in each process, any number of times.
+
+    Raises:
+        VllmError: another plug-in has replaced this layer, or this vLLM has no such registry.
+    """
+    if not os.environ.get(VARIABLE):
+        return
+    from_environment()  # an error in it now, and not once the model is loaded
+    registry = _vllm("model_executor.custom_op")
+    linear = _vllm("model_executor.layers.linear")
+    replaced = _part(registry, "op_registry_oot").get(_BASE)
+    if getattr(replaced, "sums_in_few_bits", False):
+        return
+    if replaced is not None:
+        raise VllmError(
+            f"{replaced.__module__}.{replaced.__name__} has replaced {_BASE} of vLLM already; "
+            f"allowed: one plug-in that does (VLLM_PLUGINS names those that vLLM loads)"
+        )
+    _part(registry, "PluggableLayer").register_oot(name=_BASE)(_subclass(_part(linear, _BASE)))
+
+
+def row_sums() -> RowSums | None:
+    """The sums of this process's model; None before vLLM has built one."""
+    return _current
+
+
+def _subclass(base: Any) -> type:
+    """The layer that takes the place of `RowParallelLinear`."""
+
+    class LowBitRowParallelLinear(base):
+        """As vLLM's, with its sum by `lowbit::vllm_row_sum`."""
+
+        sums_in_few_bits = True
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.summed = bool(self.reduce_results and self.tp_size > 1 and _adopt(self))
+
+        def forward(self, input_: Tensor) -> Any:
+            if not self.summed:
+                return super().forward(input_)
+            if not self.input_is_parallel:
+                part = input_.shape[-1] // self.tp_size
+                input_ = input_.narrow(-1, self.tp_rank * part, part).contiguous()
+            partial = self.quant_method.apply(self, input_, None)  # without the bias, which calibrations do not have
+            output = torch.ops.lowbit.vllm_row_sum(partial, self.prefix)
+            if self.bias is not None and not self.skip_bias_add:
+                output = output + self.bias
+            return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
+
+    return LowBitRowParallelLinear
+
+
+@dataclass
+class _Layer:
+    """A row-parallel layer: its sum once the formats are known, and what its check found."""
+
+    name: str
+    width: int
+    device: torch.device
+    sum: Any = None  # a `LayerSum`; None: vLLM's own
+    unchecked: int = 0
+    error: float = float("nan")
+
+
+@dataclass
+class RowSums:
+    """The sums of one model's row-parallel layers on this rank.
+
+    Args:
+        settings: of the plug-in. config: vLLM's.
+
+    Attributes:
+        layers: by name. traffic: what was sent in few bits; sums that vLLM makes are not counted.
+    """
+
+    settings: VllmSettings
+    config: Any
+    layers: dict[str, _Layer] = field(default_factory=dict)
+    traffic: Any = None
+    _started: bool = False
+    _seen: object = None  # the attention metadata that `_prefills` is of
+    _prefills: bool = False
+
+    def __post_init__(self) -> None:
+        parallel = _vllm("distributed.parallel_state")
+        self._group: Any = _part(parallel, "get_tp_group")()
+        self._context = _vllm("forward_context")
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """What the check found, by layer: the largest error on any rank; NaN before it."""
+        return {name: layer.error for name, layer in self.layers.items()}
+
+    def sum(self, x: Tensor, name: str) -> Tensor:
+        """The sum over all ranks, in few bits or by vLLM; never the tensor `x` itself."""
+        layer = self.layers[name]
+        if not self._started and not _capturing(x):
+            self._start(x.dtype)
+        known = layer.sum
+        if known is None or known.settings.choice(x, known.ranks, known.codec) == "plain":
+            return self._whole(x)
+        if not self._has_prefill() or _capturing(x):
+            return self._whole(x)
+        total = x.clone(memory_format=torch.contiguous_format)
+        known.reduce_(total, self._group.device_group)
+        if layer.unchecked:
+            return self._checked(layer, total, self._whole(x))
+        return total
+
+    def _whole(self, x: Tensor) -> Tensor:
+        total = self._group._all_reduce_out_place(x)
+        return total.clone() if total.data_ptr() == x.data_ptr() else total
+
+    def _has_prefill(self) -> bool:
+        """Whether the batch has a request that is not decoding."""
+        known = self._context.is_forward_context_available()
+        metadata = self._context.get_forward_context().attn_metadata if known else None
+        if metadata is not self._seen:
+            speculative = getattr(self.config, "speculative_config", None)
+            self._prefills = has_prefill(metadata, 1 + (getattr(speculative, "num_speculative_tokens", 0) or 0))
+            self._seen = metadata
+        return self._prefills
+
+    def _start(self, dtype: torch.dtype) -> None:
+        """Choose the formats of all layers, and compare them with the other ranks'; in vLLM's own trial run."""
+        from lowbit.tensor_parallel import Calibration, Traffic
+        from lowbit.tensor_parallel.low_bit import load_agreed
+        from lowbit.tensor_parallel.measure import Sample, measured
+        from lowbit.tensor_parallel.rowwise import LayerSum
+
+        settings, beside = self.settings, self._group.cpu_group
+        self._refuse()
+        agree(beside, {"settings": str(settings), "layers": ", ".join(self.layers)}, settings.timeout, topic="vllm")
+        source: Any = settings.calibration
+        if settings.format:
+            from lowbit.codecs import parse
+
+            source = parse(settings.format)
+        sums = settings.sums()
+        source = load_agreed(source, beside, sums)
+        calibrated = source.features if isinstance(source, Calibration) else self.layers
+        if isinstance(source, Calibration):
+            self._compare(source)
+        known = [layer for name, layer in self.layers.items() if name in calibrated]
+        codecs = [source.codec(layer.name) if isinstance(source, Calibration) else source for layer in known]
+        group = self._group.device_group
+        samples = [Sample(layer.width, dtype, layer.device, codec) for layer, codec in zip(known, codecs, strict=True)]
+        sums = measured(samples, group, sums)
+        self.traffic = Traffic()
+        for layer, codec in zip(known, codecs, strict=True):
+            layer.sum = LayerSum(
+                name=layer.name, width=layer.width, device=layer.device, codec=codec, settings=sums,
+                ranks=self._group.world_size, group=group, traffic=self.traffic,
+            )  # fmt: skip
+            layer.unchecked = settings.prefills
+        self._started = True
+        if left := [name for name in self.layers if name not in calibrated]:
+            _log.warning("vLLM sums %s itself: the calibration has no format for that", _some(left))
+        _log.info("%d row-parallel layers sum prefills in few bits", len(self.layers) - len(left))
+
+    def _refuse(self) -> None:
+        """Raise for what adds up elsewhere."""
+        experts = getattr(self.config.compilation_config, "static_all_moe_layers", None) or []
+        if experts and self.settings.experts == "refuse":
+            raise VllmError(
+                f"vLLM sums the expert layers {_some(experts)} itself, in the model's dtype; allowed: models without, "
+                'or "experts": "engine" to code the other sums only'
+            )
+        if getattr(self.config, "lora_config", None) is not None:
+            raise VllmError("vLLM's LoRA layers sum in the model's dtype by themselves; allowed: a model without LoRA")
+
+    def _compare(self, calibration: Any) -> None:
+        """Raise unless the calibration is for this model. The weights are not compared: vLLM has its own names."""
+        from lowbit.tensor_parallel import CalibrationError
+
+        path, ranks = self.settings.calibration, self._group.world_size
+        if calibration.world != ranks:
+            raise CalibrationError(
+                f"{path} is for {calibration.world} ranks, and vLLM has {ranks} tensor-parallel ranks; "
+                f"allowed: a calibration for as many (lowbit calibrate --ranks {ranks})"
+            )
+        missing = [name for name in calibration.features if name not in self.layers]
+        stages = getattr(self.config.parallel_config, "pipeline_parallel_size", 1)
+        if missing and (stages == 1 or len(missing) == len(calibration.features)):
+            raise CalibrationError(
+                f"{path} has formats for {_some(missing)}, which vLLM does not sum as row-parallel layers; it sums "
+                f"{_some(list(self.layers))}: is it a calibration of this model?"
+            )
+        for name, low in calibration.lows.items():
+            if name in self.layers and low.shape[1] != self.layers[name].width:
+                raise CalibrationError(
+                    f"{path} has {low.shape[1]} features for {name}, and the model {self.layers[name].width}"
+                )
+
+    def _checked(self, layer: _Layer, total: Tensor, whole: Tensor) -> Tensor:
+        """Compare a sum with vLLM's, which is returned."""
+        layer.unchecked -= 1
+        power = whole.float().square().mean()
+        error = ((total.float() - whole.float()).square().mean() / power).sqrt()
+        found = torch.stack([error, power, 1 / power]).cpu()
+        found = torch.where(torch.isfinite(found), found, torch.inf)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group.cpu_group)
+        if not bool(torch.isfinite(found[1:]).all()):
+            layer.unchecked += 1
+            what = "zero only" if bool(torch.isfinite(found[1])) else "NaN or infinite"
+            _log.warning("%s: vLLM's own sum is %s; this batch is no check", layer.name, what)
+            return whole
+        error = float(found[0])
+        layer.error = max(error, layer.error if layer.error == layer.error else 0.0)
+        if error > self.settings.check:
+            text = (
+                f"{layer.name}: sums in few bits differ from vLLM's by {100 * error:.1f} %, more than "
+                f"{100 * self.settings.check:g} % (check)"
+            )
+            if self.settings.over == "refuse":
+                raise VllmError(f"{text}; allowed: a calibration on text like this, more bits, or a larger limit")
+            layer.sum = None
+            _log.warning("%s: vLLM sums this layer itself", text)
+        if not any(each.unchecked and each.sum is not None for each in self.layers.values()):
+            errors = sorted(each.error for each in self.layers.values() if each.sum is not None)
+            if errors:
+                _log.info(
+                    "%d layers checked: errors of their sums %.2f to %.2f %%",
+                    len(errors), 100 * errors[0], 100 * errors[-1],
+                )  # fmt: skip
+        return whole
+
+
+_current: RowSums | None = None
+
+
+def has_prefill(metadata: Any, decode: int) -> bool:
+    """Whether vLLM's attention metadata of a batch tells of a prefill: a request with more than `decode` tokens.
+
+    Args:
+        metadata: of one forward pass: by layer, a list of such (microbatches), or None (a trial run).
+    """
+    batches = metadata if isinstance(metadata, list) else [metadata]
+    parts = [each for batch in batches if batch for each in (batch.values() if isinstance(batch, dict) else [batch])]
+    for each in {id(part): part for part in parts}.values():
+        prefills = getattr(each, "num_prefills", None)
+        longest = getattr(each, "max_query_len", None)
+        if prefills or (prefills is None and longest is not None and longest > decode):
+            return True
+    return False
+
+
+def _adopt(layer: Any) -> bool:
+    """Take a layer that vLLM is building; False: it has no name, or a second one has it, and vLLM sums it itself."""
+    global _current
+    config = _part(_vllm("config"), "get_current_vllm_config")()
+    compilation = config.compilation_config
+    if _current is None or _current.config.compilation_config is not compilation:
+        _current = RowSums(settings_of(config), config)
+    if not layer.prefix:
+        _log.warning("a row-parallel layer has no name: vLLM sums it itself")
+        return False
+    if layer.prefix in _current.layers:
+        _log.warning("a second row-parallel layer is called %s: vLLM sums it itself", layer.prefix)
+        return False
+    device = next(layer.parameters()).device
+    _current.layers[layer.prefix] = _Layer(layer.prefix, layer.output_size, device)
+    return True
+
+
+def _vllm(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"vllm.{name}")
+    except ImportError as error:
+        raise VllmError(f"this vLLM has no vllm.{name}: {error}; lowbit was written for vLLM {TESTED}") from error
+
+
+def _part(module: ModuleType, name: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise VllmError(f"this vLLM has no {module.__name__}.{name}; lowbit was written for vLLM {TESTED}") from None
+
+
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _row_sum(x: Tensor, layer: str) -> Tensor:
+    assert _current is not None  # the layer that calls this is in it
+    return _current.sum(x, layer)
+
+
+_library.define("vllm_row_sum(Tensor x, str layer) -> Tensor")
+_library.impl("vllm_row_sum", _row_sum, "CompositeExplicitAutograd")
+torch.library.register_fake("lowbit::vllm_row_sum", lambda x, layer: torch.empty_like(x), lib=_library)
