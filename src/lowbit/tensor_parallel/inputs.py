@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -140,7 +141,7 @@ class InputGather:
     def linear(self, x: Tensor, weight: Tensor, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         """What the operator does."""
         sums = self.sums
-        if sums.settings.choice((*x.shape[:-1], len(weight)), x.dtype, sums.ranks, sums.codec) == "plain":
+        if self._stays(x):
             partial = F.linear(x, weight)
             sums.reduce_(partial, group)
             return partial
@@ -155,7 +156,7 @@ class InputGather:
     def emulate(self, parts: list[Tensor], weights: list[Tensor], whole: Tensor) -> Tensor:
         """Return what `linear` does on ranks with these inputs and weights."""
         sums, x = self.sums, parts[0]
-        if sums.settings.choice((*x.shape[:-1], len(whole)), x.dtype, sums.ranks, sums.codec) == "plain":
+        if self._stays(x):
             return sums([F.linear(part, own) for part, own in zip(parts, weights, strict=True)])
         full = [self._placed(part, rank) for rank, part in enumerate(parts)]
         sums.traffic.take(full[0], sums.ranks, self.slices, "one_shot")
@@ -163,6 +164,11 @@ class InputGather:
         if sums.watch is not None:
             sums.watch(self.name, [F.linear(part, own) for part, own in zip(parts, weights, strict=True)], total)
         return total
+
+    def _stays(self, x: Tensor) -> bool:
+        """Whether the sum for these inputs is left to the engine."""
+        partial = torch.empty((*x.shape[:-1], self.sums.width), dtype=x.dtype, device="meta")
+        return self.sums.settings.choice(partial, self.sums.ranks, self.sums.codec) == "plain"
 
     def _placed(self, x: Tensor, rank: int) -> Tensor:
         """Return all inputs, zero but for a rank's own."""

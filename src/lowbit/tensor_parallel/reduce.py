@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -76,14 +75,14 @@ class SumSettings:
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; allowed: a number of seconds above 0")
 
-    def choice(self, shape: Sequence[int], dtype: torch.dtype, ranks: int, codec: Codec | None) -> Choice:
-        """Return how a sum of this shape (..., E) over `ranks` ranks travels."""
-        numel = math.prod(shape)
+    def choice(self, partial: Tensor, ranks: int, codec: Codec | None) -> Choice:
+        """Return how a sum over `ranks` ranks travels."""
+        numel = partial.numel()
         if codec is None or ranks == 1 or not numel:
             return "plain"
         if isinstance(self.small, Thresholds):
-            width = shape[-1]
-            return self.small.choice(kind_of(width, dtype, codec), numel // width)
+            width = partial.shape[-1]
+            return self.small.choice(kind_of(width, partial.dtype, codec), numel // width)
         if numel < (SMALL if self.small == "auto" else max(1, self.small)):
             return "plain"
         return choose(ranks, codec.nbytes((numel,))) if self.algorithm == "auto" else self.algorithm

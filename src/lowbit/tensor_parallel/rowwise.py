@@ -161,7 +161,7 @@ class LayerSum:
             check_inference(self.name, partial)
             op.tp_all_reduce_(partial, self.number, self.group_name)
             return partial
-        choice = self.settings.choice(partials[0].shape, partials[0].dtype, self.ranks, self.codec)
+        choice = self.settings.choice(partials[0], self.ranks, self.codec)
         self._count(partials, choice, 0)
         total = sum_in_process(partials, self.codec, choice)
         if self.watch is not None:
@@ -170,7 +170,7 @@ class LayerSum:
 
     def reduce_(self, partial: Tensor, group: dist.ProcessGroup) -> None:
         """Replace this rank's partial sum by the sum over the group: what the operator does."""
-        choice = self.settings.choice(partial.shape, partial.dtype, self.ranks, self.codec)
+        choice = self.settings.choice(partial, self.ranks, self.codec)
         self._count([partial], choice, group.rank())
         partials = [] if self.watch is None else [partial.clone()]
         sum_over_ranks(partial, self.codec, group, choice, self.settings)
