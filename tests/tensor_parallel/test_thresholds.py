@@ -21,7 +21,7 @@ from tests.processes import Ranks
 from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
 
 KIND = f"{WIDTH} features, float32, 4 bits"
-SLOW = 0.01
+SLOW = 0.05
 
 
 def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
