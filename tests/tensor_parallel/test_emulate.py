@@ -81,8 +81,13 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
     assert traffic == Traffic()
     with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=SumSettings(small=0)):
         assert torch.equal(logits(model, ids()), full)
-    assert SumSettings().algorithm_for(2, 1 << 20) == SumSettings().algorithm_for(4, 1 << 10) == "one_shot"
-    assert SumSettings().algorithm_for(4, 1 << 20) == "two_shot"
+
+    def taken(ranks: int, rows: int) -> str:
+        return SumSettings(small=0).choice(torch.empty(rows, WIDTH), ranks, GroupInt(bits=4))
+
+    assert taken(2, 1 << 15) == taken(4, 1 << 4) == "one_shot"
+    assert taken(4, 1 << 15) == "two_shot"
+    assert SumSettings().choice(torch.empty(1, WIDTH), 4, GroupInt(bits=4)) == "plain"
 
 
 def test_weights_may_change_meanwhile():

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from lowbit.codecs import GroupInt
 from lowbit.tensor_parallel import (
-    Calibration,
     SumSettings,
     calibrate,
     emulate_tensor_parallel_,
     low_bit_,
     model_sums,
-    tensor_parallel_,
 )
-from tests.processes import Failure, Ranks
+from tests.processes import Ranks
 from tests.tensor_parallel.models import WIDTH, ids, logits, sequences
 from tests.tensor_parallel.moe import cut, moe, plan_of_case
 

@@ -12,6 +12,7 @@ from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_styles
 from lowbit.tensor_parallel.reduce import SumSettings, Traffic
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
+from lowbit.tensor_parallel.thresholds import Thresholds
 
 __all__ = [
     "Calibration",
@@ -22,6 +23,7 @@ __all__ = [
     "LowBitRowwiseParallel",
     "ModelSum",
     "SumSettings",
+    "Thresholds",
     "Traffic",
     "calibrate",
     "emulate_tensor_parallel_",

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
-from lowbit.ranks import pytorch
+from lowbit.collectives.calls import TIMEOUT
 from lowbit.ranks.groups import default_group
+from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.experts import Cut, cuts_of, divided_forward, local_parameters, partial_on_rank
 from lowbit.tensor_parallel.plan import (
     EXPERTS,
@@ -29,7 +30,7 @@ from lowbit.tensor_parallel.plan import (
 )
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import LayerSum, local, sum_forward
-from lowbit.tensor_parallel.sums import mark, planned_sums, real_sums
+from lowbit.tensor_parallel.sums import planned_sums, real_sums
 
 
 def tensor_parallel_(
@@ -39,8 +40,9 @@ def tensor_parallel_(
 
     For models in memory, and where `from_pretrained(folder, tp_plan="auto")` is not possible: it needs the package
     accelerate. Each rank keeps its part of every weight in the plan as a `DTensor`; embeddings stay whole. Partial sums
-    are gathered in the model's dtype and added up in float32 in the order of the ranks, until `low_bit_` installs a
-    format; results are those of `emulate_tensor_parallel_`, on CPU bit for bit.
+    are added up by PyTorch's own all-reduce in the model's dtype, until `low_bit_` installs a format: of n elements of
+    2 bytes each of W ranks sends 4 (W - 1) / W n bytes. With two ranks results are those of `emulate_tensor_parallel_`,
+    on CPU bit for bit; with more the order of the additions differs.
 
     Args:
         model: whole, with the same weights on all ranks; they are not sent.
@@ -84,7 +86,7 @@ def tensor_parallel_(
                 name=name, width=summed.width, device=summed.device, codec=None, settings=SumSettings(), ranks=ranks,
                 group=group,
             )  # fmt: skip
-            module.__dict__["forward"] = mark(sum_forward(summed, layer_sum), summed)
+            module.__dict__["forward"] = sum_forward(summed, layer_sum)
     return model
 
 
@@ -136,7 +138,5 @@ def _gather(y: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
         return y
     length = -(-width // ranks)
     padded = F.pad(y, (0, length - y.shape[-1])).contiguous()
-    parts = y.new_empty((ranks, *padded.shape))
-    work = pytorch.gather(parts.view(-1), padded.view(-1), group, async_op=True)
-    pytorch.finish(work, group, SumSettings().timeout)
-    return torch.cat(list(parts), -1)[..., :width]
+    parts = op.tp_all_gather(padded, group.group_name, TIMEOUT)
+    return torch.cat(parts.unbind(), -1)[..., :width]

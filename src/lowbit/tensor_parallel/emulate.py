@@ -56,18 +56,20 @@ def emulate_tensor_parallel_(
 
     Every matrix product has the shape that it has on a rank (column-wise weights are cut by outputs, row-wise ones by
     inputs), activations between them are computed shard by shard, and partial sums are coded and added up in the order
-    of the ranks. So on CPU logits are bit-identical to those of real ranks with the same number of threads (tested with
-    bfloat16 and float32 weights). On a GPU this is not shown: attention is computed for all heads at once here and for
-    a rank's own heads there, where a kernel may add up in another order. Memory: a second copy of the row-wise weights
-    and of the experts. Nothing is sent. Traffic counts what Transformers' ranks would send: they cut the embedding too.
+    of the ranks. So on CPU logits are bit-identical to those of real ranks with the same number of threads and settings
+    (tested with bfloat16 and float32 weights); with more than two ranks only where every sum is coded, for uncoded ones
+    are left to PyTorch's all-reduce, which adds up in another order. On a GPU this is not shown: attention is computed
+    for all heads at once here and for a rank's own heads there, where a kernel may add up in another order. Memory: a
+    second copy of the row-wise weights and of the experts. Nothing is sent. Traffic counts what Transformers' ranks
+    would send: they cut the embedding too.
 
     Args:
         model: a whole Hugging Face model, or any module with a `plan`.
         ranks: how many to emulate, at least 1.
         low_bit: a `Calibration` for so many ranks and this model; a codec, used for all layers (`GroupInt` for plain
-            INT8); None: sums in the model's dtype, in the order of the ranks, rounded once. (The backend's own BF16
-            all-reduce does the same for two ranks, and rounds after every addition for more.)
-        settings: how partial sums are added up; default `SumSettings()`.
+            INT8); None: sums in the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
+            ranks does the same for two ranks, and rounds after every addition for more.)
+        settings: how partial sums are added up; default `SumSettings()`, which measures nothing here.
         plan: overrides the model's own.
         watch: called with all partial sums and their sum. drift: watches coded values, on all ranks.
 

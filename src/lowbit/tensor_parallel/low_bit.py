@@ -30,7 +30,9 @@ def low_bit_(
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
         low_bit_(model, "calibration.safetensors")
 
-    The ranks compare calibration and settings before anything is changed, and all load the same or raise the same.
+    The ranks compare calibration and settings before anything is changed, and all load the same or raise the same. Then
+    they measure which sums are faster in few bits on their link, for at most a few seconds, unless `settings` says it.
+    `torch.compile` takes the model without a graph break. Bytes: see `LowBitRowwiseParallel`.
 
     Args:
         model: on real tensor-parallel ranks. Coded are row-wise layers, with plain or quantized weights, and layers of
@@ -40,10 +42,11 @@ def low_bit_(
         drift: watches at run time whether the calibrated ranges hold.
 
     Returns:
-        An `Installed`, whose `remove()` undoes it.
+        An `Installed`, whose `remove()` undoes it, with `thresholds`, and `measure()` for a link that has changed.
 
     Raises:
-        ValueError: no module of the model adds up partial sums, one returns something unknown, or a codec does not fit.
+        ValueError: no module of the model adds up partial sums, one returns something unknown or adds up in few bits
+            already, or a codec or the thresholds of `settings` do not fit.
         CalibrationError: the file is missing, cut short, or for another model, world size or codec version.
         AgreementError: the ranks do not hold the same; the same text on all of them.
     """
