@@ -141,12 +141,12 @@ def bare() -> None:
     [
         (
             dispatched,
-            "model.layers.0.mlp.experts (MixtralExperts) sends tokens to the ranks of their experts (AllToAllEP)",
+            "0.mlp.experts (MixtralExperts) sends tokens to the ranks of their experts (AllToAllEP)",
         ),
         (unknown, "1.mlp.experts (MixtralExperts) has the tensor-parallel style Scattered"),
         (
             bare,
-            "model.layers.0.mlp.experts (MixtralExperts) has the parameter gate_up_proj cut over ranks, and no style",
+            "0.mlp.experts (MixtralExperts) has the parameter gate_up_proj cut over ranks, and no style",
         ),
     ],
 )
