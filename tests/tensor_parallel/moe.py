@@ -59,7 +59,7 @@ GPT_OSS = {
     "model.layers.*.mlp.experts": "moe_tp_experts",
     "lm_head": "colwise_gather_output",
 }
-"""A plan for GPT-OSS, which has none of its own: weights are stored transposed, and the rows of gate and up alternate."""
+"""A plan for GPT-OSS, which has none: its weights are stored transposed, and features of gate and up alternate."""
 
 
 def moe(kind: str) -> Any:

@@ -30,7 +30,7 @@ from lowbit.tensor_parallel.plan import (
 )
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import LayerSum, local, sum_forward
-from lowbit.tensor_parallel.sums import mark, planned_sums, real_sums
+from lowbit.tensor_parallel.sums import planned_sums, real_sums
 
 
 def tensor_parallel_(
@@ -86,7 +86,7 @@ def tensor_parallel_(
                 name=name, width=summed.width, device=summed.device, codec=None, settings=SumSettings(), ranks=ranks,
                 group=group,
             )  # fmt: skip
-            module.__dict__["forward"] = mark(sum_forward(summed, layer_sum), summed)
+            module.__dict__["forward"] = sum_forward(summed, layer_sum)
     return model
 
 

@@ -24,7 +24,7 @@ from lowbit.collectives.checks import check_flat
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.plan import shards
 from lowbit.tensor_parallel.reduce import check_inference, sum_in_process, sum_over_ranks
-from lowbit.tensor_parallel.rowwise import Installed, LayerSum, local, own_input
+from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, local, own_input
 from lowbit.tensor_parallel.sums import ModelSum, mark
 
 _log = logging.getLogger("lowbit.tensor_parallel")
@@ -186,6 +186,7 @@ def send_inputs(installed: Installed, sums: Mapping[str, ModelSum], inputs: Summ
         if gather is not None and isinstance(weight, DTensor):
             names.append(layer_sum.name)
             forward = _real_forward(summed.module, gather, weight.full_tensor().detach(), dist.get_rank(group))
+            setattr(forward, LAYER_SUM, layer_sum)
             installed.replace(summed.module, mark(forward, summed))
     _report(names, inputs, len(installed.sums))
 

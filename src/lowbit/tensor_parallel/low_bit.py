@@ -47,8 +47,8 @@ def low_bit_(
         An `Installed`, whose `remove()` undoes it, with `thresholds`, and `measure()` for a link that has changed.
 
     Raises:
-        ValueError: no module of the model adds up partial sums, one returns something unknown or is coded already, or a
-            codec or the thresholds of `settings` do not fit.
+        ValueError: no module of the model adds up partial sums, one returns something unknown or adds up in few bits
+            already, or a codec or the thresholds of `settings` do not fit.
         CalibrationError: the file is missing, cut short, or for another model, world size or codec version.
         AgreementError: the ranks do not hold the same; the same text on all of them.
     """

@@ -134,7 +134,7 @@ def sharded_rowwise_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 def is_cut_by_input(module: nn.Linear) -> bool:
     """Whether the weight is a `DTensor` of which each rank holds the columns of some inputs."""
-    weight = module.weight
+    weight = getattr(module, "weight", None)
     return isinstance(weight, DTensor) and weight.placements in ((Shard(1),), (Shard(-1),))
 
 

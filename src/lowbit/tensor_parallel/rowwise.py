@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -34,7 +34,7 @@ from lowbit.tensor_parallel.sums import Counted, ModelSum, mark
 from lowbit.tensor_parallel.thresholds import Choice, Thresholds
 from lowbit.tensor_parallel.traffic import counting
 
-_LAYER_SUM = "lowbit_layer_sum"  # attribute of a forward: its `LayerSum`
+LAYER_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
@@ -208,7 +208,7 @@ def install(
     installed = Installed()
     ranks = dist.get_world_size(group)
     for name, summed in sums.items():
-        earlier = getattr(summed.module.__dict__.get("forward"), _LAYER_SUM, None)
+        earlier = getattr(summed.module.__dict__.get("forward"), LAYER_SUM, None)
         if earlier is not None and earlier.codec is not None:
             raise ValueError(
                 f"{name} adds up its partial sums in few bits already, by an earlier call; allowed: a layer without, "
@@ -221,14 +221,10 @@ def install(
         )
         for name, summed in sums.items()
     }  # fmt: skip
-    samples = [
-        Sample(summed.width, summed.dtype, summed.device, codecs[name])
-        for name, summed in sums.items()
-        if name in codecs
-    ]
-    installed.use(list(layer_sums.values()), functools.partial(measured, samples, group, settings))
+    samples = [Sample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
+    installed.use(list(layer_sums.values()), partial(measured, samples, group, settings))
     for name, summed in sums.items():
-        installed.replace(summed.module, mark(sum_forward(summed, layer_sums[name]), summed))
+        installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
     for other in counted:
         forward = counting(other.module.forward, installed.traffic, ranks, gathers=other.gathers)
         installed.replace(other.module, forward)
@@ -237,21 +233,21 @@ def install(
 
 def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
     """Make a forward for a module on real ranks that adds up its partial sums by `layer_sum`. For inference."""
-    partial, finish, parameters = summed.partial, summed.finish, tuple(summed.module.parameters(recurse=False))
-    if partial is None:
+    compute, finish, parameters = summed.partial, summed.finish, tuple(summed.module.parameters(recurse=False))
+    if compute is None:
         assert isinstance(summed.module, nn.Linear)
         assert layer_sum.group is not None
-        return row_forward(summed.module, layer_sum, layer_sum.group)
+        return mark(row_forward(summed.module, layer_sum, layer_sum.group), summed)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         for parameter in parameters or (x,):
             check_inference(layer_sum.name, x, parameter)
         with torch.no_grad():
-            total = layer_sum([partial(x, *args, **kwargs).contiguous()])
+            total = layer_sum([compute(x, *args, **kwargs).contiguous()])
             return total if finish is None else finish(total)
 
-    setattr(forward, _LAYER_SUM, layer_sum)
-    return forward
+    setattr(forward, LAYER_SUM, layer_sum)
+    return mark(forward, summed)
 
 
 def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -267,7 +263,7 @@ def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup)
         total = layer_sum([F.linear(own_input(x, layer, weight, ranks, rank), weight)])
         return total if layer.bias is None else total + local(layer.bias)
 
-    setattr(forward, _LAYER_SUM, layer_sum)
+    setattr(forward, LAYER_SUM, layer_sum)
     return forward
 
 
@@ -365,6 +361,6 @@ class LowBitRowwiseParallel(RowwiseParallel):
                 return total
             return DTensor.from_local(total, device_mesh, [Replicate()], run_check=False)
 
-        setattr(wrapped, _LAYER_SUM, layer_sum)
+        setattr(wrapped, LAYER_SUM, layer_sum)
         module.__dict__["forward"] = wrapped
         return module

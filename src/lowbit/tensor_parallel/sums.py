@@ -13,9 +13,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lowbit.tensor_parallel import engine
 from lowbit.tensor_parallel.experts import check_experts, width_of
-from lowbit.tensor_parallel.plan import COLUMN, EMBEDDING, GATHERED, Plan, is_cut_by_input, is_sum, plan_of
+from lowbit.tensor_parallel.plan import (
+    COLUMN,
+    EMBEDDING,
+    GATHERED,
+    Plan,
+    is_cut_by_input,
+    is_quantized,
+    is_sum,
+    plan_of,
+)
 
-SUM = "lowbit_sum"
+SUM = "lowbit_model_sum"
 """Attribute of a forward that adds up partial sums in this library: its `ModelSum`."""
 
 
@@ -47,10 +56,9 @@ class ModelSum:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of partial sums: that of the module's numbers, or of the scales beside quantized ones."""
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        floats = (t.dtype for t in tensors if t.dtype.is_floating_point and t.dtype.itemsize > 1)
-        return next(floats, torch.bfloat16)
+        """Of partial sums: that of the module's weights, or bfloat16 if these are quantized."""
+        dtypes = (p.dtype for p in self.module.parameters())
+        return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,7 +114,7 @@ def real_sums(model: nn.Module) -> dict[str, ModelSum]:
             sums[name] = found
             continue
         installed = engine.installed(name, module)
-        if isinstance(module, nn.Linear) and is_cut_by_input(module):
+        if isinstance(module, nn.Linear) and is_cut_by_input(module) and _is_plain(name, module, installed):
             assert isinstance(module.weight, DTensor)
             group = module.weight.device_mesh.get_group()
             sums[name] = ModelSum(name=name, module=module, style="rowwise", width=module.out_features, group=group)
@@ -118,6 +126,21 @@ def real_sums(model: nn.Module) -> dict[str, ModelSum]:
                 partial=parts.partial, finish=parts.finish,
             )  # fmt: skip
     return sums
+
+
+def _is_plain(name: str, module: nn.Linear, installed: engine.Style | None) -> bool:
+    """Whether this library can compute the partial sum itself; quantized layers do it as Transformers lets them.
+
+    Raises:
+        ValueError: a layer of bitsandbytes, which cannot compute with a part of its weight.
+    """
+    if type(module).__module__.startswith("bitsandbytes"):
+        raise ValueError(
+            f"{name} is {type(module).__name__} of bitsandbytes, which Transformers cuts over ranks but cannot run "
+            "there; allowed: weights of floats, or quantized by torchao"
+        )
+    assert isinstance(module.weight, DTensor)
+    return installed is None or not is_quantized(module.weight.to_local())
 
 
 def _check_known(name: str, module: nn.Module) -> None:
