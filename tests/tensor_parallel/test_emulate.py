@@ -75,8 +75,8 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
             assert torch.equal(logits(model, ids()), full) == equal
             traffic = emulation.traffic
             assert (traffic.plain, traffic.coded) == (
-                (values + size, 0) if equal else (size, values)
-            )  # with the embedding
+                (values + size, 0) if equal else (size, values)  # and the embedding's
+            )
             assert traffic.bits_per_value == (32 if equal else bits)
             assert traffic.other_bytes == ids().numel() * VOCAB * 4 // 2  # of the gathered logits
     logits(model, ids())  # no longer watched
@@ -149,7 +149,9 @@ def test_bad_input():
         emulate_tensor_parallel_(Split(), 2)
     with pytest.raises(ValueError, match="no module of Toy is row-wise parallel"):
         emulate_tensor_parallel_(model, 2, plan={"head": "colwise"})
-    with pytest.raises(ValueError, match="head has the style 'moe_tp_experts'; allowed: colwise"):
+    with pytest.raises(ValueError, match="head has the style 'sequence_parallel'; allowed: colwise"):
+        emulate_tensor_parallel_(model, 2, plan={"head": "sequence_parallel"})
+    with pytest.raises(ValueError, match="head has the style 'moe_tp_experts' and is a Linear; allowed: colwise"):
         emulate_tensor_parallel_(model, 2, plan={"head": "moe_tp_experts"})
     with pytest.raises(ValueError, match=r"layers.0.first is LayerNorm; allowed .*nn.Linear"):
         emulate_tensor_parallel_(model, 2, plan={"layers.*.first": "rowwise"})
