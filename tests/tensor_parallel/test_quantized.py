@@ -38,7 +38,7 @@ def quantized(name: str) -> Any:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = llama().requires_grad_(False)
-    model.config.intermediate_size = 96
+    model.config.intermediate_size, model.config.num_key_value_heads = 96, 4
     model = type(model)(model.config).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():

@@ -102,7 +102,7 @@ def parameters_of_rank(module: nn.Module, parts: Mapping[str, Tensor]) -> Iterat
 def bias_of_first_rank(module: nn.Module, rank: int) -> Iterator[None]:
     """Let the experts' last bias be zero on all ranks except the first, for this block, if the ranks hold it whole."""
     bias = module._parameters.get(BIAS)
-    whole = bias is not None and not (isinstance(bias, DTensor) and any(p.is_shard() for p in bias.placements))
+    whole = bias is not None and not (isinstance(bias, DTensor) and any(hasattr(p, "dim") for p in bias.placements))
     if bias is None or not whole or rank == 0:
         yield
         return

@@ -67,6 +67,8 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Mo
         elif style not in (*EXPERTS, EMBEDDING, IDENTITY):
             known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *EXPERTS, EMBEDDING, IDENTITY, *_EXACT))
             raise ValueError(f"{name} has the style {style!r}; allowed: {known}")
+        elif style in EXPERTS and isinstance(module, nn.Linear):
+            raise ValueError(f"{name} has the style {style!r} and is a Linear; allowed: {', '.join((*COLUMN, *ROW))}")
         planned[name] = (module, style)
     if not any(is_sum(style) for _, style in planned.values()):
         raise ValueError(

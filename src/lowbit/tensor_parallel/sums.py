@@ -146,7 +146,7 @@ def _is_plain(name: str, module: nn.Linear, installed: engine.Style | None) -> b
 def _check_known(name: str, module: nn.Module) -> None:
     """Raise ValueError for a layer of experts that somebody has cut, and nobody says what it returns."""
     for key, parameter in module.named_parameters(recurse=False):
-        cut = isinstance(parameter, DTensor) and any(p.is_shard() or isinstance(p, Shard) for p in parameter.placements)
+        cut = isinstance(parameter, DTensor) and any(hasattr(p, "dim") for p in parameter.placements)
         if cut and parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd):
             raise ValueError(
                 f"{name} ({type(module).__name__}) has the parameter {key} cut over ranks, and no style of "
