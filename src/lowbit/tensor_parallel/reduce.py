@@ -60,11 +60,6 @@ class SumSettings:
         """Return the algorithm for this number of ranks and size of a payload."""
         return choose(ranks, nbytes) if self.algorithm == "auto" else self.algorithm
 
-    def coded_totals(self, numel: int, ranks: int, codec: Codec) -> int:
-        """Return about how many elements of the sum each rank codes for the others: none with one_shot."""
-        two_shot = self.algorithm_for(ranks, codec.nbytes((numel,))) == "two_shot"
-        return -(-numel // ranks) if two_shot else 0
-
 
 @dataclass
 class Traffic:
@@ -183,7 +178,7 @@ def check_codec(name: str, codec: object, width: int | None = None, ranks: int |
 
     Raises:
         TypeError: not a codec, or one whose payloads cannot be summed.
-        ValueError: a `FeatureInt4` for another number of features or ranks.
+        ValueError: a `FeatureInt` for another number of features or ranks.
     """
     codec = check_summable(codec)
     ranks, width = ranks or codec.ranks, width or codec.grain

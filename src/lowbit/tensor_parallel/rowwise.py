@@ -91,7 +91,7 @@ class LayerSum:
         if self.codec is not None:
             check_codec(self.name, self.codec, self.layer.out_features, self.ranks)
         if self.drift is not None:
-            self.codec = self.drift.attach(self.name, self.codec, local(self.layer.weight).device)
+            self.drift.attach(self.name, self.codec)
 
     def __call__(self, partials: Sequence[Tensor]) -> Tensor:
         """Return the sum over all ranks; on real ranks it may overwrite the partial sum.
@@ -102,9 +102,7 @@ class LayerSum:
         codec, settings, group = self.codec, self.settings, self.group
         coded = self.traffic.take(partials[0], self.ranks, codec, settings)
         if self.drift is not None and coded:
-            assert codec is not None
-            totals = len(partials) * settings.coded_totals(partials[0].numel(), self.ranks, codec)
-            self.drift.look(self.name, partials, totals, 0 if group is None else dist.get_rank(group))
+            self.drift.look(self.name, partials, 0 if group is None else dist.get_rank(group))
         if group is None:
             total = sum_in_process(partials, codec, settings)
         else:
@@ -179,7 +177,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
     """A `RowwiseParallel` for `parallelize_module` whose partial sums are added up in few bits. For inference.
 
     The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (4.1875 with
-    `FeatureInt4` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
+    `FeatureInt` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
     2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums of fewer than `settings.small`
     values are sent in the model's dtype. An `Embedding` is cut and summed by PyTorch's own style: all ranks but one add
     zeros.
