@@ -28,7 +28,7 @@ PUBLIC = {
     "lowbit.cli": "main",
     "lowbit.config": ("ConfigError NonNegative Positive Setting build resolve section settings_of to_toml"),
     "lowbit.codecs": (
-        "AQSGD BlockFloat8 Cast Codec FeatureInt4 GroupInt Session StatefulCodec SubspaceQuant Summable TAHQuant "
+        "AQSGD BlockFloat8 Cast Codec FeatureInt GroupInt Session StatefulCodec SubspaceQuant Summable TAHQuant "
         "TransformQuant backward_codec parse parse_pair"
     ),
     "lowbit.collectives": (

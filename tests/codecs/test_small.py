@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit import kernels
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt, SubspaceQuant, TAHQuant
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt, GroupInt, SubspaceQuant, TAHQuant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [
@@ -44,7 +44,7 @@ def stateless(shape: tuple[int, ...]) -> st.SearchStrategy[Codec]:
 
         def of_outliers(k: int) -> Codec:
             ones = torch.ones(2, size)
-            return FeatureInt4(ranges=ones, total=ones[0], features=tuple(range(k)))
+            return FeatureInt(ranges=ones, total=ones[0], features=tuple(range(k)))
 
         found.append(st.integers(0, size - 1).map(of_outliers))
     return st.one_of(found)

@@ -57,7 +57,7 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
     assert list(rows) == [("bf16", 1)] + [(name, tp) for tp in (2, 4) for name in names]
     assert seen == list(range(1, 10))
     assert rows["bf16", 2]["bits_per_value"] == 16
-    assert rows["int4", 2]["bits_per_value"] == pytest.approx(4, abs=0.01)
+    assert rows["int4", 2]["bits_per_value"] == pytest.approx(4.5, abs=0.01)  # 16 of a gain over 32 features
     for (name, tp), row in rows.items():
         assert row["tokens"] == 256
         assert row["kept"] == rows["bf16", tp]["perplexity"] / row["perplexity"]
@@ -67,8 +67,7 @@ def test_rows_of_formats_and_ranks(folder: Path, calibrated: Path, caplog: pytes
             assert row["logits_error"] is None or row["logits_error"] < 0.02
     assert rows["int4", 2]["sum_error"] > 5 * rows["int8", 2]["sum_error"] > 0
     assert rows["bf16", 2]["sum_error"] < 0.005
-    assert rows["bf16", 1]["algorithm"] is rows["int8", 2]["clipped"] is None
-    assert 0 < rows["int4", 2]["clipped"] < 0.2
+    assert rows["bf16", 1]["algorithm"] is None
     assert all(row["algorithm"] == "one_shot" and row["coded"] == 1 for row in report.rows[1:])
     assert caplog.text.count("the calibration was made from the same") == 1
 
@@ -78,7 +77,7 @@ def test_values_that_were_not_coded_count_with_their_dtype(folder: Path, calibra
     settings = evaluation_config(folder, tps=(2,), formats=("int4",), batch=3, small=3000, dtype=dtype)
     rows = run(EVALUATE, settings).rows  # 3, 3 and 2 windows at a time: the last have 2048 values a sum
     assert [row["coded"] for row in rows] == [0.75, 0.75]
-    assert [row["bits_per_value"] for row in rows] == [0.75 * bits + 0.25 * own for bits in (16, 4)]
+    assert [row["bits_per_value"] for row in rows] == [0.75 * bits + 0.25 * own for bits in (16, 4.5)]
     row = run(EVALUATE, dataclasses.replace(settings, formats=("feature-int4",), small=None)).rows[1]
     assert (row["coded"], row["bits_per_value"], row["algorithm"]) == (0, own, None)
     assert row["kept"] == 1

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowbit.codecs import Codec, FeatureInt4, GroupInt, Summable
+from lowbit.codecs import Codec, GroupInt, Summable
 from lowbit.kernels.layout import Layout
 from tests.codecs.examples import room_of
 
@@ -91,7 +91,7 @@ class Case:
         text: what is attacked, and how.
         run: carry it out at a bench; bytes that must not depend on the placement.
         expected: the same as the reference has it: a tensor to compare; None if that is not exact.
-        dtype: of what `run` returns. finite: whether Inf must not come out of it.
+        dtype: of what `run` returns.
         payloads: how many hostile ones these are.
     """
 
@@ -99,7 +99,6 @@ class Case:
     run: Callable[[Bench], bytes]
     expected: Callable[[], Tensor] | None = None
     dtype: torch.dtype = torch.uint8
-    finite: bool = False
     payloads: int = 1
 
 
@@ -196,8 +195,7 @@ class Decoding:
             return torch.stack(found)
 
         text = f"{self.name} {shape} {dtype} {kinds}{' added' if adds else ''}"
-        finite = isinstance(self.codec, FeatureInt4) and not self.codec.features
-        return Case(text, run, expected, dtype, finite, AT_ONCE)
+        return Case(text, run, expected, dtype, AT_ONCE)
 
 
 class Summing(Decoding):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit import kernels
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, SubspaceQuant, TAHQuant, registry
-from tests.codecs.feature_int4.examples import for_three_ranks
+from tests.codecs.feature_int.examples import for_three_ranks
 from tests.codecs.tah_quant.examples import BY_TOKEN
 
 from .__main__ import attack

@@ -57,7 +57,7 @@ def attempt(bench: Bench, case: Case, ends: list[bool], *, compare: bool) -> Non
 
     Raises:
         Outside: something outside was written, or read.
-        AssertionError: the result is not the reference's, or Inf where that cannot be.
+        AssertionError: the result is not the reference's.
     """
     found = []
     for at_end in ends:
@@ -66,8 +66,6 @@ def attempt(bench: Bench, case: Case, ends: list[bool], *, compare: bool) -> Non
         bench.end()
     if found[0] != found[-1]:
         raise Outside("what comes of it depends on what lies beside it, or was not written")
-    if case.finite and as_tensor(found[0], case.dtype).isinf().any():
-        raise AssertionError("Inf, of what has finite scales only")
     if compare and case.expected is not None:
         with kernels.backend("reference"):
             expected = case.expected().reshape(-1)

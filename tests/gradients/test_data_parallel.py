@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt4, GroupInt
+from lowbit.codecs import AQSGD, BlockFloat8, Cast, Codec, FeatureInt, GroupInt
 from lowbit.gradients import LowBitReduceScatter, all_reduce_hook
 from tests.processes import Ranks
 
@@ -211,7 +211,7 @@ def refused(**options: Any) -> None:
         ({"codec": AQSGD()}, "TypeError", "keeps state between messages"),
         ({"error_feedback": 1}, "TypeError", "error_feedback is 1"),
         ({"node_size": 3}, "ValueError", "node_size is 3"),
-        ({"codec": FeatureInt4.fit([torch.ones(1, 8)])}, "ValueError", "for rows of 8 elements; allowed for gradients"),
+        ({"codec": FeatureInt.fit([torch.ones(1, 8)])}, "ValueError", "for rows of 8 elements; allowed for gradients"),
         ({"algorithm": "ring"}, "ValueError", "algorithm is 'ring'"),
     ],
 )

@@ -25,14 +25,14 @@ from triton.compiler import ASTSource
 import lowbit.activations.gated.gpu as gated
 import lowbit.activations.norm.gpu as norm
 import lowbit.codecs.block_float8.gpu as block_float8
-import lowbit.codecs.feature_int4.gpu as feature_int4
+import lowbit.codecs.feature_int.gpu as feature_int
 import lowbit.codecs.group_int.gpu as group_int
 import lowbit.codecs.subspace_quant.gpu as subspace
 import lowbit.codecs.tah_quant.gpu as tah_quant
 import lowbit.codecs.transform_quant.gpu as transform
 import lowbit.codecs.transform_quant.gpu_fit as transform_fit
 from lowbit.codecs import BlockFloat8, Codec, GroupInt, TAHQuant
-from lowbit.codecs.feature_int4.reference import feature_int4_layout
+from lowbit.codecs.feature_int.reference import feature_int_layout
 from lowbit.codecs.subspace_quant.layout import subspace_geometry
 from lowbit.codecs.transform_quant.layout import transform_geometry
 
@@ -55,10 +55,10 @@ FUSED: dict[str, tuple[Any, str, Any]] = {  # module, operator, and its argument
     "SwiGLU recompute": (gated, "recompute", lambda m, v, p: (p, p, m, "silu", 4, 64)),
     "SwiGLU backward": (gated, "backward", lambda m, v, p: (p, p, m, m, m, None, "silu", 4, 64)),
 }
-FEATURES: dict[str, Any] = {  # arguments from matrix, payload, table of numbers, order, counter
-    "FeatureInt4 encode": lambda m, p, t, o, c: (m, p, t, o, 64, c),
-    "FeatureInt4 decode": lambda m, p, t, o, c: (p, m, t, o, 64, True),
-    "FeatureInt4 sum": lambda m, p, t, o, c: ([p] * 4, m, t, o, 64, 3),
+FEATURES: dict[str, Any] = {  # arguments from matrix, payload, tables of numbers by rank and of one, order
+    "FeatureInt encode": lambda m, p, t, f, o: (m, p, f, f, o, 64, 4, 0.1, True),
+    "FeatureInt decode": lambda m, p, t, f, o: (p, m, f, f, o, 64, 4, True),
+    "FeatureInt sum": lambda m, p, t, f, o: ([p] * 4, m, t, f, o, 64, 4, 3),
 }
 SUBSPACE: dict[str, Any] = {  # arguments from coefficients, units, matrix, directions, payload
     "coefficients_encode": lambda c, u, m, d, p: (c, u, p, c),
@@ -101,10 +101,10 @@ def feature_launches(name: str) -> list[tuple]:
 
     given = FEATURES[name](
         empty((rows, size), torch.bfloat16),
-        empty((feature_int4_layout(rows, size, 64).nbytes,), torch.uint8),
-        empty((4, size), torch.float32), empty((size,), torch.int32), empty((1,), torch.int64),
+        empty((feature_int_layout(rows, size, 64, 4).nbytes,), torch.uint8),
+        empty((4, size), torch.float32), empty((size,), torch.float32), empty((size,), torch.int32),
     )  # fmt: skip
-    return _caught(getattr(feature_int4, name.split()[1]), given, feature_int4)
+    return _caught(getattr(feature_int, name.split()[1]), given, feature_int)
 
 
 def subspace_launches(operator: str, count: int = 64) -> list[tuple]:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 CODECS = ("TAHQuant()", "GroupInt()", "BlockFloat8()")
 KERNELS = [f"{codec} {way}" for codec in CODECS for way in ("encode", "decode")]
-FEATURES = [f"FeatureInt4 {way}" for way in ("encode", "decode", "sum")]
+FEATURES = [f"FeatureInt {way}" for way in ("encode", "decode", "sum")]
 SUBSPACE = [f"{part}_{way}" for part in ("coefficients", "rest") for way in ("encode", "decode")]
 TRANSFORM = ["TransformQuant encode", "TransformQuant decode"]
 FUSED = ["RMSNorm + GroupInt() encode", "RMSNorm backward", "SwiGLU backward"]

@@ -17,7 +17,7 @@ from lowbit.activations.compiled import name_of
 from lowbit.codecs import Cast, GroupInt, TAHQuant
 from lowbit.kernels import operators
 from tests.codecs.examples import bytes_of, encoded, rooms
-from tests.codecs.feature_int4.examples import FEATURES
+from tests.codecs.feature_int.examples import FEATURES
 
 
 def in_graphs() -> str:
@@ -151,21 +151,24 @@ def test_wrong_tensors_by_name_are_refused(name: str) -> None:
 
 
 def test_wrong_tables_of_features_are_refused() -> None:
-    x, payload, inverse, order, outliers, clipped = CASES["feature_int4_encode"]()
-    encode = torch.ops.lowbit.feature_int4_encode
+    x, payload, inverse, offset, order, outliers, *how = CASES["feature_int_encode"]()
+    encode = torch.ops.lowbit.feature_int_encode
     with pytest.raises(ValueError, match=r"scale is torch.float32 \(69,\).*float32 \(70,\)"):
-        encode(x, payload, inverse[:69], order, outliers, clipped)
+        encode(x, payload, inverse[:69], offset, order, outliers, *how)
+    with pytest.raises(ValueError, match=r"offset is torch.float32 \(69,\).*float32 \(70,\)"):
+        encode(x, payload, inverse, offset[:69], order, outliers, *how)
     with pytest.raises(ValueError, match=r"order is torch.int64 .*expected contiguous torch.int32"):
-        encode(x, payload, inverse, order.long(), outliers, clipped)
-    with pytest.raises(ValueError, match=r"clipped is torch.float32"):
-        encode(x, payload, inverse, order, outliers, clipped.float())
+        encode(x, payload, inverse, offset, order.long(), outliers, *how)
     with pytest.raises(ValueError, match="outliers is 70 of 70 features"):
-        encode(x, payload, inverse, order, 70, clipped)
-    payloads, out, scales, order, outliers, divisor = CASES["feature_int4_sum"]()
+        encode(x, payload, inverse, offset, order, 70, *how)
+    with pytest.raises(ValueError, match="bits 9, .*allowed: .* 3 to 8"):
+        encode(x, payload, inverse, offset, order, outliers, 9, *how[1:])
+    payloads, out, scales, offset, order, outliers, bits, divisor = CASES["feature_int_sum"]()
+    add_up = torch.ops.lowbit.feature_int_sum
     with pytest.raises(ValueError, match=r"scale is torch.float32 \(3, 70\).*\(2, 70\)"):
-        torch.ops.lowbit.feature_int4_sum(payloads[:2], out, scales, order, outliers, divisor)
+        add_up(payloads[:2], out, scales, offset, order, outliers, bits, divisor)
     with pytest.raises(ValueError, match="divisor 0, payloads 3; allowed"):
-        torch.ops.lowbit.feature_int4_sum(payloads, out, scales, order, outliers, 0)
+        add_up(payloads, out, scales, offset, order, outliers, bits, 0)
 
 
 def test_wrong_settings_are_refused() -> None:

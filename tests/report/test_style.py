@@ -19,7 +19,7 @@ from lowbit.report.style import LIGHT, THEMES, Palette, family, mixed, recommend
         ("fp32", "fp32"),
         ("int8 / int4", "int8"),
         ("GroupInt(bits=6, group=32, symmetric=True)", "int6"),
-        ("feature-int4 one_shot", "feature-int4"),
+        ("feature-int4 one_shot", "feature-int"),
         ("low-bit+8bit", "low-bit"),
         ("saved activations", "saved"),
         ("gradients", "gradients"),
@@ -41,7 +41,7 @@ def test_the_family_of_a_series(name: str, wanted: str | None):
         ("SubspaceQuant()", "SubspaceQuant"),
         ("int8 / int8", "INT8 both ways"),
         ("tah-quant / int8", "TAH-Quant by range (ours) / INT8"),
-        ("feature-int4 one_shot", "FeatureInt4, one-shot"),
+        ("feature-int4 one_shot", "FeatureInt, 4 bits, one-shot"),
         ("low-bit+8bit", "low-bit+8bit"),
     ],
 )
@@ -87,7 +87,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
 def test_text_and_recommended_formats_can_be_read(theme: Any):
     assert all(contrast(colour, theme.surface) > 4.5 for colour in (theme.ink, theme.muted))
-    assert all(contrast(theme.formats[name], theme.surface) > 4.5 for name in ("transform", "feature-int4"))
+    assert all(contrast(theme.formats[name], theme.surface) > 4.5 for name in ("transform", "feature-int"))
     assert all(contrast(colour, theme.surface) > 1.5 for colour in theme.formats.values())
     baselines = [theme.formats[name] for name in ("stock-fp32", "stock-bf16", "fp32", "bf16", "fp16")]
     assert all(contrast(one, other) > 1.15 for one, other in combinations(baselines, 2))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import FeatureInt4
+from lowbit.codecs import FeatureInt
 from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import (
     Calibration,
@@ -67,8 +67,8 @@ def test_outliers_are_the_features_with_the_largest_range_over_all_ranks(calibra
         best = sorted(range(WIDTH), key=lambda e: -float(ranges[:, e].double().square().sum()))
         for k in (0, 1, 7, WIDTH - 1):
             assert calibration.select(k=k).features[name] == tuple(sorted(best[:k]))
-    assert calibration.bits_per_value() == (16 * 1 + 4 * 63) / 64
-    assert calibration.select(k=0).bits_per_value() == 4
+    assert calibration.bits_per_value() == (16 + 16 * 1 + 4 * 64) / 64  # 63 codes, whole bytes
+    assert calibration.select(k=0).bits_per_value() == (16 + 4 * 64) / 64
 
 
 def test_features_go_where_they_take_away_most_error_for_the_same_bits():
@@ -124,7 +124,7 @@ def test_files_hold_everything(calibration: Calibration, tmp_path: Path):
     assert loaded.features == calibration.features
     assert (loaded.text, loaded.count, loaded.settings) == ("toy text", 4, calibration.settings)
     codec = loaded.codec(LAYERS[1], rank=1)
-    assert codec == FeatureInt4(
+    assert codec == FeatureInt(
         ranges=calibration.ranges[LAYERS[1]], total=calibration.total[LAYERS[1]], features=(5,), rank=1,
         artifact=calibration.fingerprint(),
     )  # fmt: skip
@@ -155,7 +155,7 @@ DAMAGED = r"cut short, or not a safetensors file: it has {} bytes"
         (lambda d: b"\x04" + bytes(7) + b"[[[[" + d, DAMAGED.format(r"\d+")),
         (lambda d: b"\x02" + bytes(7) + b"{}", "has the format None; expected 'lowbit-calibration'"),
         (lambda d: edited(d, format="other"), "has the format 'other'; expected 'lowbit-calibration'"),
-        (lambda d: edited(d, codec_version="0"), r"is for version 0 of FeatureInt4, this lowbit has version \d"),
+        (lambda d: edited(d, codec_version="0"), r"is for version 0 of FeatureInt, this lowbit has version \d"),
         (lambda d: edited(d, features="[]"), "not as `lowbit calibrate` writes it"),
         (lambda d: edited(d, world="two"), "not as `lowbit calibrate` writes it: ValueError"),
     ],

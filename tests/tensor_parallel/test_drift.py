@@ -1,90 +1,117 @@
-"""What the drift monitor counts, when it warns, and where it shows that."""
+"""What the drift monitor samples, when it warns, and where it shows that."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from lowbit.codecs import GroupInt
-from lowbit.tensor_parallel import Drift, SumSettings, emulate_tensor_parallel_
+from lowbit.tensor_parallel import Calibration, Drift, SumSettings, emulate_tensor_parallel_
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, logits
 
 NAME = "layers.1.mlp.down"
 
 
-def test_shares_and_errors_are_those_of_the_values(caplog: pytest.LogCaptureFixture):
-    model = Toy()
-    calibration = calibrated()
-    drift, seen = Drift(threshold=0.3, every=1), []
+def watched(drift: Drift, calibration: Calibration, *rows: int, bad: bool = False) -> list[Tensor]:
+    """Run so many tokens at a time, maybe with Inf on rank 1; what a layer's ranks had to add."""
+    model, seen = Toy(), []
 
-    def watch(name: str, partials: list[torch.Tensor], total: torch.Tensor) -> None:
+    def watch(name: str, partials: Sequence[Tensor], total: Tensor) -> None:
         seen.extend([torch.stack(list(partials))] if name == NAME else [])
 
-    settings = SumSettings(small=0, algorithm="two_shot")
-    with emulate_tensor_parallel_(model, 2, calibration, settings=settings, drift=drift, watch=watch):
-        for _ in range(2):
-            logits(model, ids(rows=1, length=4))  # so few rows that all are sampled
-        inside = drift.report()
+    with emulate_tensor_parallel_(model, 2, calibration, settings=SumSettings(small=0), drift=drift, watch=watch):
         with torch.no_grad():
-            for parameter in model.get_submodule("layers.1.mlp.up").parameters():
-                parameter.mul_(20)
-        for _ in range(3):
-            logits(model, ids(rows=1, length=4))
-    codec = calibration.codec(NAME)
-    rest = [e for e in range(WIDTH) if e not in codec.features]
-    values = torch.stack(seen[:2]).flatten(2, -2)  # (calls, ranks, rows, E)
-    cut = (values.abs() >= codec.ranges[:, None] * (7.5 / 7))[..., rest].sum()
-    row = next(row for row in inside.rows if row.layer == NAME)
-    assert row.values == values.numel()
-    assert row.clipped == pytest.approx(float(cut) / values.numel(), abs=2 / values.numel())
-    coded = torch.stack([codec.part(r).round_trip(values[:, r]) for r in range(2)], 1)
-    assert row.error == pytest.approx(float((coded - values).norm() / values.norm()), rel=1e-5)
-    assert [r.layer for r in inside.rows] == LAYERS
-    assert NAME not in inside.drifted
+            if bad:
+                model.get_submodule("layers.0.mlp.down").weight[3, -1] = torch.inf
+        for length in rows:
+            logits(model, ids(rows=1, length=length))
+    return seen
 
-    after = drift.report()
-    assert after.drifted == [NAME]
-    drift.report()
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1  # once, for one layer
-    assert warnings[0].startswith(NAME)
-    assert "threshold 30.00 %" in warnings[0]
-    assert "--continue" in warnings[0]
-    assert str(after).count("drifted") == 1
-    assert str(after).splitlines()[0].split() == ["layer", "values", "clipped", "clipped", "sum", "error"]
 
+def known(calibration: Calibration, mean: float, spread: float) -> Calibration:
+    """The same with this error of held-out text on all ranks and layers."""
+    for codec in calibration._codecs.values():
+        object.__setattr__(codec, "held_out", ((mean, spread),) * 2)
+    return calibration
+
+
+def test_errors_are_those_of_the_rows(caplog: pytest.LogCaptureFixture):
+    calibration = known(calibrated(), 0.5, 0.01)
+    codec, drift = calibration.codec(NAME), Drift(every=2)
+    seen = watched(drift, calibration, 4, 4, 4)  # so few rows that all of a call are sampled
+    report = drift.report()
+    assert [(row.layer, row.rank) for row in report.rows] == [(name, rank) for name in LAYERS for rank in (0, 1)]
+    for rank in (0, 1):
+        rows = [values[rank].reshape(4, WIDTH) for values in (seen[0], seen[2])]
+        errors = [float((codec.part(rank).round_trip(x) - x).norm() / x.norm()) for x in rows]
+        row = next(row for row in report.rows if (row.layer, row.rank) == (NAME, rank))
+        assert row.error == pytest.approx(sum(errors) / 2, rel=1e-5)
+        assert (row.samples, row.expected, row.bad, row.drifted) == (2, 0.5, 0, False)
+    assert not caplog.records
     drift.reset()
-    assert [row.values for row in drift.report().rows] == [0] * 4
+    assert not drift.report().rows
+
+
+def test_drift_is_told_once_for_a_layer_whose_error_is_above_the_expected(caplog: pytest.LogCaptureFixture):
+    errors = Drift(every=1)
+    watched(errors, calibrated(), 16)
+    assert not errors.report().drifted, "nothing to compare with"
+    low, high = (f(row.error for row in errors.report().rows) for f in (min, max))
+    drift = Drift(every=1)
+    watched(drift, known(calibrated(), high, 0.0), 16, 16, 16)
     assert not drift.report().drifted
+    watched(drift, known(calibrated(), low / 2, high), 16, 16, 16)
+    assert not drift.report().drifted, "may be chance"
+    assert not caplog.records
+    watched(drift, known(calibrated(), low / 2, low / 100), 16, 16, 16)
+    assert drift.report().drifted == LAYERS
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [text.partition(":")[0] for text in warnings] == LAYERS
+    assert "the error of coded values on rank " in warnings[0]
+    assert "--continue" in warnings[0]
+    lines = str(drift.report()).splitlines()
+    assert lines[0].split() == ["layer", "rank", "samples", "error", "expected"]
+    assert sum(line.endswith("drifted") for line in lines) == 8
+
+
+def test_nan_is_told_apart_where_it_starts(caplog: pytest.LogCaptureFixture):
+    drift = Drift(every=1)
+    watched(drift, known(calibrated(), 1.0, 0.0), 8, bad=True)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning.startswith("NaN or Inf in the partial sums of layers.0.mlp.down on rank 1: not a matter of the cali")
+    bad = [(row.layer, row.rank) for row in drift.report().rows if row.bad]
+    assert bad[0] == ("layers.0.mlp.down", 1)
+    assert "layers.0.mlp.down" not in drift.report().drifted
+    assert "NaN or Inf in 1 calls" in str(drift.report())
 
 
 def test_curves_and_samples(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    model, drift = Toy(), Drift(every=3)
-    calibration = calibrated()
-    with emulate_tensor_parallel_(model, 2, calibration, settings=SumSettings(small=0), drift=drift):
-        logits(model, ids())
+    drift = Drift(every=3)
+    watched(drift, calibrated(), 8)
     with SummaryWriter(str(tmp_path)) as writer:
         drift.write(writer, 7)
     curves = EventAccumulator(str(tmp_path)).Reload()
-    tags = [f"drift/{kind}/{name}" for name in LAYERS for kind in ("clipped", "error")]
+    tags = [f"drift/error/{name}/{rank}" for name in LAYERS for rank in (0, 1)]
     assert sorted(curves.Tags()["scalars"]) == sorted(tags)
-    event = curves.Scalars(f"drift/clipped/{NAME}")[0]
-    row = drift.report().rows[-1]
-    assert (event.step, event.value) == (7, pytest.approx(row.clipped))
+    event = curves.Scalars(f"drift/error/{NAME}/1")[0]
+    row = next(row for row in drift.report().rows if (row.layer, row.rank) == (NAME, 1))
+    assert (event.step, event.value) == (7, pytest.approx(row.error))
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="threshold is 2"):
-        Drift(threshold=2)
+    with pytest.raises(ValueError, match="threshold is 0.5; allowed: a number of at least 1"):
+        Drift(threshold=0.5)
     with pytest.raises(ValueError, match="every is 0"):
         Drift(every=0)
-    with pytest.raises(TypeError, match="codec is GroupInt.*; allowed: one with calibrated ranges"):
+    with pytest.raises(TypeError, match="codec is GroupInt.*; allowed: a FeatureInt"):
         emulate_tensor_parallel_(Toy(), 2, GroupInt(bits=4), drift=Drift())
     with emulate_tensor_parallel_(Toy(), 2, GroupInt(bits=4)) as emulation:
         assert emulation.ranks == 2

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowbit.codecs import FeatureInt4, GroupInt
+from lowbit.codecs import FeatureInt, GroupInt
 from lowbit.ranks import pytorch
 from lowbit.tensor_parallel import SumSettings, Thresholds, emulate_tensor_parallel_, low_bit_, tensor_parallel_
 from lowbit.tensor_parallel.measure import ROWS, steps_of
@@ -38,7 +38,7 @@ def measured_with_a_slow_rank(path: str) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(FeatureInt4, "_encode", delayed(FeatureInt4._encode))
+            patch.setattr(FeatureInt, "_encode", delayed(FeatureInt._encode))
         installed = low_bit_(model, path)
         results["coding"] = installed.thresholds
         results["small"] = logits(model, ids()), installed.traffic.share_coded

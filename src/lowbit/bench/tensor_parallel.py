@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.bench.settings import LINK, EachOnce, Links, link_name
 from lowbit.bench.sums import Phase, Taken, take_turns
 from lowbit.bench.workers import UNLIMITED, Workers
-from lowbit.codecs import Codec, FeatureInt4, GroupInt
+from lowbit.codecs import Codec, FeatureInt, GroupInt
 from lowbit.config import ConfigError, NonNegative, Positive, section
 from lowbit.network import Link
 from lowbit.report import Baseline, Column, Command, Lines, Row, Table
@@ -80,7 +80,7 @@ def codec_of(name: str, parts: Sequence[Tensor]) -> Codec:
         raise ValueError("format is 'bf16', PyTorch's own; allowed: int4, int8, feature-int4")
     if name == "int8":
         return GroupInt(bits=8, group=128, symmetric=True)
-    return FeatureInt4.fit(parts, outliers=0 if name == "int4" else None)
+    return FeatureInt.fit(parts, outliers=0 if name == "int4" else None)
 
 
 def sample(tokens: int, width: int, rank: int, draw: int = 0) -> Tensor:

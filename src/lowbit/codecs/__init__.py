@@ -7,7 +7,7 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.block_float8.codec import BlockFloat8
 from lowbit.codecs.cast.codec import Cast
 from lowbit.codecs.defaults import backward_codec
-from lowbit.codecs.feature_int4.codec import FeatureInt4
+from lowbit.codecs.feature_int.codec import FeatureInt
 from lowbit.codecs.group_int.codec import GroupInt
 from lowbit.codecs.names import parse, parse_pair
 from lowbit.codecs.sessions import Session
@@ -22,7 +22,7 @@ __all__ = [
     "BlockFloat8",
     "Cast",
     "Codec",
-    "FeatureInt4",
+    "FeatureInt",
     "GroupInt",
     "Session",
     "StatefulCodec",

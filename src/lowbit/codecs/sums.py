@@ -19,13 +19,12 @@ class Summable(Codec):
     """A stateless codec whose payloads can be added to and summed.
 
     In a sum over ranks, `part(r)` codes what rank r adds, and `whole()` codes the sum: this codec itself, unless the
-    format knows the ranks apart, as `FeatureInt4` does.
+    format knows the ranks apart, as `FeatureInt` does.
 
     Attributes:
         shaped: the format depends on the tensor's shape, so that flat pieces cannot be coded: no sums over ranks.
         grain: elements that must stay together where a tensor is cut, such as the features of a token; 1: none.
         ranks: how many ranks' tensors it can code in a sum; None: any number.
-        device: where the tensors must be that it codes; None: anywhere.
     """
 
     shaped: ClassVar[bool] = False
@@ -36,10 +35,6 @@ class Summable(Codec):
 
     @property
     def ranks(self) -> int | None:
-        return None
-
-    @property
-    def device(self) -> torch.device | None:
         return None
 
     def part(self, rank: int) -> Self:
@@ -53,14 +48,6 @@ class Summable(Codec):
     def nearest(self) -> Self:
         """Return the same codec, rounding to nearest."""
         return self
-
-    def counting(self, clipped: Tensor) -> Summable:
-        """Return the same codec, which also counts the values that it cuts to calibrated ranges.
-
-        Raises:
-            TypeError: the format has none, as most.
-        """
-        raise TypeError(f"codec is {self}; allowed: one with calibrated ranges, such as FeatureInt4")
 
     def identity(self) -> str:
         """Return what ranks compare before a sum: the same for all parts of a codec."""

@@ -60,7 +60,7 @@ def all_reduce(
 
     Args:
         tensor: float32, bfloat16 or float16, any shape and strides; the same shape and dtype on all ranks.
-        codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`; or `FeatureInt4`
+        codec: a format without state that does not depend on the tensor's shape, such as `GroupInt`; or `FeatureInt`
             for as many ranks, of any rank's part: shards and chunks are then whole rows.
         group: the ranks; None: the default group. A group that `torch.distributed` has not made, or a wrapper such as
             torchft's `ProcessGroupGloo`, serves as well. op: "sum" or "avg".

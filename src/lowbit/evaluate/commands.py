@@ -154,7 +154,6 @@ EVALUATE = Command(
             title="Errors; equal digits mean equal logits",
             columns=(
                 *_CASE,
-                Column("clipped", "clipped", "{:.2%}"),
                 Column("error of\nsums", "sum_error", "{:.2%}"),
                 Column("error of\nlogits", "logits_error", "{:.2%}"),
                 Column("digits of\nlogits", "logits", "{:.8}"),

@@ -17,13 +17,11 @@ from lowbit.evaluate import calibrate, loading, text
 from lowbit.evaluate.harness import mean_score, zero_shot
 from lowbit.evaluate.score import Reference, SumErrors, perplexity
 from lowbit.evaluate.settings import BASELINE, LOW_BIT, CalibrationConfig, EvaluationConfig, default_calibration
-from lowbit.ranks.groups import default_group
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import world
 from lowbit.tensor_parallel import (
     Calibration,
     CalibrationError,
-    Drift,
     Installed,
     SumSettings,
     emulate_tensor_parallel_,
@@ -48,12 +46,11 @@ def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
     Yields:
         All rows so far, with `format`, `tp`, `real` (ranks), `algorithm` (of the all-reduce of coded values),
         `perplexity` (NaN if a sum was), `loss`, `tokens`, `bits_per_value` (of everything sent), `coded` (share of the
-        values; the others are of small sums, which stay in the model's dtype), `clipped` (share of the coded partial
-        sums beyond their calibrated ranges), `logits_error` (relative, to the first row's: one rank, or on real ranks
-        bf16), `logits` (digits of the first batch's bits), `sum_error` (relative root mean square over the layers; for
-        emulated ranks), `layers` (the same by layer), `calibration` (its text), and with tasks `scores` (by task and
-        metric) and `score` (their mean). The command adds `kept` (bf16's perplexity over this one) and `scores_kept`
-        (this score over bf16's).
+        values; the others are of small sums, which stay in the model's dtype), `logits_error` (relative, to the first
+        row's: one rank, or on real ranks bf16), `logits` (digits of the first batch's bits), `sum_error` (relative root
+        mean square over the layers; for emulated ranks), `layers` (the same by layer), `calibration` (its text), and
+        with tasks `scores` (by task and metric) and `score` (their mean). The command adds `kept` (bf16's perplexity
+        over this one) and `scores_kept` (this score over bf16's).
 
     Raises:
         ConfigError, ValueError: settings, model or text that cannot be used.
@@ -178,11 +175,9 @@ class Evaluation:
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
         settings, errors = self.settings, SumErrors()
-        # Clipped values are a column here, not a warning; the sampled error is not shown.
-        drift = Drift(threshold=1.0, every=1 << 30) if isinstance(case.low_bit, Calibration) else None
         windows = len(self.sequences.spread(settings.sequences))
         with (
-            self._install(model, case, errors, drift) as installed,
+            self._install(model, case, errors) as installed,
             loading.progress_bar(f"{case.format}, tp {case.tp}", windows) as progress,
         ):
             score = perplexity(
@@ -207,7 +202,6 @@ class Evaluation:
             "tokens": score.tokens,
             "bits_per_value": traffic.bits_per_value if traffic else None,
             "coded": traffic.share_coded if traffic else None,
-            "clipped": self._clipped(drift),
             "logits_error": score.logits_error,
             "logits": score.logits,
             "sum_error": errors.mean(),
@@ -216,21 +210,13 @@ class Evaluation:
         }
         return row if scores is None else row | {"scores": scores, "score": mean_score(scores)}
 
-    def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors, drift: Drift | None) -> Installed:
+    def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors) -> Installed:
         """Let the model add up its partial sums in the format of the case."""
         if case.low_bit is None:
             return Installed()  # one rank: nothing to change
         if self.ranks > 1:
-            return low_bit_(model, case.low_bit, settings=self.sums, drift=drift)
-        return emulate_tensor_parallel_(model, case.tp, case.low_bit, settings=self.sums, watch=errors, drift=drift)
-
-    def _clipped(self, drift: Drift | None) -> float | None:
-        """Return the share of the coded partial sums that was clipped; None without calibrated ranges."""
-        if drift is None:
-            return None
-        rows = drift.report(default_group() if self.ranks > 1 else None).rows
-        values = sum(row.values for row in rows)
-        return sum(row.clipped * row.values for row in rows) / values if values else None
+            return low_bit_(model, case.low_bit, settings=self.sums)
+        return emulate_tensor_parallel_(model, case.tp, case.low_bit, settings=self.sums, watch=errors)
 
 
 def _check_format(name: str) -> None:

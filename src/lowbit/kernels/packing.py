@@ -18,6 +18,11 @@ def planes(bits: int) -> list[int]:
     return [p for p in (8, 4, 2, 1) if bits & p]
 
 
+def planes_nbytes(count: int, bits: int) -> int:
+    """Bytes of the planes of `count` codes, each plane rounded up to a byte."""
+    return sum(ceil_div(count * p, 8) for p in planes(bits))
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack (..., n) uint8 codes, n a multiple of 8, into (..., n * bits / 8) bytes of bit planes."""
     done, out = 0, []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import FeatureInt4
+from lowbit.codecs import FeatureInt
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.tensor_parallel import files
 from lowbit.tensor_parallel.files import CalibrationError, join
@@ -76,7 +76,7 @@ class Calibration:
         """Of the moving averages."""
         return float(self.settings["momentum"])
 
-    def codec(self, layer: str, rank: int = 0) -> FeatureInt4:
+    def codec(self, layer: str, rank: int = 0) -> FeatureInt:
         """Return the format of a layer for this rank's partial sums; its `part(r)` is for another rank's.
 
         Raises:
@@ -87,10 +87,10 @@ class Calibration:
         return self._codecs[layer].part(rank)
 
     @cached_property
-    def _codecs(self) -> dict[str, FeatureInt4]:
+    def _codecs(self) -> dict[str, FeatureInt]:
         artifact = self.fingerprint()
         return {
-            name: FeatureInt4(ranges=self.ranges[name], total=self.total[name], features=features, artifact=artifact)
+            name: FeatureInt(ranges=self.ranges[name], total=self.total[name], features=features, artifact=artifact)
             for name, features in self.features.items()
         }
 
@@ -105,11 +105,10 @@ class Calibration:
         return dataclasses.replace(self, features=selected, settings=settings)
 
     def bits_per_value(self, *layers: str) -> float:
-        """Bits per value of these layers, or of all: (16 k + 4 (E - k)) / E."""
-        names = layers or tuple(self.features)
-        widths = [self.lows[name].shape[1] for name in names]
-        bits = 4 * sum(widths) + 12 * sum(len(self.features[name]) for name in names)
-        return bits / sum(widths)
+        """Bits per value of these layers, or of all, of many rows: gains, outliers and codes."""
+        codecs = [self._codecs[name] for name in layers or self.features]
+        rows = 1 << 20  # the gaps between a payload's sections do not count
+        return sum(8 * c.format_nbytes((rows, c.grain)) for c in codecs) / (rows * sum(c.grain for c in codecs))
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of all contents, which ranks compare before the first token."""
@@ -160,10 +159,10 @@ class Calibration:
         """
         lows, highs, metadata = files.read(path, _FORMAT)
         version = metadata.get("codec_version")
-        if version != str(FeatureInt4.payload_version):
+        if version != str(FeatureInt.payload_version):
             raise CalibrationError(
-                f"{path} is for version {version} of FeatureInt4, this lowbit has version "
-                f"{FeatureInt4.payload_version}: calibrate again"
+                f"{path} is for version {version} of {metadata.get('codec')}, this lowbit has version "
+                f"{FeatureInt.payload_version} of FeatureInt: calibrate again"
             )
         try:
             return cls(
@@ -179,7 +178,7 @@ class Calibration:
 
     def _metadata(self) -> dict[str, str]:
         return {
-            "format": _FORMAT, "codec": "FeatureInt4", "codec_version": str(FeatureInt4.payload_version),
+            "format": _FORMAT, "codec": "FeatureInt", "codec_version": str(FeatureInt.payload_version),
             "model": self.model, "world": str(self.world), "count": str(self.count), "text": self.text,
             "settings": json.dumps(dict(self.settings), sort_keys=True),
             "features": json.dumps(self.features, sort_keys=True),

@@ -1,23 +1,38 @@
-"""`Drift`: whether the ranges of a calibration still hold for the inputs of a running model."""
+"""`Drift`: whether a calibration still holds for the inputs of a running model."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.codecs import FeatureInt
 from lowbit.codecs.base import Codec
-from lowbit.codecs.checks import check_fraction, check_int
-from lowbit.codecs.sums import Summable
+from lowbit.codecs.checks import check_int
 from lowbit.ranks.objects import gather_json
 
-_ROWS = 4  # of a sampled call
+ROWS = 4
+"""Rows of a sample."""
 _log = logging.getLogger("lowbit.tensor_parallel")
+
+
+def sample(x: Tensor) -> Tensor:
+    """Return up to `ROWS` rows of (..., E), spread evenly, in float32."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[:: max(1, len(rows) // ROWS)][:ROWS].float()
+
+
+def relative_error(codec: Codec, rows: Tensor) -> Tensor:
+    """Root mean square of the error of coded rows over that of the rows, float64; 0 for rows of zeros."""
+    error = codec.decode(codec.encode(rows), shape=rows.shape) - rows
+    power = rows.double().square().sum()
+    return torch.where(power > 0, error.double().square().sum() / power, 0.0).sqrt()
 
 
 class Writer(Protocol):
@@ -29,43 +44,37 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DriftRow:
-    """One layer since the start, or since the last `reset`.
+    """Partial sums of one layer and rank since the start, or since the last `reset`.
 
     Args:
-        layer: its name. values: coded partial sums.
-        clipped: share of them beyond their range by more than half a step, or not finite.
-        clipped_total: the same of the sums that were coded for all ranks (two_shot).
-        error: of sampled rows: root mean square of the quantization error over that of the values; NaN: no sample.
-        drifted: whether a share exceeds the threshold.
+        layer: its name. rank: whose partial sums.
+        samples: how many were taken. error: their mean relative error; NaN: no sample.
+        expected: the same of text that the calibration held out; NaN: the codec does not know.
+        bad: sampled calls with NaN or Inf in the partial sums.
+        drifted: whether the error is above what is expected.
     """
 
     layer: str
-    values: int
-    clipped: float
-    clipped_total: float
+    rank: int
+    samples: int
     error: float
+    expected: float
+    bad: int
     drifted: bool
 
 
 @dataclass
-class _Counters:
-    """Of one layer. Those that coding updates are on the device of the values, so that it need not wait for them."""
+class _Watched:
+    """One layer. Sums are on the device of the values, so that adding to them need not wait for it."""
 
-    codec: Summable
-    clipped: Tensor  # int64: of the partial sums, and of the sums that are coded for all ranks
-    squares: Tensor  # float64: of the errors of sampled rows, and of their values
-    values: int = 0
-    totals: int = 0
+    codec: FeatureInt
+    sums: dict[int, Tensor] = field(default_factory=dict)  # float64 by rank: samples, their errors, calls with NaN
     calls: int = 0
     warned: bool = False
 
-    def read(self) -> list[Any]:
-        """Wait for the device; return numbers that can be added up over ranks."""
-        return [self.values, self.totals, *self.clipped.tolist(), *self.squares.tolist()]
-
 
 class Drift:
-    """Count clipped values and sample errors of every row-wise layer of a running model; warn once for each layer.
+    """Sample the error of every row-wise layer of a running model; warn where it is above the calibration's own.
 
         drift = Drift()
         low_bit_(model, "calibration.safetensors", drift=drift)
@@ -73,101 +82,114 @@ class Drift:
         print(drift.report())
         drift.write(SummaryWriter("runs/drift"), step)
 
-    The codec counts clipped values while it encodes. The error is that of up to 4 rows of every `every`th call. The
-    counters are read in those calls and by `report` only. When a layer has drifted, calibrate with the new text:
-    `lowbit calibrate --continue`, or `calibrate(..., start=calibration)`.
-
-    Cost, measured on one core with 512 rows of 2048 features: 0.05 ms beside 0.48 ms of coding and 1.35 ms of summing
-    two ranks, 2.7 % of the processor time. With the 4.4 ms that the bytes take at 1 Gbit/s this is 0.8 % of the
-    all-reduce; on faster links, or between ranks of one machine, more than 1 %.
+    Of every `every`th call of a layer up to 4 rows are coded once more, and their relative error is compared with that
+    of as many rows of text that the calibration held out. A layer has drifted if the mean over the samples is above
+    `threshold` times the calibration's, and if that is not chance: by 3 standard deviations of such a mean. Then more
+    bits for the layer help, or calibrating on such text. NaN and Inf are told apart: no calibration causes or cures
+    them. Every layer warns once. Only those calls, and `report`, wait for the device.
 
     Args:
-        threshold: share of clipped values that is worth a warning. Ranges are averages of the extremes of sequences, so
-            a few values in a thousand always clip.
+        threshold: of the error over that of the calibration's held-out text.
         every: calls of a layer between two samples.
     """
 
-    def __init__(self, *, threshold: float = 0.01, every: int = 64) -> None:
-        check_fraction("threshold", threshold)
+    def __init__(self, *, threshold: float = 1.25, every: int = 64) -> None:
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not threshold >= 1:
+            raise ValueError(f"threshold is {threshold!r}; allowed: a number of at least 1")
         check_int("every", every, 1, 1 << 30)
         self.threshold, self.every = threshold, every
-        self._layers: dict[str, _Counters] = {}
+        self._layers: dict[str, _Watched] = {}
+        self._told = False
 
-    def attach(self, layer: str, codec: Codec | None, device: torch.device) -> Summable:
-        """Return the layer's codec with counters.
+    def attach(self, layer: str, codec: Codec | None) -> None:
+        """Watch a layer.
 
         Raises:
             TypeError: a codec without calibrated ranges.
         """
-        if not isinstance(codec, Summable):
-            raise TypeError(f"drift watches calibrated ranges; codec is {codec}; allowed: a FeatureInt4")
-        clipped = torch.zeros(2, dtype=torch.int64, device=device)
-        squares = torch.zeros(2, dtype=torch.float64, device=device)
-        self._layers[layer] = _Counters(codec, clipped, squares)
-        return codec.counting(clipped)
+        if not isinstance(codec, FeatureInt):
+            raise TypeError(f"drift watches calibrated ranges; codec is {codec}; allowed: a FeatureInt")
+        self._layers[layer] = _Watched(codec)
 
-    def look(self, layer: str, partials: Sequence[Tensor], totals: int, first: int = 0) -> None:
-        """Count values that are about to be coded, and in some calls sample their error.
+    def look(self, layer: str, partials: Sequence[Tensor], first: int = 0) -> None:
+        """Sample, in some calls, the error of partial sums that are about to be coded.
 
         Args:
-            partials: (..., E), of one or several ranks. totals: elements of the sum that this process codes (two_shot).
-            first: rank of the first of them.
+            partials: (..., E), of one or several ranks. first: rank of the first of them.
         """
-        counters = self._layers[layer]
-        if counters.calls % self.every == 0:
-            self._warn(layer, counters)
-            for rank, partial in enumerate(partials, first):
-                codec, rows = counters.codec.part(rank), partial.reshape(-1, partial.shape[-1])
-                x = rows[:: max(1, len(rows) // _ROWS)][:_ROWS].float()
-                error = codec.decode(codec.encode(x), shape=x.shape) - x
-                counters.squares += torch.stack([error.square().sum(), x.square().sum()]).double()
-        counters.calls += 1
-        counters.values += sum(partial.numel() for partial in partials)
-        counters.totals += totals
+        watched = self._layers[layer]
+        watched.calls += 1
+        if (watched.calls - 1) % self.every:
+            return
+        for rank, partial in enumerate(partials, first):
+            good = partial.isfinite().all()
+            rows = torch.where(good, sample(partial), 0.0)
+            error = relative_error(watched.codec.part(rank), rows)
+            sums = torch.stack([good.double(), error, 1 - good.double()])
+            watched.sums[rank] = watched.sums[rank] + sums if rank in watched.sums else sums
+        self._warn(layer, watched)
 
     def reset(self) -> None:
-        """Set all counters to zero and allow warnings again."""
-        for counters in self._layers.values():
-            counters.clipped.zero_()
-            counters.squares.zero_()
-            counters.values = counters.totals = counters.calls = 0
-            counters.warned = False
+        """Forget all samples and allow warnings again."""
+        self._told = False
+        for watched in self._layers.values():
+            watched.sums.clear()
+            watched.calls, watched.warned = 0, False
 
     def report(self, group: dist.ProcessGroup | None = None) -> DriftReport:
-        """Return this rank's counts; with a group, those of all its ranks, each of which must call this."""
-        for name, counters in self._layers.items():
-            self._warn(name, counters)
-        mine = {name: counters.read() for name, counters in self._layers.items()}
-        parts: list[Any] = [mine] if group is None else gather_json(mine, group)
-        rows = tuple(self._row(name, [part[name] for part in parts]) for name in mine)
-        return DriftReport(threshold=self.threshold, rows=rows)
+        """Return the samples of this process; with a group, those of all its ranks, each of which must call this."""
+        mine = [row for name, watched in self._layers.items() for row in self._rows(name, watched)]
+        if group is not None:
+            parts = gather_json([vars(row) for row in mine], group)
+            order = {name: i for i, name in enumerate(self._layers)}
+            mine = sorted(
+                (DriftRow(**row) for part in parts for row in part), key=lambda row: (order[row.layer], row.rank)
+            )
+        return DriftReport(threshold=self.threshold, rows=tuple(mine))
 
     def write(self, writer: Writer, step: int) -> None:
-        """Write curves for TensorBoard: `drift/clipped/<layer>` and `drift/error/<layer>` of this rank."""
+        """Write curves for TensorBoard: `drift/error/<layer>/<rank>` of this process."""
         for row in self.report().rows:
-            writer.add_scalar(f"drift/clipped/{row.layer}", row.clipped, step)
-            if row.error == row.error:
-                writer.add_scalar(f"drift/error/{row.layer}", row.error, step)
+            if row.samples:
+                writer.add_scalar(f"drift/error/{row.layer}/{row.rank}", row.error, step)
 
-    def _warn(self, layer: str, counters: _Counters) -> None:
-        if counters.warned or not counters.values:
+    def _warn(self, layer: str, watched: _Watched) -> None:
+        if watched.warned:
             return
-        row = self._row(layer, [counters.read()])
-        if row.drifted:
-            counters.warned = True
+        rows = self._rows(layer, watched)
+        if any(row.bad for row in rows):
+            watched.warned = True
+            if not self._told:  # the layers behind it get it from there
+                self._told = True
+                row = next(row for row in rows if row.bad)
+                _log.warning(
+                    "NaN or Inf in the partial sums of %s on rank %d: not a matter of the calibration; the model, its "
+                    "inputs or the data type cause it (float16 ends at 65504)", layer, row.rank,
+                )  # fmt: skip
+        elif drifted := [row for row in rows if row.drifted]:
+            watched.warned = True
+            row = max(drifted, key=lambda row: row.error / row.expected)
             _log.warning(
-                "%s: %.2f %% of the values are beyond their calibrated ranges (threshold %.2f %%): calibrate on text "
-                "like this, or go on from this calibration (lowbit calibrate --continue)",
-                layer, 100 * max(row.clipped, row.clipped_total), 100 * self.threshold,
+                "%s: the error of coded values on rank %d is %.1f %%, %.1f %% on text that the calibration held out: "
+                "calibrate on text like this (lowbit calibrate --continue), or with more bits", layer, row.rank,
+                100 * row.error, 100 * row.expected,
             )  # fmt: skip
 
-    def _row(self, layer: str, by_rank: list[list[Any]]) -> DriftRow:
-        values, totals, clipped, clipped_totals, error, power = (sum(numbers) for numbers in zip(*by_rank, strict=True))
-        shares = (clipped / values if values else 0.0, clipped_totals / totals if totals else 0.0)
-        return DriftRow(
-            layer=layer, values=values, clipped=shares[0], clipped_total=shares[1],
-            error=(error / power) ** 0.5 if power else float("nan"), drifted=max(shares) > self.threshold,
-        )  # fmt: skip
+    def _rows(self, layer: str, watched: _Watched) -> list[DriftRow]:
+        """Wait for the device."""
+        rows = []
+        for rank, sums in watched.sums.items():
+            samples, error, bad = sums.tolist()
+            mean, spread = watched.codec.held_out[rank] if watched.codec.held_out else (math.nan, 0.0)
+            drifted = False
+            if samples:
+                error /= samples
+                drifted = error - 3 * spread / math.sqrt(samples) > self.threshold * mean
+            rows.append(DriftRow(
+                layer=layer, rank=rank, samples=int(samples), error=error if samples else math.nan, expected=mean,
+                bad=int(bad), drifted=drifted,
+            ))  # fmt: skip
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,15 +201,13 @@ class DriftReport:
 
     @property
     def drifted(self) -> list[str]:
-        """Layers beyond the threshold."""
-        return [row.layer for row in self.rows if row.drifted]
+        """Layers whose error is above the calibration's, on any rank."""
+        return list(dict.fromkeys(row.layer for row in self.rows if row.drifted))
 
     def __str__(self) -> str:
         width = max([5, *(len(row.layer) for row in self.rows)])
-        lines = [f"{'layer':<{width}}  {'values':>12}  clipped  clipped sum  error"]
-        lines += [
-            f"{row.layer:<{width}}  {row.values:>12}  {row.clipped:>7.3%}  {row.clipped_total:>11.3%}  "
-            f"{row.error:>5.3f}{'  drifted' if row.drifted else ''}"
-            for row in self.rows
-        ]
+        lines = [f"{'layer':<{width}}  rank  samples  error  expected"]
+        for row in self.rows:
+            line = f"{row.layer:<{width}}  {row.rank:>4}  {row.samples:>7}  {row.error:>5.3f}  {row.expected:>8.3f}"
+            lines.append(line + "  drifted" * row.drifted + f"  NaN or Inf in {row.bad} calls" * bool(row.bad))
         return "\n".join(lines)

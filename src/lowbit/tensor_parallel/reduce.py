@@ -229,7 +229,7 @@ def check_codec(name: str, codec: object, width: int | None = None, ranks: int |
 
     Raises:
         TypeError: not a codec, or one whose payloads cannot be summed.
-        ValueError: a `FeatureInt4` for another number of features or ranks.
+        ValueError: a `FeatureInt` for another number of features or ranks.
     """
     codec = check_summable(codec)
     ranks, width = ranks or codec.ranks, width or codec.grain

@@ -139,7 +139,7 @@ class LayerSum:
         if self.codec is not None:
             check_codec(self.name, self.codec, self.width, self.ranks)
         if self.drift is not None:
-            self.codec = self.drift.attach(self.name, self.codec, self.device)
+            self.drift.attach(self.name, self.codec)
         if self.codec is not None and self.device.type == "cuda":  # its tables must be there before a graph's capture
             row = torch.zeros(1, self.width, device=self.device)
             sum_in_process([row] * self.ranks, self.codec, "two_shot")
@@ -186,9 +186,8 @@ class LayerSum:
         if self.drift is None or choice == "plain":
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # the codec still counts clipped values, on the device, each time that the graph runs
-        totals = len(partials) * -(-partials[0].numel() // self.ranks) if choice == "two_shot" else 0
-        self.drift.look(self.name, partials, totals, first)
+            return  # a graph cannot wait for the device, and is captured once
+        self.drift.look(self.name, partials, first)
 
 
 def install(
@@ -285,7 +284,7 @@ class LowBitRowwiseParallel(RowwiseParallel):
     """A `RowwiseParallel` for `parallelize_module` whose partial sums are added up in few bits. For inference.
 
     The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (4.1875 with
-    `FeatureInt4` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
+    `FeatureInt` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
     2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums that `settings.small` leaves
     uncoded are added up by PyTorch's all-reduce in the model's dtype. By default their size is measured when
     `parallelize_module` meets the first layer of a kind. An `Embedding` is cut and summed by PyTorch's own style: all

@@ -1,0 +1,1 @@
+"""The format `lowbit.codecs.FeatureInt`."""

@@ -1,0 +1,343 @@
+"""`FeatureInt`: integers with a gain for each token and a static scale for each feature, and a few outlier features."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.feature_int import reference
+from lowbit.codecs.feature_int.reference import FEWEST, MOST, center_of, feature_int_layout
+from lowbit.codecs.sums import Summable
+
+# Of ranges: their reciprocals are normal numbers.
+SMALLEST, LARGEST = 2.0**-126, 2.0**125
+GAINS = ("token", "static")
+CLIPS = {3: 0.65, 4: 0.8, 5: 0.9, 6: 0.95, 7: 1.0, 8: 1.0}
+"""Of the largest magnitude of a token: where codes end, by bits. Least squared error on a real encoder's sums."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FeatureInt(Summable):
+    """Integers of 3 to 8 bits, a gain for each token times a calibrated scale for each feature, k features as bfloat16.
+
+    For the all-reduces of tensor parallelism, behind attention and MLP: their summands have a few features that are
+    large on every input, and others whose range hardly depends on it, but for the token's own size. E features are the
+    last dimension; what is coded has N rows of E elements: any shape (..., E), or a flat piece of whole rows.
+
+    Each step is one float32 operation, with c = 2^(bits - 1) - 0.5, the middle of the codes:
+
+        v = (x - offset) inverse, inverse = 1 / range;  m: the largest |v| of the row beside the outliers
+        gain = bfloat16(max(m (clip / c), 2^-126)); 0 if m is 0; NaN if m is not finite
+        code = round(v (1 / gain) + c), ties to even, cut to [0, 2^bits - 1]; NaN becomes 0; 1 / gain is 1 if gain is
+            0 or NaN
+        y = ((code - c) gain) range + offset
+
+    So a row with NaN or Inf beside the outliers decodes to NaN; outliers stay what they are, but beyond bfloat16's
+    largest number they become that. Finite values are cut at clip m. A payload of zeros decodes to the offsets.
+    Ranges are at least 2^-126 and at most 2^125.
+
+    Bytes of a payload: 2 N (`gains`: of each row, bfloat16), 2 N k (`features`: the outliers of each row, bfloat16,
+    ascending) and N w (`codes`: of each row the other features, ascending); sections begin at multiples of 16. The
+    n = E - k codes of a row are split into planes of 8, 4, 2 and 1 bits (5 bits: 4 + 1), low bits first; a plane of p
+    bits has ceil(n p / 8) bytes, and with h as many, its byte j holds, from its low bits up, elements j, j + h,
+    j + 2 h, ... Bits: (16 + 16 k + bits (E - k)) / E; 4.19 with 4 bits, k = E / 64 and E = 4096.
+
+    In a sum over R ranks (`lowbit.collectives.all_reduce`) `part(r)` codes what rank r adds, with its own tables, and
+    `whole()` the sum, where that travels too (two_shot), with those of `total`. `sum` decodes the payloads of all ranks
+    and adds them up in one pass: float32, in the order of the ranks, then the offsets of all of them, which have been
+    added up before; the features back in their places.
+
+    gain="static" is the format of arXiv 2411.07942: m is 1 in every row. Deviations, as the paper gives neither layout
+    nor rounding: 2^bits levels, of which none is 0, instead of one fewer; a gain travels there too, to say NaN; a
+    calibrated second quantization, so that the sum may be reduced in two steps. clip=1.2 makes its ranges as much
+    wider.
+
+    Args:
+        bits: of a code, 3 to 8.
+        gain: "token": of each row, or "static": ranges alone say where codes end.
+        clip: of m, where codes end, above 0 and at most 2; None: 1 for "static", else `CLIPS`, by bits.
+        ranges: (R, E) float32, positive: the largest magnitude that rank r's partial sums have in each feature, around
+            the offsets. Those of outliers are not used, but must be positive.
+        offsets: (R, E) float32, finite: what rank r's partial sums are in the mean; None: 0. Not used at outliers.
+        total: (E,) float32: ranges of the sum over the ranks. total_offset: its means, given if `offsets` are.
+        features: the k outliers, ascending; fewer than E, maybe none.
+        rank: whose partial sums this codec codes.
+        artifact: fingerprint of what these tables come from. Ranks that have compared it compare it and the shape
+            before a sum, not every layer's tables: one comparison for all layers. Absent: the tables. Ranks that then
+            take different layers in one call do not get each other's messages, and after 2 s the same error (but for 1
+            pair of layers in 32768, whose messages look alike). The transport "collectives" of `lowbit.collectives`
+            cannot tell messages apart: there they get wrong sums, or the engine's error where bytes differ.
+        held_out: of each rank, the mean and the standard deviation of the relative error of samples that the ranges do
+            not come from. No part of the format; `lowbit.tensor_parallel.Drift` compares with them.
+    """
+
+    payload_version: ClassVar[int] = 3
+
+    bits: int = 4
+    gain: Literal["token", "static"] = "token"
+    clip: float | None = None
+    ranges: Tensor
+    offsets: Tensor | None = None
+    total: Tensor
+    total_offset: Tensor | None = None
+    features: tuple[int, ...]
+    rank: int = 0
+    artifact: str = ""
+    held_out: tuple[tuple[float, float], ...] = ()
+    _tables: _Tables = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ranges, Tensor) or self.ranges.dim() != 2 or not self.ranges.numel():
+            given = tuple(self.ranges.shape) if isinstance(self.ranges, Tensor) else self.ranges
+            raise ValueError(f"ranges is {given}; allowed: a tensor of (ranks, features)")
+        ranks, size = self.ranges.shape
+        check_int("bits", self.bits, FEWEST, MOST)
+        check_choice("gain", self.gain, GAINS)
+        _check_clip(self.clip)
+        _check_table("ranges", self.ranges, (ranks, size), positive=True)
+        _check_table("total", self.total, (size,), positive=True)
+        if (self.offsets is None) != (self.total_offset is None):
+            raise ValueError("one of offsets and total_offset is None; allowed: both or neither")
+        if self.offsets is not None:
+            _check_table("offsets", self.offsets, (ranks, size))
+            _check_table("total_offset", self.total_offset, (size,))
+        _check_features(self.features, size)
+        check_int("rank", self.rank, 0, ranks - 1)
+        if not isinstance(self.artifact, str):
+            raise TypeError(f"artifact is {self.artifact!r}; allowed: a string")
+        if self.clip is None:
+            object.__setattr__(self, "clip", 1.0 if self.gain == "static" else CLIPS[self.bits])
+        for name in ("ranges", "offsets", "total", "total_offset"):
+            table = getattr(self, name)
+            if table is not None:  # a copy: who made the tensor may go on to change it
+                object.__setattr__(self, name, table.detach().cpu().clone())
+        tables = _Tables(self.ranges, self.offsets, self.total, self.total_offset, self.features)
+        object.__setattr__(self, "_tables", tables)
+
+    @classmethod
+    def fit(
+        cls, parts: Sequence[Tensor], *, bits: int = 4, gain: Literal["token", "static"] = "token",
+        clip: float | None = None, means: bool = True, outliers: int | None = None, artifact: str = "",
+    ) -> FeatureInt:  # fmt: skip
+        """Return a codec calibrated on these partial sums: ranges are their largest magnitudes around their means.
+
+        A feature that is the same in all rows has its magnitude as range.
+
+        Args:
+            parts: of each rank, all of one shape (..., E).
+            bits, gain, clip, artifact: as above.
+            means: whether they are the offsets; else 0 is.
+            outliers: how many features travel as bfloat16: those of the largest range over all ranks; absent: E // 64.
+
+        Raises:
+            ValueError: no parts, of different shapes, empty, not finite, features that are 0 in all of a rank's rows or
+                in all sums, or `outliers` of not fewer than E features.
+        """
+        shapes = [tuple(part.shape) for part in parts]
+        if len(set(shapes)) != 1 or not shapes[0] or not math.prod(shapes[0]):
+            raise ValueError(f"parts have shapes {shapes}; allowed: at least one, all of one shape (..., E), not empty")
+        size = parts[0].shape[-1]
+        rows_RNE = torch.stack([part.detach().float().reshape(-1, size) for part in parts])
+        rows_RNE = torch.cat([rows_RNE, rows_RNE.sum(0, keepdim=True)])
+        mean_RE = rows_RNE.mean(1) if means else torch.zeros(len(rows_RNE), size)
+        ranges_RE = (rows_RNE - mean_RE[:, None]).abs().amax(1)
+        ranges_RE = torch.where(ranges_RE == 0, rows_RNE.abs().amax(1), ranges_RE)
+        count = size // 64 if outliers is None else outliers
+        check_int("outliers", count, 0, size - 1)
+        chosen = ranges_RE[:-1].amax(0).topk(count).indices.sort().values
+        return cls(
+            bits=bits, gain=gain, clip=clip, ranges=ranges_RE[:-1], total=ranges_RE[-1],
+            offsets=mean_RE[:-1] if means else None, total_offset=mean_RE[-1] if means else None,
+            features=tuple(chosen.tolist()), artifact=artifact,
+        )  # fmt: skip
+
+    @property
+    def grain(self) -> int:
+        return self.total.numel()
+
+    @property
+    def ranks(self) -> int:
+        return self.ranges.shape[0]
+
+    def part(self, rank: int) -> FeatureInt:
+        check_int("rank", rank, 0, self.ranks - 1)
+        return self if rank == self.rank else self._like(rank=rank)
+
+    def whole(self) -> FeatureInt:
+        offset = None if self.total_offset is None else self.total_offset[None]
+        return self._like(ranges=self.total[None], offsets=offset, rank=0, _tables=self._tables.whole())
+
+    def format_nbytes(self, shape: Sequence[int]) -> int:
+        return feature_int_layout(self._rows(shape), self.grain, len(self.features), self.bits).nbytes
+
+    def identity(self) -> str:
+        if self.artifact:
+            return f"FeatureInt of artifact {self.artifact}"
+        return f"{self.part(0)} [{self.part(0).fingerprint()}]"
+
+    def layer(self) -> str:
+        return self._tables.digest()[:16] if self.artifact else ""
+
+    def fingerprint(self) -> str:
+        settings = f"{self.bits}/{self.gain}/{self.clip}"
+        text = f"FeatureInt/{self.payload_version}/{settings}/{self._tables.digest()}/{self.rank}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FeatureInt):
+            return NotImplemented
+        return (self.fingerprint(), self.artifact) == (other.fingerprint(), other.artifact)
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    def __repr__(self) -> str:
+        return (
+            f"FeatureInt({self.bits} bits, {self.gain} gain, clip {self.clip:g}, {self.grain} features, "
+            f"{len(self.features)} outliers, rank {self.rank} of {self.ranks}, {self.fingerprint()})"
+        )
+
+    def _encode(self, x: Tensor, payload: Tensor) -> None:
+        tables, rank = self._tables.on(x.device), self.rank
+        assert self.clip is not None
+        reference.encode(
+            x.view(-1, self.grain), payload, tables.inverse[rank], tables.offset[rank], tables.order,
+            len(self.features), self.bits, self.clip / center_of(self.bits), self.gain == "token",
+        )  # fmt: skip
+
+    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
+        tables, rank = self._tables.on(payload.device), self.rank
+        reference.decode(
+            payload, out.view(-1, self.grain), tables.scale[rank], tables.offset[rank], tables.order,
+            len(self.features), self.bits, accumulate,
+        )  # fmt: skip
+
+    def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
+        self._rows(out.shape)
+        tables, payloads = self._tables.on(out.device), list(payloads)
+        if len(payloads) != self.ranks:
+            raise ValueError(f"payloads are {len(payloads)}; allowed: {self.ranks}, one for each rank")
+        reference.sum(
+            payloads, out.view(-1, self.grain), tables.scale, tables.offsets, tables.order,
+            len(self.features), self.bits, divisor,
+        )  # fmt: skip
+
+    def _rows(self, shape: Sequence[int]) -> int:
+        numel, size = math.prod(shape), self.grain
+        if numel % size or (len(shape) > 1 and shape[-1] != size):
+            raise ValueError(
+                f"shape is {tuple(shape)}; allowed: (..., {size}), or one dimension of a multiple of {size} elements"
+            )
+        return numel // size
+
+    def _like(self, **changes: object) -> FeatureInt:
+        """A codec that differs in what has been checked already, and shares the tables."""
+        codec = object.__new__(FeatureInt)
+        for name, value in (vars(self) | changes).items():
+            object.__setattr__(codec, name, value)
+        return codec
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Scale, inverse and offset (R, E) float32, 0 at the outliers; offsets (E,): of all ranks; order (E,) int32."""
+
+    scale: Tensor
+    inverse: Tensor
+    offset: Tensor
+    offsets: Tensor
+    order: Tensor
+
+
+class _Tables:
+    """What kernels take, computed once for all ranks' codecs."""
+
+    def __init__(
+        self,
+        ranges: Tensor,
+        offsets: Tensor | None,
+        total: Tensor,
+        total_offset: Tensor | None,
+        features: tuple[int, ...],
+    ) -> None:
+        self._ranges, self._total, self._features = ranges, total, features
+        self._offsets, self._total_offset = offsets, total_offset
+        self._there: dict[torch.device, _OnDevice] = {}
+        self._whole: _Tables | None = None
+        self._digest = ""
+
+    def on(self, device: torch.device) -> _OnDevice:
+        """The tables on a device; copied there at the first use, which must not be inside a CUDA graph's capture."""
+        if device not in self._there:
+            self._there[device] = self._on(device)
+        return self._there[device]
+
+    @torch.inference_mode(False)
+    def _on(self, device: torch.device) -> _OnDevice:
+        chosen = torch.zeros(self._total.numel(), dtype=torch.bool)
+        chosen[list(self._features)] = True
+        scale = self._ranges.clamp(SMALLEST, LARGEST)
+        offset = torch.zeros_like(scale) if self._offsets is None else self._offsets
+        scale, inverse, offset = (torch.where(chosen, 0.0, t) for t in (scale, scale.reciprocal(), offset))
+        offsets = torch.zeros_like(offset[0])
+        for each in offset:
+            offsets = offsets + each
+        order = torch.cat([(~chosen).nonzero(), chosen.nonzero()]).view(-1).int()
+        return _OnDevice(*(t.to(device) for t in (scale, inverse, offset, offsets, order)))
+
+    def whole(self) -> _Tables:
+        """Those of the sum over all ranks."""
+        if self._whole is None:
+            offset = None if self._total_offset is None else self._total_offset[None]
+            self._whole = _Tables(self._total[None], offset, self._total, self._total_offset, self._features)
+        return self._whole
+
+    def digest(self) -> str:
+        """Hexadecimal, of the contents."""
+        if not self._digest:
+            digest = hashlib.sha256(repr((tuple(self._ranges.shape), self._features)).encode())
+            for tensor in (self._ranges, self._total, self._offsets, self._total_offset):
+                digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+            self._digest = digest.hexdigest()
+        return self._digest
+
+
+def _check_clip(clip: object) -> None:
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip <= 2):
+        raise ValueError(f"clip is {clip!r}; allowed: a number above 0 and at most 2, or None")
+
+
+def _check_table(name: str, x: object, shape: tuple[int, ...], *, positive: bool = False) -> None:
+    """Raise unless `x` is a float32 tensor of this shape whose numbers are finite, and positive if they must be."""
+    if not isinstance(x, Tensor) or x.dtype != torch.float32:
+        raise TypeError(
+            f"{name} is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; allowed: a float32 tensor"
+        )
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: {shape}")
+    rows = x.reshape(-1, x.shape[-1])
+    bad = ~(rows.isfinite() & (rows > 0)) if positive else ~rows.isfinite()
+    if bad.any():
+        row, feature = bad.nonzero()[0].tolist()
+        where = f"{name}[{row}, {feature}]" if len(shape) > 1 else f"{name}[{feature}]"
+        what = "the range" if positive else "the mean"
+        raise ValueError(
+            f"{where}, {what} of feature {feature}, is {float(rows[row, feature]):g}; allowed: finite"
+            f"{' and above 0' if positive else ''}"
+        )
+
+
+def _check_features(features: object, size: int) -> None:
+    if not isinstance(features, tuple) or not all(type(f) is int for f in features):
+        raise TypeError(f"features is {features!r}; allowed: a tuple of integers")
+    if len(features) >= size:
+        raise ValueError(f"features are {len(features)}; allowed: fewer than the {size} there are")
+    if list(features) != sorted(set(features)) or (features and not 0 <= features[0] <= features[-1] < size):
+        raise ValueError(f"features is {features}; allowed: ascending, from 0 to {size - 1}")

@@ -1,0 +1,149 @@
+"""The definition of `FeatureInt`'s operators in plain PyTorch, by the rules of `lowbit.kernels.exact`.
+
+`inverse`, `scale` and `offset` are float32 (E,), `scales` is (R, E); all hold 0 at the outliers. `order` int32 (E,):
+the other features, then the outliers, both ascending. Shape suffixes: N rows of E features, K of which travel as
+bfloat16 (the outliers), and M as codes; R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels import exact, operator
+from lowbit.kernels.checks import check_bytes, check_numbers, check_table
+from lowbit.kernels.exact import store
+from lowbit.kernels.layout import Layout, ceil_div, zero_gaps
+from lowbit.kernels.packing import planes, planes_nbytes
+
+FEWEST, MOST = 3, 8  # bits of a code
+LARGEST_BF16 = 2.0**127 * (2 - 2.0**-7)
+NAN_BF16 = 0x7FC0
+
+
+def feature_int_layout(rows: int, features: int, outliers: int, bits: int) -> Layout:
+    """Payload of `encode` (see `lowbit.codecs.FeatureInt`)."""
+    codes = rows * planes_nbytes(features - outliers, bits)
+    return Layout.of(gains=2 * rows, features=2 * rows * outliers, codes=codes)
+
+
+def center_of(bits: int) -> float:
+    """What lies in the middle of the codes."""
+    return 2.0 ** (bits - 1) - 0.5
+
+
+def _check(
+    x: Tensor, payloads: Sequence[Tensor], scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
+    divisor: int = 1,
+) -> None:  # fmt: skip
+    features = x.shape[-1] if x.dim() else 0
+    if not 0 <= outliers < max(1, features) or not FEWEST <= bits <= MOST or divisor < 1 or not payloads:
+        raise ValueError(
+            f"outliers is {outliers} of {features} features, bits {bits}, divisor {divisor}, payloads {len(payloads)}; "
+            f"allowed: fewer outliers than features, {FEWEST} to {MOST}, at least 1 and 1"
+        )
+    check_numbers(x, 2)
+    nbytes = feature_int_layout(len(x), features, outliers, bits).nbytes
+    for payload in payloads:
+        check_bytes("payload", payload, nbytes, x.device)
+    shape = (features,) if scales.dim() == 1 else (len(payloads), features)
+    check_table("scale", scales, torch.float32, shape, x.device)
+    check_table("offset", offset, torch.float32, (features,), x.device)
+    check_table("order", order, torch.int32, (features,), x.device)
+
+
+@operator(writes="payload", check=lambda x, payload, *rest: _check(x, [payload], *rest[:5]))
+def encode(
+    x: Tensor, payload: Tensor, inverse: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
+    share: float, by_token: bool,
+) -> None:  # fmt: skip
+    """x (N, E) -> payload.
+
+    See `lowbit.codecs.FeatureInt` for formulas and layout. `share`: of the largest magnitude of a row, or of 1, that is
+    its gain.
+    """
+    rows, features = x.shape
+    layout = feature_int_layout(rows, features, outliers, bits)
+    rest, chosen = order.long().tensor_split([features - outliers])
+    x_NE = x.float()
+    v_NM = ((x_NE - offset) * inverse)[:, rest]
+    most_N = v_NM.abs().amax(1)  # NaN where a row holds one
+    finite_N = most_N.isfinite()
+    most_N = most_N if by_token else torch.ones_like(most_N)
+    gain_N = torch.where(most_N > 0, (most_N * share).clamp(min=exact.SMALLEST), 0.0).bfloat16()
+    bits_N = torch.where(finite_N, gain_N.view(torch.int16), NAN_BF16)
+    inverse_N = exact.inverse(torch.where(finite_N, gain_N.float(), 0.0))
+    v_NM = v_NM * inverse_N[:, None] + center_of(bits)
+    codes_NM = torch.where(v_NM > 0, v_NM, 0.0).clamp(max=2**bits - 1).round().to(torch.uint8)
+    zero_gaps(payload, layout)
+    layout.section(payload, "gains", torch.int16).copy_(bits_N)
+    layout.section(payload, "codes").copy_(_packed(codes_NM, bits).view(-1))
+    x_NK = x_NE[:, chosen]
+    x_NK = torch.where(x_NK.isfinite(), x_NK.clamp(-LARGEST_BF16, LARGEST_BF16), x_NK)
+    # By bits: which NaN a conversion to bfloat16 gives differs between machines.
+    bits_NK = torch.where(x_NK.isnan(), NAN_BF16, x_NK.bfloat16().view(torch.int16))
+    layout.section(payload, "features", torch.int16).copy_(bits_NK.view(-1))
+
+
+@operator(writes="out", check=lambda payload, out, *rest: _check(out, [payload], *rest[:5]))
+def decode(
+    payload: Tensor, out: Tensor, scale: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
+    accumulate: bool,
+) -> None:  # fmt: skip
+    """Payload -> out (N, E), or added to it."""
+    store(_decoded(payload, out.shape, scale, order, outliers, bits) + offset, out, accumulate)
+
+
+@operator(writes="out", check=lambda payloads, out, *rest: _check(out, payloads, *rest[:5], divisor=rest[5]))
+def sum(
+    payloads: Sequence[Tensor], out: Tensor, scales: Tensor, offset: Tensor, order: Tensor, outliers: int, bits: int,
+    divisor: int,
+) -> None:  # fmt: skip
+    """The sum of what R payloads decode to, in float32 and in their order, then the offsets of all; divided, to out."""
+    total = _decoded(payloads[0], out.shape, scales[0], order, outliers, bits)
+    for payload, scale in zip(payloads[1:], scales[1:], strict=True):
+        total = total + _decoded(payload, out.shape, scale, order, outliers, bits)
+    total = total + offset
+    # By a tensor: CUDA multiplies by the rounded inverse of a number.
+    store(total / total.new_full((), divisor) if divisor > 1 else total, out, False)
+
+
+def _decoded(payload: Tensor, shape: torch.Size, scale: Tensor, order: Tensor, outliers: int, bits: int) -> Tensor:
+    """float32 (N, E), without offsets."""
+    rows, features = shape
+    layout = feature_int_layout(rows, features, outliers, bits)
+    rest, chosen = order.long().tensor_split([features - outliers])
+    gain_N = layout.section(payload, "gains", torch.bfloat16).float()
+    codes_NM = _unpacked(layout.section(payload, "codes").view(rows, -1), len(rest), bits)
+    y_NM = (codes_NM.float() - center_of(bits)) * gain_N[:, None] * scale[rest]
+    y_NE = torch.empty(shape, device=payload.device)
+    y_NE[:, rest] = y_NM
+    y_NE[:, chosen] = layout.section(payload, "features", torch.bfloat16).view(rows, -1).float()
+    return y_NE
+
+
+def _packed(codes_NM: Tensor, bits: int) -> Tensor:
+    """The planes of each row."""
+    done, out = 0, []
+    for p in planes(bits):
+        width = ceil_div(codes_NM.shape[1] * p, 8)
+        fields = torch.nn.functional.pad((codes_NM >> done) & ((1 << p) - 1), (0, width * 8 // p - codes_NM.shape[1]))
+        shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=codes_NM.device)
+        out.append((fields.unflatten(1, (8 // p, width)) << shifts[:, None]).sum(1, dtype=torch.uint8))
+        done += p
+    return torch.cat(out, 1)
+
+
+def _unpacked(packed: Tensor, count: int, bits: int) -> Tensor:
+    """Inverse of `_packed`: uint8 (rows, count)."""
+    done, start = 0, 0
+    codes_NM = torch.zeros(len(packed), count, dtype=torch.uint8, device=packed.device)
+    for p in planes(bits):
+        stop = start + ceil_div(count * p, 8)
+        shifts = torch.arange(0, 8, p, dtype=torch.uint8, device=packed.device)
+        fields = (packed[:, None, start:stop] >> shifts[:, None]) & ((1 << p) - 1)
+        codes_NM |= fields.flatten(1)[:, :count] << done
+        done, start = done + p, stop
+    return codes_NM

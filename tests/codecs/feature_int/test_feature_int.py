@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowbit import kernels
+from lowbit.codecs import FeatureInt, GroupInt
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def made(
+    ranks: int, size: int, outliers: tuple[int, ...], rows: int, dtype: torch.dtype = torch.float32, **settings: Any
+) -> tuple[FeatureInt, list[Tensor]]:
+    """Ranges and means, and partial sums of tokens that differ, of which some exceed them; every rank's others."""
+    g = torch.Generator().manual_seed(ranks + size + rows)
+    ranges = torch.exp(2 * torch.randn(ranks, size, generator=g))
+    offsets = torch.randn(ranks, size, generator=g) * ranges
+    tables = {"ranges": ranges, "total": ranges.sum(0) * 0.7, "offsets": offsets, "total_offset": offsets.sum(0)}
+    codec = FeatureInt(**tables, features=outliers, **settings)
+    tokens = torch.exp(torch.randn(rows, 1, generator=g))
+    parts = [torch.randn(rows, size, generator=g) * ranges[r] * tokens * 0.7 + offsets[r] for r in range(ranks)]
+    for part in parts:
+        part[:, list(outliers)] *= 50
+    return codec, [part.to(dtype) for part in parts]
+
+
+def slowly(codec: FeatureInt, x: Tensor, rank: int) -> Tensor:
+    """What element after element becomes, in Python, without offsets; float32, any shape of whole rows."""
+    y = x.float().reshape(-1, codec.grain).clone()
+    center = torch.tensor(2.0 ** (codec.bits - 1) - 0.5)
+    assert codec.clip is not None
+    share = torch.tensor(codec.clip / float(center))
+    for row in y:
+        v = {e: (row[e] - offsets_of(codec)[rank, e]) * (1 / codec.ranges[rank, e])
+             for e in range(codec.grain) if e not in codec.features}  # fmt: skip
+        finite = all(value.isfinite() for value in v.values())
+        most = max(value.abs() for value in v.values()) if codec.gain == "token" and finite else torch.tensor(1.0)
+        gain = (most * share).clamp(min=2.0**-126).bfloat16().float() if most > 0 else torch.tensor(0.0)
+        for e in range(codec.grain):
+            if e in codec.features:
+                largest = torch.finfo(torch.bfloat16).max
+                kept = row[e].clamp(-largest, largest) if row[e].isfinite() else row[e]
+                row[e] = kept.bfloat16().float()
+            elif finite:
+                code = (v[e] * (1 / gain if gain > 0 else 1) + center).clamp(0, 2**codec.bits - 1).round()
+                row[e] = (code - center) * gain * codec.ranges[rank, e]
+            else:
+                row[e] = math.nan
+    return y.view(x.shape)
+
+
+def offsets_of(codec: FeatureInt) -> Tensor:
+    """Of each rank, (R, E), 0 at the outliers."""
+    offsets = torch.zeros_like(codec.ranges) if codec.offsets is None else codec.offsets.clone()
+    offsets[:, list(codec.features)] = 0
+    return offsets
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+SHAPES = [(3, 64, (7,)), (3, 71, (0, 1, 70)), (2, 7, (2, 4)), (12, 3, ()), (4, 33, tuple(range(1, 33))), (3, 300, ())]
+
+
+@pytest.mark.parametrize("gain", ["token", "static"])
+@pytest.mark.parametrize("bits", range(3, 9))
+def test_every_element_is_what_the_formulas_say(bits: int, gain: str):
+    for i, (rows, size, outliers) in enumerate(SHAPES):
+        dtype = DTYPES[(i + bits) % 3]
+        codec, parts = made(3, size, outliers, rows, dtype, bits=bits, gain=gain)
+        parts[0].view(-1)[:1] = math.nan
+        parts[1].view(-1)[-1:] = math.inf
+        parts[2].view(-1)[: size // 2] = torch.finfo(dtype).max
+        parts[2][-1] = codec.offsets[2].to(dtype)  # pyright: ignore[reportOptionalSubscript]
+        values, offsets = [slowly(codec, x, r) for r, x in enumerate(parts)], offsets_of(codec)
+        limit = torch.finfo(torch.float16).max if dtype == torch.float16 else math.inf
+        for name in ("reference", "cpu"):
+            with kernels.backend(name):
+                payloads = [codec.part(r).encode(x) for r, x in enumerate(parts)]
+                total, added = values[0], offsets[0]
+                for r, x in enumerate(parts):
+                    assert payloads[r].numel() == codec.nbytes(x.shape)
+                    y = codec.part(r).decode(payloads[r], shape=x.shape)
+                    assert same(y, values[r] + offsets[r]), (rows, size, outliers, name)
+                    twice = codec.part(r).decode(payloads[r], shape=x.shape, out=y.clone(), accumulate=True)
+                    assert same(twice, y + y)
+                    total, added = (total, added) if r == 0 else (total + values[r], added + offsets[r])
+                total = total + added
+                assert same(codec.sum(payloads, out=torch.empty(rows, size)), total)
+                thirds = codec.sum(payloads, out=torch.empty(rows, size, dtype=dtype), divisor=3)
+                third = total / 3
+                cut = torch.where(third.isfinite(), third.clamp(-limit, limit), third)
+                assert same(thirds, cut.to(dtype))
+
+
+@pytest.mark.parametrize("bits", [4, 7, 8])
+def test_backends_give_the_same_bytes_on_any_number_of_threads(bits: int):
+    """Enough rows for several threads, and features that do not fill vectors."""
+    codec, (x, _) = made(2, 200, (3, 64, 199), 401, torch.bfloat16, bits=bits)
+    found = []
+    for name in ("reference", "cpu"):
+        with kernels.backend(name):
+            room = torch.full((codec.nbytes(x.shape) + 128,), 77, dtype=torch.uint8)
+            inside = room[64 : 64 + codec.nbytes(x.shape)]
+            codec.encode(x, out=inside)
+            assert room[:64].eq(77).all()
+            assert room[-64:].eq(77).all()
+            found.append(inside.clone())
+    assert torch.equal(*found)
+    # The fused sum of a flat piece of whole rows is that of the rows.
+    payload = codec.encode(x)
+    flat = codec.sum([payload, codec.part(1).encode(x)], out=torch.empty(x.numel()))
+    halves = [codec.sum([codec.part(r).encode(h) for r in (0, 1)], out=torch.empty(h.shape)) for h in x.split(200)]
+    assert torch.equal(flat.view(x.shape), torch.cat(halves))
+
+
+def test_a_row_with_nan_is_nan_and_tells_no_other():
+    codec, (x, _) = made(2, 64, (5,), 8)
+    for name in ("reference", "cpu"):
+        for gain in ("token", "static"):
+            with kernels.backend(name):
+                each = FeatureInt(ranges=codec.ranges, total=codec.total, features=(5,), gain=gain)
+                bad = x.clone()
+                bad[0, 5], bad[1, 6], bad[2, 7], bad[3, 5] = math.nan, math.inf, -math.inf, math.inf
+                y, good = each.round_trip(bad), each.round_trip(x)
+                assert y[0, 5].isnan()
+                assert y[3, 5] == math.inf
+                others = [e for e in range(64) if e != 5]
+                assert y[1:3, others].isnan().all()
+                assert torch.equal(y[[0, 3]][:, others], good[[0, 3]][:, others])
+                assert torch.equal(y[4:], good[4:])
+
+
+def test_layout_is_the_documented_one():
+    ones = {"ranges": torch.ones(1, 6), "total": torch.ones(6), "features": (1,)}
+    x = torch.tensor([[7.5, 3.0, -7.5, 0.9, 0.0, -0.1], [0.0] * 6, [-1.0, math.nan, 15.0, 1.0, 2.1, 3.0]])
+    codec = FeatureInt(**ones, clip=1.0)
+    payload = codec.encode(x)
+    assert payload[:6].view(torch.bfloat16).tolist() == [1.0, 0.0, 2.0]
+    assert payload[6:16].eq(0).all()
+    assert payload[16:22].view(torch.bfloat16)[:2].tolist() == [3.0, 0.0]
+    assert payload[22:32].eq(0).all()
+    # Codes 15 0 8 8 7; 8 8 8 8 8, as ties go to even; 7 15 8 9 9: bytes (15, 8) (0, 7) (8, 0), ...
+    assert payload[32:].tolist() == [0x8F, 0x70, 0x08, 0x88, 0x88, 0x08, 0x97, 0x9F, 0x08]
+    assert codec.nbytes(x.shape) == 41
+    assert codec.round_trip(x)[0].tolist() == [7.5, 3.0, -7.5, 0.5, 0.5, -0.5]
+    assert not codec.decode(torch.zeros_like(payload), shape=x.shape).any()
+    five = FeatureInt(**ones, clip=1.0, bits=5).encode(torch.tensor([[15.5, 3.0, -15.5, 0.9, 0.0, -0.1]] * 3))
+    # Codes 31 0 16 16 15: 15 0 0 0 15 below, 1 0 1 1 0 above.
+    assert five[32:36].tolist() == [0x0F, 0xF0, 0x00, 0b01101]
+    zeros = FeatureInt(**ones, offsets=torch.full((1, 6), 3.0), total_offset=torch.full((6,), 3.0))
+    assert zeros.decode(torch.zeros_like(payload), shape=x.shape)[0].tolist() == [3.0, 0.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_bits_count_gains_and_planes():
+    ones = {"ranges": torch.ones(2, 4096), "total": torch.ones(4096), "features": tuple(range(0, 4096, 64))}
+    for bits in range(3, 9):
+        codec = FeatureInt(**ones, bits=bits)
+        assert codec.bits_per_element((128, 4096)) == (16 + 16 * 64 + bits * 4032) / 4096
+    small = FeatureInt(ranges=torch.ones(2, 384), total=torch.ones(384), features=tuple(range(6)))
+    assert small.bits_per_element((128, 384)) == (16 + 16 * 6 + 4 * 378) / 384 < 4.25
+
+
+def test_a_gain_and_means_are_why_it_beats_static_ranges():
+    g = torch.Generator().manual_seed(1)
+    sizes, means = torch.exp(torch.randn(256, generator=g)), torch.randn(256, generator=g)
+    tokens = torch.exp(0.7 * torch.randn(512, 1, generator=g))
+    parts = [(torch.randn(512, 256, generator=g) * tokens + means) * sizes for _ in range(2)]
+    exact = sum(parts[r][256:] for r in range(2))
+
+    def error(**settings: Any) -> float:
+        codec = FeatureInt.fit([p[:256] for p in parts], **settings)
+        y = codec.sum([codec.part(r).encode(p[256:]) for r, p in enumerate(parts)], out=torch.empty(256, 256))
+        return float((y - exact).norm() / exact.norm())
+
+    static, gain, best = error(gain="static", means=False), error(means=False), error()
+    assert best < 0.95 * gain < 0.7 * static
+    errors = [error(bits=bits) for bits in range(3, 9)]
+    assert all(fine < 0.7 * coarse for coarse, fine in itertools.pairwise(errors))
+
+
+def test_outliers_are_why_it_beats_plain_int4():
+    g = torch.Generator().manual_seed(0)
+    parts = [torch.randn(256, 128, generator=g) for _ in range(2)]
+    for part in parts:
+        part[:, 77] *= 100 * torch.randn(256, generator=g) ** 3
+    exact = (parts[0] + parts[1]).double()
+
+    def error(codec: FeatureInt | GroupInt) -> float:
+        y = codec.sum([codec.part(r).encode(p) for r, p in enumerate(parts)], out=torch.empty(256, 128))
+        return float((y - exact).norm() / exact.norm())
+
+    fitted, plain = FeatureInt.fit(parts, outliers=2), FeatureInt.fit(parts, outliers=0)
+    assert 77 in fitted.features
+    assert error(fitted) < 0.2 * min(error(plain), error(GroupInt(bits=4, group=64)))
+
+
+def test_extreme_ranges_stay_finite():
+    ranges = torch.tensor([[1e-45, 1e-38, 3.4e38, 1.0]])
+    codec = FeatureInt(ranges=ranges, total=ranges[0], features=())
+    for x in (ranges, -ranges, torch.zeros(1, 4), torch.full((1, 4), 1e-44)):
+        for name in ("reference", "cpu"):
+            with kernels.backend(name):
+                assert codec.round_trip(x).isfinite().all()
+    assert codec.round_trip(ranges.clamp(max=2e38))[0, 2] == pytest.approx(2e38, rel=0.3)
+
+
+def test_parts_whole_identity_and_equality():
+    codec, _ = made(3, 8, (1,), 1)
+    again, _ = made(3, 8, (1,), 1)
+    assert codec == again
+    assert hash(codec) == hash(again)
+    assert codec.part(2) != codec
+    assert codec.part(2).part(0) == codec
+    assert codec.part(2).identity() == codec.identity() == again.identity()
+    prints = {c.fingerprint() for c in (codec, codec.part(1), codec.whole(), codec.part(1).whole())}
+    assert len(prints) == 3
+    ranges = codec.ranges.clone()
+    ranges[2, 7] *= 2
+    other = FeatureInt(ranges=ranges, total=codec.total, features=(1,))
+    assert other != codec
+    assert other.identity() != codec.identity()
+    ranges.zero_()
+    assert other.ranges.all(), "what it was made of may change"
+    named = [FeatureInt(ranges=c.ranges, total=c.total, features=(1,), artifact="one") for c in (codec, other)]
+    assert named[0] != named[1]
+    assert named[0].layer() == named[0].part(1).layer() != named[1].layer()
+    assert codec.layer() == ""
+    assert named[0].identity() == named[1].part(1).identity() == "FeatureInt of artifact one"
+    assert (codec.grain, codec.ranks, codec.whole().ranks, GroupInt().grain) == (8, 3, 1, 1)
+    assert repr(codec).startswith("FeatureInt(4 bits, token gain, clip 0.8, 8 features, 1 outliers, rank 0 of 3, ")
+
+
+ONES = {"ranges": torch.ones(2, 4), "total": torch.ones(4), "features": ()}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ranges": torch.ones(4)}, ValueError, r"ranges is \(4,\); allowed: a tensor of \(ranks, features\)"),
+        ({"ranges": torch.ones(2, 4).double()}, TypeError, r"ranges is torch\.float64; allowed: a float32 tensor"),
+        ({"ranges": torch.tensor([[1.0, 1], [1, 0]]), "total": torch.ones(2)}, ValueError,
+         r"ranges\[1, 1\], the range of feature 1, is 0; allowed: finite and above 0"),
+        ({"ranges": torch.tensor([[1, torch.nan, 1, 1]])}, ValueError, r"feature 1, is nan; allowed: finite"),
+        ({"total": torch.ones(3)}, ValueError, r"total has shape \(3,\); allowed: \(4,\)"),
+        ({"total": torch.tensor([1, 1, 1, torch.inf])}, ValueError, r"total\[3\], the range of feature 3, is inf"),
+        ({"features": [1]}, TypeError, r"features is \[1\]; allowed: a tuple of integers"),
+        ({"features": (2, 1)}, ValueError, r"features is \(2, 1\); allowed: ascending, from 0 to 3"),
+        ({"features": (1, 4)}, ValueError, r"features is \(1, 4\); allowed: ascending"),
+        ({"features": (0, 1, 2, 3)}, ValueError, "features are 4; allowed: fewer than the 4 there are"),
+        ({"bits": 2}, ValueError, "bits is 2; allowed: 3 to 8"),
+        ({"gain": "row"}, ValueError, "gain is 'row'; allowed: 'token', 'static'"),
+        ({"clip": 0}, ValueError, "clip is 0; allowed: a number above 0 and at most 2, or None"),
+        ({"offsets": torch.zeros(2, 4)}, ValueError, "one of offsets and total_offset is None; allowed: both or neit"),
+        ({"offsets": torch.full((2, 4), torch.inf), "total_offset": torch.zeros(4)}, ValueError,
+         r"offsets\[0, 0\], the mean of feature 0, is inf; allowed: finite"),
+        ({"rank": 2}, ValueError, "rank is 2; allowed: 0 to 1"),
+        ({"artifact": 3}, TypeError, "artifact is 3"),
+    ],
+)  # fmt: skip
+def test_bad_settings(change: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        FeatureInt(**(ONES | change))
+
+
+def test_shapes_and_payloads_that_do_not_fit_are_refused():
+    codec = FeatureInt(**ONES)
+    assert codec.encode(torch.empty(0, 4)).numel() == 0
+    assert codec.sum([], out=torch.empty(0, 4)).shape == (0, 4)
+    for shape in ((2, 3), (4, 2), (7,), ()):
+        with pytest.raises(ValueError, match=r"allowed: \(..., 4\), or one dimension of a multiple of 4"):
+            codec.encode(torch.ones(shape))
+    payload = codec.encode(torch.ones(2, 4))
+    with pytest.raises(ValueError, match="payloads are 1; allowed: 2, one for each rank"):
+        codec.sum([payload], out=torch.empty(2, 4))
+    with pytest.raises(ValueError, match="expected 20 contiguous uint8"):
+        codec.sum([payload, payload[:-1]], out=torch.empty(2, 4))
+    for out in (torch.empty(4, 2), torch.empty(7)):
+        with pytest.raises(ValueError, match="shape is"):
+            codec.sum([payload, payload], out=out)
+    with pytest.raises(ValueError, match="rank is 2; allowed: 0 to 1"):
+        codec.part(2)
+    with pytest.raises(ValueError, match=r"parts have shapes \[\(2,\), \(3,\)\]"):
+        FeatureInt.fit([torch.ones(2), torch.ones(3)])
+    with pytest.raises(ValueError, match=r"parts have shapes \[\(0, 8\)\]; .* not empty"):
+        FeatureInt.fit([torch.ones(0, 8)])
+    zero = torch.tensor([[1.0, 0, 1]])
+    with pytest.raises(ValueError, match=r"ranges\[1, 1\], the range of feature 1, is 0"):
+        FeatureInt.fit([zero + 1, zero])
+    with pytest.raises(ValueError, match=r"total\[1\], the range of feature 1, is 0"):
+        FeatureInt.fit([zero + 1, torch.tensor([[3.0, -1, 3]])])
+    with pytest.raises(ValueError, match="outliers is 4; allowed: 0 to 3"):
+        FeatureInt.fit([torch.ones(4)], outliers=4)
