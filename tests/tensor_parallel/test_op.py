@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,14 @@ def without_breaks(path: str) -> dict[str, Any]:
     installed = low_bit_(toy, path, settings=CODED, drift=drift)
     installed.sums[0].watch = lambda name, partials, total: watched.append(name)
     compare("toy", toy)
-    results["traffic"] = installed.traffic
+    results["traffic"] = dataclasses.replace(installed.traffic)
     results["drift"] = drift.report().rows[0].values
-    results["watched"] = watched
+    results["watched"] = list(watched)
+    together = compiled(toy)
+    coded = logits(together, ids())
+    installed.remove()
+    results["removed"] = torch.equal(logits(together, ids()), logits(toy, ids()))
+    results["was coded"] = not torch.equal(logits(toy, ids()), coded)
     with pytest.raises(RuntimeError, match=r"for inference only, and gradients are on; allowed: .*no_grad"):
         compiled(toy)(ids())
     hugging_face = hf_parallel(llama())
@@ -82,6 +88,8 @@ def test_one_graph_however_installed(ranks: Ranks, tmp_path: Path):
             assert results[f"{name} breaks"] == (0, 1), name
             assert results[name], name
         assert results["styles"]
+        assert results["removed"]
+        assert results["was coded"]
         assert (results["traffic"].coded, results["traffic"].plain) == (values * len(LAYERS), 0)
         assert results["drift"] == values
         assert results["watched"] == [LAYERS[0]] * 3

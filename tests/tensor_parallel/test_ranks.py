@@ -171,6 +171,10 @@ def with_another_model(path: str) -> None:
     low_bit_(tensor_parallel_(Toy(seed=1)), path)
 
 
+def with_another_dtype(path: str) -> None:
+    low_bit_(tensor_parallel_(Toy().half()), path)
+
+
 def with_gradients(path: str) -> None:
     model = tensor_parallel_(Toy())
     low_bit_(model, path)
@@ -190,6 +194,7 @@ def twice(path: str) -> None:
         (with_another_momentum, "AgreementError", ["momentum: ", "no (momentum is 1.1"]),
         (with_other_settings, "AgreementError", ["small=0", "small=1"]),
         (with_another_model, "CalibrationError", ["for the model Toy [", "this is Toy ["]),
+        (with_another_dtype, "CalibrationError", ["for the model Toy [", "this is Toy ["]),
         (with_gradients, "RuntimeError", ["layers.0.attn", "no_grad"]),
         (twice, "ValueError", ["already"]),
     ],

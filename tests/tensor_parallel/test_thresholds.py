@@ -21,7 +21,7 @@ from tests.processes import Ranks
 from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
 
 KIND = f"{WIDTH} features, float32, 4 bits"
-SLOW = 0.01
+SLOW = 0.05
 
 
 def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,12 +63,13 @@ def test_all_ranks_decide_by_the_slowest(ranks: Ranks, tmp_path: Path):
     for results in (first, second):
         coding, engine = results["coding"], results["engine"]
         assert coding.steps == results["known"].steps == {KIND: ()}
-        assert engine.steps == {KIND: tuple((rows, "one_shot") for rows in ROWS)}
+        assert engine.steps == {KIND: ((1, "one_shot"),)}
+        assert list(engine.milliseconds[KIND]) == [str(rows) for rows in ROWS]
         assert coding.milliseconds[KIND]["1"]["one_shot"] > 1e3 * SLOW
         assert engine.milliseconds[KIND]["1"]["plain"] > 1e3 * SLOW
         assert (results["small"][1], results["large"][1], results["again"][1]) == (0, 1, 1)
         assert torch.equal(results["large"][0], results["again"][0])
-        assert str(engine).startswith(f"{KIND}: one_shot from 1 rows")
+        assert str(engine).startswith(f"{KIND}: one_shot from 1 rows (2 ranks, ")
         assert str(coding).startswith(f"{KIND}: never coded (2 ranks, ")
     for name in ("coding", "known", "engine"):
         assert first[name].milliseconds == second[name].milliseconds
@@ -88,9 +89,10 @@ def test_coded_is_what_is_faster_at_this_and_all_larger_sizes():
             1: times(plain=1, one_shot=0.5, two_shot=2),
             8: times(plain=1, one_shot=0.99, two_shot=2),  # within the noise
             32: times(plain=2, one_shot=1.8, two_shot=1.9),
-            128: times(plain=9, one_shot=5, two_shot=4),
+            128: times(plain=4, one_shot=2, two_shot=3),
+            512: times(plain=9, one_shot=5, two_shot=4),
         }
-    ) == ((32, "one_shot"), (128, "two_shot"))
+    ) == ((32, "one_shot"), (512, "two_shot"))
 
 
 def thresholds(**changes: Any) -> Thresholds:

@@ -32,7 +32,7 @@ class Phase:
         contenders: arguments of each; they also tell results apart.
         arguments: common to all.
         rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
-        before: what the ranks are asked once on each link, before the first turn; none if empty.
+        before: what the ranks are asked once on each link, before the first turn, with its arguments; None: nothing.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Phase:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rounds: int
     untimed: int = 0
-    before: str = ""
+    before: tuple[str, Mapping[str, Any]] | None = None
 
 
 @dataclass(kw_only=True)
@@ -96,8 +96,9 @@ def take_turns(
             for link in links:
                 about = set_link(network, link)
                 for phase in phases:
-                    if phase.before:
-                        ranks.ask(phase.before)
+                    if phase.before is not None:
+                        order, arguments = phase.before
+                        ranks.ask(order, **arguments)
                     taken = [
                         Taken(phase=phase.name, contender=contender, ranks=count, link=about)
                         for contender in phase.contenders

@@ -48,7 +48,7 @@ class TensorParallelBenchmark:
     """Turns of each format and algorithm."""
     prefill: NonNegative = 512
     """Tokens of a prompt that a model with random bfloat16 weights, split over the ranks, reads at once, for each
-    format and link. 0: none."""
+    format and link, with thresholds that the ranks measure. 0: none."""
     model: ModelConfig = ModelConfig(dim=512, layers=4, heads=8, ffn=1536)
     """Model that reads the prompt. Each layer has two sums of prefill x dim elements."""
 
@@ -123,15 +123,15 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
                 continue
             errors[key] = ranks.ask("error", **contender)[0]
         phases = []
-        measured = [name for name in settings.formats if name != "bf16"] if "auto" in settings.algorithms else []
-        ranks.ask("measure_with", names=measured)
+        coded = {"names": [name for name in settings.formats if name != "bf16"]}
+        before = ("measure", coded) if "auto" in settings.algorithms else None
         for tokens in settings.tokens:
             calls = min(_MOST_CALLS, max(1, _CALLS // (tokens * settings.width)))
             arguments = {"tokens": tokens, "calls": calls}
             phases.append(
                 Phase(
                     name=f"sum of {tokens}", order="reduce", contenders=settings.contenders, arguments=arguments,
-                    rounds=settings.rounds, untimed=1, before="" if phases else "measure",
+                    rounds=settings.rounds, untimed=1, before=None if phases else before,
                 )
             )  # fmt: skip
         if settings.prefill:
@@ -139,7 +139,10 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
             names = [{"name": name} for name in settings.formats]
             for name in settings.formats:
                 ranks.ask("prefill", name=name)
-            phases.append(Phase(name="prefill", order="prefill", contenders=names, rounds=settings.rounds))
+            before = "measure_prefill", coded
+            phases.append(
+                Phase(name="prefill", order="prefill", contenders=names, rounds=settings.rounds, before=before)
+            )
         return phases
 
     for taken in take_turns("lowbit.bench.tensor_parallel_rank", settings.ranks, settings.links, prepare):

@@ -38,7 +38,6 @@ class TensorParallelRank:
         self._model: Any = None
         self._ids = torch.empty(0)
         self._sources: dict[str, Any] = {}
-        self._names: list[str] = []
         self._auto: dict[str, SumSettings] = {}
 
     def open(self, tokens: int, width: int) -> dict[str, float]:
@@ -48,13 +47,9 @@ class TensorParallelRank:
         self._codecs = {name: codec_of(name, parts) for name in get_args(Format) if name != "bf16"}
         return {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()} | {"bf16": 16.0}
 
-    def measure_with(self, names: list[str]) -> None:
-        """Take the formats for which `measure` measures thresholds."""
-        self._names = names
-
-    def measure(self) -> None:
+    def measure(self, names: list[str]) -> None:
         """Measure on the link from how many tokens on formats are faster than PyTorch's all-reduce."""
-        for name in self._names:
+        for name in names:
             sample = Sample(self._x.shape[1], self._x.dtype, self._x.device, self._codecs[name])
             self._auto[name] = measured([sample], default_group(), SumSettings(), anew=True)
 
@@ -84,13 +79,19 @@ class TensorParallelRank:
         calibration = calibrate(self._model, [self._ids])
         self._sources = {"feature-int4": calibration, "int4": calibration.select(k=0), "int8": codec_of("int8", [])}
 
+    def measure_prefill(self, names: list[str]) -> None:
+        """Measure thresholds of the model's sums on the link."""
+        for name in names:
+            with low_bit_(self._model, self._sources[name]) as installed:
+                installed.measure()
+
     def prefill(self, name: str) -> dict[str, float]:
         """Let the model read its tokens."""
         with torch.inference_mode():
             if name == "bf16":
                 installed = _pytorch_sums(self._model)
             else:
-                installed = low_bit_(self._model, self._sources[name], settings=SumSettings(small=0))
+                installed = low_bit_(self._model, self._sources[name])
             with installed:
                 return timed(lambda: self._model(self._ids, use_cache=False, logits_to_keep=1))
 

@@ -31,7 +31,7 @@ def low_bit_(
         low_bit_(model, "calibration.safetensors")
 
     The ranks compare calibration and settings before anything is changed, and all load the same or raise the same. Then
-    they measure which sums are faster in few bits on their link, for at most a few seconds, unless `settings` says it.
+    they measure which sums are faster in few bits on their link, which takes a few seconds, unless `settings` says it.
     `torch.compile` takes the model without a graph break. Bytes: see `LowBitRowwiseParallel`.
 
     Args:

@@ -70,7 +70,10 @@ class SumSettings:
             return "plain"
         if isinstance(self.small, Thresholds):
             width = partial.shape[-1]
-            return self.small.choice(kind_of(width, partial.dtype, codec), numel // width)
+            rows = numel // width
+            if not 0 < self.small.least <= rows:  # a single token must not wait for more than this
+                return "plain"
+            return self.small.choice(kind_of(width, partial.dtype, codec), rows)
         if numel < (SMALL if self.small == "auto" else max(1, self.small)):
             return "plain"
         return choose(ranks, codec.nbytes((numel,))) if self.algorithm == "auto" else self.algorithm

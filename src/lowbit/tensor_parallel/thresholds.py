@@ -7,6 +7,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -42,6 +43,11 @@ class Thresholds:
     milliseconds: Mapping[str, Mapping[str, Mapping[str, float]]]
     mbit: float
     date: str
+
+    @cached_property
+    def least(self) -> int:
+        """Fewest rows from which on sums of any kind are coded; 0 if none is."""
+        return min((steps[0][0] for steps in self.steps.values() if steps), default=0)
 
     def choice(self, kind: str, rows: int) -> Choice:
         """Return how a sum of so many rows travels; of a kind that was not measured, "plain"."""
