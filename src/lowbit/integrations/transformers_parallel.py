@@ -27,8 +27,8 @@ from lowbit.ranks.objects import gather_json
 from lowbit.tensor_parallel import Calibration, CalibrationError, Drift, Installed, SumSettings
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.low_bit import load_agreed
-from lowbit.tensor_parallel.plan import sharded_rowwise_layers
-from lowbit.tensor_parallel.rowwise import group_of, install
+from lowbit.tensor_parallel.rowwise import install
+from lowbit.tensor_parallel.sums import ModelSum, counted, group_of, real_sums
 
 __all__ = ["LowBitParallel", "load_parallel", "low_bit_parallel_"]
 
@@ -116,7 +116,7 @@ def low_bit_parallel_(
         CalibrationError: a calibration that cannot be read, or of another model or number of ranks.
         AgreementError: the ranks do not hold the same; the same text on all.
     """
-    layers, own = sharded_rowwise_layers(model), getattr(model, "_pp_stage", None)
+    layers, own = real_sums(model), getattr(model, "_pp_stage", None)
     if not layers or own is None:
         raise ValueError(
             f"model is {type(model).__name__} without {'stages' if layers else 'tensor-parallel layers'}; allowed: one "
@@ -128,13 +128,13 @@ def low_bit_parallel_(
         _check(source, model, layers, own.pp_group)
     codecs = {name: source.codec(name) if isinstance(source, Calibration) else source for name in layers}
     with contextlib.ExitStack() as undo:
-        sums = undo.enter_context(install(layers, codecs, group, settings, drift=drift))
+        sums = undo.enter_context(install(layers, codecs, group, settings, counted=counted(model), drift=drift))
         stage = low_bit_pipeline_(model, codec, timeout=timeout, checksums=checksums)
         undo.pop_all()
     return LowBitParallel(sums, stage)
 
 
-def _check(calibration: Calibration, model: nn.Module, layers: dict[str, nn.Linear], stages: Any) -> None:
+def _check(calibration: Calibration, model: nn.Module, layers: dict[str, ModelSum], stages: Any) -> None:
     """Raise unless the calibration is of the model whose stages these are."""
     ranks = dist.get_world_size(group_of(layers))
     if calibration.world != ranks:

@@ -90,6 +90,8 @@ class Traffic:
         coded, plain: values sent in few bits, and in the model's dtype (below `SumSettings.small`, or without a codec).
         coded_bytes, plain_bytes: of their payloads, with codes, outlier features and scales, but without the 8 bytes of
             each message's checksum.
+        other_bytes: of what is gathered instead of added up, such as the logits of an output matrix that is cut; not in
+            `bits_per_value`.
         algorithms: of the all-reduces of the coded values.
     """
 
@@ -97,6 +99,7 @@ class Traffic:
     plain: int = 0
     coded_bytes: int = 0
     plain_bytes: int = 0
+    other_bytes: int = 0
     algorithms: set[str] = field(default_factory=set)
 
     @property
@@ -126,7 +129,7 @@ class Traffic:
 
     def reset(self) -> None:
         """Count from zero again."""
-        self.coded = self.plain = self.coded_bytes = self.plain_bytes = 0
+        self.coded = self.plain = self.coded_bytes = self.plain_bytes = self.other_bytes = 0
         self.algorithms.clear()
 
 

@@ -30,7 +30,9 @@ from lowbit.tensor_parallel.reduce import (
     sum_in_process,
     sum_over_ranks,
 )
+from lowbit.tensor_parallel.sums import Counted, ModelSum, mark
 from lowbit.tensor_parallel.thresholds import Choice, Thresholds
+from lowbit.tensor_parallel.traffic import counting
 
 _SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
 
@@ -190,40 +192,62 @@ class LayerSum:
 
 
 def install(
-    layers: Mapping[str, nn.Linear],
+    sums: Mapping[str, ModelSum],
     codecs: Mapping[str, Codec],
     group: dist.ProcessGroup,
     settings: SumSettings,
     *,
+    counted: Sequence[Counted] = (),
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Installed:
-    """Let row-wise layers with `DTensor` weights add up their partial sums in these formats.
+    """Let a model on real ranks add up its partial sums in these formats, and count what else it sends.
 
-    `codecs` has formats by name of the layer; the sums of layers without one stay in the model's dtype.
+    `codecs` has formats by name of the sum; sums without one stay in the model's dtype.
     """
     installed = Installed()
     ranks = dist.get_world_size(group)
-    for name, layer in layers.items():
-        earlier = getattr(layer.__dict__.get("forward"), _SUM, None)
+    for name, summed in sums.items():
+        earlier = getattr(summed.module.__dict__.get("forward"), _SUM, None)
         if earlier is not None and earlier.codec is not None:
             raise ValueError(
                 f"{name} adds up its partial sums in few bits already, by an earlier call; allowed: a layer without, "
                 "or remove() of what low_bit_ returned first"
             )
-    sums = {  # complete before the first layer is changed: an error leaves the model as it was
+    layer_sums = {  # complete before the first layer is changed: an error leaves the model as it was
         name: LayerSum(
-            name=name, width=layer.out_features, device=local(layer.weight).device, codec=codecs.get(name),
-            settings=settings, ranks=ranks, group=group, traffic=installed.traffic, watch=watch, drift=drift,
+            name=name, width=summed.width, device=summed.device, codec=codecs.get(name), settings=settings,
+            ranks=ranks, group=summed.group or group, traffic=installed.traffic, watch=watch, drift=drift,
         )
-        for name, layer in layers.items()
+        for name, summed in sums.items()
     }  # fmt: skip
-    weights = {name: local(layers[name].weight) for name in codecs}
-    samples = [Sample(len(w), w.dtype, w.device, codecs[name]) for name, w in weights.items()]
-    installed.use(list(sums.values()), partial(measured, samples, group, settings))
-    for name, layer in layers.items():
-        installed.replace(layer, row_forward(layer, sums[name], group))
+    samples = [Sample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
+    installed.use(list(layer_sums.values()), partial(measured, samples, group, settings))
+    for name, summed in sums.items():
+        installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
+    for other in counted:
+        forward = counting(other.module.forward, installed.traffic, ranks, gathers=other.gathers)
+        installed.replace(other.module, forward)
     return installed
+
+
+def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
+    """Make a forward for a module on real ranks that adds up its partial sums by `layer_sum`. For inference."""
+    compute, finish, parameters = summed.partial, summed.finish, tuple(summed.module.parameters(recurse=False))
+    if compute is None:
+        assert isinstance(summed.module, nn.Linear)
+        assert layer_sum.group is not None
+        return mark(row_forward(summed.module, layer_sum, layer_sum.group), summed)
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for parameter in parameters or (x,):
+            check_inference(layer_sum.name, x, parameter)
+        with torch.no_grad():
+            total = layer_sum([compute(x, *args, **kwargs).contiguous()])
+            return total if finish is None else finish(total)
+
+    setattr(forward, _SUM, layer_sum)
+    return mark(forward, summed)
 
 
 def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
@@ -250,13 +274,6 @@ def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup)
 def local(x: Tensor) -> Tensor:
     """Return this rank's part of a `DTensor`, any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def group_of(layers: Mapping[str, nn.Linear]) -> dist.ProcessGroup:
-    """Return the ranks that share these row-wise layers."""
-    weight = next(iter(layers.values())).weight
-    assert isinstance(weight, DTensor)
-    return weight.device_mesh.get_group()
 
 
 class LowBitRowwiseParallel(RowwiseParallel):
