@@ -53,13 +53,13 @@ def identity(model: nn.Module, layers: Mapping[str, ModelSum], stages: dist.Proc
     """
     description, config = _describe(model), text_config(model)
     formulas = json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
-    held, names = _gathered(_checksums(model), layers), set(layers)
+    names, held = set(layers), _gathered(_checksums(model), layers)
     for others, theirs in () if stages is None else gather_json([list(layers), held], stages):
         names |= set(others)
         held |= theirs
     digest = hashlib.sha256(json.dumps([description, formulas, sorted(names)]).encode())
     for name, checksums in sorted(held.items()):
-        digest.update(f"/{name}/{json.dumps(checksums)}".encode())
+        digest.update(f"/{name}/{checksums}".encode())
     return f"{description} [{digest.hexdigest()[:16]}]"
 
 
