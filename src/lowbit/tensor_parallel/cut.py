@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowbit.ranks import pytorch
 from lowbit.ranks.groups import default_group
+from lowbit.tensor_parallel.encoders import check_real_ranks
 from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, plan_of, sharded_rowwise_layers
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import LayerSum, local, row_forward
@@ -45,6 +46,7 @@ def tensor_parallel_(
     if sharded_rowwise_layers(model):
         raise ValueError("model is on tensor-parallel ranks already; allowed: a whole model")
     check_heads(model, ranks)
+    check_real_ranks(model)
     planned = plan_of(model, plan)
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     for name, (layer, style) in planned.items():

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lowbit.tensor_parallel.encoders import encoder_plan
+
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 ROW = ("rowwise",)
 ROW_OF_WHOLE_INPUT = ("rowwise_rep", "rowwise_split_input")
@@ -32,7 +34,7 @@ def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Li
     Raises:
         ValueError: no plan, an unknown style, a module other than `Linear`, or no row-wise layer.
     """
-    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or {})
+    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or encoder_plan(model))
     if not rules:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan; allowed: a model with one (Llama, Qwen, Mistral, "
