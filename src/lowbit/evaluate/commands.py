@@ -118,7 +118,7 @@ def _what(rows: Sequence[Row], measured: str) -> str:
 def _nothing_coded(rows: Sequence[Row]) -> bool:
     """Whether no format coded anything: all sums were small."""
     formats = [row for row in _parallel(rows) if row["format"] != BASELINE]
-    return bool(formats) and all(row["coded"] in (0, None) for row in formats)
+    return bool(formats) and all(row["coded"] == 0 for row in formats)
 
 
 def _perplexity_title(rows: Sequence[Row]) -> str:

@@ -136,7 +136,8 @@ def agreement(exact: Tensor, other: Tensor) -> Agreement:
     similar = [x @ x.T for x in similar]
     itself = torch.eye(count, dtype=torch.bool)
     best, found = (x.masked_fill(itself, -2).topk(NEAREST).indices for x in similar)
-    ranks = [x[~itself].argsort().argsort().double() for x in similar]
+    first, second = torch.triu_indices(count, count, 1)
+    ranks = [x[first, second].argsort().argsort().double() for x in similar]
     return Agreement(
         nearest=float((best[:, 0] == found[:, 0]).double().mean()),
         nearest_10=float((best[:, :, None] == found[:, None, :]).any(-1).double().mean()),

@@ -123,7 +123,7 @@ class Evaluation:
         for key, value in asked.items():
             if value and self.encoder:
                 raise ConfigError(
-                    f"{key} is {value}, and the model is an {self.kind}; allowed: a causal language model"
+                    f"{key} is {value}; allowed for a causal language model only, and this is: {self.kind}"
                 )
         if self.kind == loading.MASKED and self.settings.tokenizer == "bytes":
             raise ConfigError("tokenizer is bytes; allowed for a masked language model: one with a mask token")
