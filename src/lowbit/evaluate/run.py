@@ -235,7 +235,7 @@ class Evaluation:
                 case.format, case.tp, self.sums.small,
             )  # fmt: skip
         return {
-            "model": Path(settings.model).resolve().name,
+            "model": Path(settings.model).absolute().name,
             "kind": self.kind,
             "format": case.format,
             "tp": case.tp,
