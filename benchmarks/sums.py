@@ -6,6 +6,7 @@ All candidates code the same captures. Then the model runs with each of them.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,9 +120,12 @@ class Bench:
         self.layers = rowwise_layers(self.model)
         self.given: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
-            layer.register_forward_pre_hook(lambda _, args, name=name: self.given.__setitem__(name, args[0]))
+            layer.register_forward_pre_hook(functools.partial(self._note, name))
         self.calibration, _ = self.capture(held_out=False)
         self.held_out, self.inputs = self.capture(held_out=True)
+
+    def _note(self, name: str, layer: object, args: tuple[Tensor, ...]) -> None:
+        self.given[name] = args[0]
 
     def read(self, *, held_out: bool, length: int | None = None) -> tuple[Sequences, Any]:
         """Read a text as the model does."""

@@ -165,9 +165,11 @@ def _special(tokenizer: Tokenizer) -> dict[str, int | None]:
         return {}
     hugging_face = tokenizer.hugging_face()
     around = hugging_face("a")["input_ids"]
-    begin, end = hugging_face.cls_token_id, hugging_face.sep_token_id
+    begin: Any = hugging_face.cls_token_id
+    end: Any = hugging_face.sep_token_id
+    mask: Any = hugging_face.mask_token_id
     whole = begin is not None and end is not None and around[:1] == [begin] and around[-1:] == [end]
-    return {"begin": begin, "end": end, "mask": hugging_face.mask_token_id} if whole else {}
+    return {"begin": begin, "end": end, "mask": mask} if whole else {}
 
 
 def _begin(tokenizer: Tokenizer) -> int | None:
