@@ -11,5 +11,6 @@ COMMANDS = {
     "replicas": "benchmarks.replicas",
     "diloco": "benchmarks.diloco",
     "reduce": "benchmarks.reduce",
+    "sums": "benchmarks.sums",
 }
 """The module of each benchmark, which has its `COMMAND`."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.evaluate import Sequences, perplexity, score
-from lowbit.evaluate.score import Reference, SumErrors
+from lowbit.evaluate.errors import SumErrors
+from lowbit.evaluate.score import Reference
 
 
 class Bigram(nn.Module):

@@ -57,7 +57,8 @@ def measure(settings: CalibrationConfig) -> list[dict[str, Any]]:
 
 def read(settings: CalibrationConfig) -> text.Sequences:
     """Read the text that sequences are drawn from; ConfigError if it is missing or shorter than one sequence."""
-    sequences, _ = text.read(settings)
+    encoder = loading.model_kind(settings.model) != loading.CAUSAL
+    sequences, _ = text.read(settings, encoder=encoder)
     sequences.draw(1, settings.seed)
     return sequences
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowbit.evaluate.settings import BASELINE, CalibrationConfig, EvaluationConfig
@@ -27,8 +27,19 @@ def _evaluate(settings: Any, earlier: Sequence[Row]) -> Iterator[Sequence[Row]]:
     for rows in importlib.import_module("lowbit.evaluate.run").measure(settings):
         if shown:
             row = compare(rows, EVALUATE.baselines)[-1]
-            console.print("{format}, tp {tp}: perplexity {perplexity:.4f}, kept {kept:.2%}".format(**row))
+            console.print(_line(row))
         yield rows
+
+
+def _line(row: Row) -> str:
+    """Return what one case measured, in one line."""
+    shown = {
+        "perplexity": "perplexity {:.4f}", "kept": "kept {:.2%}", "nearest": "nearest neighbour kept {:.1%}",
+        "nearest_10": "10 nearest {:.1%}", "same_tokens": "tokens equal {:.1%}",
+    }  # fmt: skip
+    parts = [form.format(row[name]) for name, form in shown.items() if row.get(name) is not None]
+    parts += ["nothing was coded"] if row["coded"] == 0 else []
+    return f"{row['format']}, tp {row['tp']}: {', '.join(parts)}"
 
 
 def _ranges_title(rows: Sequence[Row]) -> str:
@@ -37,10 +48,7 @@ def _ranges_title(rows: Sequence[Row]) -> str:
 
 
 def _kind(row: Row) -> str:
-    """Return `mlp.down_proj` for model.layers.3.mlp.down_proj."""
-    parts = row["layer"].split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
+    return importlib.import_module("lowbit.evaluate.errors").kind_of(row["layer"])
 
 
 def _few(features: Sequence[int]) -> str:
@@ -91,8 +99,53 @@ def _ranks(row: Row) -> str:
     return f"{row['tp']} ranks"
 
 
+def _with(field: str) -> Callable[[Sequence[Row]], Sequence[Row]]:
+    """Select the rows that measured this; the shares of coded values stay only where some were not coded."""
+
+    def rows_with(rows: Sequence[Row]) -> Sequence[Row]:
+        return _share_coded([row for row in rows if row.get(field) is not None])
+
+    return rows_with
+
+
+def _what(rows: Sequence[Row], measured: str) -> str:
+    """Return a title: the measure, the model, and whether its ranks are real."""
+    ranks = "real" if rows[0]["real"] else "emulated"
+    nothing = "; NOTHING WAS CODED" if _nothing_coded(rows) else ""
+    return f"{measured}: {rows[0]['model']}, {ranks} ranks{nothing}"
+
+
+def _nothing_coded(rows: Sequence[Row]) -> bool:
+    """Whether no format coded anything: all sums were small."""
+    formats = [row for row in _parallel(rows) if row["format"] != BASELINE]
+    return bool(formats) and all(row["coded"] == 0 for row in formats)
+
+
 def _perplexity_title(rows: Sequence[Row]) -> str:
-    return f"Perplexity, {rows[0]['tokens']:,} tokens, {'real' if rows[0]['real'] else 'emulated'} ranks"
+    masked = "masked tokens" if rows[0]["kind"].startswith("masked") else "tokens"
+    return _what(rows, f"Perplexity of {rows[0]['tokens']:,} {masked}")
+
+
+def _neighbours_title(rows: Sequence[Row]) -> str:
+    return _what(rows, f"Neighbours of {rows[0]['sentences']:,} sentences")
+
+
+def _tokens_title(rows: Sequence[Row]) -> str:
+    return _what(rows, "Greedy generation")
+
+
+def _layer_columns(rows: Sequence[Row]) -> list[Column]:
+    kinds = importlib.import_module("lowbit.evaluate.errors").by_kind
+    names = dict.fromkeys(name for row in rows for name in kinds(row["layers"]))
+    columns = [
+        Column(name.replace(".", "\n"), lambda row, name=name: kinds(row["layers"]).get(name), "{:.2%}")
+        for name in names
+    ]
+    return [
+        *_CASE, *columns,
+        Column("worst\nboundary", lambda row: max(row["layers"].values(), default=None), "{:.2%}"),
+        Column("each token\nalike", "token_error", "{:.2%}"),
+    ]  # fmt: skip
 
 
 def _with_errors(rows: Sequence[Row]) -> Sequence[Row]:
@@ -108,8 +161,22 @@ def _quality_title(rows: Sequence[Row]) -> str:
     best = recommended(rows, "format")
     if best is None:
         return "Perplexity with low-bit sums"
+    if best["kept"] is None:
+        return f"{best['model']}: nothing was coded: every sum is below {best['small']:,} elements"
     bits = f" in {best['bits_per_value']:.2f} bits" if best.get("bits_per_value") else ""
-    return f"{title_of(best['format'])} keeps {best['kept']:.2%} of the perplexity on {best['tp']} ranks{bits}"
+    kept = f"{best['kept']:.2%} of the perplexity of {best['model']}"
+    return f"{title_of(best['format'])} keeps {kept} on {best['tp']} ranks{bits}"
+
+
+def _neighbours_heading(rows: Sequence[Row]) -> str:
+    """What the recommended format keeps of the neighbours with the fewest ranks."""
+    best = recommended(rows, "format")
+    if best is None:
+        return "Nearest neighbours with low-bit sums"
+    if best["coded"] == 0:
+        return f"{best['model']}: nothing was coded: every sum is below {best['small']:,} elements"
+    kept = f"{best['nearest_10']:.1%} of the 10 nearest neighbours of {best['model']}"
+    return f"{title_of(best['format'])} keeps {kept} on {best['tp']} ranks in {best['bits_per_value']:.2f} bits"
 
 
 def _share_coded(rows: Sequence[Row]) -> Sequence[Row]:
@@ -127,10 +194,17 @@ def _task_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 _CASE = (Column("format", "format"), Column("tp", "tp"))
+_SENT = (
+    Column("bits per\nvalue", "bits_per_value", "{:.6g}"),
+    Column("coded", "coded", "{:.0%}"),
+    Column("all-\nreduce", "algorithm"),
+)
+
+_SMALL = {"coded": 0}  # a format that coded nothing has kept nothing either
 
 EVALUATE = Command(
     name="evaluate",
-    summary="Perplexity and zero-shot scores of a model with low-bit tensor-parallel sums.",
+    summary="What a model or encoder says with low-bit tensor-parallel sums: perplexity, neighbours, tasks.",
     examples=(
         "lowbit evaluate my_model --low-bit --tp 2,4",
         "lowbit evaluate my_model --format int4,feature-int4 --json scores.json",
@@ -140,14 +214,34 @@ EVALUATE = Command(
     tables=(
         Table(
             title=_perplexity_title,
-            rows=_share_coded,
+            rows=_with("perplexity"),
             columns=(
                 *_CASE,
-                Column("bits per\nvalue", "bits_per_value", "{:.6g}"),
-                Column("coded", "coded", "{:.0%}"),
-                Column("all-\nreduce", "algorithm"),
+                *_SENT,
                 Column("perplex-\nity", "perplexity", "{:.4f}"),
                 Column("kept", "kept", "{:.2%}"),
+            ),
+        ),
+        Table(
+            title=_neighbours_title,
+            rows=_with("nearest"),
+            columns=(
+                *_CASE,
+                *_SENT,
+                Column("nearest\nkept", "nearest", "{:.1%}"),
+                Column("10 nearest\nkept", "nearest_10", "{:.1%}"),
+                Column("rank\ncorrelation", "rank_correlation", "{:.2%}"),
+            ),
+        ),
+        Table(
+            title=_tokens_title,
+            rows=_with("same_tokens"),
+            columns=(
+                *_CASE,
+                *_SENT,
+                Column("tokens\nequal", "same_tokens", "{:.1%}"),
+                Column("before the first\ndifference", "tokens_before", "{:.1f}"),
+                Column("texts\nequal", "same_texts", "{:.0%}"),
             ),
         ),
         Table(
@@ -160,6 +254,11 @@ EVALUATE = Command(
             ),
         ),
         Table(
+            title="Errors of the sums by boundary",
+            rows=lambda rows: [row for row in rows if row["layers"]],
+            columns=_layer_columns,
+        ),
+        Table(
             title="Zero-shot scores",
             rows=lambda rows: [row for row in rows if row.get("scores")],
             columns=_task_columns,
@@ -169,12 +268,21 @@ EVALUATE = Command(
         Bars(
             title=_quality_title,
             subtitle="Perplexity of BF16 over that of the format, minus 100 %.",
-            rows=_parallel,
+            rows=lambda rows: [row for row in _parallel(rows) if row["kept"] is not None],
             group=_ranks,
             series="format",
             y=lambda row: 100 * (row["kept"] - 1),
             show=lambda row: f"{round(row['kept'] - 1, 4) + 0.0:+.2%}",
             label="perplexity kept, difference to BF16 in %",
+        ),
+        Bars(
+            title=_neighbours_heading,
+            subtitle="10 nearest neighbours that are the same as on one rank.",
+            rows=lambda rows: [row for row in _parallel(rows) if row.get("nearest_10") is not None],
+            group=_ranks,
+            series="format",
+            y=lambda row: 100 * row["nearest_10"],
+            label="10 nearest neighbours kept, %",
         ),
         Bars(
             title="Relative error of the sums",
@@ -186,8 +294,8 @@ EVALUATE = Command(
         ),
     ),
     baselines=(
-        Baseline(field="kept", value="perplexity", to={"format": BASELINE}, alike=("tp",), way="under"),
-        Baseline(field="scores_kept", value="score", to={"format": BASELINE}, alike=("tp",)),
+        Baseline(field="kept", value="perplexity", to={"format": BASELINE}, alike=("tp",), way="under", unless=_SMALL),
+        Baseline(field="scores_kept", value="score", to={"format": BASELINE}, alike=("tp",), unless=_SMALL),
     ),
     live=False,
 )

@@ -16,6 +16,7 @@ from lowbit.evaluate.settings import InferenceConfig
 from lowbit.ranks.groups import default_group
 from lowbit.ranks.process_group import joined, world
 from lowbit.tensor_parallel import Calibration, SumSettings, tensor_parallel_
+from lowbit.tensor_parallel.encoders import ENCODERS
 from lowbit.tensor_parallel.low_bit import load_agreed
 from lowbit.train.device import choose_autocast, choose_device
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TIMEOUT = 300.0
+CAUSAL, MASKED, ENCODER = "causal language model", "masked language model", "encoder"
 log = logging.getLogger(__name__)
 
 
@@ -54,7 +56,7 @@ def job(device: torch.device) -> Iterator[None]:
 
 
 def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Load a causal language model: cut over the ranks of the job, or whole if there is none; nothing is downloaded.
+    """Load a language model or encoder: cut over the ranks of the job, or whole without one; nothing is downloaded.
 
     It is cut on the CPU: the host holds the whole of it for each rank for a moment, a device only its rank's part.
 
@@ -64,13 +66,14 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
     Raises:
         ConfigError: no checkpoint there, or one that Hugging Face cannot load.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils import logging as hugging_face
 
-    model_config(folder)
+    kinds = {CAUSAL: AutoModelForCausalLM, MASKED: AutoModelForMaskedLM, ENCODER: AutoModel}
+    kind = kinds[model_kind(folder)]
     hugging_face.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=choose_dtype(dtype, device), local_files_only=True)
+        model = kind.from_pretrained(folder, dtype=choose_dtype(dtype, device), local_files_only=True)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model {folder!r} cannot be loaded: {reason}") from error
@@ -81,6 +84,14 @@ def load_model(folder: str, dtype: str, device: torch.device) -> PreTrainedModel
     if world()[1] > 1:
         tensor_parallel_(model)
     return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def model_kind(folder: str) -> str:
+    """Return `CAUSAL`, `MASKED` or `ENCODER` (without an output for tokens)."""
+    config = model_config(folder)
+    if config.model_type not in ENCODERS:
+        return CAUSAL
+    return MASKED if any(name.endswith("ForMaskedLM") for name in config.architectures or ()) else ENCODER
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""`lowbit evaluate`: perplexity and zero-shot scores of a model with low-bit tensor-parallel sums."""
+"""`lowbit evaluate`: what a model says with low-bit tensor-parallel sums, beside what it says without."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from lowbit.codecs import Codec, parse
 from lowbit.collectives import agree
 from lowbit.config import ConfigError
-from lowbit.evaluate import calibrate, loading, text
+from lowbit.evaluate import calibrate, loading, neighbours, text
+from lowbit.evaluate.errors import SumErrors, root_mean_square
+from lowbit.evaluate.generation import generate, same_tokens
 from lowbit.evaluate.harness import mean_score, zero_shot
-from lowbit.evaluate.score import Reference, SumErrors, perplexity
+from lowbit.evaluate.score import Reference, perplexity
 from lowbit.evaluate.settings import BASELINE, LOW_BIT, CalibrationConfig, EvaluationConfig, default_calibration
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import world
@@ -30,6 +32,7 @@ from lowbit.tensor_parallel import (
 from lowbit.tensor_parallel.reduce import SMALL
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 CALIBRATED = ("int4", LOW_BIT, f"{LOW_BIT}-distributed")
@@ -44,13 +47,19 @@ def measure(settings: EvaluationConfig) -> Iterator[list[dict[str, Any]]]:
     figures the same to the last bit, with as many threads.
 
     Yields:
-        All rows so far, with `format`, `tp`, `real` (ranks), `algorithm` (of the all-reduce of coded values),
-        `perplexity` (NaN if a sum was), `loss`, `tokens`, `bits_per_value` (of everything sent), `coded` (share of the
-        values; the others are of small sums, which stay in the model's dtype), `logits_error` (relative, to the first
-        row's: one rank, or on real ranks bf16), `logits` (digits of the first batch's bits), `sum_error` (relative root
-        mean square over the layers; for emulated ranks), `layers` (the same by layer), `calibration` (its text), and
-        with tasks `scores` (by task and metric) and `score` (their mean). The command adds `kept` (bf16's perplexity
-        over this one) and `scores_kept` (this score over bf16's).
+        All rows so far, with `model` (its folder's name), `kind` (of model), `format`, `tp`, `real` (ranks),
+        `algorithm` (of the all-reduce of coded values), `bits_per_value` (of everything sent), `coded` (share of the
+        values; the others are of small sums, which stay in the model's dtype), `sum_error` (relative root mean square
+        over the layers; for emulated ranks), `token_error` (the same with every token alike), `layers`,
+        `layers_by_token`, `layers_by_rank` (the same by layer), `calibration` (its text).
+
+        Of models that predict tokens also `perplexity` (of the next token, or of masked ones; NaN if a sum was),
+        `accuracy`, `loss`, `tokens`, `logits_error` (relative, to the first row's: one rank, or on real ranks bf16) and
+        `logits` (digits of the first batch's bits). Of encoders `sentences`, `nearest`, `nearest_10` and
+        `rank_correlation`, against the first row's (`neighbours.Agreement`). With `generate`, `same_tokens`,
+        `tokens_before`, `same_texts`, against the first row's (`generation.SameTokens`). With tasks `scores` (by task
+        and metric) and `score` (their mean). The command adds `kept` (bf16's perplexity over this one) and
+        `scores_kept` (this score over bf16's), unless nothing was coded.
 
     Raises:
         ConfigError, ValueError: settings, model or text that cannot be used.
@@ -80,13 +89,20 @@ class Evaluation:
         self.rank, self.ranks = world()
         self.device = loading.prepare(settings)
         self.tps = self._tps()
-        self.sequences, self.tokenizer = text.read(settings, held_out=True)
+        self.kind = loading.model_kind(settings.model)
+        self.encoder = self.kind != loading.CAUSAL
+        self._check_measures()
+        self.sequences, self.tokenizer = text.read(settings, held_out=True, encoder=self.encoder)
+        self.sentences = self._sentences() if self.encoder else []
+        self.pooling = neighbours.Pooling.read(settings.model) if self.encoder else neighbours.Pooling()
+        self.vectors: Tensor | None = None
+        self.texts: Tensor | None = None
         self.sums = SumSettings(algorithm=settings.algorithm, small=SMALL if settings.small is None else settings.small)
         self.reference = Reference()
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """Measure, and yield all rows so far."""
-        if self.rank == 0:
+        if self.rank == 0 and self.kind != loading.ENCODER:
             self.sequences.warn_if_fewer(self.settings.sequences)
         rows: list[dict[str, Any]] = []
         with loading.job(self.device):
@@ -97,6 +113,29 @@ class Evaluation:
             for case in self._cases(model, calibrations):
                 rows = [*rows, self._measure(model, case)]
                 yield rows
+
+    def _check_measures(self) -> None:
+        """Raise ConfigError for a measure that this kind of model does not have."""
+        asked = {"generate": self.settings.generate, "task": ", ".join(self.settings.tasks)}
+        for key, value in asked.items():
+            if value and self.encoder:
+                raise ConfigError(
+                    f"{key} is {value}; allowed for a causal language model only, and this is: {self.kind}"
+                )
+        if self.kind == loading.MASKED and self.settings.tokenizer == "bytes":
+            raise ConfigError("tokenizer is bytes; allowed for a masked language model: one with a mask token")
+
+    def _sentences(self) -> list[str]:
+        wanted = self.settings.sentences
+        chosen = neighbours.sentences(text.documents(self.settings, held_out=True), wanted, self.settings.seed)
+        if len(chosen) < min(wanted, neighbours.NEAREST + 2):
+            raise ConfigError(
+                f"{self.sequences.source} has {len(chosen)} sentences of 40 to 400 characters; "
+                f"allowed: at least {neighbours.NEAREST + 2}"
+            )
+        if len(chosen) < wanted and self.rank == 0:
+            log.warning("sentences is %d, and %s has %d: all are used", wanted, self.sequences.source, len(chosen))
+        return chosen
 
     def _tps(self) -> tuple[int, ...]:
         tps, folder = self.settings.tps, self.settings.model
@@ -174,41 +213,78 @@ class Evaluation:
         return exists[0]
 
     def _measure(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
-        settings, errors = self.settings, SumErrors()
-        windows = len(self.sequences.spread(settings.sequences))
-        with (
-            self._install(model, case, errors) as installed,
-            loading.progress_bar(f"{case.format}, tp {case.tp}", windows) as progress,
-        ):
+        settings, errors = self.settings, SumErrors(case.low_bit if case.format != BASELINE else None)
+        with self._install(model, case, errors) as installed:
+            measured = self._predict(model, case) if self.kind != loading.ENCODER else {}
+            if self.encoder:
+                measured |= self._neighbours(model, case)
+            if settings.generate:
+                measured |= self._generate(model)
+            if settings.tasks:
+                scores = zero_shot(model, self.tokenizer.hugging_face(), settings)
+                measured |= {"scores": scores, "score": mean_score(scores)}
+        traffic = installed.traffic if case.low_bit is not None else None
+        if traffic is not None and not traffic.coded and case.format != BASELINE and self.rank == 0:
+            log.warning(
+                "%s, tp %d: nothing was coded: every sum has fewer than %d elements (small)",
+                case.format, case.tp, self.sums.small,
+            )  # fmt: skip
+        return {
+            "model": Path(settings.model).absolute().name,
+            "kind": self.kind,
+            "format": case.format,
+            "tp": case.tp,
+            "real": self.ranks > 1,
+            "algorithm": ", ".join(sorted(traffic.algorithms)) or None if traffic else None,
+            "bits_per_value": traffic.bits_per_value if traffic else None,
+            "coded": traffic.share_coded if traffic else None,
+            "small": self.sums.small,
+            "sum_error": errors.mean(),
+            "token_error": root_mean_square(errors.by_token().values()),
+            "layers": errors.relative(),
+            "layers_by_token": errors.by_token(),
+            "layers_by_rank": errors.by_rank(),
+            "calibration": case.source,
+            **measured,
+        }
+
+    def _predict(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
+        """Predict next tokens, or masked ones."""
+        settings, windows = self.settings, len(self.sequences.spread(self.settings.sequences))
+        with loading.progress_bar(f"{case.format}, tp {case.tp}", windows) as progress:
             score = perplexity(
                 model, self.sequences, count=settings.sequences, batch=settings.batch, reference=self.reference,
                 device=self.device, progress=progress,
             )  # fmt: skip
-            scores = zero_shot(model, self.tokenizer.hugging_face(), settings) if settings.tasks else None
         if self.ranks > 1:
             agree(None, {"logits": score.logits, "loss": repr(score.loss)}, topic="outcome")
         if not math.isfinite(score.loss) and self.rank == 0:
             log.warning(
                 "%s, tp %d: the loss is %s: a sum over ranks was NaN or infinite", case.format, case.tp, score.loss
             )
-        traffic = installed.traffic if case.low_bit is not None else None
-        row = {
-            "format": case.format,
-            "tp": case.tp,
-            "real": self.ranks > 1,
-            "algorithm": ", ".join(sorted(traffic.algorithms)) or None if traffic else None,
-            "perplexity": score.perplexity,
-            "loss": score.loss,
-            "tokens": score.tokens,
-            "bits_per_value": traffic.bits_per_value if traffic else None,
-            "coded": traffic.share_coded if traffic else None,
-            "logits_error": score.logits_error,
-            "logits": score.logits,
-            "sum_error": errors.mean(),
-            "layers": errors.relative(),
-            "calibration": case.source,
-        }
-        return row if scores is None else row | {"scores": scores, "score": mean_score(scores)}
+        fields = ("perplexity", "accuracy", "loss", "tokens", "logits_error", "logits")
+        return {name: getattr(score, name) for name in fields}
+
+    def _neighbours(self, model: PreTrainedModel, case: _Case) -> dict[str, Any]:
+        """Compare the nearest neighbours of sentences with those of the first case."""
+        with loading.progress_bar(f"{case.format}, tp {case.tp}, sentences", len(self.sentences)) as progress:
+            vectors = neighbours.embed(
+                model, self.tokenizer.hugging_face(), self.sentences, self.pooling, batch=8 * self.settings.batch,
+                device=self.device, progress=progress,
+            )  # fmt: skip
+        if not bool(vectors.isfinite().all()) and self.rank == 0:
+            log.warning("%s, tp %d: a sentence's vector is NaN or infinite: a sum over ranks was", case.format, case.tp)
+        self.vectors = vectors if self.vectors is None else self.vectors
+        return {
+            "sentences": len(self.sentences), **dataclasses.asdict(neighbours.agreement(self.vectors, vectors)),
+        }  # fmt: skip
+
+    def _generate(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Compare greedy continuations with those of the first case."""
+        texts = generate(model, self.sequences, self.settings.generate, self.device)
+        self.texts = texts if self.texts is None else self.texts
+        same = same_tokens(self.texts, texts)
+        return {"same_tokens": same.tokens, "tokens_before": same.before, "same_texts": same.whole}
 
     def _install(self, model: PreTrainedModel, case: _Case, errors: SumErrors) -> Installed:
         """Let the model add up its partial sums in the format of the case."""

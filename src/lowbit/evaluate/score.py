@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.evaluate.text import Sequences
-from lowbit.tensor_parallel.reduce import plain_sum
+from lowbit.evaluate.text import IGNORED, Sequences
 
 REMEMBERED = 2**28
 """Bytes of logits that a `Reference` keeps."""
@@ -24,8 +23,8 @@ class Score:
     """How well a model predicts a text.
 
     Attributes:
-        loss: mean negative log-likelihood of a token, in nats, added up in float64; NaN if a sum over ranks was NaN or
-            infinite. tokens: number of predicted ones.
+        loss: mean negative log-likelihood of a (next, or masked) token, in nats, added up in float64; NaN if a sum over
+            ranks was NaN or infinite. tokens: number of predicted ones. accuracy: share of them with the largest logit.
         logits: 16 hexadecimal digits of all bits of the first batch's logits: equal if these are bit-identical.
         logits_error: root mean square of the difference to a reference's logits, over that of the reference's from
             their mean; None without a reference.
@@ -34,6 +33,7 @@ class Score:
     loss: float
     tokens: int
     logits: str
+    accuracy: float
     logits_error: float | None = None
 
     @property
@@ -73,7 +73,7 @@ def perplexity(
     device: torch.device | str = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> Score:
-    """Measure how well a causal language model predicts a text, window by window.
+    """Measure how well a language model predicts a text, window by window: next tokens, or masked ones.
 
     Args:
         model: takes token ids, int64 (batch, length), and returns an object with `logits` (batch, length, vocabulary).
@@ -93,7 +93,7 @@ def perplexity(
     remembers = reference is not None and not reference.batches
     compared = iter(reference.batches if reference is not None and not remembers else ())
     options: dict[str, Any] = {"use_cache": False} if hasattr(model, "config") else {}
-    total, tokens, windows, digest = 0.0, 0, 0, ""
+    total, tokens, hits, windows, digest = 0.0, 0, 0, 0, ""
     error, power = 0.0, 0.0
     training = model.training
     model.eval()
@@ -101,9 +101,13 @@ def perplexity(
         for inputs, targets in sequences.batches(indices, batch):
             logits = model(inputs.to(device), **options).logits
             digest = digest or _digest(logits)
-            losses = F.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten(), reduction="none")
+            targets = targets.to(device)
+            losses = F.cross_entropy(
+                logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
+            )
             total += float(losses.double().sum())
-            tokens += targets.numel()
+            tokens += int((targets != IGNORED).sum())
+            hits += int((logits.argmax(-1) == targets).sum())
             windows += len(inputs)
             if remembers and reference is not None:
                 reference.remember(logits)
@@ -115,37 +119,9 @@ def perplexity(
     finally:
         model.train(training)
     relative = math.sqrt(error / power) if power else None
-    return Score(loss=total / tokens, tokens=tokens, logits=digest, logits_error=relative)
-
-
-class SumErrors:
-    """Errors of sums over emulated ranks, for `emulate_tensor_parallel_(watch=...)`.
-
-    Of each layer: root mean square of the sum's difference to the float32 sum of the partial sums, over that of the
-    float32 sum.
-    """
-
-    def __init__(self) -> None:
-        self._squares: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
-        exact = plain_sum([partial.float() for partial in partials])
-        error = (total.float() - exact).square().sum(dtype=torch.float64)
-        power = exact.square().sum(dtype=torch.float64)
-        before = self._squares.get(layer)
-        self._squares[layer] = (error, power) if before is None else (before[0] + error, before[1] + power)
-
-    def relative(self) -> dict[str, float]:
-        """Return the error of each layer."""
-        return {
-            name: math.sqrt(float(error / power)) if float(power) else 0.0
-            for name, (error, power) in self._squares.items()
-        }
-
-    def mean(self) -> float | None:
-        """Return the root mean square over the layers; None if nothing was seen."""
-        errors = self.relative().values()
-        return math.sqrt(sum(e * e for e in errors) / len(errors)) if errors else None
+    return Score(
+        loss=total / tokens, tokens=tokens, logits=digest, accuracy=hits / tokens, logits_error=relative
+    )  # fmt: skip
 
 
 def _square(x: Tensor) -> float:

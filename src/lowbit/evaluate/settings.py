@@ -25,7 +25,7 @@ class InferenceConfig:
     """Settings common to calibration and evaluation: a model, a text, and how to compute."""
 
     model: str
-    """Local folder with a Hugging Face model."""
+    """Local folder with a Hugging Face model: a causal language model, or an encoder (BERT, RoBERTa, MPNet, ...)."""
     text: tuple[str, ...] = ()
     """Files, folders or glob patterns. If omitted, Python's standard library: the last 5 % for evaluation, the rest for
     calibration."""
@@ -108,8 +108,12 @@ class EvaluationConfig(InferenceConfig):
     """Number of sequences for such a calibration."""
     sequences: NonNegative = 64
     """Windows of the text to evaluate on, spread evenly over it. 0: the whole text, each token once."""
+    sentences: Annotated[int, Field(ge=12)] = 1000
+    """Sentences of the text whose nearest neighbours are compared; encoders only."""
+    generate: NonNegative = 0
+    """Tokens that are generated greedily after 16 windows and compared; causal language models only."""
     batch: Positive = 4
-    """Windows that are evaluated at a time."""
+    """Windows that are evaluated at a time; of sentences, 8 times as many."""
     tasks: tuple[str, ...] = ()
     """Zero-shot tasks, by their names in lm-eval (the extra lowbit[tasks])."""
     task_folder: str = ""

@@ -20,6 +20,10 @@ from lowbit.train.tokenizer import FolderTokenizer, Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 LIBRARY = "Python's standard library"
+MASKED = 7
+"""One token in so many is masked, about 15 % as in BERT's training."""
+IGNORED = -100
+"""The target of a token that is not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,12 +35,16 @@ class Sequences:
         length: tokens of a model's input; that of the last window may be shorter.
         begin: id that every window begins with, if the model expects one (its tokenizer's BOS); None: a window begins
             with the token before the first that it predicts.
+        end: id that every window of an encoder ends with, in the place of its last token.
+        mask: id that takes the place of masked tokens (`batches`); None: the model predicts the next token.
         source: name of the text, for messages and files.
     """
 
     tokens: np.ndarray
     length: int
     begin: int | None = None
+    end: int | None = None
+    mask: int | None = None
     source: str = "text"
 
     def __len__(self) -> int:
@@ -75,12 +83,17 @@ class Sequences:
         return [i * len(self) // count for i in range(count)]
 
     def batches(self, indices: list[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window comes alone."""
+        """Yield inputs and targets of these windows, (up to `size`, length) each; a shorter window comes alone.
+
+        With a `mask`, one token in `MASKED` is masked, at random but always the same ones; all others have the target
+        `IGNORED`.
+        """
         full = [i for i in indices if i < self.whole]
         groups = [full[i : i + size] for i in range(0, len(full), size)]
         groups += [[i] for i in indices if i >= self.whole]
         for group in groups:
-            inputs, targets = zip(*map(self.window, group), strict=True)
+            windows = map(self.window if self.mask is None else self.masked, group)
+            inputs, targets = zip(*windows, strict=True)
             yield torch.stack(inputs), torch.stack(targets)
 
     def draw(self, count: int, seed: int) -> list[Tensor]:
@@ -96,7 +109,20 @@ class Sequences:
             )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(self.whole, generator=generator)[:count]
-        return [self.window(i)[0] for i in order.tolist()]
+        return [self.sequence(i) for i in order.tolist()]
+
+    def sequence(self, index: int) -> Tensor:
+        """Return a window as a model reads it, with its `end`: int64, (length,)."""
+        inputs, _ = self.window(index)
+        return inputs if self.end is None else torch.cat([inputs[:-1], torch.tensor([self.end])])
+
+    def masked(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return a window with some tokens masked, and these tokens as targets: int64, (length,) each."""
+        assert self.mask is not None
+        inputs = self.sequence(index)
+        chosen = torch.rand(len(inputs), generator=torch.Generator().manual_seed(index)) < 1 / MASKED
+        chosen[0] = chosen[-1] = False
+        return torch.where(chosen, self.mask, inputs), torch.where(chosen, inputs, IGNORED)
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of the tokens, whatever the length of the windows."""
@@ -105,25 +131,45 @@ class Sequences:
         return digest.hexdigest()[:16]
 
 
-def read(settings: InferenceConfig, *, held_out: bool = False) -> tuple[Sequences, Tokenizer]:
+def read(settings: InferenceConfig, *, held_out: bool = False, encoder: bool = False) -> tuple[Sequences, Tokenizer]:
     """Read the text of the settings; also return its tokenizer.
 
     Args:
         held_out: of the standard library, take the share at the end that `lowbit train` holds out, not the rest.
+        encoder: the model reads a text between two special tokens and predicts masked tokens.
 
     Raises:
         ConfigError: no such text, none in it, or no tokenizer.
     """
     tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="tokenizer")
-    data = DataConfig(text=settings.text, max_bytes=settings.max_bytes)
-    documents: Iterable[bytes] = corpus.documents(data)
-    if not data.text:
-        documents = _share(list(documents), data.held_out_share, held_out)
-    tokens = corpus.encode(corpus.capped(documents, data.max_bytes), tokenizer)
-    source = ", ".join(data.text) or LIBRARY
+    tokens = corpus.encode(documents(settings, held_out=held_out), tokenizer)
+    source = ", ".join(settings.text) or LIBRARY
     if len(tokens) < 2:
         raise ConfigError(f"{source} has {len(tokens)} tokens; allowed: at least 2")
-    return Sequences(tokens=tokens, length=settings.length, begin=_begin(tokenizer), source=source), tokenizer
+    special = _special(tokenizer) if encoder else {"begin": _begin(tokenizer)}
+    return Sequences(tokens=tokens, length=settings.length, source=source, **special), tokenizer
+
+
+def documents(settings: InferenceConfig, *, held_out: bool = False) -> Iterator[bytes]:
+    """Return the documents of the settings, up to `max_bytes`."""
+    data = DataConfig(text=settings.text, max_bytes=settings.max_bytes)
+    texts: Iterable[bytes] = corpus.documents(data)
+    if not data.text:
+        texts = _share(list(texts), data.held_out_share, held_out)
+    return corpus.capped(texts, data.max_bytes)
+
+
+def _special(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the ids that an encoder's windows begin and end with, and that of a masked token."""
+    if not isinstance(tokenizer, FolderTokenizer):
+        return {}
+    hugging_face = tokenizer.hugging_face()
+    around = hugging_face("a")["input_ids"]
+    begin: Any = hugging_face.cls_token_id
+    end: Any = hugging_face.sep_token_id
+    mask: Any = hugging_face.mask_token_id
+    whole = begin is not None and end is not None and around[:1] == [begin] and around[-1:] == [end]
+    return {"begin": begin, "end": end, "mask": mask} if whole else {}
 
 
 def _begin(tokenizer: Tokenizer) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
@@ -52,6 +52,7 @@ class Baseline:
         to: fields and values of the baseline's row.
         alike: fields that the baseline's row shares with the row.
         way: "over" (row / baseline), "under" (baseline / row, for times) or "minus" (row - baseline).
+        unless: fields and values of rows that are not compared.
     """
 
     field: str
@@ -59,11 +60,12 @@ class Baseline:
     to: Mapping[str, Any]
     alike: tuple[str, ...] = ()
     way: Literal["over", "under", "minus"] = "over"
+    unless: Mapping[str, Any] = field(default_factory=dict)
 
     def compared(self, row: Row, base: Row | None) -> float | None:
         """The result for one row."""
         this, other = row.get(self.value), base.get(self.value) if base else None
-        if this is None or other is None:
+        if this is None or other is None or any(row.get(name) == value for name, value in self.unless.items()):
             return None
         if self.way == "minus":
             return this - other

@@ -16,6 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 from lowbit.collectives.calls import TIMEOUT
 from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import op
+from lowbit.tensor_parallel.encoders import check_real_ranks
 from lowbit.tensor_parallel.experts import Cut, cuts_of, divided_forward, local_parameters, partial_on_rank
 from lowbit.tensor_parallel.plan import (
     EXPERTS,
@@ -61,6 +62,7 @@ def tensor_parallel_(
     rules = rules_of(model, plan)
     planned, sums = plan_of(model, rules), planned_sums(model, rules)
     check_heads(model, ranks, planned)
+    check_real_ranks(model)
     cuts = {name: cuts_of(name, module, rules, ranks) for name, module in _with_parameters(model, rules, planned)}
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     for name, own in cuts.items():

