@@ -49,8 +49,8 @@ PUBLIC = {
         "machine run spread summary"
     ),
     "lowbit.tensor_parallel": (
-        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel SumSettings Traffic "
-        "calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles rowwise_layers tensor_parallel_"
+        "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel ModelSum SumSettings Thresholds "
+        "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"
     ),
     "lowbit.train": ("ConfigError LaunchError StepMetrics Summary TrainConfig from_mapping load run train"),
 }

@@ -269,3 +269,11 @@ def test_ranks_with_other_layers_are_refused(ranks: Ranks):
         assert outcome.kind == "CalibrationError"
         assert "'wider': 4" in outcome.text
         assert "'wider': 3" in outcome.text
+
+
+def test_calibrate_gives_every_module_its_own_mode_back():
+    model = Toy().train()
+    model.layers[0].eval()  # frozen
+    before = [module.training for module in model.modules()]
+    calibrate(model, sequences(), ranks=2)
+    assert [module.training for module in model.modules()] == before

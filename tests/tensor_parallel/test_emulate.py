@@ -14,14 +14,14 @@ from lowbit.tensor_parallel import (
     SumSettings,
     Traffic,
     emulate_tensor_parallel_,
-    rowwise_layers,
+    model_sums,
 )
 from tests.tensor_parallel.models import LAYERS, VOCAB, WIDTH, Toy, calibrated, ids, logits
 
 
 def test_row_wise_layers_are_those_of_the_plan():
-    assert list(rowwise_layers(Toy())) == LAYERS
-    assert list(rowwise_layers(Toy(), {"layers.1.attn.o": "rowwise"})) == ["layers.1.attn.o"]
+    assert list(model_sums(Toy())) == LAYERS
+    assert list(model_sums(Toy(), {"layers.1.attn.o": "rowwise"})) == ["layers.1.attn.o"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -63,20 +63,29 @@ def test_small_sums_stay_in_the_dtype_and_any_codec_will_do():
         full = logits(model, ids())
     size = ids().numel() * WIDTH
     codec, values = GroupInt(bits=4), size * len(LAYERS)
+    bits = (codec.bits_per_element((size,)) * len(LAYERS) + 32) / (len(LAYERS) + 1)
     for settings, equal in ((SumSettings(small=size + 1), True), (SumSettings(small=size), False)):
         with emulate_tensor_parallel_(model, 2, codec, settings=settings) as emulation:
             assert torch.equal(logits(model, ids()), full) == equal
             traffic = emulation.traffic
-            assert (traffic.plain, traffic.coded) == ((values, 0) if equal else (0, values))
-            assert traffic.bits_per_value == (32 if equal else codec.bits_per_element((size,)))
+            assert (traffic.plain, traffic.coded) == (
+                (values + size, 0) if equal else (size, values)  # and the embedding's
+            )
+            assert traffic.bits_per_value == pytest.approx(32 if equal else bits)
+            assert traffic.other_bytes == ids().numel() * VOCAB * 4 // 2  # of the gathered logits
     logits(model, ids())  # no longer watched
-    assert (traffic.coded, traffic.share_coded) == (values, 1)
+    assert (traffic.coded, traffic.share_coded) == (values, len(LAYERS) / (len(LAYERS) + 1))
     traffic.reset()
     assert traffic == Traffic()
     with emulate_tensor_parallel_(model, 2, Cast(dtype=torch.float32), settings=SumSettings(small=0)):
         assert torch.equal(logits(model, ids()), full)
-    assert SumSettings().algorithm_for(2, 1 << 20) == SumSettings().algorithm_for(4, 1 << 10) == "one_shot"
-    assert SumSettings().algorithm_for(4, 1 << 20) == "two_shot"
+
+    def taken(ranks: int, rows: int) -> str:
+        return SumSettings(small=0).choice(torch.empty(rows, WIDTH), ranks, GroupInt(bits=4))
+
+    assert taken(2, 1 << 15) == taken(4, 1 << 4) == "one_shot"
+    assert taken(4, 1 << 15) == "two_shot"
+    assert SumSettings().choice(torch.empty(1, WIDTH), 4, GroupInt(bits=4)) == "plain"
 
 
 def test_weights_may_change_meanwhile():
@@ -134,7 +143,9 @@ def test_bad_input():
         emulate_tensor_parallel_(Split(), 2)
     with pytest.raises(ValueError, match="no module of Toy is row-wise parallel"):
         emulate_tensor_parallel_(model, 2, plan={"head": "colwise"})
-    with pytest.raises(ValueError, match="head has the style 'moe_tp_experts'; allowed: colwise"):
+    with pytest.raises(ValueError, match="head has the style 'sequence_parallel'; allowed: colwise"):
+        emulate_tensor_parallel_(model, 2, plan={"head": "sequence_parallel"})
+    with pytest.raises(ValueError, match="head has the style 'moe_tp_experts' and is a Linear; allowed: colwise"):
         emulate_tensor_parallel_(model, 2, plan={"head": "moe_tp_experts"})
     with pytest.raises(ValueError, match=r"layers.0.first is LayerNorm; allowed .*nn.Linear"):
         emulate_tensor_parallel_(model, 2, plan={"layers.*.first": "rowwise"})

@@ -19,6 +19,7 @@ from lowbit.tensor_parallel import (
     Drift,
     LowBitRowwiseParallel,
     SumSettings,
+    Traffic,
     calibrate,
     emulate_tensor_parallel_,
     low_bit_,
@@ -42,26 +43,32 @@ def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
     interrupted[2] = interrupted[2] * 10.5  # not token ids: the run ends here
     with pytest.raises(ValueError, match=r"sequences has torch.float32"):
         calibrate(model, interrupted, state=state, save_every=1)
-    calibration, drift = calibrate(model, sequences(), state=state), Drift(every=1)
-    results = {"fingerprint": calibration.fingerprint(), "whole": logits(model, ids())}
+    results = {"fingerprint": calibrate(model, sequences(), state=state).fingerprint(), "whole": logits(model, ids())}
+    calibration, drift = Calibration.load(Path(folder) / "calibration"), Drift(every=1)
     for name, source, settings, watching in cases(calibration, drift):
         with low_bit_(model, source, settings=settings, drift=watching) as installed:
             results[name] = logits(model, ids())
-        results[f"{name} traffic"] = installed.traffic
+        results[f"{name} traffic"] = of_layers(installed.traffic)
     assert torch.equal(logits(model, ids()), results["whole"])  # removed without a trace
     return results | {"drift": drift.report(dist.group.WORLD).rows}
 
 
-def in_one_process(ranks: int, dtype: torch.dtype) -> dict[str, Any]:
+def of_layers(traffic: Traffic) -> tuple[object, ...]:
+    """Of what is coded: `tensor_parallel_` keeps the embedding whole, and the emulation counts it as cut."""
+    return traffic.coded, traffic.coded_bytes, traffic.algorithms
+
+
+def in_one_process(ranks: int, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     model = Toy().to(dtype)
     calibration, drift = calibrate(model, sequences(), ranks=ranks), Drift(every=1)
+    calibration.save(folder / "calibration")
     results: dict[str, Any] = {"fingerprint": calibration.fingerprint()}
     with emulate_tensor_parallel_(model, ranks):
         results["whole"] = logits(model, ids())
     for name, source, settings, watching in cases(calibration, drift):
         with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching) as emulation:
             results[name] = logits(model, ids())
-        results[f"{name} traffic"] = emulation.traffic
+        results[f"{name} traffic"] = of_layers(emulation.traffic)
     return results | {"drift": drift.report().rows}
 
 
@@ -83,9 +90,16 @@ def same(a: Any, b: Any) -> bool:
 def test_real_ranks_compute_what_one_process_emulates(
     ranks: Ranks, count: int, dtype: torch.dtype, tmp_path: Path, one_thread: None
 ):
-    emulated = in_one_process(count, dtype)
-    for rank, real in enumerate(ranks.run(on_real_ranks, str(tmp_path), dtype, ranks=count)):
-        different = [key for key, value in emulated.items() if not same(value, real[key])]
+    emulated = in_one_process(count, dtype, tmp_path)
+    # PyTorch's all-reduce among more than two ranks adds up in another order than one process does.
+    uncoded = () if count == 2 else ("fingerprint", "whole", "small")
+    first, *others = ranks.run(on_real_ranks, str(tmp_path), dtype, ranks=count)
+    different = [key for key, value in emulated.items() if key not in uncoded and not same(value, first[key])]
+    assert not different
+    for key in ("whole", "small"):
+        torch.testing.assert_close(first[key], emulated[key])
+    for rank, other in enumerate(others, 1):
+        different = [key for key, value in first.items() if not same(value, other[key]) and key != "drift"]
         assert not different, f"rank {rank} of {count}"
     assert torch.equal(emulated["whole"], emulated["small"])
     assert not torch.equal(emulated["whole"], emulated["one"])
@@ -101,13 +115,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def hugging_face(path: str) -> dict[str, Any]:
-    """What `from_pretrained(folder, tp_plan="auto")` does with its plan once the weights are there, then `low_bit_`."""
+def hf_parallel(model: Any) -> Any:
+    """What `from_pretrained(folder, tp_plan="auto")` does with its plan once the weights are there."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = llama()
     apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    return model
+
+
+def hugging_face(path: str) -> dict[str, Any]:
+    model = hf_parallel(llama())
     calibration, drift = calibrate(model, sequences()), Drift(every=1)
     low_bit_(model, path, settings=ONE, drift=drift)
     return {
@@ -259,6 +277,6 @@ def test_pytorch_styles(ranks: Ranks, one_thread: None):
 
 
 def test_a_model_on_no_ranks_is_told_so():
-    with pytest.raises(ValueError, match="no module of Toy is row-wise parallel on real ranks"):
+    with pytest.raises(ValueError, match="no module of Toy adds up partial sums of real ranks"):
         low_bit_(Toy(), INT8)
     assert isinstance(calibrate(Toy(), sequences(1), ranks=1), Calibration)

@@ -32,6 +32,7 @@ class Phase:
         contenders: arguments of each; they also tell results apart.
         arguments: common to all.
         rounds: timed turns of each; untimed: turns before these, in which ranks agree and allocate buffers.
+        before: what the ranks are asked once on each link, before the first turn; none if empty.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Phase:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     rounds: int
     untimed: int = 0
+    before: str = ""
 
 
 @dataclass(kw_only=True)
@@ -94,6 +96,8 @@ def take_turns(
             for link in links:
                 about = set_link(network, link)
                 for phase in phases:
+                    if phase.before:
+                        ranks.ask(phase.before)
                     taken = [
                         Taken(phase=phase.name, contender=contender, ranks=count, link=about)
                         for contender in phase.contenders

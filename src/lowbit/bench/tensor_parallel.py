@@ -30,16 +30,17 @@ _MOST_CALLS = 8
 class TensorParallelBenchmark:
     """Formats, links and numbers of ranks."""
 
-    links: Links = (Link(1000.0), Link(10000.0), UNLIMITED)
+    links: Links = (Link(1000.0), Link(2500.0), Link(10000.0), UNLIMITED)
     """Links to emulate: a rate, with a round trip if there is a distance, such as 25mbit, 100mbit/40ms or unlimited."""
     ranks: Annotated[tuple[Annotated[int, Field(ge=2)], ...], EachOnce] = (2, 4)
     """Numbers of ranks, each on a host of its own."""
     formats: Annotated[tuple[Format, ...], EachOnce] = get_args(Format)
     """bf16: PyTorch's all-reduce of bfloat16. int4: a static scale for each feature. int8: symmetric, a scale for each
     128 elements. feature-int4: int4 with width / 64 outlier features in bfloat16."""
-    algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = ("one_shot", "two_shot")
-    """All-reduce algorithms of codecs."""
-    tokens: Annotated[tuple[Positive, ...], EachOnce] = (1, 16, 64, 256, 2048)
+    algorithms: Annotated[tuple[Algorithm, ...], EachOnce] = get_args(Algorithm)
+    """All-reduce algorithms of codecs. auto: for each size the faster of these and PyTorch's own all-reduce, by
+    thresholds that the ranks measure on each link before the first turn, as `low_bit_` does."""
+    tokens: Annotated[tuple[Positive, ...], EachOnce] = (1, 8, 16, 64, 256, 1024, 2048)
     """Tokens of a message."""
     width: Positive = 4096
     """Features of a token."""
@@ -97,15 +98,15 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
     """Measure every format and algorithm with messages of every size, on every link, with every number of ranks.
 
     Yields:
-        Rows, one for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `ranks`, the
-        fields of `set_link`, `numel`, `tokens`, `ms` (median over the rounds of the slowest rank's time, with
-        the tensor already there), `ms_low`, `ms_high`, `spread` (interquartile range over median), `speedup_bf16` (of
-        the medians, over PyTorch's), `bits_per_value` (of the format), `wire_bits` (bytes that really left a rank,
-        headers included, over what an all-reduce has to send), `crossover` (fewest elements measured from which on this
-        is faster than PyTorch's; None: never), `relative_error` (of the largest message, which is not what the codec
-        was fitted to, against float64), `rounds`. Then a row for each prefill: its `tokens_per_second` (absent before)
-        by the same `format`, with algorithm "auto", `ms` and `speedup_bf16` of all of it, and `numel` of one of its
-        sums.
+        Rows, one for each number of ranks, link, size, format and algorithm: `format`, `algorithm`, `choice` (what
+        "auto" takes, "plain" for PyTorch's; else the algorithm), `ranks`, the fields of `set_link`, `numel`, `tokens`,
+        `ms` (median over the rounds of the slowest rank's time, with the tensor already there), `ms_low`, `ms_high`,
+        `spread` (interquartile range over median), `speedup_bf16` (of the medians, over PyTorch's), `bits_per_value`
+        (of the format), `wire_bits` (bytes that really left a rank, headers included, over what an all-reduce has to
+        send), `crossover` (fewest elements measured from which on this is faster than PyTorch's; None: never),
+        `relative_error` (of the largest message, which is not what the codec was fitted to, against float64; not of
+        "auto"), `rounds`. Then a row for each prefill: its `tokens_per_second` (absent before) by the same `format`,
+        with algorithm "auto", `ms` and `speedup_bf16` of all of it, and `numel` of one of its sums.
 
     Raises:
         LinkUnavailable: a limited link is asked for and this machine does not permit one.
@@ -118,15 +119,19 @@ def measure(settings: TensorParallelBenchmark, earlier: Sequence[Row]) -> Iterat
         bits.update(ranks.ask("open", tokens=max(settings.tokens), width=settings.width)[0])
         for contender in settings.contenders:
             key = count, contender["name"], contender["algorithm"]
+            if key[2] == "auto":  # of one of the others
+                continue
             errors[key] = ranks.ask("error", **contender)[0]
         phases = []
+        measured = [name for name in settings.formats if name != "bf16"] if "auto" in settings.algorithms else []
+        ranks.ask("measure_with", names=measured)
         for tokens in settings.tokens:
             calls = min(_MOST_CALLS, max(1, _CALLS // (tokens * settings.width)))
             arguments = {"tokens": tokens, "calls": calls}
             phases.append(
                 Phase(
                     name=f"sum of {tokens}", order="reduce", contenders=settings.contenders, arguments=arguments,
-                    rounds=settings.rounds, untimed=1,
+                    rounds=settings.rounds, untimed=1, before="" if phases else "measure",
                 )
             )  # fmt: skip
         if settings.prefill:
@@ -159,7 +164,13 @@ def rows_of(
             tokens, algorithm = int(one.phase.rpartition(" ")[2]), one.contender["algorithm"]
             numel = tokens * settings.width
             row = {"format": name, "algorithm": algorithm, **one.about(), "numel": numel, "tokens": tokens}
-            row |= {"bits_per_value": bits[name], "wire_bits": one.bits_sent(numel)}
+            choice = one.last[0].get("choice", algorithm)
+            plain = choice == "plain"
+            row |= {
+                "choice": choice,
+                "bits_per_value": bits["bf16" if plain else name],
+                "wire_bits": one.bits_sent(numel),
+            }
             sums.append(row | {"relative_error": errors.get((one.ranks, name, algorithm))})
     return [row | {"crossover": crossover(row, sums)} for row in sums] + prefills
 
@@ -188,6 +199,11 @@ def _finding(rows: Sequence[Row]) -> str:
         f"{title_of(best['format'])}: up to {best['speedup_bf16']:.1f}x as fast as PyTorch's BF16 "
         f"({best['tokens']:,} tokens, {link_name(best)})"
     )
+
+
+def _name(row: Row) -> str:
+    chosen = f" ({row['choice']})" if row["algorithm"] == "auto" else ""
+    return f"{row['format']} {row['algorithm']}{chosen}".replace("_", "-")
 
 
 def _width(row: Row) -> int:
@@ -219,7 +235,7 @@ COMMAND = Command(
             columns=[
                 LINK,
                 Column("tokens", "tokens", "{:,}"),
-                Column("format", lambda row: f"{row['format']} {row['algorithm'].replace('_', '-')}"),
+                Column("format", _name),
                 Column("ms", "ms", "{:.2f}"),
                 Column("±", "spread", "{:.0%}"),
                 Column("over\nbf16", "speedup_bf16", "{:.2f}x"),

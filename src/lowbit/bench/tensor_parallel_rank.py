@@ -15,9 +15,13 @@ from lowbit.bench.tensor_parallel import Format, codec_of, sample
 from lowbit.bench.worker import serve
 from lowbit.codecs import Codec
 from lowbit.collectives import all_reduce
+from lowbit.ranks.groups import default_group
 from lowbit.tensor_parallel import Installed, SumSettings, calibrate, low_bit_, tensor_parallel_
+from lowbit.tensor_parallel.measure import Sample, measured
 from lowbit.tensor_parallel.plan import sharded_rowwise_layers
+from lowbit.tensor_parallel.reduce import sum_over_ranks
 from lowbit.tensor_parallel.rowwise import local
+from lowbit.tensor_parallel.thresholds import Choice
 from lowbit.train.config import ModelConfig
 from lowbit.train.model import build_model, vocabulary
 
@@ -34,6 +38,8 @@ class TensorParallelRank:
         self._model: Any = None
         self._ids = torch.empty(0)
         self._sources: dict[str, Any] = {}
+        self._names: list[str] = []
+        self._auto: dict[str, SumSettings] = {}
 
     def open(self, tokens: int, width: int) -> dict[str, float]:
         """Make the largest message, of which smaller ones are the first tokens, and the codecs; bits by format."""
@@ -42,15 +48,26 @@ class TensorParallelRank:
         self._codecs = {name: codec_of(name, parts) for name in get_args(Format) if name != "bf16"}
         return {name: c.bits_per_element((tokens, width)) for name, c in self._codecs.items()} | {"bf16": 16.0}
 
-    def reduce(self, name: str, algorithm: str, tokens: int, calls: int) -> dict[str, float]:
-        """Sum a message several times; seconds and bytes of a call."""
+    def measure_with(self, names: list[str]) -> None:
+        """Take the formats for which `measure` measures thresholds."""
+        self._names = names
+
+    def measure(self) -> None:
+        """Measure on the link from how many tokens on formats are faster than PyTorch's all-reduce."""
+        for name in self._names:
+            sample = Sample(self._x.shape[1], self._x.dtype, self._x.device, self._codecs[name])
+            self._auto[name] = measured([sample], default_group(), SumSettings(), anew=True)
+
+    def reduce(self, name: str, algorithm: str, tokens: int, calls: int) -> dict[str, Any]:
+        """Sum a message several times; seconds and bytes of a call, and what "auto" takes."""
         messages = [self._x[:tokens].clone() for _ in range(calls)]
 
         def every() -> None:
             for x in messages:
                 self._sum(x, name, algorithm)
 
-        return {name: value / calls for name, value in timed(every).items()}
+        result: dict[str, Any] = {key: value / calls for key, value in timed(every).items()}
+        return result | ({"choice": self._choice(name, messages[0])} if algorithm == "auto" else {})
 
     def error(self, name: str, algorithm: str) -> float:
         """Relative error of the sum of the largest message."""
@@ -80,8 +97,13 @@ class TensorParallelRank:
     def _sum(self, x: Tensor, name: str, algorithm: Any) -> None:
         if name == "bf16":
             dist.all_reduce(x)
+        elif algorithm == "auto":
+            sum_over_ranks(x, self._codecs[name], default_group(), self._choice(name, x), self._auto[name])
         else:
             all_reduce(x, self._codecs[name], algorithm=algorithm, small=0)
+
+    def _choice(self, name: str, x: Tensor) -> Choice:
+        return self._auto[name].choice(x, dist.get_world_size(), self._codecs[name])
 
 
 def _pytorch_sums(model: nn.Module) -> Installed:

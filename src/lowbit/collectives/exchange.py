@@ -222,6 +222,13 @@ class CollectiveExchange(Exchange):
             self._verdicts.note(damage, self._marks.message(lane, source), source)
         return row[:size]
 
+    def damaged(self) -> Tensor | None:
+        """Whether a payload that was taken was damaged: bool (), on the device, instead of `finish`; None: not known.
+
+        The host does not wait for it.
+        """
+        return self._verdicts.together()
+
     def finish(self) -> None:
         """Raise if a payload was damaged; all that was taken has also left."""
         self._verdicts.settle()

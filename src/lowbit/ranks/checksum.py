@@ -101,6 +101,11 @@ class Verdicts:
         """Keep an outcome of `Checksums.damage_there`. about, rank: as for `damaged`."""
         self._noted.append((damage, about, rank))
 
+    def together(self) -> Tensor | None:
+        """Whether any message is damaged: bool (), on the device; None if nothing was noted. Forgets the outcomes."""
+        noted, self._noted = self._noted, []
+        return torch.cat([damage for damage, _, _ in noted]).any() if noted else None
+
     def settle(self) -> None:
         """Wait for all outcomes, and forget them.
 

@@ -9,9 +9,10 @@ from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.emulate import Emulation, emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.low_bit import low_bit_, low_bit_styles
-from lowbit.tensor_parallel.plan import rowwise_layers
 from lowbit.tensor_parallel.reduce import SumSettings, Traffic
 from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel
+from lowbit.tensor_parallel.sums import ModelSum, model_sums
+from lowbit.tensor_parallel.thresholds import Thresholds
 
 __all__ = [
     "Calibration",
@@ -20,12 +21,14 @@ __all__ = [
     "Emulation",
     "Installed",
     "LowBitRowwiseParallel",
+    "ModelSum",
     "SumSettings",
+    "Thresholds",
     "Traffic",
     "calibrate",
     "emulate_tensor_parallel_",
     "low_bit_",
     "low_bit_styles",
-    "rowwise_layers",
+    "model_sums",
     "tensor_parallel_",
 ]

@@ -19,9 +19,10 @@ from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.observe import Observer
-from lowbit.tensor_parallel.plan import Plan, rowwise_layers, sharded_rowwise_layers
+from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
-from lowbit.tensor_parallel.rowwise import Installed, group_of, install
+from lowbit.tensor_parallel.rowwise import Installed, install
+from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _log = logging.getLogger("lowbit.tensor_parallel")
 
@@ -71,8 +72,8 @@ def calibrate(
         CalibrationError: a state or `start` of another model, number of ranks or momentum.
         AgreementError: on real ranks, if they hold other sequences, models or settings; the same text on all.
     """
-    layers = rowwise_layers(model, plan)
-    group = group_of(layers) if sharded_rowwise_layers(model) else None
+    layers = model_sums(model, plan)
+    group = next(iter(layers.values())).group
     name = identity(model, layers)
     before = start.count if start else 0
     if group is not None:  # read before the first pass, so that the ranks can compare them
@@ -80,7 +81,7 @@ def calibrate(
 
     def prepare() -> tuple[Observer, dict[str, str]]:
         """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
-        widths = {layer: module.out_features for layer, module in layers.items()}
+        widths = {layer: summed.width for layer, summed in layers.items()}
         _check_arguments(k, features, momentum, save_every, widths)
         observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
         if start is not None:
@@ -190,20 +191,30 @@ def _digest(sequences: Iterable[Tensor]) -> str:
 def _observed(
     model: nn.Module,
     observer: Observer,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, ModelSum],
     group: dist.ProcessGroup | None,
     plan: Plan | None,
 ) -> Iterator[None]:
     """Set the model to evaluation, and show the observer all its partial sums and their totals, for this block."""
+    batch = torch.Size((1, 1))
     first = 0 if group is None else dist.get_rank(group)
+
+    def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal batch
+        batch = args[0].shape
+
+    def by_sequence(x: Tensor) -> Tensor:
+        """Experts get all sequences as one, some of them once for each expert: (experts * batch * length, E)."""
+        return x.view(-1, *batch, x.shape[-1]).transpose(0, 1).reshape(batch[0], -1, x.shape[-1])
 
     def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
         for rank, partial in enumerate(partials, first):
-            observer.see(layer, rank, partial)
-        observer.see(layer, observer.ranks, total)
+            observer.see(layer, rank, by_sequence(partial))
+        observer.see(layer, observer.ranks, by_sequence(total))
 
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
+    hook = model.register_forward_pre_hook(note)
     try:
         if group is None:
             watched: Installed = emulate_tensor_parallel_(model, observer.ranks, plan=plan, watch=see)
@@ -212,7 +223,9 @@ def _observed(
         with watched:
             yield
     finally:
-        model.train(training)
+        hook.remove()
+        for module, mode in training.items():
+            module.training = mode
 
 
 def _unseen(sequences: Iterable[Tensor], skip: int) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.tensor_parallel import files
 from lowbit.tensor_parallel.files import CalibrationError, join
 from lowbit.tensor_parallel.identity import identity
-from lowbit.tensor_parallel.plan import rowwise_layers
+from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _FORMAT = "lowbit-calibration"
 LAYOUTS = ("fixed", "distributed")
@@ -121,11 +121,11 @@ class Calibration:
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def check(self, model: nn.Module, world: int, layers: Mapping[str, nn.Linear] | None = None) -> None:
+    def check(self, model: nn.Module, world: int, layers: Mapping[str, ModelSum] | None = None) -> None:
         """Raise unless it was made for this model on `world` ranks; on real ranks, all of them must call it.
 
         Args:
-            layers: the row-wise layers by name; absent: found in the model.
+            layers: the sums by name; absent: found in the model.
 
         Raises:
             CalibrationError: another number of ranks, other layers, another model.
@@ -135,7 +135,7 @@ class Calibration:
                 f"the calibration is for {self.world} ranks, this is a group of {world}; "
                 "allowed: a calibration for as many (lowbit calibrate --ranks)"
             )
-        layers = rowwise_layers(model) if layers is None else layers
+        layers = model_sums(model) if layers is None else layers
         if different := sorted(set(layers) ^ set(self.features)):
             raise CalibrationError(
                 f"the calibration has {len(self.features)} layers, the model {len(layers)}; "

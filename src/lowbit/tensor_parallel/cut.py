@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
-from lowbit.ranks import pytorch
+from lowbit.collectives.calls import TIMEOUT
 from lowbit.ranks.groups import default_group
-from lowbit.tensor_parallel.plan import Plan, check_heads, is_row, plan_of, sharded_rowwise_layers
+from lowbit.tensor_parallel import op
+from lowbit.tensor_parallel.experts import Cut, cuts_of, divided_forward, local_parameters, partial_on_rank
+from lowbit.tensor_parallel.plan import (
+    EXPERTS,
+    GATHERED,
+    IDENTITY,
+    Plan,
+    check_heads,
+    is_row,
+    plan_of,
+    rules_of,
+    style_of,
+)
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
-from lowbit.tensor_parallel.rowwise import LayerSum, local, row_forward
-
-_GATHERED = ("colwise_rep", "colwise_gather_output")
+from lowbit.tensor_parallel.rowwise import LayerSum, local, sum_forward
+from lowbit.tensor_parallel.sums import planned_sums, real_sums
 
 
 def tensor_parallel_(
@@ -27,8 +40,9 @@ def tensor_parallel_(
 
     For models in memory, and where `from_pretrained(folder, tp_plan="auto")` is not possible: it needs the package
     accelerate. Each rank keeps its part of every weight in the plan as a `DTensor`; embeddings stay whole. Partial sums
-    are gathered in the model's dtype and added up in float32 in the order of the ranks, until `low_bit_` installs a
-    format; results are those of `emulate_tensor_parallel_`, on CPU bit for bit.
+    are added up by PyTorch's own all-reduce in the model's dtype, until `low_bit_` installs a format: of n elements of
+    2 bytes each of W ranks sends 4 (W - 1) / W n bytes. With two ranks results are those of `emulate_tensor_parallel_`,
+    on CPU bit for bit; with more the order of the additions differs.
 
     Args:
         model: whole, with the same weights on all ranks; they are not sent.
@@ -42,29 +56,65 @@ def tensor_parallel_(
     """
     group = group or default_group()
     ranks = dist.get_world_size(group)
-    if sharded_rowwise_layers(model):
+    if real_sums(model):
         raise ValueError("model is on tensor-parallel ranks already; allowed: a whole model")
-    check_heads(model, ranks)
-    planned = plan_of(model, plan)
+    rules = rules_of(model, plan)
+    planned, sums = plan_of(model, rules), planned_sums(model, rules)
+    check_heads(model, ranks, planned)
+    cuts = {name: cuts_of(name, module, rules, ranks) for name, module in _with_parameters(model, rules, planned)}
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
-    for name, (layer, style) in planned.items():
-        if is_row(style):
-            _cut(layer, "weight", mesh, 1)
-            layer_sum = LayerSum(name=name, layer=layer, codec=None, settings=SumSettings(), ranks=ranks, group=group)
-            layer.__dict__["forward"] = row_forward(layer_sum, group)
-        else:
-            _cut(layer, "weight", mesh, 0)
-            if layer.bias is not None:
-                _cut(layer, "bias", mesh, 0)
-            layer.__dict__["forward"] = _column_forward(name, layer, group, style in _GATHERED)
+    for name, own in cuts.items():
+        module = model.get_submodule(name)
+        for key, cut in own.items():
+            _cut(module, key, mesh, cut)
+        if name not in planned:
+            module.__dict__["forward"] = _local_forward(module)
+    for name, (module, style) in planned.items():
+        if isinstance(module, nn.Linear) and not is_row(style):
+            _cut(module, "weight", mesh, Cut(0))
+            if module.bias is not None:
+                _cut(module, "bias", mesh, Cut(0))
+            module.__dict__["forward"] = _column_forward(name, module, group, style in GATHERED)
+        elif style == IDENTITY:
+            module.__dict__["forward"] = divided_forward(module, ranks)
+        elif name in sums:
+            if isinstance(module, nn.Linear):
+                _cut(module, "weight", mesh, Cut(1))
+            partial = None if isinstance(module, nn.Linear) else partial_on_rank(module, style, dist.get_rank(group))
+            summed = replace(sums[name], group=group, partial=partial)
+            layer_sum = LayerSum(
+                name=name, width=summed.width, device=summed.device, codec=None, settings=SumSettings(), ranks=ranks,
+                group=group,
+            )  # fmt: skip
+            module.__dict__["forward"] = sum_forward(summed, layer_sum)
     return model
 
 
-def _cut(layer: nn.Linear, name: str, mesh: DeviceMesh, dim: int) -> None:
+def _with_parameters(
+    model: nn.Module, rules: Plan, planned: Mapping[str, tuple[nn.Module, str]]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose own parameters the plan cuts, with names: experts, and those with bare parameters."""
+    for name, module in model.named_modules():
+        if style_of(name, rules) == "local_params" or (name in planned and planned[name][1] in EXPERTS):
+            yield name, module
+
+
+def _cut(layer: nn.Module, name: str, mesh: DeviceMesh, cut: Cut) -> None:
     whole = getattr(layer, name)
-    part = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    part = distribute_tensor(whole.detach(), mesh, [cut.placement()], src_data_rank=None)
     part = part.clone()  # a view would keep the whole weight in memory
     layer.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+
+def _local_forward(module: nn.Module) -> Callable[..., Any]:
+    """Make a forward that computes with this rank's parts of the module's own parameters."""
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with local_parameters(module):
+            return own(*args, **kwargs)
+
+    return forward
 
 
 def _column_forward(
@@ -88,7 +138,5 @@ def _gather(y: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
         return y
     length = -(-width // ranks)
     padded = F.pad(y, (0, length - y.shape[-1])).contiguous()
-    parts = y.new_empty((ranks, *padded.shape))
-    work = pytorch.gather(parts.view(-1), padded.view(-1), group, async_op=True)
-    pytorch.finish(work, group, SumSettings().timeout)
-    return torch.cat(list(parts), -1)[..., :width]
+    parts = op.tp_all_gather(padded, group.group_name, TIMEOUT)
+    return torch.cat(parts.unbind(), -1)[..., :width]

@@ -14,9 +14,20 @@ from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_int
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
-from lowbit.tensor_parallel.plan import ROW, Plan, check_heads, is_row, plan_of, sharded_rowwise_layers, shards
+from lowbit.tensor_parallel.experts import RankView, cuts_of, divided_forward
+from lowbit.tensor_parallel.plan import (
+    EMBEDDING,
+    ROW,
+    Plan,
+    check_heads,
+    plan_of,
+    rules_of,
+    shards,
+)
 from lowbit.tensor_parallel.reduce import SumSettings, check_inference
 from lowbit.tensor_parallel.rowwise import Installed, LayerSum, Watch
+from lowbit.tensor_parallel.sums import ModelSum, counted, planned_sums, real_sums
+from lowbit.tensor_parallel.traffic import counting
 
 
 class Emulation(Installed):
@@ -45,18 +56,20 @@ def emulate_tensor_parallel_(
 
     Every matrix product has the shape that it has on a rank (column-wise weights are cut by outputs, row-wise ones by
     inputs), activations between them are computed shard by shard, and partial sums are coded and added up in the order
-    of the ranks. So on CPU logits are bit-identical to those of real ranks with the same number of threads (tested with
-    bfloat16 and float32 weights). On a GPU this is not shown: attention is computed for all heads at once here and for
-    a rank's own heads there, where a kernel may add up in another order. Memory: a second copy of the row-wise weights.
-    Nothing is sent.
+    of the ranks. So on CPU logits are bit-identical to those of real ranks with the same number of threads and settings
+    (tested with bfloat16 and float32 weights); with more than two ranks only where every sum is coded, for uncoded ones
+    are left to PyTorch's all-reduce, which adds up in another order. On a GPU this is not shown: attention is computed
+    for all heads at once here and for a rank's own heads there, where a kernel may add up in another order. Memory: a
+    second copy of the row-wise weights and of the experts. Nothing is sent. Traffic counts what Transformers' ranks
+    would send: they cut the embedding too.
 
     Args:
         model: a whole Hugging Face model, or any module with a `plan`.
         ranks: how many to emulate, at least 1.
         low_bit: a `Calibration` for so many ranks and this model; a codec, used for all layers (`GroupInt` for plain
-            INT8); None: sums in the model's dtype, in the order of the ranks, rounded once. (The backend's own BF16
-            all-reduce does the same for two ranks, and rounds after every addition for more.)
-        settings: how partial sums are added up; default `SumSettings()`.
+            INT8); None: sums in the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
+            ranks does the same for two ranks, and rounds after every addition for more.)
+        settings: how partial sums are added up; default `SumSettings()`, which measures nothing here.
         plan: overrides the model's own.
         watch: called with all partial sums and their sum. drift: watches coded values, on all ranks.
 
@@ -64,38 +77,73 @@ def emulate_tensor_parallel_(
         An `Emulation`, whose `remove()` undoes it.
 
     Raises:
-        ValueError: no plan, modules other than `Linear`, heads or a calibration that do not fit.
+        ValueError: no plan, modules that their style is not for, quantized weights, or sizes that cannot be divided.
+        CalibrationError: a calibration for another model or number of ranks.
         RuntimeError: in a forward pass with gradients on: it is for inference.
     """
     check_int("ranks", ranks, 1, 1 << 16)
-    if sharded_rowwise_layers(model) or any(isinstance(p, DTensor) for p in model.parameters()):
+    if any(isinstance(p, DTensor) for p in model.parameters()) or real_sums(model):
         raise ValueError("model is on tensor-parallel ranks already; allowed: a whole model")
-    check_heads(model, ranks)
-    planned = plan_of(model, plan)
+    rules = rules_of(model, plan)
+    planned = plan_of(model, rules)
+    check_heads(model, ranks, planned)
     if isinstance(low_bit, Calibration):
-        low_bit.check(model, ranks, {name: layer for name, (layer, style) in planned.items() if is_row(style)})
+        low_bit.check(model, ranks, planned_sums(model, rules))
     emulation = Emulation(ranks)
-    forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}  # complete before the first layer is changed
-    for name, (layer, style) in planned.items():
-        if is_row(style):
-            layer_sum = LayerSum(
-                name=name, layer=layer, codec=low_bit.codec(name) if isinstance(low_bit, Calibration) else low_bit,
-                settings=settings or SumSettings(), ranks=ranks, traffic=emulation.traffic, watch=watch, drift=drift,
-            )  # fmt: skip
-            forwards[layer] = _row_forward(layer_sum)
-        else:
-            forwards[layer] = _column_forward(layer, ranks)
-    for layer, forward in forwards.items():
-        emulation.replace(layer, forward)
-    for name, (layer, style) in planned.items():
-        if style in ROW:
-            _shard_activations(emulation, model.get_submodule(name.rpartition(".")[0]), layer.in_features)
+
+    def sum_of(summed: ModelSum) -> LayerSum:
+        return LayerSum(
+            name=summed.name, width=summed.width, device=summed.device,
+            codec=low_bit.codec(summed.name) if isinstance(low_bit, Calibration) else low_bit,
+            settings=settings or SumSettings(), ranks=ranks, traffic=emulation.traffic, watch=watch, drift=drift,
+        )  # fmt: skip
+
+    sums = {name: sum_of(summed) for name, summed in planned_sums(model, rules).items()}
+    forwards = {  # complete before the first layer is changed
+        module: _forward(name, module, style, rules, ranks, sums.get(name))
+        for name, (module, style) in planned.items()
+        if style != EMBEDDING
+    }
+    for module, forward in forwards.items():
+        emulation.replace(module, forward)
+    for other in counted(model, rules):
+        forward = counting(other.module.forward, emulation.traffic, ranks, gathers=other.gathers)
+        emulation.replace(other.module, forward)
+    for name, (module, style) in planned.items():
+        if style in ROW and isinstance(module, nn.Linear):
+            _shard_activations(emulation, model.get_submodule(name.rpartition(".")[0]), module.in_features)
     return emulation
 
 
-def _row_forward(layer_sum: LayerSum) -> Callable[[Tensor], Tensor]:
+def _forward(
+    name: str, module: nn.Module, style: str, rules: Plan, ranks: int, layer_sum: LayerSum | None
+) -> Callable[..., Tensor]:
+    """Make the forward of a module of this style; with the sum over the ranks, if its output is one."""
+    if layer_sum is None:
+        return _column_forward(module, ranks) if isinstance(module, nn.Linear) else divided_forward(module, ranks)
+    if isinstance(module, nn.Linear):
+        return _row_forward(module, layer_sum)
+    return _experts_forward(
+        RankView(module, module.forward, style, cuts_of(name, module, rules, ranks), ranks), layer_sum
+    )
+
+
+def _experts_forward(view: RankView, layer_sum: LayerSum) -> Callable[..., Tensor]:
+    """Make a forward for experts that computes with each rank's part of them, one rank after the other."""
+    parameters = tuple(view.module.parameters(recurse=False))
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for parameter in parameters:
+            check_inference(layer_sum.name, x, parameter)
+        with torch.no_grad():
+            return layer_sum(view.partials(x, *args, **kwargs))
+
+    return forward
+
+
+def _row_forward(layer: nn.Linear, layer_sum: LayerSum) -> Callable[[Tensor], Tensor]:
     """Make a forward with each rank's columns in memory of their own, as on a rank, copied again after a change."""
-    layer, ranks = layer_sum.layer, layer_sum.ranks
+    ranks = layer_sum.ranks
     copied: object = None
     weights: list[Tensor] = []
 

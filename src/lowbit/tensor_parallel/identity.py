@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowbit.ranks.objects import gather_json
-from lowbit.tensor_parallel.plan import text_config
+from lowbit.tensor_parallel.plan import shards, text_config
+from lowbit.tensor_parallel.sums import ModelSum
 
 _SIZES = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -28,30 +30,30 @@ _FORMULAS = (
 """Other fields that change what the same weights compute."""
 _EVEN, _MODULUS = 0x9E36, 1 << 16
 
-Sums = dict[str, tuple[bool, int, int]]
-"""By parameter: whether this rank has a part of it only, and two checksums."""
+Sums = dict[str, tuple[list[int], bool, list[int]]]
+"""By parameter: the whole shape, whether this rank has a part of it only, and a checksum for each dimension."""
 
 
-def identity(model: nn.Module, layers: Mapping[str, nn.Linear]) -> str:
+def identity(model: nn.Module, layers: Mapping[str, ModelSum]) -> str:
     """Return a readable description and 16 hexadecimal digits: "llama, hidden_size 64, ... [0123456789abcdef]".
 
-    The digits depend on the sizes and constants in the model's config, the names of the row-wise layers, and the names,
+    The digits depend on the sizes and constants in the model's config, the names of its sums, and the names,
     shapes and contents of all parameters. Contents enter as checksums of all elements, rounded to bfloat16, and their
     positions. So a model may be calibrated in float32 and run in bfloat16, or the other way round, but not in float16,
     which rounds differently. One pass over the weights.
 
     On tensor-parallel ranks all of them must call it: checksums of their parts are added up. A parameter that the ranks
-    hold whole, but not equal, gives another identity, the same on all of them.
+    hold whole, but not equal, gives another identity, the same on all of them. So do quantized weights: each rank
+    quantizes its part, and the identity is that of these parts on so many ranks.
 
     Args:
-        model: a module; its config counts if it has one. layers: its row-wise layers by name.
+        model: a module; its config counts if it has one. layers: its sums by name.
     """
     description, config = _describe(model), text_config(model)
     formulas = json.dumps({key: getattr(config, key, None) for key in _FORMULAS}, sort_keys=True, default=str)
     digest = hashlib.sha256(json.dumps([description, formulas, sorted(layers)]).encode())
-    shapes = {name: tuple(p.shape) for name, p in _parameters(model)}
     for name, checksums in sorted(_gathered(_checksums(model), layers).items()):
-        digest.update(f"/{name}/{shapes.get(name)}/{checksums}".encode())
+        digest.update(f"/{name}/{checksums}".encode())
     return f"{description} [{digest.hexdigest()[:16]}]"
 
 
@@ -65,57 +67,70 @@ def _describe(model: nn.Module) -> str:
     return ", ".join([kind, *(f"{key} {n}" for key, n in sizes.items() if n is not None)])
 
 
-def _parameters(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Return all parameters; tied ones twice, because cutting a model may separate them."""
-    return model.named_parameters(remove_duplicate=False)
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters; tied ones twice, because cutting a model may separate them; quantized ones in pieces."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
+            pieces, _ = parameter.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+            yield from ((f"{name}.{piece}", getattr(parameter, piece)) for piece in pieces)
+        else:
+            yield name, parameter
 
 
 @torch.no_grad()
 def _checksums(model: nn.Module) -> Sums:
-    """Return sums of the bits of each parameter, or of this rank's part, weighted by row and by column, modulo 2^16.
+    """Return sums of the bits of each parameter, or of this rank's part, weighted by position in each dimension.
 
     In int16, whose sums are ten times as fast on CPUs as wider ones.
     """
     checksums: Sums = {}
     for name, parameter in _parameters(model):
-        part, starts = _part(parameter)
-        bits = part.to(torch.bfloat16).contiguous().view(torch.int16)
-        bits = bits.reshape(len(bits) if bits.dim() else 1, -1) if bits.numel() else bits.new_zeros(1, 1)
-        sums = [_weighted(bits.sum(1 - dim, dtype=torch.int16), starts[dim]) for dim in (0, 1)]
-        checksums[name] = (any(starts) or part.shape != parameter.shape, sums[0], sums[1])
+        part, positions = _part(parameter)
+        bits = _bits(part.reshape(-1, 1) if part.dim() < 2 else part)
+        sums = [_weighted(_summed(bits, dim), positions.get(dim)) for dim in range(bits.dim())]
+        checksums[name] = (list(parameter.shape), part.shape != parameter.shape, sums)
     return checksums
 
 
-def _part(parameter: Tensor) -> tuple[Tensor, list[int]]:
-    """Return this rank's part of a parameter, and its first row and column in the whole."""
-    starts = [0, 0]
+def _bits(x: Tensor) -> Tensor:
+    """Return the bits of floats rounded to bfloat16, or of integers modulo 2^16."""
+    return x.to(torch.bfloat16).contiguous().view(torch.int16) if x.is_floating_point() else x.to(torch.int16)
+
+
+def _summed(bits: Tensor, dim: int) -> Tensor:
+    """Add up over all dimensions except one."""
+    others = [d for d in range(bits.dim()) if d != dim]
+    return bits.sum(others, dtype=torch.int16)
+
+
+def _part(parameter: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return this rank's part of a parameter, and where its rows are in the whole, by dimension that is cut."""
     if not isinstance(parameter, DTensor):
-        return parameter, starts
+        return parameter, {}
+    positions: dict[int, Tensor] = {}
     for dim, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
+        if (cut := getattr(placement, "dim", None)) is not None:
             ranks, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
-            cut = placement.dim % parameter.dim()
-            size = parameter.shape[cut]
-            starts[min(cut, 1)] = min(size, rank * -(-size // ranks))
-    return parameter.to_local(), starts
+            blocks = torch.arange(parameter.shape[cut]).chunk(getattr(placement, "split_factor", 1))
+            positions[cut % parameter.dim()] = torch.cat([shards(block, ranks, 0)[rank] for block in blocks])
+    return parameter.to_local(), positions
 
 
-def _weighted(sums: Tensor, start: int) -> int:
+def _weighted(sums: Tensor, positions: Tensor | None) -> int:
     """Add up with an odd weight for each position, so that any change shows; sums of parts add up, modulo 2^16."""
-    positions = torch.arange(start, start + len(sums), device=sums.device)
-    return int((sums.long() * ((positions % _MODULUS) * _EVEN + 1)).sum()) % _MODULUS
+    at = torch.arange(len(sums)) if positions is None else positions
+    return int((sums.long() * ((at.to(sums.device) % _MODULUS) * _EVEN + 1)).sum()) % _MODULUS
 
 
-def _gathered(mine: Sums, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Return checksums of whole parameters, from the parts of all ranks."""
-    weight = next(iter(layers.values())).weight
-    parts: list[Any] = [mine]
-    if isinstance(weight, DTensor):
-        parts = gather_json(mine, weight.device_mesh.get_group())
+def _gathered(mine: Sums, layers: Mapping[str, ModelSum]) -> dict[str, str]:
+    """Return shapes and checksums of whole parameters, from the parts of all ranks."""
+    group = next(iter(layers.values())).group
+    parts: list[Any] = [mine] if group is None else gather_json(mine, group)
     whole: dict[str, str] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        held = [tuple(part[name]) for part in parts if name in part]
-        if not any(cut for cut, *_ in held):
-            held = sorted(set(held))  # one, if all ranks hold the same
-        whole[name] = str([sum(h[i] for h in held) % _MODULUS for i in (1, 2)])
+        held = [part[name] for part in parts if name in part]
+        if not any(cut for _, cut, _ in held):
+            held = [h for i, h in enumerate(held) if h not in held[:i]]  # one, if all ranks hold the same
+        shapes = ",".join(str(shape) for shape in sorted({tuple(shape) for shape, _, _ in held}))
+        whole[name] = f"{shapes}/{[sum(sums) % _MODULUS for sums in zip(*(h[2] for h in held), strict=True)]}"
     return whole

@@ -14,9 +14,9 @@ from lowbit.collectives import agree
 from lowbit.tensor_parallel.calibration import Calibration
 from lowbit.tensor_parallel.drift import Drift
 from lowbit.tensor_parallel.files import CalibrationError
-from lowbit.tensor_parallel.plan import sharded_rowwise_layers
 from lowbit.tensor_parallel.reduce import SumSettings, check_codec
-from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel, group_of, install
+from lowbit.tensor_parallel.rowwise import Installed, LowBitRowwiseParallel, install
+from lowbit.tensor_parallel.sums import counted, group_of, real_sums
 
 Source = str | Path | Calibration | Codec
 
@@ -30,34 +30,38 @@ def low_bit_(
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
         low_bit_(model, "calibration.safetensors")
 
-    The ranks compare calibration and settings before anything is changed, and all load the same or raise the same.
+    The ranks compare calibration and settings before anything is changed, and all load the same or raise the same. Then
+    they measure which sums are faster in few bits on their link, for at most a few seconds, unless `settings` says it.
+    `torch.compile` takes the model without a graph break. Bytes: see `LowBitRowwiseParallel`.
 
     Args:
-        model: on real tensor-parallel ranks: its row-wise `Linear`s have `DTensor` weights.
+        model: on real tensor-parallel ranks. Coded are row-wise layers, with plain or quantized weights, and layers of
+            experts (`model_sums`); embeddings that are cut by the vocabulary are counted.
         calibration: a file of `lowbit calibrate`, a `Calibration`, or a codec for all layers.
         settings: how partial sums are added up; default `SumSettings()`.
         drift: watches at run time whether the calibrated ranges hold.
 
     Returns:
-        An `Installed`, whose `remove()` undoes it.
+        An `Installed`, whose `remove()` undoes it, with `thresholds`, and `measure()` for a link that has changed.
 
     Raises:
-        ValueError: no module of the model is row-wise parallel, or a codec does not fit.
+        ValueError: no module of the model adds up partial sums, one returns something unknown or adds up in few bits
+            already, or a codec or the thresholds of `settings` do not fit.
         CalibrationError: the file is missing, cut short, or for another model, world size or codec version.
         AgreementError: the ranks do not hold the same; the same text on all of them.
     """
-    layers = sharded_rowwise_layers(model)
-    if not layers:
+    sums = real_sums(model)
+    if not sums:
         raise ValueError(
-            f"no module of {type(model).__name__} is row-wise parallel on real ranks; allowed: a model loaded with "
+            f"no module of {type(model).__name__} adds up partial sums of real ranks; allowed: a model loaded with "
             "tp_plan='auto' under torchrun (in one process: emulate_tensor_parallel_)"
         )
-    group, settings = group_of(layers), settings or SumSettings()
+    group, settings = group_of(sums), settings or SumSettings()
     source = load_agreed(calibration, group, settings)
     if isinstance(source, Calibration):
-        source.check(model, dist.get_world_size(group), layers)
-    codecs = {name: source.codec(name) if isinstance(source, Calibration) else source for name in layers}
-    return install(layers, codecs, group, settings, drift=drift)
+        source.check(model, dist.get_world_size(group), sums)
+    codecs = {name: source.codec(name) if isinstance(source, Calibration) else source for name in sums}
+    return install(sums, codecs, group, settings, counted=counted(model), drift=drift)
 
 
 def load_agreed(source: Source, group: dist.ProcessGroup, settings: SumSettings) -> Calibration | Codec:

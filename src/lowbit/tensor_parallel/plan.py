@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,68 +12,121 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output")
+GATHERED = ("colwise_rep", "colwise_gather_output")
 ROW = ("rowwise",)
 ROW_OF_WHOLE_INPUT = ("rowwise_rep", "rowwise_split_input")
-"""Styles of Hugging Face plans. Column-wise: the weight is cut by outputs. Row-wise: it is cut by inputs, and a rank is
-given its own part of the input, or the whole of it."""
-_EXACT = ("embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate")
+"""Styles of Hugging Face plans. Column-wise: the weight is cut by outputs, and some gather them. Row-wise: it is cut by
+inputs, and a rank is given its own part of the input, or the whole of it."""
+EXPERTS = ("moe_tp_experts", "ep_dispatch_experts", "all_reduce")
+"""Modules with parameters of their own in the plan, whose outputs are partial sums: each rank has a part of every
+expert, some of the experts, or a part of a shared one."""
+EMBEDDING = "embedding_rowwise"
+"""Cut by the vocabulary. A sum too, but all ranks except one add zeros."""
+IDENTITY = "moe_identity_expert"
+"""A part of experts that all ranks compute; its input is divided by the number of ranks."""
+_EXACT = (
+    "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj",
+)  # fmt: skip
 """Styles that do not change results, not even in the last bit."""
 
 Plan = Mapping[str, str]
-"""Style by module name, in which `*` stands for the number of a layer."""
+"""Style by name of a module or parameter, in which `*` stands for the number of a layer."""
 
 
-def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Linear, str]]:
-    """Return layer and style by module name, in the order of the model's modules, without styles that change nothing.
-
-    Args:
-        model: a Hugging Face model, which brings its own plan, or any module with one.
-        plan: overrides the model's.
-
-    Raises:
-        ValueError: no plan, an unknown style, a module other than `Linear`, or no row-wise layer.
-    """
+def rules_of(model: nn.Module, plan: Plan | None = None) -> dict[str, str]:
+    """Return the plan, or else the model's own; raise ValueError if it has none."""
     rules = dict(plan if plan is not None else getattr(model, "_tp_plan", None) or {})
     if not rules:
         raise ValueError(
             f"{type(model).__name__} has no tensor-parallel plan; allowed: a model with one (Llama, Qwen, Mistral, "
             "Gemma, ... of Hugging Face), or plan={'layers.*.mlp.down_proj': 'rowwise', ...}"
         )
-    planned: dict[str, tuple[nn.Linear, str]] = {}
+    return rules
+
+
+def plan_of(model: nn.Module, plan: Plan | None = None) -> dict[str, tuple[nn.Module, str]]:
+    """Return module and style by module name, in the order of the model's modules, without styles that change nothing.
+
+    Args:
+        model: a Hugging Face model, which brings its own plan, or any module with one.
+        plan: overrides the model's.
+
+    Raises:
+        ValueError: no plan, an unknown style, a module that its style is not for, or no sum.
+    """
+    rules = rules_of(model, plan)
+    planned: dict[str, tuple[nn.Module, str]] = {}
     for name, module in model.named_modules():
-        style = next((s for rule, s in rules.items() if fnmatch.fnmatchcase(name, rule)), None)
+        style = style_of(name, rules)
+        if style is None:
+            _check_parameters(name, module, rules)
         if style is None or style in _EXACT:
             continue
-        if style not in COLUMN and not is_row(style):
-            known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *_EXACT))
+        if style in COLUMN or is_row(style):
+            check_linear(name, module)
+        elif style not in (*EXPERTS, EMBEDDING, IDENTITY):
+            known = ", ".join((*COLUMN, *ROW, *ROW_OF_WHOLE_INPUT, *EXPERTS, EMBEDDING, IDENTITY, *_EXACT))
             raise ValueError(f"{name} has the style {style!r}; allowed: {known}")
-        if type(module) is not nn.Linear:
-            raise ValueError(f"{name} is {type(module).__name__}; allowed for tensor parallelism here: torch.nn.Linear")
+        elif style in EXPERTS and isinstance(module, nn.Linear):
+            raise ValueError(f"{name} has the style {style!r} and is a Linear; allowed: {', '.join((*COLUMN, *ROW))}")
         planned[name] = (module, style)
-    if not any(is_row(style) for _, style in planned.values()):
+    if not any(is_sum(style) for _, style in planned.values()):
         raise ValueError(
             f"no module of {type(model).__name__} is row-wise parallel by the plan {rules}; allowed: at least one"
         )
     return planned
 
 
+def _check_parameters(name: str, module: nn.Module, rules: Plan) -> None:
+    """Raise ValueError if a module without a style has parameters that the plan cuts: what it returns is unknown."""
+    for key, _ in module.named_parameters(prefix=name, recurse=False):
+        style = style_of(key, rules)
+        if style not in (None, *_EXACT):
+            raise ValueError(
+                f"{key} has the style {style!r}, and {name} ({type(module).__name__}) none that says what it returns; "
+                f"allowed: {', '.join((*EXPERTS, 'local_params'))}"
+            )
+
+
+def style_of(name: str, rules: Plan) -> str | None:
+    """Return the style of a module or parameter: of the rule with its name, else of the first that matches."""
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    if generic in rules:
+        return rules[generic]
+    return next((style for rule, style in rules.items() if fnmatch.fnmatchcase(name, rule)), None)
+
+
+def check_linear(name: str, module: nn.Module) -> None:
+    """Raise ValueError unless a module is a `Linear` whose weight can be cut here."""
+    if type(module) is not nn.Linear:
+        raise ValueError(
+            f"{name} is {type(module).__name__}; allowed for tensor parallelism here: torch.nn.Linear{_ON_RANKS}"
+        )
+    if is_quantized(module.weight):
+        kind = type(module.weight.data).__name__
+        raise ValueError(f"{name} has quantized weights ({kind}); allowed in a whole model: floats{_ON_RANKS}")
+
+
+_ON_RANKS = " (quantized layers: calibrate and run them on real ranks, as Transformers shards them)"
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight is not a plain tensor of floats."""
+    return type(weight.data) is not Tensor or not weight.is_floating_point() or weight.element_size() < 2
+
+
 def is_row(style: str) -> bool:
-    """Whether a layer of this style computes partial sums."""
+    """Whether a `Linear` of this style computes partial sums."""
     return style in (*ROW, *ROW_OF_WHOLE_INPUT)
 
 
-def rowwise_layers(model: nn.Module, plan: Plan | None = None) -> dict[str, nn.Linear]:
-    """Return the layers whose outputs are partial sums over the ranks, by module name.
-
-    In a model that is tensor parallel already they are found by their weights, else by the plan (`plan_of`).
-    """
-    if sharded := sharded_rowwise_layers(model):
-        return sharded
-    return {name: layer for name, (layer, style) in plan_of(model, plan).items() if is_row(style)}
+def is_sum(style: str) -> bool:
+    """Whether the outputs of a module of this style are partial sums that can be coded."""
+    return is_row(style) or style in EXPERTS
 
 
 def sharded_rowwise_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the row-wise layers of a model on real tensor-parallel ranks; none if the model is whole."""
+    """Return the row-wise layers with `DTensor` weights on real tensor-parallel ranks; none if the model is whole."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -82,7 +136,7 @@ def sharded_rowwise_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 def is_cut_by_input(module: nn.Linear) -> bool:
     """Whether the weight is a `DTensor` of which each rank holds the columns of some inputs."""
-    weight = module.weight
+    weight = getattr(module, "weight", None)
     return isinstance(weight, DTensor) and weight.placements in ((Shard(1),), (Shard(-1),))
 
 
@@ -92,8 +146,10 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def check_heads(model: nn.Module, ranks: int) -> None:
-    """Raise ValueError unless the heads of queries and of keys can be divided evenly among the ranks."""
+def check_heads(model: nn.Module, ranks: int, planned: Mapping[str, tuple[nn.Module, str]]) -> None:
+    """Raise ValueError unless the heads that the plan cuts can be divided evenly among the ranks."""
+    if not any(style == "colwise" and "att" in name for name, (_, style) in planned.items()):
+        return
     config = text_config(model)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, key, None)

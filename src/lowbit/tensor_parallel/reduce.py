@@ -13,16 +13,21 @@ from torch import Tensor
 
 from lowbit.codecs.base import Codec
 from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives import all_reduce
-from lowbit.collectives.algorithms import choose
+from lowbit.collectives.algorithms import CHUNK, choose, one_shot, two_shot
+from lowbit.collectives.calls import TIMEOUT
 from lowbit.collectives.checks import check_summable
-from lowbit.collectives.reduce import CHUNK, TIMEOUT, Algorithm
+from lowbit.collectives.exchange import CollectiveExchange, Marks
+from lowbit.collectives.scratch import Scratch
 from lowbit.collectives.shards import Shards
 from lowbit.ranks import pytorch
-from lowbit.ranks.checksum import check_checksums
+from lowbit.ranks.checksum import Checksums, check_checksums
+from lowbit.ranks.groups import rank_names
+from lowbit.tensor_parallel.thresholds import Choice, Thresholds, kind_of
 
 SMALL = 1 << 15
-"""Sums of fewer elements stay in the model's dtype."""
+"""Sums of fewer elements stay in the model's dtype where no link can be measured: with emulated ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,34 +36,44 @@ class SumSettings:
 
     Args:
         algorithm: "one_shot" (each rank sends its partial sums to all others, one quantization), "two_shot" (each rank
-            adds up a part and sends the sum, two quantizations), or "auto": as `lowbit.collectives.all_reduce` decides
-            from ranks and bytes.
-        small: sums of fewer elements (rows times features) are not coded; decided by the shape alone.
+            adds up a part and sends the sum, two quantizations), or "auto": the faster one where thresholds are
+            measured, else as `lowbit.collectives.all_reduce` decides from ranks and bytes.
+        small: which sums are not coded but left to the engine's own all-reduce; decided by the shape alone. "auto":
+            real ranks measure at the start, for each kind of sum, from how many rows on few bits are faster on their
+            link, and take the same decision (a few seconds at most, logged); emulated ranks code from 32,768 elements
+            (rows times features) on. A number: sums of fewer elements. `Thresholds`: as measured earlier.
         timeout: seconds after which a missing or failed peer is an error.
         checksums: append 8 bytes to each payload, by which the receiver detects damage.
     """
 
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
-    small: int = SMALL
+    small: int | Literal["auto"] | Thresholds = "auto"
     timeout: float = TIMEOUT
     checksums: bool = True
 
     def __post_init__(self) -> None:
         check_choice("algorithm", self.algorithm, ("auto", "one_shot", "two_shot"))
-        check_int("small", self.small, 0, 1 << 60)
+        if isinstance(self.small, str):
+            check_choice("small", self.small, ("auto",))
+        elif not isinstance(self.small, Thresholds):
+            check_int("small", self.small, 0, 1 << 60)
         check_checksums(self.checksums)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
             raise TypeError(f"timeout is {self.timeout!r}; allowed: a number of seconds above 0")
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}; allowed: a number of seconds above 0")
 
-    def codes(self, numel: int) -> bool:
-        """Whether a sum of `numel` elements is coded."""
-        return numel >= max(1, self.small)
-
-    def algorithm_for(self, ranks: int, nbytes: int) -> Algorithm:
-        """Return the algorithm for this number of ranks and size of a payload."""
-        return choose(ranks, nbytes) if self.algorithm == "auto" else self.algorithm
+    def choice(self, partial: Tensor, ranks: int, codec: Codec | None) -> Choice:
+        """Return how a sum over `ranks` ranks travels."""
+        numel = partial.numel()
+        if codec is None or ranks == 1 or not numel:
+            return "plain"
+        if isinstance(self.small, Thresholds):
+            width = partial.shape[-1]
+            return self.small.choice(kind_of(width, partial.dtype, codec), numel // width)
+        if numel < (SMALL if self.small == "auto" else max(1, self.small)):
+            return "plain"
+        return choose(ranks, codec.nbytes((numel,))) if self.algorithm == "auto" else self.algorithm
 
 
 @dataclass
@@ -72,6 +87,8 @@ class Traffic:
         coded, plain: values sent in few bits, and in the model's dtype (below `SumSettings.small`, or without a codec).
         coded_bytes, plain_bytes: of their payloads, with codes, outlier features and scales, but without the 8 bytes of
             each message's checksum.
+        other_bytes: of what is gathered instead of added up, such as the logits of an output matrix that is cut; not in
+            `bits_per_value`.
         algorithms: of the all-reduces of the coded values.
     """
 
@@ -79,6 +96,7 @@ class Traffic:
     plain: int = 0
     coded_bytes: int = 0
     plain_bytes: int = 0
+    other_bytes: int = 0
     algorithms: set[str] = field(default_factory=set)
 
     @property
@@ -93,73 +111,91 @@ class Traffic:
         values = self.coded + self.plain
         return 8 * (self.coded_bytes + self.plain_bytes) / values if values else float("nan")
 
-    def take(self, partial: Tensor, ranks: int, codec: Codec | None, settings: SumSettings) -> bool:
-        """Count one sum over `ranks` ranks; return whether it is coded."""
+    def take(self, partial: Tensor, ranks: int, codec: Codec | None, choice: Choice) -> None:
+        """Count one sum over `ranks` ranks."""
         numel = partial.numel()
         if ranks == 1 or not numel:
-            return False
-        if codec is None or not settings.codes(numel):
+            return
+        if codec is None or choice == "plain":
             self.plain += numel
             self.plain_bytes += numel * partial.element_size()
-            return False
-        nbytes = codec.nbytes((numel,))
+            return
         self.coded += numel
-        self.coded_bytes += nbytes
-        self.algorithms.add(settings.algorithm_for(ranks, nbytes))
-        return True
+        self.coded_bytes += codec.nbytes((numel,))
+        self.algorithms.add(choice)
 
     def reset(self) -> None:
         """Count from zero again."""
-        self.coded = self.plain = self.coded_bytes = self.plain_bytes = 0
+        self.coded = self.plain = self.coded_bytes = self.plain_bytes = self.other_bytes = 0
         self.algorithms.clear()
 
 
-def sum_over_ranks(partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, settings: SumSettings) -> Tensor:
-    """Return the sum of all ranks' partial sums, bit-identical on all of them.
+def sum_over_ranks(
+    partial: Tensor, codec: Codec | None, group: dist.ProcessGroup, choice: Choice, settings: SumSettings
+) -> None:
+    """Replace this rank's partial sum by the sum of all ranks', bit-identical on all of them.
+
+    For n elements each of W ranks sends 2 (W - 1) / W n bytes of the dtype if it is not coded, and of b bits each
+    2 (W - 1) / W n b / 8 by two_shot and (W - 1) n b / 8 by one_shot, and 8 bytes for each message's checksum.
+
+    On CPUs a coded sum is a call of `lowbit.collectives.all_reduce`. On a GPU it is queued on the current stream with
+    PyTorch's collectives, in memory of PyTorch's allocator: no other thread, no wait of the host, so that a CUDA graph
+    may capture it. Nothing can be raised there: a payload that arrives damaged makes the sum NaN.
 
     Args:
-        partial: (..., E), contiguous, in the model's dtype; may be changed in place.
-        codec: None: not coded. Sums that are not coded are gathered in the model's dtype, added up in float32 in the
-            order of the ranks, and rounded once. One process can repeat that bit by bit, unlike the backend's own
-            all-reduce, whose order of additions depends on its ring.
-
-    Returns:
-        (..., E) in the dtype of `partial`.
+        partial: (..., E), contiguous, in the model's dtype.
+        codec: None: not coded.
+        choice: "plain": the engine's own all-reduce. With more than two ranks it may round after every addition.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1 or not partial.numel():
-        return partial
-    if codec is None or not settings.codes(partial.numel()):
-        parts = partial.new_empty((ranks, *partial.shape))
-        work = pytorch.gather(parts.view(-1), partial.view(-1), group, async_op=True)
-        pytorch.finish(work, group, settings.timeout)
-        return plain_sum(list(parts))
-    all_reduce(
-        partial, codec, group,
-        algorithm=settings.algorithm, small=0, timeout=settings.timeout, checksums=settings.checksums,
-    )  # fmt: skip
-    return partial
+        return
+    if codec is None or choice == "plain":
+        pytorch.finish(pytorch.total(partial, group), group, settings.timeout)
+    elif partial.device.type == "cpu":
+        all_reduce(
+            partial, codec, group, algorithm=choice, small=0, timeout=settings.timeout, checksums=settings.checksums
+        )
+    else:
+        sum_on_stream(partial.view(-1), check_summable(codec), group, choice, settings)
 
 
-def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, settings: SumSettings) -> Tensor:
-    """Return the result of `sum_over_ranks` on ranks with these partial sums."""
+def sum_on_stream(
+    flat: Tensor, codec: Summable, group: dist.ProcessGroup, choice: Choice, settings: SumSettings
+) -> None:
+    """`sum_over_ranks` of coded values in the caller's thread and stream."""
+    checksums = Checksums(f"tensor parallel/{codec.layer()}/{flat.numel()}", enabled=settings.checksums)
+    exchange = CollectiveExchange(group, flat.device, Scratch(), Marks(checksums, "sum", rank_names(group)))
+    algorithm = one_shot if choice == "one_shot" else two_shot
+    with torch.no_grad():
+        algorithm(flat, codec, exchange, chunk=CHUNK, divisor=1)
+        if (damaged := exchange.damaged()) is not None:
+            flat.masked_fill_(damaged, torch.nan)
+
+
+def sum_in_process(partials: Sequence[Tensor], codec: Codec | None, choice: Choice) -> Tensor:
+    """Return the result of `sum_over_ranks` on ranks with these partial sums.
+
+    Sums that are not coded are added up in float32 in the order of the ranks and rounded once. The engine's own
+    all-reduce does the same for two ranks; with more its result may differ in the last bits.
+    """
     ranks, first = len(partials), partials[0]
     if ranks == 1 or not first.numel():
         return first
-    if codec is None or not settings.codes(first.numel()):
+    if codec is None or choice == "plain":
         return plain_sum(partials)
     codec = check_summable(codec)
     flats = [partial.reshape(-1) for partial in partials]
     out = torch.empty_like(flats[0])
-    two_shot = settings.algorithm_for(ranks, codec.nbytes(flats[0].shape)) == "two_shot"
-    shards = Shards(numel=out.numel(), ranks=ranks if two_shot else 1, chunk=CHUNK, grain=codec.grain)
+    twice = choice == "two_shot"
+    shards = Shards(numel=out.numel(), ranks=ranks if twice else 1, chunk=CHUNK, grain=codec.grain)
     for owner, chunk in itertools.product(range(shards.ranks), range(shards.chunks)):
         piece = shards.piece(owner, chunk)
         if piece.start == piece.stop:
             continue
-        total = torch.empty(shards.size(owner, chunk), device=out.device) if two_shot else out[piece]
+        total = torch.empty(shards.size(owner, chunk), device=out.device) if twice else out[piece]
         codec.sum([codec.part(rank).encode(flat[piece]) for rank, flat in enumerate(flats)], out=total)
-        if two_shot:
+        if twice:
             whole = codec.whole()
             whole.decode(whole.encode(total), shape=total.shape, out=out[piece])
     return out.view(first.shape)
@@ -189,10 +225,15 @@ def check_codec(name: str, codec: object, width: int | None = None, ranks: int |
         )
 
 
-def check_inference(name: str, x: Tensor, weight: Tensor) -> None:
+def check_inference(name: str, x: Tensor, weight: Tensor | None = None) -> None:
     """Raise RuntimeError if autograd expects a gradient of the input or the weight: low-bit sums have none."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        raise RuntimeError(
-            f"{name} sums in few bits, for inference only, and gradients are on; allowed: calls under "
-            "torch.no_grad() or torch.inference_mode()"
-        )
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+        raise RuntimeError(no_gradient(name))
+
+
+def no_gradient(name: str) -> str:
+    """The error about a gradient of a layer that is asked for."""
+    return (
+        f"{name} sums in few bits, for inference only, and gradients are on; allowed: calls under "
+        "torch.no_grad() or torch.inference_mode()"
+    )

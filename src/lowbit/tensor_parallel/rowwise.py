@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +18,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lowbit.codecs.base import Codec
 from lowbit.collectives import agree
+from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.drift import Drift
+from lowbit.tensor_parallel.measure import Sample, measured
 from lowbit.tensor_parallel.plan import is_cut_by_input, shards
 from lowbit.tensor_parallel.reduce import (
     SumSettings,
@@ -26,6 +30,11 @@ from lowbit.tensor_parallel.reduce import (
     sum_in_process,
     sum_over_ranks,
 )
+from lowbit.tensor_parallel.sums import Counted, ModelSum, mark
+from lowbit.tensor_parallel.thresholds import Choice, Thresholds
+from lowbit.tensor_parallel.traffic import counting
+
+_SUM = "lowbit_sum"  # attribute of a forward: its `LayerSum`
 
 Watch = Callable[[str, Sequence[Tensor], Tensor], None]
 """Called with the name of a layer, the partial sums in this process (its own, or those of all emulated ranks), and
@@ -37,16 +46,47 @@ class Installed:
 
     Attributes:
         traffic: values and bytes that their sums have carried so far.
+        sums: of the layers, on real ranks.
     """
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.sums: list[LayerSum] = []
+        self._settings: Callable[..., SumSettings] | None = None
         self._before: list[tuple[nn.Module, Any]] = []
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Give a module another forward."""
         self._before.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward
+
+    @property
+    def thresholds(self) -> Thresholds | None:
+        """What decides which sums are coded; None if a number of elements does, or the ranks are emulated."""
+        found = [layer_sum.settings.small for layer_sum in self.sums]
+        return next((small for small in found if isinstance(small, Thresholds)), None)
+
+    def measure(self) -> Thresholds | None:
+        """Measure thresholds anew, after the link has changed; all ranks must call this between forward passes.
+
+        Compiled graphs follow them at once. CUDA graphs do not: capture them again.
+
+        Returns:
+            What is in force now; None if `SumSettings.small` was a number.
+        """
+        self._measure(anew=True)
+        return self.thresholds
+
+    def use(self, sums: Sequence[LayerSum], settings: Callable[..., SumSettings]) -> None:
+        """Take the sums of the layers, and `measured` with what tells which sums there are."""
+        self.sums, self._settings = list(sums), settings
+        self._measure(anew=False)
+
+    def _measure(self, *, anew: bool) -> None:
+        if self._settings is not None:
+            settings = self._settings(anew=anew)
+            for layer_sum in self.sums:
+                layer_sum.settings = settings
 
     def remove(self) -> None:
         """Give all modules their own forward back."""
@@ -63,22 +103,28 @@ class Installed:
         self.remove()
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class LayerSum:
     """Adds up the partial sums of one row-wise layer; counts them and shows them to `watch` and `drift`.
 
+    On real ranks a call is the operator `lowbit::tp_all_reduce_`, so that graphs may contain it.
+
     Args:
-        name: of the layer, in reports and errors. layer: the layer.
+        name: of the layer, in reports and errors. width: features of a partial sum. device: of the partial sums.
         codec: format of the partial sums; None: the model's dtype.
         ranks: how many add up. group: the ranks; None: this process emulates all of them.
         traffic: counts. watch: sees partial sums and their sum. drift: watches coded values.
+
+    Attributes:
+        number: by which the operator finds it.
 
     Raises:
         TypeError, ValueError: a codec that does not fit the layer or the number of ranks.
     """
 
     name: str
-    layer: nn.Linear
+    width: int
+    device: torch.device
     codec: Codec | None
     settings: SumSettings
     ranks: int
@@ -86,67 +132,126 @@ class LayerSum:
     traffic: Traffic = field(default_factory=Traffic)
     watch: Watch | None = None
     drift: Drift | None = None
+    number: int = field(init=False)
+    group_name: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         if self.codec is not None:
-            check_codec(self.name, self.codec, self.layer.out_features, self.ranks)
+            check_codec(self.name, self.codec, self.width, self.ranks)
         if self.drift is not None:
             self.drift.attach(self.name, self.codec)
+        if self.codec is not None and self.device.type == "cuda":  # its tables must be there before a graph's capture
+            row = torch.zeros(1, self.width, device=self.device)
+            sum_in_process([row] * self.ranks, self.codec, "two_shot")
+        if self.group is not None:
+            self.group_name = self.group.group_name
+        self.number = op.register(self)
 
     def __call__(self, partials: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all ranks; on real ranks it may overwrite the partial sum.
+        """Return the sum over all ranks; on real ranks it overwrites the partial sum.
 
         Args:
-            partials: of this rank, or of all emulated ranks: (..., E) each.
+            partials: of this rank, or of all emulated ranks: (..., E) each, contiguous.
+
+        Raises:
+            RuntimeError: on real ranks, a gradient of the partial sum is asked for.
         """
-        codec, settings, group = self.codec, self.settings, self.group
-        coded = self.traffic.take(partials[0], self.ranks, codec, settings)
-        if self.drift is not None and coded:
-            self.drift.look(self.name, partials, 0 if group is None else dist.get_rank(group))
-        if group is None:
-            total = sum_in_process(partials, codec, settings)
-        else:
-            summed = partials[0]
-            partials = partials if self.watch is None else [summed.clone()]
-            total = sum_over_ranks(summed, codec, group, settings)
+        if self.group_name:
+            partial = partials[0]
+            check_inference(self.name, partial)
+            op.tp_all_reduce_(partial, self.number, self.group_name)
+            return partial
+        choice = self.settings.choice(partials[0], self.ranks, self.codec)
+        self._count(partials, choice, 0)
+        total = sum_in_process(partials, self.codec, choice)
         if self.watch is not None:
             self.watch(self.name, partials, total)
         return total
 
+    def reduce_(self, partial: Tensor, group: dist.ProcessGroup) -> None:
+        """Replace this rank's partial sum by the sum over the group: what the operator does."""
+        choice = self.settings.choice(partial, self.ranks, self.codec)
+        self._count([partial], choice, group.rank())
+        partials = [] if self.watch is None else [partial.clone()]
+        sum_over_ranks(partial, self.codec, group, choice, self.settings)
+        if self.watch is not None:
+            self.watch(self.name, partials, partial)
+
+    def _count(self, partials: Sequence[Tensor], choice: Choice, first: int) -> None:
+        """Count a sum. `first`: rank of the first partial sum. Drift's samples make the host wait for the device."""
+        self.traffic.take(partials[0], self.ranks, self.codec, choice)
+        if self.drift is None or choice == "plain":
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing can be waited for there, nor when the graph runs
+        self.drift.look(self.name, partials, first)
+
 
 def install(
-    layers: Mapping[str, nn.Linear],
+    sums: Mapping[str, ModelSum],
     codecs: Mapping[str, Codec],
     group: dist.ProcessGroup,
     settings: SumSettings,
     *,
+    counted: Sequence[Counted] = (),
     watch: Watch | None = None,
     drift: Drift | None = None,
 ) -> Installed:
-    """Let row-wise layers with `DTensor` weights add up their partial sums in these formats.
+    """Let a model on real ranks add up its partial sums in these formats, and count what else it sends.
 
-    `codecs` has formats by name of the layer; the sums of layers without one stay in the model's dtype.
+    `codecs` has formats by name of the sum; sums without one stay in the model's dtype.
     """
     installed = Installed()
     ranks = dist.get_world_size(group)
-    sums = [  # complete before the first layer is changed: an error leaves the model as it was
-        LayerSum(
-            name=name, layer=layer, codec=codecs.get(name), settings=settings, ranks=ranks, group=group,
-            traffic=installed.traffic, watch=watch, drift=drift,
+    for name, summed in sums.items():
+        earlier = getattr(summed.module.__dict__.get("forward"), _SUM, None)
+        if earlier is not None and earlier.codec is not None:
+            raise ValueError(
+                f"{name} adds up its partial sums in few bits already, by an earlier call; allowed: a layer without, "
+                "or remove() of what low_bit_ returned first"
+            )
+    layer_sums = {  # complete before the first layer is changed: an error leaves the model as it was
+        name: LayerSum(
+            name=name, width=summed.width, device=summed.device, codec=codecs.get(name), settings=settings,
+            ranks=ranks, group=summed.group or group, traffic=installed.traffic, watch=watch, drift=drift,
         )
-        for name, layer in layers.items()
-    ]  # fmt: skip
-    for layer_sum in sums:
-        installed.replace(layer_sum.layer, row_forward(layer_sum, group))
+        for name, summed in sums.items()
+    }  # fmt: skip
+    samples = [Sample(sums[name].width, sums[name].dtype, sums[name].device, codecs[name]) for name in codecs]
+    installed.use(list(layer_sums.values()), partial(measured, samples, group, settings))
+    for name, summed in sums.items():
+        installed.replace(summed.module, sum_forward(summed, layer_sums[name]))
+    for other in counted:
+        forward = counting(other.module.forward, installed.traffic, ranks, gathers=other.gathers)
+        installed.replace(other.module, forward)
     return installed
 
 
-def row_forward(layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def sum_forward(summed: ModelSum, layer_sum: LayerSum) -> Callable[..., Tensor]:
+    """Make a forward for a module on real ranks that adds up its partial sums by `layer_sum`. For inference."""
+    compute, finish, parameters = summed.partial, summed.finish, tuple(summed.module.parameters(recurse=False))
+    if compute is None:
+        assert isinstance(summed.module, nn.Linear)
+        assert layer_sum.group is not None
+        return mark(row_forward(summed.module, layer_sum, layer_sum.group), summed)
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for parameter in parameters or (x,):
+            check_inference(layer_sum.name, x, parameter)
+        with torch.no_grad():
+            total = layer_sum([compute(x, *args, **kwargs).contiguous()])
+            return total if finish is None else finish(total)
+
+    setattr(forward, _SUM, layer_sum)
+    return mark(forward, summed)
+
+
+def row_forward(layer: nn.Linear, layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Make a forward for a row-wise layer: from its rank's part of the input, or from all of it, to the whole output.
 
-    It is for inference and raises where a gradient is asked for.
+    It is for inference and raises where a gradient is asked for. `torch.compile` traces it without a break.
     """
-    layer, ranks, rank = layer_sum.layer, layer_sum.ranks, dist.get_rank(group)
+    ranks, rank = layer_sum.ranks, dist.get_rank(group)
 
     def forward(x: Tensor) -> Tensor:
         check_inference(layer_sum.name, x, layer.weight)
@@ -158,6 +263,7 @@ def row_forward(layer_sum: LayerSum, group: dist.ProcessGroup) -> Callable[[Tens
         total = layer_sum([F.linear(x, weight)])
         return total if layer.bias is None else total + local(layer.bias)
 
+    setattr(forward, _SUM, layer_sum)
     return forward
 
 
@@ -166,21 +272,15 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def group_of(layers: Mapping[str, nn.Linear]) -> dist.ProcessGroup:
-    """Return the ranks that share these row-wise layers."""
-    weight = next(iter(layers.values())).weight
-    assert isinstance(weight, DTensor)
-    return weight.device_mesh.get_group()
-
-
 class LowBitRowwiseParallel(RowwiseParallel):
     """A `RowwiseParallel` for `parallelize_module` whose partial sums are added up in few bits. For inference.
 
     The weight is cut by inputs and the bias kept whole, as by PyTorch's style. Of n values of b bits (4.1875 with
     `FeatureInt` and E // 64 outliers) each of W ranks sends (W - 1) n b / 8 bytes with one_shot and
-    2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums of fewer than `settings.small`
-    values are sent in the model's dtype. An `Embedding` is cut and summed by PyTorch's own style: all ranks but one add
-    zeros.
+    2 (W - 1) / W n b / 8 with two_shot; results are bit-identical on all ranks. Sums that `settings.small` leaves
+    uncoded are added up by PyTorch's all-reduce in the model's dtype. By default their size is measured when
+    `parallelize_module` meets the first layer of a kind. An `Embedding` is cut and summed by PyTorch's own style: all
+    ranks but one add zeros.
 
     Args:
         codec: format of the layer's partial sums: `calibration.codec(name)`, or `GroupInt`; see also `low_bit_styles`.
@@ -236,11 +336,13 @@ class LowBitRowwiseParallel(RowwiseParallel):
             agree(group, facts, self.settings.timeout, topic="tensor parallel")
         self._partition_linear_fn(self.name, module, device_mesh)
         assert is_cut_by_input(module)
+        weight = local(module.weight)
+        sample = Sample(module.out_features, weight.dtype, weight.device, self.codec)
         layer_sum = LayerSum(
-            name=self.name, layer=module, codec=self.codec, settings=self.settings, ranks=device_mesh.size(),
-            group=group, drift=self.drift,
+            name=self.name, width=module.out_features, device=weight.device, codec=self.codec,
+            settings=measured([sample], group, self.settings), ranks=device_mesh.size(), group=group, drift=self.drift,
         )  # fmt: skip
-        forward = row_forward(layer_sum, group)
+        forward = row_forward(module, layer_sum, group)
 
         def wrapped(x: Tensor) -> Tensor:
             total = forward(x)
@@ -248,5 +350,6 @@ class LowBitRowwiseParallel(RowwiseParallel):
                 return total
             return DTensor.from_local(total, device_mesh, [Replicate()], run_check=False)
 
+        setattr(wrapped, _SUM, layer_sum)
         module.__dict__["forward"] = wrapped
         return module

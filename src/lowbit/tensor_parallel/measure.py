@@ -1,0 +1,168 @@
+"""Measure on the ranks' own link from how many rows on sums are faster in few bits: the same answer on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+import torch
+import torch.distributed as dist
+
+from lowbit.codecs.base import Codec
+from lowbit.ranks import pytorch
+from lowbit.ranks.objects import gather_json
+from lowbit.tensor_parallel.reduce import SumSettings, sum_over_ranks
+from lowbit.tensor_parallel.thresholds import Choice, Steps, Thresholds, kind_of
+
+ROWS = 1, 8, 32, 128, 512, 2048
+"""Numbers of rows that are measured. Between two of them, and above, sums travel as at the lower one."""
+_TURNS, _FEWER, _LONG = 5, 3, 0.5  # of each choice, after one that is not timed; fewer after sizes of so many seconds
+_GAIN = 0.97  # a coded sum must take at most this share of the engine's time in three of four turns
+_SECONDS = 4.0  # for all kinds: larger sums than fit into that are not measured
+
+_log = logging.getLogger("lowbit.tensor_parallel")
+
+Times = dict[int, dict[Choice, list[float]]]
+"""By rows and choice: seconds of the slowest rank in each turn."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sums that a layer makes: the codec is any of those with its sizes."""
+
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    codec: Codec
+
+    @property
+    def key(self) -> str:
+        return kind_of(self.width, self.dtype, self.codec)
+
+
+_measured: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, str, bool], tuple[Times, str]]]
+_measured = weakref.WeakKeyDictionary()
+
+
+def measured(
+    samples: Sequence[Sample], group: dist.ProcessGroup, settings: SumSettings, *, anew: bool = False
+) -> SumSettings:
+    """Return settings with thresholds instead of `small="auto"`; all ranks must call this.
+
+    What was measured before on this group is not measured again, unless `anew`.
+
+    Raises:
+        ValueError: `settings.small` holds thresholds for other ranks or other sums.
+    """
+    kinds = {sample.key: sample for sample in samples}
+    if isinstance(given := settings.small, Thresholds):
+        missing = [kind for kind in kinds if kind not in given.steps]
+        if missing or given.ranks != dist.get_world_size(group):
+            raise ValueError(
+                f"thresholds are for {given.ranks} ranks and {', '.join(given.steps)}; allowed: for "
+                f"{dist.get_world_size(group)} ranks and {', '.join(kinds)}"
+            )
+        return settings
+    if settings.small != "auto" or dist.get_world_size(group) == 1 or not kinds:
+        return settings
+    known = _measured.setdefault(group, {})
+    for kind, sample in kinds.items():
+        key = kind, settings.algorithm, settings.checksums
+        if anew or key not in known:
+            known[key] = _times(sample, group, settings, _SECONDS / len(kinds))
+    results = {kind: known[kind, settings.algorithm, settings.checksums] for kind in kinds}
+    times = {kind: times for kind, (times, _) in results.items()}
+    date = max(date for _, date in results.values())
+    thresholds = _thresholds(kinds, times, dist.get_world_size(group), date)
+    if dist.get_rank(group) == 0:
+        _log.info("all-reduces of partial sums: %s", thresholds)
+    return replace(settings, small=thresholds)
+
+
+def choices(ranks: int, settings: SumSettings) -> tuple[Choice, ...]:
+    """Return what competes: between two ranks two_shot sends the same bytes as one_shot, and codes twice."""
+    if settings.algorithm != "auto":
+        return "plain", settings.algorithm
+    return ("plain", "one_shot") if ranks == 2 else ("plain", "one_shot", "two_shot")
+
+
+def _times(sample: Sample, group: dist.ProcessGroup, settings: SumSettings, seconds: float) -> tuple[Times, str]:
+    """Take turns on sums of more and more rows, as far as the time allows.
+
+    Returns:
+        Times and the date, the same on all ranks.
+    """
+    competing, times = choices(dist.get_world_size(group), settings), Times()
+    spent = last = 0.0
+    date: str = gather_json(datetime.now(UTC).strftime("%Y-%m-%d %H:%M"), group)[0]
+    for rows in ROWS:
+        turns = _FEWER if last > _LONG else _TURNS
+        x = torch.zeros(rows, sample.width, dtype=sample.dtype, device=sample.device)
+        mine = [[_turn(x, sample.codec, c, group, settings) for c in competing] for _ in range(1 + turns)]
+        by_rank: list[list[list[float]]] = gather_json(mine, group)
+        slowest = [[max(one) for one in zip(*turn, strict=True)] for turn in zip(*by_rank, strict=True)]
+        times[rows] = {c: [turn[i] for turn in slowest[1:]] for i, c in enumerate(competing)}
+        last = sum(map(sum, slowest[1:]))  # the first calls of a process take seconds
+        spent += last
+        if spent + 3 * last > seconds:
+            break
+    return times, date
+
+
+@torch.no_grad()
+def _turn(x: torch.Tensor, codec: Codec, choice: Choice, group: dist.ProcessGroup, settings: SumSettings) -> float:
+    """Return the seconds of one sum, which all ranks begin together."""
+    pytorch.finish(pytorch.total(x.new_zeros(1), group), group, settings.timeout)
+    _wait(x)
+    start = time.perf_counter()
+    sum_over_ranks(x, codec, group, choice, settings)
+    _wait(x)
+    return time.perf_counter() - start
+
+
+def _wait(x: torch.Tensor) -> None:
+    if x.device.type == "cuda":
+        torch.cuda.synchronize(x.device)
+
+
+def _thresholds(kinds: Mapping[str, Sample], times: Mapping[str, Times], ranks: int, date: str) -> Thresholds:
+    milliseconds = {
+        kind: {
+            str(rows): {name: round(1e3 * statistics.median(turns), 3) for name, turns in by_choice.items()}
+            for rows, by_choice in by_rows.items()
+        }
+        for kind, by_rows in times.items()
+    }
+    kind, sample = next(iter(kinds.items()))
+    rows = max(times[kind])
+    nbytes = 2 * (ranks - 1) / ranks * rows * sample.width * sample.dtype.itemsize
+    return Thresholds(
+        ranks=ranks, steps={kind: steps_of(by_rows) for kind, by_rows in times.items()}, milliseconds=milliseconds,
+        mbit=round(8e-6 * nbytes / statistics.median(times[kind][rows]["plain"]), 1),
+        date=date,
+    )  # fmt: skip
+
+
+def steps_of(times: Times) -> Steps:
+    """Return from which numbers of rows on which choice is taken.
+
+    Coded are sums of so many rows that few bits are faster beyond the noise at this and every larger measured size.
+    """
+    steps: list[tuple[int, Choice]] = []
+    for rows in sorted(times, reverse=True):
+        medians: dict[float, Choice] = {
+            statistics.median(turns): choice for choice, turns in times[rows].items() if choice != "plain"
+        }
+        best = medians[min(medians)]
+        ratios = sorted(a / b for a, b in zip(times[rows][best], times[rows]["plain"], strict=True))
+        if ratios[3 * (len(ratios) - 1) // 4] > _GAIN:
+            break
+        if steps and steps[-1][1] == best:
+            steps.pop()
+        steps.append((rows, best))
+    return tuple(reversed(steps))

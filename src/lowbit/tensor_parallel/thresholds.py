@@ -1,0 +1,92 @@
+"""From how many rows on a sum over ranks is faster in few bits than by the engine's own all-reduce."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from lowbit.codecs.base import Codec
+
+Choice = Literal["plain", "one_shot", "two_shot"]
+"""How a sum travels: by the engine's own all-reduce in the model's dtype, or coded by one of two algorithms."""
+Steps = tuple[tuple[int, Choice], ...]
+"""Numbers of rows, ascending, and what is taken from each of them on. Fewer rows than the first: "plain"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """What was measured on one link, and how sums travel because of it; the same on all ranks.
+
+    `low_bit_` measures them unless `SumSettings.small` is a number or earlier thresholds:
+
+        installed = low_bit_(model, calibration)
+        installed.thresholds.save("calibration-tp2.thresholds.json")
+        ...
+        low_bit_(model, calibration, settings=SumSettings(small=Thresholds.load("calibration-tp2.thresholds.json")))
+
+    Args:
+        ranks: of the group. steps: by kind of sum (features, dtype, whole bits of the format).
+        milliseconds: by kind, of each measured number of rows: of each choice the slowest rank's median.
+        mbit: bits per second, in millions, that the engine's all-reduce sent at the largest size. date: in UTC.
+    """
+
+    ranks: int
+    steps: Mapping[str, Steps]
+    milliseconds: Mapping[str, Mapping[str, Mapping[str, float]]]
+    mbit: float
+    date: str
+
+    def choice(self, kind: str, rows: int) -> Choice:
+        """Return how a sum of so many rows travels; of a kind that was not measured, "plain"."""
+        steps = self.steps.get(kind, ())
+        index = bisect_right([least for least, _ in steps], rows)
+        return steps[index - 1][1] if index else "plain"
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file, atomically; one rank is enough."""
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Thresholds:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: another file.
+        """
+        try:
+            values: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+            steps = {kind: tuple((int(n), _choice(name)) for n, name in s) for kind, s in values["steps"].items()}
+            return cls(**{**values, "steps": steps})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} does not hold thresholds: {type(error).__name__}: {error}; allowed: what Thresholds.save wrote"
+            ) from error
+
+    def __str__(self) -> str:
+        parts = []
+        for kind, steps in self.steps.items():
+            taken = [f"{name} from {rows} rows" for rows, name in steps]
+            parts.append(f"{kind}: {', '.join(taken) or 'never coded'}")
+        return f"{'; '.join(parts)} ({self.ranks} ranks, {self.mbit:.0f} Mbit/s, {self.date})"
+
+
+def kind_of(width: int, dtype: torch.dtype, codec: Codec) -> str:
+    """Name what the time of a sum depends on, besides its rows."""
+    bits = codec.bits_per_element((64, width))
+    return f"{width} features, {str(dtype).removeprefix('torch.')}, {bits:.0f} bits"
+
+
+def _choice(name: object) -> Choice:
+    if name not in get_args(Choice):
+        raise ValueError(f"choice is {name!r}; allowed: {', '.join(get_args(Choice))}")
+    return name  # pyright: ignore[reportReturnType]

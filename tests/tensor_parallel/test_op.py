@@ -1,0 +1,239 @@
+"""Sums as one operator: graphs without breaks, the engine's bytes below the thresholds, NaN, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lowbit.bench.sums import sent_bytes
+from lowbit.codecs import GroupInt
+from lowbit.collectives.exchange import CollectiveExchange
+from lowbit.tensor_parallel import (
+    Drift,
+    SumSettings,
+    calibrate,
+    low_bit_,
+    low_bit_styles,
+    tensor_parallel_,
+)
+from lowbit.tensor_parallel.reduce import sum_in_process, sum_on_stream
+from lowbit.tensor_parallel.rowwise import LayerSum
+from tests.processes import Ranks
+from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, llama, logits, sequences
+from tests.tensor_parallel.test_ranks import ONE, Pair, hf_parallel
+
+CODED = SumSettings(small=0)
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="aot_eager", **options)
+
+
+def without_breaks(path: str) -> dict[str, Any]:
+    """Every way to install low-bit sums, compiled as one graph, and the same uncompiled."""
+    results: dict[str, Any] = {}
+
+    def compare(name: str, model: Any) -> None:
+        with torch.no_grad():
+            graphs = torch._dynamo.explain(model)(ids())
+            results[f"{name} breaks"] = graphs.graph_break_count, graphs.graph_count
+            expected, together = model(ids()), compiled(model)(ids())
+        pick = (lambda y: y) if isinstance(expected, Tensor) else (lambda y: y.logits)
+        results[name] = torch.equal(pick(expected), pick(together))
+
+    toy = tensor_parallel_(Toy())
+    compare("plain", toy)
+    drift, watched = Drift(every=1), []
+    installed = low_bit_(toy, path, settings=CODED, drift=drift)
+    installed.sums[0].watch = lambda name, partials, total: watched.append(name)
+    compare("toy", toy)
+    results["traffic"] = installed.traffic
+    results["drift"] = drift.report().rows[0].values
+    results["watched"] = watched
+    with pytest.raises(RuntimeError, match=r"for inference only, and gradients are on; allowed: .*no_grad"):
+        compiled(toy)(ids())
+    hugging_face = hf_parallel(llama())
+    low_bit_(hugging_face, calibrate(hugging_face, sequences()), settings=CODED)
+    compare("llama", hugging_face)
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.no_grad():
+        plan = {"up": "colwise", "down": "rowwise"}
+        styles = low_bit_styles(calibrate(Pair(), sequences(), ranks=2, plan=plan), mesh, settings=CODED)
+    pair = parallelize_module(Pair(), mesh, {"up": ColwiseParallel(), **styles})
+    with torch.no_grad():
+        results["styles"] = torch.equal(compiled(pair)(ids()), pair(ids()))
+    return results
+
+
+def test_one_graph_however_installed(ranks: Ranks, tmp_path: Path):
+    path = tmp_path / "calibration.safetensors"
+    calibrated().save(path)
+    for results in ranks.run(without_breaks, str(path), timeout=300):
+        values = 3 * ids().numel() * WIDTH  # explained, run, run compiled
+        for name in ("plain", "toy", "llama"):
+            assert results[f"{name} breaks"] == (0, 1), name
+            assert results[name], name
+        assert results["styles"]
+        assert (results["traffic"].coded, results["traffic"].plain) == (values * len(LAYERS), 0)
+        assert results["drift"] == values
+        assert results["watched"] == [LAYERS[0]] * 3
+
+
+def generated() -> dict[str, Any]:
+    from transformers import CompileConfig
+
+    model = hf_parallel(llama())
+    low_bit_(model, calibrate(model, sequences()), settings=CODED)
+    config = CompileConfig(fullgraph=True, mode="default", backend="aot_eager")
+    config._compile_all_devices = True  # without it Transformers compiles on GPUs only
+    torch._dynamo.utils.counters.clear()
+    prompt, options = ids(1, 4), {"max_new_tokens": 5, "do_sample": False}
+    return {
+        "tokens": model.generate(prompt, **options),
+        "compiled": model.generate(prompt, cache_implementation="static", compile_config=config, **options),
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+    }
+
+
+def test_generate_compiled_with_a_static_cache_equals_generate(ranks: Ranks):
+    for results in ranks.run(generated, timeout=300):
+        assert torch.equal(results["tokens"], results["compiled"])
+        assert (results["graphs"], results["breaks"]) == (1, 0)
+
+
+def operator_on_tensors() -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    codec = GroupInt(bits=8, group=64, symmetric=True)
+    layer_sum = LayerSum(
+        name="layer", width=WIDTH, device=torch.device("cpu"), codec=codec, settings=CODED, ranks=2, group=group
+    )
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    before = x.clone()
+    total = torch.ops.lowbit.tp_all_reduce(x, layer_sum.number, group.group_name)
+    unchanged = torch.equal(x, before)
+    with pytest.raises(RuntimeError, match="layer sums in few bits, for inference only"):
+        torch.ops.lowbit.tp_all_reduce(x.clone().requires_grad_(), layer_sum.number, group.group_name)
+    torch.ops.lowbit.tp_all_reduce_(x, layer_sum.number, group.group_name)
+    on_stream = before.clone()
+    sum_on_stream(on_stream.view(-1), codec, group, "two_shot", CODED)
+    return {"x": before, "total": total, "unchanged": unchanged, "in place": x, "on stream": on_stream}
+
+
+def test_the_operator_as_such(ranks: Ranks):
+    results = ranks.run(operator_on_tensors)
+    parts, codec = [r["x"] for r in results], GroupInt(bits=8, group=64, symmetric=True)
+    for r in results:
+        assert r["unchanged"]
+        assert torch.equal(r["total"], sum_in_process(parts, codec, "one_shot"))
+        assert torch.equal(r["in place"], r["total"])
+        assert torch.equal(r["on stream"], sum_in_process(parts, codec, "two_shot"))
+
+
+def damaged_on_stream() -> Tensor:
+    """A byte of what rank 1 sends changes after its checksum."""
+    group = dist.group.WORLD
+    assert group is not None
+    send = CollectiveExchange.send
+
+    def damaging(self: CollectiveExchange, lane: int, to: int = 0) -> None:
+        checksums = self._checksums
+        seal = checksums.seal_there
+
+        def sealed(message: Tensor, *place: int) -> None:
+            seal(message, *place)
+            if self.rank == 1:
+                message[0] ^= 1
+
+        checksums.seal_there = sealed
+        send(self, lane, to)
+
+    x = torch.ones(2 * WIDTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CollectiveExchange, "send", damaging)
+        sum_on_stream(x, GroupInt(bits=8, group=64, symmetric=True), group, "one_shot", CODED)
+    return x
+
+
+def test_damage_without_a_host_that_waits_is_nan(ranks: Ranks):
+    assert all(x.isnan().all() for x in ranks.run(damaged_on_stream))
+
+
+def below_and_above() -> dict[str, Any]:
+    """Bytes that an all-reduce of 64 KiB puts on the loopback interface, of all ranks together."""
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = dist.get_world_size()
+    codec = GroupInt(bits=4, group=64, symmetric=True)
+    sums = {
+        name: LayerSum(
+            name=name, width=WIDTH, device=torch.device("cpu"), codec=codec, settings=SumSettings(small=small),
+            ranks=ranks, group=group,
+        )
+        for name, small in (("below", 1 << 20), ("above", 0))
+    }  # fmt: skip
+    x = torch.ones(256, WIDTH)
+    results: dict[str, Any] = {}
+    for name, act in (
+        ("engine", lambda: dist.all_reduce(x.clone())),
+        ("below", lambda: sums["below"]([x.clone()])),
+        ("above", lambda: sums["above"]([x.clone()])),
+    ):
+        act()
+        dist.barrier()
+        before = sent_bytes()
+        dist.barrier()
+        for _ in range(10):
+            act()
+        dist.barrier()
+        results[name] = (sent_bytes() - before) / 10
+    results["sum"] = sums["below"]([x.clone()])
+    return results
+
+
+def test_bytes_below_the_threshold_are_those_of_the_engine(ranks: Ranks):
+    for results in ranks.run(below_and_above, ranks=4):
+        assert results["below"] == pytest.approx(results["engine"], rel=0.1)
+        assert results["above"] < 0.6 * results["engine"]
+        assert torch.equal(results["sum"], torch.full((256, WIDTH), 4.0))
+
+
+def nan_on_one_rank(path: str) -> Tensor:
+    model = tensor_parallel_(Toy())
+    low_bit_(model, path, settings=ONE)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.layers[0].mlp.down.weight.to_local().fill_(torch.nan)
+    return logits(model, ids())
+
+
+def test_nan_on_one_rank_is_nan_on_all(ranks: Ranks, tmp_path: Path):
+    calibrated().save(tmp_path / "calibration")
+    assert all(y.isnan().all() for y in ranks.run(nan_on_one_rank, str(tmp_path / "calibration")))
+
+
+def twice(path: str) -> None:
+    model = tensor_parallel_(Toy())
+    installed = low_bit_(model, path, settings=CODED)
+    installed.remove()
+    low_bit_(model, path, settings=CODED)
+    low_bit_(model, path, settings=CODED)
+
+
+def test_a_second_installation_is_refused(ranks: Ranks, tmp_path: Path):
+    calibrated().save(tmp_path / "calibration")
+    for outcome in ranks.outcomes(twice, str(tmp_path / "calibration")):
+        assert (outcome.kind, outcome.text) == (
+            "ValueError",
+            "layers.0.attn.o adds up its partial sums in few bits already, by an earlier call; allowed: a layer "
+            "without, or remove() of what low_bit_ returned first",
+        )

@@ -1,0 +1,124 @@
+"""Row-wise layers with quantized weights on real ranks: found by what they return, calibrated, coded and counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lowbit.codecs import GroupInt
+from lowbit.tensor_parallel import SumSettings, calibrate, emulate_tensor_parallel_, low_bit_, model_sums
+from tests.processes import Failure, Ranks
+from tests.tensor_parallel.models import WIDTH, ids, llama, logits, sequences
+
+ONE = SumSettings(small=0, algorithm="one_shot")
+INT8 = GroupInt(bits=8, group=64, symmetric=True)
+
+
+def config(name: str) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    return {
+        "int8": lambda: quantization.Int8WeightOnlyConfig(),
+        "int8 and activations": lambda: quantization.Int8DynamicActivationInt8WeightConfig(),
+        "int4": lambda: quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=quantization.PerGroup(16)
+        ),
+        "fp8": lambda: quantization.Float8WeightOnlyConfig(),
+    }[name]()
+
+
+def quantized(name: str) -> Any:
+    """A Llama as Transformers loads it with a `TorchAoConfig`: each rank quantizes its part of a weight."""
+    from torchao.quantization import quantize_
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = llama().requires_grad_(False)
+    model.config.intermediate_size, model.config.num_key_value_heads = 96, 4
+    model = type(model)(model.config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Linear) and key != "lm_head":
+            module.weight = nn.Parameter(module.weight.to_local().clone(), requires_grad=False)
+            quantize_(module, config(name))
+            module._hf_quantized_needs_local_tp = True
+    return model
+
+
+def on_real_ranks(name: str) -> dict[str, Any]:
+    model = quantized(name)
+    sums, calls = model_sums(model), {}
+    hooks = [
+        summed.module.register_forward_hook(lambda _, args, y, name=name: calls.update({name: (args, y.clone())}))
+        for name, summed in sums.items()
+    ]
+    engine = logits(model, ids())
+    for hook in hooks:
+        hook.remove()
+    errors: dict[str, float] = {}
+    with low_bit_(model, INT8, settings=ONE):
+        for key, (args, y) in calls.items():
+            largest = sums[key].partial(*args).abs().max()  # pyright: ignore[reportOptionalCall]
+            dist.all_reduce(largest)
+            error = (sums[key].module(*args) - y).abs().max()
+            errors[key] = float(error / (largest / 127 / 2 + 1e-5 * y.abs().max()))
+    calibration = calibrate(model, sequences())
+    with low_bit_(model, calibration, settings=ONE) as installed:
+        coded = logits(model, ids())
+    return {
+        "engine": engine, "coded": coded, "errors": errors, "traffic": installed.traffic,
+        "fingerprint": calibration.fingerprint(), "again": logits(model, ids()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("int8", 2), ("int8", 4), ("int8 and activations", 2), ("int4", 2), ("fp8", 2)]
+)
+def test_quantized_layers_are_coded_and_counted(ranks: Ranks, name: str, count: int):
+    config(name)
+    results = ranks.run(on_real_ranks, name, ranks=count)
+    layers = [f"model.layers.{i}.{name}" for i in range(2) for name in ("self_attn.o_proj", "mlp.down_proj")]
+    for real in results:
+        assert list(real["errors"]) == layers
+        assert max(real["errors"].values()) <= 1, real["errors"]
+        assert real["fingerprint"] == results[0]["fingerprint"]
+        assert torch.equal(real["coded"], results[0]["coded"])
+        assert not torch.equal(real["coded"], real["engine"])
+        assert torch.equal(real["again"], real["engine"])
+        values = ids().numel() * WIDTH
+        assert (real["traffic"].coded, real["traffic"].plain) == (len(layers) * values, values)
+
+
+def test_quantized_weights_in_one_process_are_refused_by_name():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = llama()
+    quantization.quantize_(model.model.layers[1], config("int8"))
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_proj has quantized weights \(Int8Tensor\)"):
+        emulate_tensor_parallel_(model, 2)
+
+
+def of_bitsandbytes() -> None:
+    """A layer as Transformers cuts it: a `Linear` of another module whose weight is a `DTensor` of integers."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    class Linear8bitLt(nn.Linear):
+        __module__ = "bitsandbytes.nn.modules"
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = llama()
+    model.model.layers[0].mlp.down_proj.__class__ = Linear8bitLt
+    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    low_bit_(model, INT8)
+
+
+def test_layers_of_bitsandbytes_are_refused_by_name(ranks: Ranks):
+    for outcome in ranks.outcomes(of_bitsandbytes):
+        assert isinstance(outcome, Failure)
+        assert "model.layers.0.mlp.down_proj is Linear8bitLt of bitsandbytes" in outcome.text

@@ -1,0 +1,149 @@
+"""Thresholds: decided by what the slowest rank measures, the same on all of them, kept in a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowbit.codecs import FeatureInt, GroupInt
+from lowbit.ranks import pytorch
+from lowbit.tensor_parallel import SumSettings, Thresholds, emulate_tensor_parallel_, low_bit_, tensor_parallel_
+from lowbit.tensor_parallel.measure import ROWS, steps_of
+from lowbit.tensor_parallel.thresholds import kind_of
+from tests.processes import Ranks
+from tests.tensor_parallel.models import WIDTH, Toy, calibrated, ids, logits
+
+KIND = f"{WIDTH} features, float32, 4 bits"
+SLOW = 0.01
+
+
+def delayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(SLOW)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+def measured_with_a_slow_rank(path: str) -> dict[str, Any]:
+    """Rank 1 is slow, first at coding, then at the engine's all-reduce; nobody else notices that."""
+    model = tensor_parallel_(Toy())
+    results: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(FeatureInt, "_encode", delayed(FeatureInt._encode))
+        installed = low_bit_(model, path)
+        results["coding"] = installed.thresholds
+        results["small"] = logits(model, ids()), installed.traffic.share_coded
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(pytorch, "total", delayed(pytorch.total))
+        installed.remove()
+        installed = low_bit_(model, path)
+        results["known"] = installed.thresholds
+        results["engine"] = installed.measure()
+    results["large"] = logits(model, ids()), installed.traffic.share_coded
+    installed.remove()
+    again = low_bit_(model, path, settings=SumSettings(small=installed.thresholds))
+    results["again"] = logits(model, ids()), again.traffic.share_coded
+    assert again.measure() == installed.thresholds  # those that were given
+    return results
+
+
+def test_all_ranks_decide_by_the_slowest(ranks: Ranks, tmp_path: Path):
+    calibrated().save(tmp_path / "calibration")
+    first, second = ranks.run(measured_with_a_slow_rank, str(tmp_path / "calibration"))
+    for results in (first, second):
+        coding, engine = results["coding"], results["engine"]
+        assert coding.steps == results["known"].steps == {KIND: ()}
+        assert engine.steps == {KIND: ((1, "one_shot"),)}
+        assert list(engine.milliseconds[KIND]) == [str(rows) for rows in ROWS]
+        assert coding.milliseconds[KIND]["1"]["one_shot"] > 1e3 * SLOW
+        assert engine.milliseconds[KIND]["1"]["plain"] > 1e3 * SLOW
+        assert (results["small"][1], results["large"][1], results["again"][1]) == (0, 1, 1)
+        assert torch.equal(results["large"][0], results["again"][0])
+        assert str(engine).startswith(f"{KIND}: one_shot from 1 rows (2 ranks, ")
+        assert str(coding).startswith(f"{KIND}: never coded (2 ranks, ")
+    for name in ("coding", "known", "engine"):
+        assert first[name].milliseconds == second[name].milliseconds
+        assert first[name].steps == second[name].steps
+    for name in ("small", "large"):
+        assert torch.equal(first[name][0], second[name][0])
+
+
+def test_coded_is_what_is_faster_at_this_and_all_larger_sizes():
+    def times(**ms: float) -> dict[Any, list[float]]:
+        return {choice: [value * turn for turn in (1.0, 1.01, 0.99)] for choice, value in ms.items()}
+
+    assert steps_of({}) == ()
+    assert steps_of({1: times(plain=1, one_shot=0.99), 8: times(plain=1, one_shot=2)}) == ()
+    assert steps_of(
+        {
+            1: times(plain=1, one_shot=0.5, two_shot=2),
+            8: times(plain=1, one_shot=0.99, two_shot=2),  # within the noise
+            32: times(plain=2, one_shot=1.8, two_shot=1.9),
+            128: times(plain=4, one_shot=2, two_shot=3),
+            512: times(plain=9, one_shot=5, two_shot=4),
+        }
+    ) == ((32, "one_shot"), (512, "two_shot"))
+
+
+def thresholds(**changes: Any) -> Thresholds:
+    values: dict[str, Any] = {
+        "ranks": 2, "steps": {KIND: ((8, "one_shot"), (64, "two_shot"))}, "milliseconds": {}, "mbit": 1.0, "date": "",
+    }  # fmt: skip
+    return Thresholds(**{**values, **changes})
+
+
+def test_thresholds_are_kept_in_a_file_and_decide_by_rows(tmp_path: Path):
+    path = tmp_path / "calibration.thresholds.json"
+    thresholds().save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    loaded = Thresholds.load(path)
+    assert loaded == thresholds()
+    taken = [loaded.choice(KIND, rows) for rows in (1, 7, 8, 63, 64, 9999)]
+    assert taken == ["plain", "plain", "one_shot", "one_shot", "two_shot", "two_shot"]
+    codec = calibrated().codec("layers.0.attn.o")
+    assert kind_of(WIDTH, torch.float32, codec) == KIND
+    settings = SumSettings(small=loaded)
+    assert settings.choice(torch.ones(2, 4, WIDTH), 2, codec) == "one_shot"
+    assert settings.choice(torch.ones(2, 4, WIDTH).bfloat16(), 2, codec) == "plain"  # a kind that was not measured
+    model = Toy()
+    with emulate_tensor_parallel_(model, 2, calibrated(), settings=settings) as emulation:
+        logits(model, ids(2, 4))
+        logits(model, ids(1, 7))
+    assert emulation.traffic.share_coded == 8 / 15
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"steps": {"a": [[1, "ring"]]}}'])
+def test_other_files_are_refused(tmp_path: Path, text: str):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(ValueError, match=r"file does not hold thresholds: .*; allowed: what Thresholds.save wrote"):
+        Thresholds.load(tmp_path / "file")
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="small is 'never'; allowed: 'auto'"):
+        SumSettings(small="never")  # pyright: ignore[reportArgumentType]
+
+
+def with_thresholds_of(ranks: int) -> Tensor:
+    model = tensor_parallel_(Toy())
+    low_bit_(model, GroupInt(bits=8, group=64), settings=SumSettings(small=thresholds(ranks=ranks)))
+    return logits(model, ids())
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_thresholds_for_other_ranks_or_sums_are_refused(ranks: Ranks, count: int):
+    for outcome in ranks.outcomes(with_thresholds_of, count):
+        assert outcome.kind == "ValueError"
+        assert outcome.text == (
+            f"thresholds are for {count} ranks and {KIND}; allowed: for 2 ranks and {WIDTH} features, float32, 8 bits"
+        )
