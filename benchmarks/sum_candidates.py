@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit.codecs import FeatureInt
 from lowbit.tensor_parallel.calibration import SHARE
 
 CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6)
@@ -173,6 +174,37 @@ class Int8(Format):
         ]
 
 
+class Ours4(Format):
+    """`FeatureInt`: a gain from the largest magnitude of the token, static ranges around the mean."""
+
+    per_token, clips = 16, (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
+
+    def fit(self, captures: Sequence[Tensor]) -> None:
+        """Choose where codes end by the least squared error, as `lowbit.tensor_parallel.calibrate` does."""
+        parts = [capture.flatten(0, 1) for capture in captures[:-1]]
+        candidates = [FeatureInt.fit(parts, bits=self.bits, clip=clip) for clip in self.clips]
+
+        def error(codec: FeatureInt) -> float:
+            return sum(float((codec.part(r).round_trip(x) - x).square().sum()) for r, x in enumerate(parts))
+
+        self.codec = min(candidates, key=error)
+
+    def __call__(self, x: Tensor, rank: int) -> Tensor:
+        return (self.codec.whole() if rank < 0 else self.codec.part(rank)).round_trip(x)
+
+
+class Ours5(Ours4):
+    """In 5 bits."""
+
+    bits = 5
+
+
+class Ours8(Ours4):
+    """In 8 bits."""
+
+    bits = 8
+
+
 def inputs_in_8_bits(x: Tensor) -> Tensor:
     """Round a layer's inputs (tokens, features of a rank) to INT8 with a bfloat16 scale for each token."""
     return to_grid(x, to_bfloat16(x.abs().amax(-1, keepdim=True) / 127), 127)
@@ -188,6 +220,9 @@ FORMATS: dict[str, type[Format]] = {
     "groups-64": Groups,
     "int8": Int8,
     "gain-8": Gain8,
+    "feature-int4": Ours4,
+    "feature-int5": Ours5,
+    "feature-int8": Ours8,
 }
 MIXED = "mixed"
 INPUTS = "inputs"

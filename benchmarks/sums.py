@@ -52,7 +52,8 @@ class SumsBenchmark:
     candidates: tuple[str, ...] = CANDIDATES
     """static: the paper's; static-1.2: its ranges times 1.2; zero-point; gain: a gain for each token times a static
     scale; gain-mean: after the static mean is subtracted; gaussian: the same with the best 16 levels for a Gaussian;
-    groups-64; int8: in groups of 64; gain-8: with codes of 8 bits; mixed: gaussian or gain-8 by boundary, up to
+    groups-64; int8: in groups of 64; gain-8: with codes of 8 bits;
+    feature-int4, -int5, -int8: `lowbit.codecs.FeatureInt`; mixed: gaussian or gain-8 by boundary, up to
     `budget`; inputs: attention by the inputs of its last layer, in 8 bits, the rest as gaussian."""
     ranks: Annotated[int, Field(ge=2)] = 2
     """Emulated tensor-parallel ranks."""

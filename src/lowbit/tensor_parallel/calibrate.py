@@ -196,17 +196,21 @@ def _observed(
     plan: Plan | None,
 ) -> Iterator[None]:
     """Set the model to evaluation, and show the observer all its partial sums and their totals, for this block."""
-    rows = 1  # sequences of a batch: experts get them as one
+    batch = torch.Size((1, 1))
     first = 0 if group is None else dist.get_rank(group)
 
     def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        nonlocal rows
-        rows = len(args[0])
+        nonlocal batch
+        batch = args[0].shape
+
+    def by_sequence(x: Tensor) -> Tensor:
+        """Experts get all sequences as one, some of them once for each expert: (experts * batch * length, E)."""
+        return x.view(-1, *batch, x.shape[-1]).transpose(0, 1).reshape(batch[0], -1, x.shape[-1])
 
     def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
         for rank, partial in enumerate(partials, first):
-            observer.see(layer, rank, partial.view(rows, -1, partial.shape[-1]))
-        observer.see(layer, observer.ranks, total.view(rows, -1, total.shape[-1]))
+            observer.see(layer, rank, by_sequence(partial))
+        observer.see(layer, observer.ranks, by_sequence(total))
 
     training = {module: module.training for module in model.modules()}
     model.eval()

@@ -176,7 +176,7 @@ def _encode(
         gain = to_bf16(greater(largest * share, SMALLEST)) if largest > ZERO else np.uint16(0)
         put_half(to_gains, n, gain if finite else NAN_BF16)
         factor = ONE / from_bf16(gain) if finite and gain > 0 else ONE
-        code_line(line, factor, center, top, whole, codes)
+        code_line(line, factor, center, top, whole, codes, x + size * features, size)
         for j in range(whole, features):
             put_byte(codes, j, code(get_float(line, j) * factor + center, top))
         begin = 0

@@ -18,6 +18,7 @@ from lowbit.kernels.cpu.jit import helper, operation
 from lowbit.kernels.cpu.memory import F32, I8, I16, I32, I64, get_byte, pointer, put_byte
 
 LANES = 32  # elements in registers together
+LOCALITY = 2  # the second cache: the first one is full
 WORDS = ir.VectorType(I64, LANES // 8)
 BYTES = ir.VectorType(I8, LANES)
 
@@ -53,12 +54,20 @@ def _scaler(halves: bool) -> Any:
 scale_bf16, scale_float32 = _scaler(True), _scaler(False)
 
 
-@operation(none, intp, float32, float32, float32, intp, intp)
-def code_line(b: Any, line: Any, factor: Any, center: Any, top: Any, count: Any, to: Any) -> None:
-    """Codes of `count` numbers of a line, a multiple of `LANES`, as bytes."""
+@operation(none, intp, float32, float32, float32, intp, intp, intp, intp)
+def code_line(
+    b: Any, line: Any, factor: Any, center: Any, top: Any, count: Any, to: Any, ahead: Any, size: Any
+) -> None:
+    """Codes of `count` numbers of a line, a multiple of `LANES`, as bytes.
+
+    Meanwhile the next row, `count` elements of `size` bytes from address `ahead` on, is on its way to the cache.
+    """
     factor, center, top = (spread(b, v, LANES) for v in (factor, center, top))
+    kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(I8), I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     with cgutils.for_range(b, b.udiv(count, I64(LANES))) as loop:
         first = b.mul(loop.index, I64(LANES))
+        b.call(prefetch, [pointer(b, ahead, b.mul(first, size), I8), I32(0), I32(LOCALITY), I32(1)])
         v = b.fadd(b.fmul(load(b, line, first, F32, LANES), factor), center)
         store(b, formulas.code(b, v, top), b.add(to, first))
 
