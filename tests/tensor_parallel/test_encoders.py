@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.tensor_parallel import emulate_tensor_parallel_, tensor_parallel_
+from lowbit.tensor_parallel import emulate_tensor_parallel_, model_sums, tensor_parallel_
 from lowbit.tensor_parallel.encoders import ENCODERS
-from lowbit.tensor_parallel.plan import is_row, plan_of, rowwise_layers
+from lowbit.tensor_parallel.plan import is_row, plan_of
 from tests.processes import Ranks
 
 
@@ -40,7 +40,7 @@ def outcome(model: nn.Module) -> torch.Tensor:
 def test_an_encoder_on_emulated_ranks_computes_what_it_does_whole(kind: str):
     model = encoder(kind)
     whole = outcome(model)
-    assert len(rowwise_layers(model)) == 4
+    assert len(model_sums(model)) == 4
     columns = [name for name, (_, style) in plan_of(model).items() if not is_row(style)]
     assert len(columns) == (10 if kind == "nomic_bert" else 8)
     with emulate_tensor_parallel_(model, 4):
