@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Emulation(Installed):
 def emulate_tensor_parallel_(
     model: nn.Module,
     ranks: int,
-    low_bit: Calibration | Codec | None = None,
+    low_bit: Calibration | Codec | Mapping[str, Codec] | None = None,
     *,
     settings: SumSettings | None = None,
     plan: Plan | None = None,
@@ -68,7 +68,7 @@ def emulate_tensor_parallel_(
         model: a whole Hugging Face model, or any module with a `plan`.
         ranks: how many to emulate, at least 1.
         low_bit: a `Calibration` for so many ranks and this model; a codec, used for all layers (`GroupInt` for plain
-            INT8); None: sums in the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
+            INT8), or codecs by layer, of which others have none; None: sums in the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
             ranks does the same for two ranks, and rounds after every addition for more.)
         settings: how partial sums are added up; default `SumSettings()`, which measures nothing here.
         plan: overrides the model's own.
@@ -95,7 +95,7 @@ def emulate_tensor_parallel_(
     def sum_of(summed: ModelSum) -> LayerSum:
         return LayerSum(
             name=summed.name, width=summed.width, device=summed.device,
-            codec=low_bit.codec(summed.name) if isinstance(low_bit, Calibration) else low_bit,
+            codec=_codec_of(low_bit, summed.name),
             settings=settings or SumSettings(), ranks=ranks, traffic=emulation.traffic, watch=watch, drift=drift,
         )  # fmt: skip
 
@@ -117,6 +117,12 @@ def emulate_tensor_parallel_(
         if style in ROW and isinstance(module, nn.Linear):
             _shard_activations(emulation, model.get_submodule(name.rpartition(".")[0]), module.in_features)
     return emulation
+
+
+def _codec_of(low_bit: Calibration | Codec | Mapping[str, Codec] | None, name: str) -> Codec | None:
+    if isinstance(low_bit, Mapping):
+        return low_bit.get(name)
+    return low_bit.codec(name) if isinstance(low_bit, Calibration) else low_bit
 
 
 def _forward(
