@@ -21,9 +21,10 @@ from lowbit.tensor_parallel import (
     calibrate,
     emulate_tensor_parallel_,
 )
-from lowbit.tensor_parallel.calibration import select
+from lowbit.tensor_parallel.calibration import select, tables_of
 from lowbit.tensor_parallel.files import join
-from lowbit.tensor_parallel.observe import Observer
+from lowbit.tensor_parallel.formats import WIDTHS, spend
+from lowbit.tensor_parallel.observe import MOST_ROWS, Observer, sampling
 from tests.processes import Ranks
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, logits, sequences
 
@@ -47,18 +48,30 @@ def partial_sums(sequence: Tensor, ranks: int) -> dict[str, list[Tensor]]:
 
 
 def test_ranges_are_corrected_moving_averages(calibration: Calibration):
-    momentum, seen = 0.99, [partial_sums(s, 2) for s in sequences()]
-    weights = [momentum ** (3 - i) for i in range(4)]
+    momentum, seen = 0.99, [partial_sums(s, 2) for s in sequences()[:3]]  # the fourth is held out
+    weights = [momentum ** (2 - i) for i in range(3)]
     assert list(calibration.features) == LAYERS
     for name in LAYERS:
         for rank in range(3):
             values = [one[name][rank] for one in seen]
             low = sum(w * v.amin(0) for w, v in zip(weights, values, strict=True)) / sum(weights)
             high = sum(w * v.amax(0) for w, v in zip(weights, values, strict=True)) / sum(weights)
-            expected = torch.maximum(low.abs(), high.abs()).float()
+            mean = sum(w * v.mean(0) for w, v in zip(weights, values, strict=True)) / sum(weights)
+            expected = torch.maximum(high - mean, mean - low).float()
             ranges = calibration.total[name] if rank == 2 else calibration.ranges[name][rank]
             torch.testing.assert_close(ranges, expected, rtol=1e-4, atol=1e-6)
-    assert (calibration.count, calibration.world, calibration.text) == (4, 2, "toy text")
+            torch.testing.assert_close(calibration.means[name][rank], mean.float(), rtol=1e-4, atol=1e-6)
+    assert (calibration.count, calibration.world, calibration.text) == (3, 2, "toy text")
+    assert calibration.dtype == "float32"
+
+
+def test_features_that_hardly_vary_do_not_set_the_gain_of_others():
+    averages = {"low": [1.0, -2.0, 0.5], "high": [1.0001, 2.0, 0.5], "mean": [1.0, 0.0, 0.5]}
+    given = {kind: {"a": torch.tensor([values] * 2)} for kind, values in averages.items()}
+    ranges, means, zeros = tables_of(given, 1, 0.0)
+    least = float(torch.tensor([0.0001, 2.0, 0.5]).square().mean().sqrt() / 64)
+    assert ranges["a"][0].tolist() == pytest.approx([least, 2, 0.5])  # one that never varies: its magnitude
+    assert (means["a"][0].tolist(), zeros) == ([1, 0, 0.5], [])
 
 
 def test_outliers_are_the_features_with_the_largest_range_over_all_ranks(calibration: Calibration):
@@ -88,6 +101,81 @@ def test_features_go_where_they_take_away_most_error_for_the_same_bits():
     assert len(many["peaked"]) <= 32
 
 
+def test_formats_are_chosen_by_the_error_of_the_sums(calibration: Calibration):
+    """Of rows that were sampled, here all."""
+    seen = [partial_sums(s, 2) for s in sequences()[:3]]
+    for name in (LAYERS[1], LAYERS[2]):
+        parts = [torch.cat([one[name][rank] for one in seen]).bfloat16().float() for rank in range(2)]
+        chosen = torch.cat([(torch.arange(32) * 11 // 32) + 11 * i for i in range(3)])
+        rows = [part[chosen] for part in parts]
+        exact = rows[0].double() + rows[1]
+        for bits in WIDTHS:
+            clip, error = calibration.curves[name][bits]
+            found = {}
+            for each in (clip - 0.05, clip, clip + 0.05):
+                codec = calibration.codec(name).like(bits=bits, clip=each)
+                total = sum(codec.part(r).round_trip(x) for r, x in enumerate(rows))
+                found[each] = float((total - exact).square().sum(1).mean())
+            assert found[clip] == pytest.approx(error, rel=1e-4)
+            assert clip == 1 or min(found.values()) == found[clip]
+        errors = [calibration.curves[name][bits][1] for bits in WIDTHS]
+        assert errors == sorted(errors, reverse=True)
+    assert set(calibration.bits.values()) == {4}
+
+
+def test_a_budget_goes_where_sums_err_most(calibration: Calibration):
+    least, budget = calibration.within(4.6), calibration.within(6)
+    assert calibration.bits_per_value() == 4.5
+    assert least.bits_per_value() <= 4.6
+    assert 5.5 < budget.bits_per_value() <= 6
+    assert len(set(budget.bits.values())) > 1
+    for name in LAYERS:
+        codec = budget.codec(name)
+        assert (codec.bits, codec.clip) == (budget.bits[name], budget.curves[name][codec.bits][0])
+        rows = 1 << 10
+        assert 8 * codec.format_nbytes((rows, WIDTH)) / rows / WIDTH == budget.bits_per_value(name)
+    assert budget.within(None).bits == calibration.bits
+    assert budget.fingerprint() != calibration.fingerprint()
+    made = calibrate(Toy(), sequences(), ranks=2, text="toy text", bits=6)
+    assert (made.bits, made.curves) == (budget.bits, budget.curves)
+    curves = {"loud": {b: (1.0, 4.0 ** (6 - b)) for b in WIDTHS}, "soft": {b: (1.0, 4.0 ** (3 - b)) for b in WIDTHS}}
+    costs = {name: {b: 10 * b for b in WIDTHS} for name in curves}
+    assert spend(curves, costs, 90) == {"loud": 6, "soft": 3}
+    assert spend(curves, costs, 110) == {"loud": 6, "soft": 5}
+    assert spend(curves, costs, None) == {"loud": 4, "soft": 4}
+
+
+def test_the_last_eighth_is_held_out_and_measures_the_error():
+    model, text = Toy(), sequences(16)
+    calibration = calibrate(model, text, ranks=2)
+    assert calibration.count == 14
+    codec = calibration.codec(LAYERS[3])
+    for rank in range(2):
+        errors = []
+        for sequence in text[14:]:
+            for part in partial_sums(sequence, 2)[LAYERS[3]][rank].float().chunk(4):
+                rows = part[:: max(1, len(part) // 4)][:4]
+                errors.append(float((codec.part(rank).round_trip(rows) - rows).norm() / rows.norm()))
+        mean, spread = calibration.held_out[LAYERS[3]][rank]
+        assert mean == pytest.approx(sum(errors) / len(errors), rel=1e-4)
+        assert spread == pytest.approx(float(torch.tensor(errors).std(unbiased=False)), rel=1e-2)
+    assert calibrate(model, text[:1], ranks=2).held_out == {}
+
+
+def test_samples_are_bounded_and_spread_over_all_sequences():
+    for count in (1, 4, 5, 32, 128, 129, 1000, 5000):
+        rows, every = sampling(count)
+        assert MOST_ROWS // 2 <= rows * -(-count // every) <= MOST_ROWS or count < 3
+    observer = Observer({"a": 2}, ranks=1, momentum=0.9)
+    for first in range(0, 300, 3):
+        numbers = torch.arange(first, first + 3).float().view(3, 1, 1).expand(3, 40, 2)
+        for rank in (0, 1):
+            observer.see("a", rank, numbers)
+        observer.commit()
+    expected = torch.arange(0, 300, 4).bfloat16()[:, None]
+    assert torch.equal(observer.samples["a"][0, :, :, 0], expected)
+
+
 def test_a_break_or_a_batch_changes_nothing_and_a_calibration_goes_on(calibration: Calibration, tmp_path: Path):
     state, done = tmp_path / "state", []
 
@@ -105,11 +193,13 @@ def test_a_break_or_a_batch_changes_nothing_and_a_calibration_goes_on(calibratio
     assert done == [1, 2, 3, 3, 4]
     assert again.fingerprint() == calibration.fingerprint()
     first = calibrate(Toy(), sequences()[:3], ranks=2, text="toy text")
-    last = calibrate(Toy(), sequences()[3:], ranks=2, start=first)
-    assert last.fingerprint() == calibration.fingerprint()
+    last = calibrate(Toy(), sequences()[2:], ranks=2, start=first)
     batched = calibrate(Toy(), [torch.stack(sequences())], ranks=2)
-    for name in LAYERS:  # matrix products of other shapes
-        torch.testing.assert_close(batched.ranges[name], calibration.ranges[name])
+    assert (first.count, last.count) == (2, 3)
+    for name in LAYERS:
+        assert torch.equal(last.ranges[name], calibration.ranges[name])
+        torch.testing.assert_close(batched.ranges[name], calibration.ranges[name])  # products of other shapes
+        assert batched.held_out[name][1] == pytest.approx(calibration.held_out[name][1], rel=1e-3)
     with pytest.raises(CalibrationError, match="state of a calibration with momentum '0.99'; this one has '0.5'"):
         calibrate(Toy(), sequences(), ranks=2, state=state, momentum=0.5, text="toy text")
     with pytest.raises(CalibrationError, match="a world of 2, this one is for 4"):
@@ -122,12 +212,15 @@ def test_files_hold_everything(calibration: Calibration, tmp_path: Path):
     loaded = Calibration.load(path)
     assert loaded.fingerprint() == calibration.fingerprint()
     assert loaded.features == calibration.features
-    assert (loaded.text, loaded.count, loaded.settings) == ("toy text", 4, calibration.settings)
-    codec = loaded.codec(LAYERS[1], rank=1)
+    assert (loaded.text, loaded.count, loaded.settings) == ("toy text", 3, calibration.settings)
+    assert (loaded.bits, loaded.curves, loaded.held_out) == (calibration.bits, calibration.curves, calibration.held_out)
+    codec, means = loaded.codec(LAYERS[1], rank=1), calibration.means[LAYERS[1]]
     assert codec == FeatureInt(
-        ranges=calibration.ranges[LAYERS[1]], total=calibration.total[LAYERS[1]], features=(5,), rank=1,
-        artifact=calibration.fingerprint(),
+        ranges=calibration.ranges[LAYERS[1]], total=calibration.total[LAYERS[1]], offsets=means[:2],
+        total_offset=means[2], features=(5,), rank=1, artifact=calibration.fingerprint(),
+        bits=4, clip=calibration.curves[LAYERS[1]][4][0],
     )  # fmt: skip
+    assert codec.held_out == calibration.held_out[LAYERS[1]]
     loaded.check(Toy(), 2)
     loaded.check(Toy().bfloat16(), 2)  # ranges do not depend on the dtype
     assert [p.name for p in path.parent.iterdir()] == ["c.safetensors"]
@@ -155,7 +248,11 @@ DAMAGED = r"cut short, or not a safetensors file: it has {} bytes"
         (lambda d: b"\x04" + bytes(7) + b"[[[[" + d, DAMAGED.format(r"\d+")),
         (lambda d: b"\x02" + bytes(7) + b"{}", "has the format None; expected 'lowbit-calibration'"),
         (lambda d: edited(d, format="other"), "has the format 'other'; expected 'lowbit-calibration'"),
-        (lambda d: edited(d, codec_version="0"), r"is for version 0 of FeatureInt, this lowbit has version \d"),
+        (
+            lambda d: edited(d, codec="FeatureInt4", codec_version="2"),
+            "is for version 2 of FeatureInt4, this lowbit has version 3 of FeatureInt: calibrate again",
+        ),
+        (lambda d: edited(d, held_out="[]"), "not as `lowbit calibrate` writes it"),
         (lambda d: edited(d, features="[]"), "not as `lowbit calibrate` writes it"),
         (lambda d: edited(d, world="two"), "not as `lowbit calibrate` writes it: ValueError"),
     ],
@@ -183,6 +280,8 @@ def test_other_models_and_worlds_are_refused(calibration: Calibration, tmp_path:
             model.get_parameter(edited).view(-1)[-3] += 0.1
         with pytest.raises(CalibrationError, match=r"for the model Toy \[\w+\], this is Toy \[\w+\]"):
             calibration.check(model, 2)
+    with pytest.raises(CalibrationError, match=r"Toy \[\w+\] in float32, this is Toy \[\w+\] in float16"):
+        calibration.check(Toy().half(), 2)
     model = Toy()
     with torch.no_grad():
         model.embed.weight[[3, 4]] = model.embed.weight[[4, 3]]
@@ -212,7 +311,7 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
     ]
     with torch.no_grad():
         model.layers[1].mlp.down.weight.zero_()
-    with pytest.raises(ValueError, match=r"features 0 to 63 of layers.1.mlp.down were zero in all 2 sequences"):
+    with pytest.raises(ValueError, match=r"features 0 to 63 of layers.1.mlp.down were zero in all 1 sequences"):
         calibrate(model, sequences(2), ranks=2)
 
 
@@ -221,6 +320,8 @@ def test_zero_features_get_a_floor_and_zero_layers_an_error(caplog: pytest.LogCa
     [
         ({"k": WIDTH}, "k is 64; allowed: 0 to 63"),
         ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"bits": 3.4}, "bits is 3.4; allowed: at least 3.5, which codes of 3 bits take, or None"),
+        ({"bits": "5"}, "bits is '5'; allowed: a number of bits per value, or None"),
         ({"features": "some"}, "features is 'some'; allowed: 'fixed', 'distributed'"),
         ({"ranks": 3}, None),
         ({"ranks": None}, "ranks is None"),
@@ -252,15 +353,19 @@ def gathers(widths: dict[str, int]) -> dict[str, Tensor]:
     if rank and "wider" in widths:
         widths = {**widths, "wider": 4}
     observer = Observer(widths if rank else dict(reversed(widths.items())), ranks=2, momentum=0.5)
-    for average in (*observer.lows.values(), *observer.highs.values()):
-        average.fill_(average.shape[1] + 100 * rank)
+    for by_layer in observer.averages.values():
+        for average in by_layer.values():
+            average.fill_(average.shape[1] + 100 * rank)
+    for name, width in widths.items():
+        observer.samples[name] = torch.full((2, 3, 4, width), rank).bfloat16()
     observer.gather(group)
-    return join(observer.lows, observer.highs)
+    assert all(rows[0].eq(0).all() and rows[1].eq(1).all() for rows in observer.samples.values())
+    return join(observer.averages)
 
 
 def test_ranks_put_together_what_each_has_seen(ranks: Ranks):
     for tensors in ranks.run(gathers, {"a": 2, "b": 3}):
-        for name, width in (("a.low", 2), ("a.high", 2), ("b.low", 3), ("b.high", 3)):
+        for name, width in (("a.low", 2), ("a.mean", 2), ("b.low", 3), ("b.high", 3)):
             assert tensors[name][:2].tolist() == [[width] * width, [width + 100] * width]
 
 

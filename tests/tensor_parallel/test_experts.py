@@ -64,7 +64,9 @@ def on_real_ranks(kind: str, case: str, path: str) -> dict[str, Any]:
     calibration = calibrate(model, sequences())
     batched = calibrate(model, [torch.stack(sequences())])
     for name in calibration.features:  # one pass over all sequences sees the same extremes as one for each
-        torch.testing.assert_close(batched.lows[name], calibration.lows[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            batched.averages["low"][name], calibration.averages["low"][name], rtol=1e-4, atol=1e-5
+        )
     with low_bit_(model, path, settings=ONE) as installed:
         coded = logits(model, ids())
     return {

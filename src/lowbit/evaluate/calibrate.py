@@ -81,6 +81,7 @@ def make(
     k, layout = settings.selection(model.config.get_text_config().hidden_size)
     if start is not None and not settings.features:
         k, layout = start.settings.get("k"), start.settings.get("features", "fixed")
+    bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
     description = (
         f"{len(drawn)} of {settings.length} tokens from {sequences.source}, seed {settings.seed}, "
         f"tokens {sequences.fingerprint()}"
@@ -92,6 +93,7 @@ def make(
             ranks=None if world()[1] > 1 else settings.ranks,
             k=k,
             features=layout,
+            bits=bits,
             momentum=settings.momentum,
             text=description,
             start=start,

@@ -1,12 +1,16 @@
-"""`calibrate`: observe a model's partial sums over sequences."""
+"""`calibrate`: observe a model's partial sums over sequences, and choose their formats."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +18,12 @@ from torch import Tensor, nn
 
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.collectives import agree
-from lowbit.tensor_parallel.calibration import LAYOUTS, Calibration, magnitudes_of, outlier_count
+from lowbit.ranks.objects import gather_json
+from lowbit.tensor_parallel.calibration import LAYOUTS, Calibration, check_budget, dtype_of, outlier_count, tables_of
+from lowbit.tensor_parallel.drift import relative_error, sample
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
+from lowbit.tensor_parallel.formats import Curve, curve_of
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.plan import Plan
@@ -25,6 +32,7 @@ from lowbit.tensor_parallel.rowwise import Installed, install
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _log = logging.getLogger("lowbit.tensor_parallel")
+_SAMPLES = 4  # of a held-out sequence
 
 
 @torch.no_grad()
@@ -35,6 +43,7 @@ def calibrate(
     ranks: int | None = None,
     k: int | None = None,
     features: str = "fixed",
+    bits: float | None = None,
     momentum: float = 0.99,
     text: str = "",
     start: Calibration | None = None,
@@ -43,12 +52,18 @@ def calibrate(
     progress: Callable[[int], None] | None = None,
     plan: Plan | None = None,
 ) -> Calibration:
-    """Measure the ranges of partial sums by rank, layer and feature, and choose the features sent in 16 bits.
+    """Measure ranges and means of partial sums by rank, layer and feature, and choose the format of each layer.
 
     As in the paper (arXiv 2411.07942), minimum and maximum of every sequence enter exponential moving averages, for
     each device, layer and feature; the features with the largest range aggregated over the devices are the outliers.
-    Deviations: averages are corrected for their start (`Observer`), and ranges of the sum over the ranks are kept
-    beside the ranks' own, for the second step of two_shot. Meanwhile sums stay in the model's dtype.
+    Deviations: averages are corrected for their start (`Observer`); ranges are those around the mean, an average, too;
+    ranges of the sum over the ranks are kept beside the ranks' own, for the second step of two_shot. Meanwhile sums
+    stay in the model's dtype.
+
+    Up to 128 rows of each layer and rank, spread evenly over the sequences, tell where its codes should end and what
+    error its sum has with codes of 3 to 8 bits (`formats`). With a budget, layers get the bits for which the squared
+    errors of all sums add up to least. The last eighth of the sequences, at least one if there are two, is held out: it
+    only measures the errors of the formats, which `Drift` compares with.
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
     On real tensor-parallel ranks all of them call this with the same sequences and get the same result, that of the
@@ -59,6 +74,8 @@ def calibrate(
         sequences: token ids, int64, (length,) or (batch, length); every row counts as one sequence.
         ranks: to calibrate for; None: those that the model is on.
         k: outlier features of each layer; None: E // 64. features: "fixed" or "distributed" (`calibration.select`).
+        bits: budget of bits per value over all layers, every bit counted; None: 4-bit codes everywhere (4.19 at
+            E = 4096). Layers have codes of 3, 4, 5, 6 or 8 bits.
         momentum: of the moving averages, from 0 to below 1: 0.99 looks back over about 100 sequences.
         text: where the sequences are from, for the file.
         start: go on from this calibration: its averages, count and momentum (which `momentum` must equal).
@@ -68,7 +85,8 @@ def calibrate(
         plan: overrides the model's own.
 
     Raises:
-        ValueError: no sequences, NaN in the model, a layer that is always zero or not used, k not below E.
+        ValueError: no sequences, NaN in the model, a layer that is always zero or not used, k not below E, a budget
+            below what 3-bit codes take.
         CalibrationError: a state or `start` of another model, number of ranks or momentum.
         AgreementError: on real ranks, if they hold other sequences, models or settings; the same text on all.
     """
@@ -76,17 +94,16 @@ def calibrate(
     group = next(iter(layers.values())).group
     name = identity(model, layers)
     before = start.count if start else 0
-    if group is not None:  # read before the first pass, so that the ranks can compare them
-        sequences = list(sequences)
+    read = list(sequences)
 
     def prepare() -> tuple[Observer, dict[str, str]]:
         """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
         widths = {layer: summed.width for layer, summed in layers.items()}
-        _check_arguments(k, features, momentum, save_every, widths)
+        _check_arguments(k, features, bits, momentum, save_every, widths)
         observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
         if start is not None:
             _check_start(start, name, observer)
-            observer.resume(start.lows, start.highs, start.count)
+            observer.resume(start.averages, start.count)
         facts = {
             "model": name, "world": str(observer.ranks), "momentum": str(momentum), "text": text,
             "before": f"{before} {start.fingerprint() if start else ''}".strip(),
@@ -96,46 +113,130 @@ def calibrate(
         return observer, facts
 
     settings = {
-        "text": text, "start": start.fingerprint() if start else None, "k": k, "features": features,
+        "text": text, "start": start.fingerprint() if start else None, "k": k, "features": features, "bits": bits,
         "momentum": momentum, "save_every": save_every, "saves": state is not None,
     }  # fmt: skip
-    observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, sequences, group)
+    observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
+    observed, held_out = _split(read)
 
-    def save() -> None:
-        if group is not None:
-            observer.gather(group)
-        if state is not None and (group is None or dist.get_rank(group) == 0):
+    run, tell = _Run(model, layers, group, plan, observer.ranks), progress or (lambda count: None)
+    _observe(observer, run, _unseen(observed, observer.count - before), state, facts, save_every, before, tell)
+    _warn_of_zeros(observer)
+    ranges = Calibration(
+        averages=observer.averages, count=observer.count, features={}, model=name, world=observer.ranks,
+        dtype=dtype_of(layers), text="; ".join(filter(None, [start.text if start else "", text])),
+        settings={"momentum": momentum},
+    ).select(k=k, features=features)  # fmt: skip
+    calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group)).within(bits)
+    errors = _held_out(calibration, run, held_out, observer.count - before, tell)
+    return dataclasses.replace(calibration, held_out=errors)
+
+
+def _observe(
+    observer: Observer, run: _Run, batches: Iterable[Tensor], state: str | Path | None, facts: Mapping[str, str],
+    save_every: int, before: int, tell: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Show the observer all batches, save its state now and then, and put together what all ranks have seen."""
+    saved = observer.count
+
+    def keep() -> None:
+        if run.group is not None:
+            observer.gather(run.group)
+        if state is not None and (run.group is None or dist.get_rank(run.group) == 0):
             observer.save(state, facts)
 
-    options = {"use_cache": False} if hasattr(model, "config") else {}
-    device = next(model.parameters()).device
-    saved = observer.count
-    with _observed(model, observer, layers, group, plan):
-        for batch in _unseen(sequences, observer.count - before):
-            model(batch.to(device), **options)
-            observer.commit()
-            if state is not None and observer.count - saved >= save_every:
-                save()
-                saved = observer.count
-            if progress is not None:
-                progress(observer.count - before)
-    save()
-    if observer.count == 0:
+    def after(_: int) -> None:
+        nonlocal saved
+        observer.commit()
+        if state is not None and observer.count - saved >= save_every:
+            keep()
+            saved = observer.count
+        tell(observer.count - before)
+
+    run.show(batches, observer.see, after)
+    keep()
+
+
+def _curves(calibration: Calibration, observer: Observer, group: dist.ProcessGroup | None) -> dict[str, Curve]:
+    """Measure the errors of all layers' formats; on real ranks, take those of the first."""
+    curves = {
+        layer: curve_of(calibration.codec(layer), rows.flatten(1, 2).float())
+        for layer, rows in observer.samples.items()
+    }
+    if group is None:
+        return curves
+    # Computed by all of them, from the same rows; but nothing may depend on their processors.
+    return {
+        layer: {int(width): (clip, error) for width, (clip, error) in curve.items()}
+        for layer, curve in gather_json(curves, group)[0].items()
+    }
+
+
+def _held_out(
+    calibration: Calibration, run: _Run, batches: Sequence[Tensor], before: int, tell: Callable[[int], None]
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Measure the errors of the chosen formats: mean and standard deviation by layer, of each rank."""
+    errors: dict[str, dict[str, list[float]]] = {name: {} for name in calibration.features}
+    done = before
+
+    def look(layer: str, rank: int, x: Tensor) -> None:
+        """Take samples of as many rows as `Drift` does, from each sequence."""
+        if rank < calibration.world:
+            codec = calibration.codec(layer, rank)
+            each = [part for rows in x.reshape(-1, *x.shape[-2:]) for part in rows.chunk(_SAMPLES)]
+            found = torch.stack([relative_error(codec, sample(part)) for part in each])
+            errors[layer].setdefault(str(rank), []).extend(found.tolist())
+
+    def after(count: int) -> None:
+        nonlocal done
+        done += count
+        tell(done)
+
+    run.show(batches, look, after)
+    found: list[Any] = [
+        {name: {rank: [statistics.fmean(values), statistics.pstdev(values)] for rank, values in by_rank.items()}
+         for name, by_rank in errors.items()}
+    ]  # fmt: skip
+    if run.group is not None:
+        found = gather_json(found[0], run.group)
+    together = {name: {rank: pair for one in found for rank, pair in one[name].items()} for name in errors}
+    return {
+        name: tuple((by_rank[str(rank)][0], by_rank[str(rank)][1]) for rank in range(calibration.world))
+        for name, by_rank in together.items() if by_rank
+    }  # fmt: skip
+
+
+def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return batches to observe, and batches to hold out: the last eighth of the sequences, none of a single one."""
+    batches = []
+    for batch in sequences:
+        if batch.dim() not in (1, 2) or batch.is_floating_point() or not batch.numel():
+            raise ValueError(
+                f"sequences has {batch.dtype} {tuple(batch.shape)}; allowed: token ids, (length,) or (batch, length)"
+            )
+        batches.append(batch if batch.dim() == 2 else batch[None])
+    count = sum(map(len, batches))
+    if not count:
         raise ValueError("sequences is empty; allowed: at least one sequence")
-    _warn_of_zeros(observer)
-    return Calibration(
-        lows=observer.lows, highs=observer.highs, count=observer.count, features={}, model=name, world=observer.ranks,
-        text="; ".join(filter(None, [start.text if start else "", text])), settings={"momentum": momentum},
-    ).select(k=k, features=features)  # fmt: skip
+    left = count - (max(1, count // 8) if count > 1 else 0)
+    observed, held_out = [], []
+    for batch in batches:
+        if left:
+            observed.append(batch[:left])
+        if len(batch) > left:
+            held_out.append(batch[left:])
+        left = max(0, left - len(batch))
+    return observed, held_out
 
 
-def _check_arguments(k: int | None, features: str, momentum: float, save_every: int, widths: Mapping[str, int]) -> None:
+def _check_arguments(
+    k: int | None, features: str, bits: float | None, momentum: float, save_every: int, widths: Mapping[str, int]
+) -> None:
     check_choice("features", features, LAYOUTS)
     if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
     check_int("save_every", save_every, 1, 1 << 30)
-    for layer, width in widths.items():
-        outlier_count(layer, k, width)
+    check_budget(bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()})
 
 
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:
@@ -187,62 +288,71 @@ def _digest(sequences: Iterable[Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def _observed(
-    model: nn.Module,
-    observer: Observer,
-    layers: Mapping[str, ModelSum],
-    group: dist.ProcessGroup | None,
-    plan: Plan | None,
-) -> Iterator[None]:
-    """Set the model to evaluation, and show the observer all its partial sums and their totals, for this block."""
-    batch = torch.Size((1, 1))
-    first = 0 if group is None else dist.get_rank(group)
+@dataclass(frozen=True)
+class _Run:
+    """A model in evaluation mode whose partial sums are looked at; `ranks` stands for their total."""
 
-    def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        nonlocal batch
-        batch = args[0].shape
+    model: nn.Module
+    layers: Mapping[str, ModelSum]
+    group: dist.ProcessGroup | None
+    plan: Plan | None
+    ranks: int
 
-    def by_sequence(x: Tensor) -> Tensor:
-        """Experts get all sequences as one, some of them once for each expert: (experts * batch * length, E)."""
-        return x.view(-1, *batch, x.shape[-1]).transpose(0, 1).reshape(batch[0], -1, x.shape[-1])
+    def show(
+        self, batches: Iterable[Tensor], look: Callable[[str, int, Tensor], None], after: Callable[[int], None]
+    ) -> None:
+        """Show `look` the partial sums of all batches, by layer and rank, and tell `after` each one's length."""
+        options = {"use_cache": False} if hasattr(self.model, "config") else {}
+        device = next(self.model.parameters()).device
+        with self._watched(look):
+            for batch in batches:
+                self.model(batch.to(device), **options)
+                after(len(batch))
 
-    def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
-        for rank, partial in enumerate(partials, first):
-            observer.see(layer, rank, by_sequence(partial))
-        observer.see(layer, observer.ranks, by_sequence(total))
+    @contextlib.contextmanager
+    def _watched(self, look: Callable[[str, int, Tensor], None]) -> Iterator[None]:
+        batch = torch.Size((1, 1))
+        first = 0 if self.group is None else dist.get_rank(self.group)
 
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    hook = model.register_forward_pre_hook(note)
-    try:
-        if group is None:
-            watched: Installed = emulate_tensor_parallel_(model, observer.ranks, plan=plan, watch=see)
-        else:
-            watched = install(layers, {}, group, SumSettings(), watch=see)
-        with watched:
-            yield
-    finally:
-        hook.remove()
-        for module, mode in training.items():
-            module.training = mode
+        def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            nonlocal batch
+            batch = args[0].shape
+
+        def by_sequence(x: Tensor) -> Tensor:
+            """Experts get all sequences as one, some of them once for each expert: (experts * batch * length, E)."""
+            return x.view(-1, *batch, x.shape[-1]).transpose(0, 1).reshape(batch[0], -1, x.shape[-1])
+
+        def see(layer: str, partials: Sequence[Tensor], total: Tensor) -> None:
+            for rank, partial in enumerate(partials, first):
+                look(layer, rank, by_sequence(partial))
+            look(layer, self.ranks, by_sequence(total))
+
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        hook = self.model.register_forward_pre_hook(note)
+        try:
+            if self.group is None:
+                watched: Installed = emulate_tensor_parallel_(self.model, self.ranks, plan=self.plan, watch=see)
+            else:
+                watched = install(self.layers, {}, self.group, SumSettings(), watch=see)
+            with watched:
+                yield
+        finally:
+            hook.remove()
+            for module, mode in training.items():
+                module.training = mode
 
 
-def _unseen(sequences: Iterable[Tensor], skip: int) -> Iterator[Tensor]:
+def _unseen(batches: Sequence[Tensor], skip: int) -> Iterator[Tensor]:
     """Yield batches without the first `skip` sequences."""
-    for batch in sequences:
-        if batch.dim() not in (1, 2) or batch.is_floating_point() or not batch.numel():
-            raise ValueError(
-                f"sequences has {batch.dtype} {tuple(batch.shape)}; allowed: token ids, (length,) or (batch, length)"
-            )
-        rows = batch if batch.dim() == 2 else batch[None]
-        if skip < len(rows):
-            yield rows[skip:]
-        skip = max(0, skip - len(rows))
+    for batch in batches:
+        if skip < len(batch):
+            yield batch[skip:]
+        skip = max(0, skip - len(batch))
 
 
 def _warn_of_zeros(observer: Observer) -> None:
-    _, zeros = magnitudes_of(observer.lows, observer.highs, observer.count, observer.momentum)
+    _, _, zeros = tables_of(observer.averages, observer.count, observer.momentum)
     if zeros:
         _log.warning(
             "always zero in the calibration text: %s%s; such features get the smallest range of their layer", zeros[0],

@@ -1,4 +1,4 @@
-"""`Calibration`: ranges and outlier features of a model's partial sums, in memory and as a file."""
+"""`Calibration`: ranges, means and formats of a model's partial sums, in memory and as a file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from torch import Tensor, nn
 
 from lowbit.codecs import FeatureInt
 from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.feature_int.reference import FEWEST, MOST
+from lowbit.kernels.packing import planes_nbytes
 from lowbit.tensor_parallel import files
 from lowbit.tensor_parallel.files import CalibrationError, join
+from lowbit.tensor_parallel.formats import WIDTHS, Curve, spend
 from lowbit.tensor_parallel.identity import identity
+from lowbit.tensor_parallel.observe import AVERAGES
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _FORMAT = "lowbit-calibration"
 LAYOUTS = ("fixed", "distributed")
 SHARE = 64
-"""By default one feature in this many is sent as bfloat16: (16 + 4 * 63) / 64 = 4.1875 bits per value."""
+"""By default one feature in this many is sent as bfloat16: with 4-bit codes (16 + 4 * 63) / 64 = 4.1875 bits per value,
+and 16 for each row."""
+FLOOR = 1 / 64
+"""Least range of a feature, of the root mean square over its rank's features."""
 _MOST = 4  # "distributed" gives a layer at most a quarter of its features
 
 Features = dict[str, tuple[int, ...]]
@@ -33,43 +40,53 @@ Features = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """Ranges and outlier features of all row-wise layers of one model on one number of ranks.
+    """Ranges, means and formats of all sums of one model on one number of ranks.
 
     Args:
-        lows: moving averages of the minimum by layer, float32 (world + 1, E); the last row is that of the ranks' sum.
-            Not corrected for their start at zero, so that a calibration can go on.
-        highs: moving averages of the maximum, likewise.
+        averages: moving averages of the minimum ("low"), the maximum ("high") and the mean ("mean") of a sequence, by
+            layer, float32 (world + 1, E); the last row is that of the ranks' sum. Not corrected for their start at
+            zero, so that a calibration can go on.
         count: sequences that they were made from.
         features: by layer, ascending: those sent as bfloat16.
-        model: its `identity`.
+        bits: by layer: of codes; a layer without has 4.
+        curves: by layer: where codes end best, and the error, for each width (`formats.Curve`).
+        held_out: by layer, of each rank: mean and standard deviation of the relative error of rows that were held out.
+        model: its `identity`. dtype: of its partial sums.
         world: tensor-parallel ranks.
         text: where the sequences came from.
-        settings: momentum, k and layout of the features.
+        settings: momentum, k, layout of the features, and budget of bits.
 
     Attributes:
-        ranges: by layer, float32 (world, E): the larger magnitude of the corrected averages. A feature that was always
-            zero on a rank gets the smallest range of its layer that is not zero.
+        ranges: by layer, float32 (world, E): the furthest that corrected averages of extremes are from that of the
+            mean, or their magnitude where they never differ from it. A feature that was always zero on a rank gets the
+            smallest range of its layer; none is below 1/64 of the root mean square of its rank's.
         total: the same of the sum over the ranks, (E,).
+        means: by layer, float32 (world + 1, E).
 
     Raises:
         ValueError: a layer whose partial sums were always zero.
     """
 
-    lows: Mapping[str, Tensor]
-    highs: Mapping[str, Tensor]
+    averages: files.Tensors
     count: int
     features: Features
     model: str
     world: int
+    dtype: str = "float32"
+    bits: Mapping[str, int] = field(default_factory=dict)
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    held_out: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     text: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     ranges: dict[str, Tensor] = field(init=False)
     total: dict[str, Tensor] = field(init=False)
+    means: dict[str, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        magnitudes, _ = magnitudes_of(self.lows, self.highs, self.count, self.momentum)
-        object.__setattr__(self, "ranges", {name: m[:-1] for name, m in magnitudes.items()})
-        object.__setattr__(self, "total", {name: m[-1] for name, m in magnitudes.items()})
+        ranges, means, _ = tables_of(self.averages, self.count, self.momentum)
+        object.__setattr__(self, "ranges", {name: r[:-1] for name, r in ranges.items()})
+        object.__setattr__(self, "total", {name: r[-1] for name, r in ranges.items()})
+        object.__setattr__(self, "means", means)
 
     @property
     def momentum(self) -> float:
@@ -89,13 +106,18 @@ class Calibration:
     @cached_property
     def _codecs(self) -> dict[str, FeatureInt]:
         artifact = self.fingerprint()
-        return {
-            name: FeatureInt(ranges=self.ranges[name], total=self.total[name], features=features, artifact=artifact)
-            for name, features in self.features.items()
-        }
+        codecs = {}
+        for name, features in self.features.items():
+            bits, means = self.bits.get(name, 4), self.means[name]
+            codecs[name] = FeatureInt(
+                bits=bits, clip=self.curves[name][bits][0] if name in self.curves else None,
+                ranges=self.ranges[name], offsets=means[:-1], total=self.total[name], total_offset=means[-1],
+                features=features, artifact=artifact, held_out=self.held_out.get(name, ()),
+            )  # fmt: skip
+        return codecs
 
     def select(self, *, k: int | None = None, features: str = "fixed") -> Calibration:
-        """Return the same ranges with features chosen anew, as `calibrate` does; k=0: plain INT4 without outliers.
+        """Return the same ranges and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
 
         Raises:
             ValueError: k is not smaller than the features of a layer.
@@ -104,11 +126,26 @@ class Calibration:
         settings = {**self.settings, "k": k, "features": features}
         return dataclasses.replace(self, features=selected, settings=settings)
 
+    def within(self, bits: float | None) -> Calibration:
+        """Return the same ranges and features with the bits of codes chosen anew for a budget, as `calibrate` does.
+
+        Raises:
+            ValueError: a budget below what the narrowest codes take.
+        """
+        widths = {name: r.shape[1] for name, r in self.ranges.items()}
+        counts = {name: len(features) for name, features in self.features.items()}
+        check_budget(bits, widths, counts)
+        costs = {name: _costs(widths[name], count) for name, count in counts.items()}
+        budget = None if bits is None else bits * sum(widths.values())
+        settings = {**self.settings, "bits": bits}
+        return dataclasses.replace(self, bits=spend(self.curves, costs, budget), settings=settings)
+
     def bits_per_value(self, *layers: str) -> float:
         """Bits per value of these layers, or of all, of many rows: gains, outliers and codes."""
-        codecs = [self._codecs[name] for name in layers or self.features]
-        rows = 1 << 20  # the gaps between a payload's sections do not count
-        return sum(8 * c.format_nbytes((rows, c.grain)) for c in codecs) / (rows * sum(c.grain for c in codecs))
+        names = layers or tuple(self.features)
+        widths = {name: self.ranges[name].shape[1] for name in names}
+        costs = (_costs(widths[name], len(self.features[name]))[self.bits.get(name, 4)] for name in names)
+        return sum(costs) / sum(widths.values())
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits of all contents, which ranks compare before the first token."""
@@ -117,7 +154,7 @@ class Calibration:
     @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self._metadata(), sort_keys=True).encode())
-        for name, tensor in sorted(join(self.lows, self.highs).items()):
+        for name, tensor in sorted(join(self.averages).items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
@@ -128,7 +165,8 @@ class Calibration:
             layers: the sums by name; absent: found in the model.
 
         Raises:
-            CalibrationError: another number of ranks, other layers, another model.
+            CalibrationError: another number of ranks, other layers, another model or data type. (float32 and bfloat16
+                weights of the same values count as the same.)
         """
         if world != self.world:
             raise CalibrationError(
@@ -143,11 +181,13 @@ class Calibration:
             )
         name = identity(model, layers)
         if name != self.model:
-            raise CalibrationError(f"the calibration is for the model {self.model}, this is {name}")
+            here = dtype_of(layers)
+            ours, theirs = ("", "") if here == self.dtype else (f" in {self.dtype}", f" in {here}")
+            raise CalibrationError(f"the calibration is for the model {self.model}{ours}, this is {name}{theirs}")
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: a reader finds the old one or the whole new one."""
-        files.write(path, self.lows, self.highs, self._metadata())
+        files.write(path, self.averages, self._metadata())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -157,7 +197,7 @@ class Calibration:
             CalibrationError: no such file, cut short, another format, made for another version of the codec,
                 incomplete metadata.
         """
-        lows, highs, metadata = files.read(path, _FORMAT)
+        averages, metadata = files.read(path, AVERAGES, _FORMAT)
         version = metadata.get("codec_version")
         if version != str(FeatureInt.payload_version):
             raise CalibrationError(
@@ -166,9 +206,18 @@ class Calibration:
             )
         try:
             return cls(
-                lows=lows, highs=highs, count=int(metadata["count"]),
+                averages=averages, count=int(metadata["count"]),
                 features={name: tuple(k) for name, k in json.loads(metadata["features"]).items()},
-                model=metadata["model"], world=int(metadata["world"]), text=metadata["text"],
+                bits=json.loads(metadata["bits"]),
+                curves={
+                    name: {int(bits): (clip, error) for bits, (clip, error) in curve.items()}
+                    for name, curve in json.loads(metadata["curves"]).items()
+                },
+                held_out={
+                    name: tuple((mean, spread) for mean, spread in by_rank)
+                    for name, by_rank in json.loads(metadata["held_out"]).items()
+                },
+                model=metadata["model"], dtype=metadata["dtype"], world=int(metadata["world"]), text=metadata["text"],
                 settings=json.loads(metadata["settings"]),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -179,40 +228,53 @@ class Calibration:
     def _metadata(self) -> dict[str, str]:
         return {
             "format": _FORMAT, "codec": "FeatureInt", "codec_version": str(FeatureInt.payload_version),
-            "model": self.model, "world": str(self.world), "count": str(self.count), "text": self.text,
-            "settings": json.dumps(dict(self.settings), sort_keys=True),
-            "features": json.dumps(self.features, sort_keys=True),
+            "model": self.model, "dtype": self.dtype, "world": str(self.world), "count": str(self.count),
+            "text": self.text,
+            **{
+                name: json.dumps(dict(getattr(self, name)), sort_keys=True)
+                for name in ("settings", "features", "bits", "curves", "held_out")
+            },
         }  # fmt: skip
 
 
-def magnitudes_of(
-    lows: Mapping[str, Tensor], highs: Mapping[str, Tensor], count: int, momentum: float
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Correct moving averages for their start at zero; return magnitudes by layer, and names of zeros.
+def dtype_of(sums: Mapping[str, ModelSum]) -> str:
+    """Return the data type of a model's partial sums, or all of them."""
+    return ", ".join(sorted({str(summed.dtype).removeprefix("torch.") for summed in sums.values()}))
 
-    A magnitude (world + 1, E) is the larger one of minimum and maximum; zeros get the smallest of their layer.
+
+def tables_of(
+    averages: files.Tensors, count: int, momentum: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Correct moving averages for their start at zero; return ranges and means by layer, and names of zeros.
+
+    Both are (world + 1, E), and ranges as `Calibration` has them.
 
     Raises:
         ValueError: a layer whose values are all zero.
     """
     weight = 1 - momentum**count
-    magnitudes: dict[str, Tensor] = {}
+    ranges: dict[str, Tensor] = {}
+    means: dict[str, Tensor] = {}
     zeros: list[str] = []
-    for name in lows:
-        magnitude = torch.maximum((lows[name] / weight).abs(), (highs[name] / weight).abs())
+    for name in averages["low"]:
+        low, high, mean = (averages[kind][name] / weight for kind in AVERAGES)
+        magnitude, spread = torch.maximum(low.abs(), high.abs()), torch.maximum(high - mean, mean - low)
         empty = magnitude == 0
         if bool(empty.all()):
             raise ValueError(
                 f"features 0 to {magnitude.shape[1] - 1} of {name} were zero in all {count} sequences; "
                 "allowed: a layer whose output is not always zero"
             )
+        magnitude = torch.where(spread > 0, spread, magnitude)
         if bool(empty.any()):
             rank, feature = (int(i) for i in empty.nonzero()[0])
             where = "the sum" if rank == len(magnitude) - 1 else f"rank {rank}"
             zeros.append(f"feature {feature} on {where} of {name}")
             magnitude = magnitude.masked_fill(empty, float(magnitude[~empty].min()))
-        magnitudes[name] = magnitude
-    return magnitudes, zeros
+        # What hardly varied may vary more: then it must not set the gain of all others.
+        least = magnitude.square().mean(1, keepdim=True).sqrt() * FLOOR
+        ranges[name], means[name] = torch.maximum(magnitude, least), mean
+    return ranges, means, zeros
 
 
 def select(
@@ -244,6 +306,25 @@ def select(
         name: tuple(sorted(gain.argsort(descending=True, stable=True)[: counts[name]].tolist()))
         for name, gain in gains.items()
     }
+
+
+def check_budget(bits: object, widths: Mapping[str, int], outliers: Mapping[str, int]) -> None:
+    """Raise unless a budget of bits per value is None, or suffices for the narrowest codes of these layers."""
+    if bits is None:
+        return
+    if isinstance(bits, bool) or not isinstance(bits, int | float):
+        raise TypeError(f"bits is {bits!r}; allowed: a number of bits per value, or None")
+    least = sum(_costs(width, outliers[name])[WIDTHS[0]] for name, width in widths.items())
+    if bits * sum(widths.values()) < least:
+        raise ValueError(
+            f"bits is {bits:g}; allowed: at least {least / sum(widths.values()):.4g}, which codes of {WIDTHS[0]} bits "
+            "take, or None: 4-bit codes"
+        )
+
+
+def _costs(width: int, outliers: int) -> dict[int, int]:
+    """Bits of a row of a payload, by the bits of its codes."""
+    return {b: 16 + 16 * outliers + 8 * planes_nbytes(width - outliers, b) for b in range(FEWEST, MOST + 1)}
 
 
 def outlier_count(name: str, k: int | None, width: int) -> int:

@@ -1,11 +1,11 @@
-"""Calibration files: minima and maxima by layer in one safetensors file, replaced atomically, read whole or refused."""
+"""Calibration files: tensors by layer in one safetensors file, replaced atomically, read whole or refused."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -15,20 +15,22 @@ class CalibrationError(ValueError):
     """A calibration cannot be used: it is missing, cut short, or made for something else."""
 
 
-def join(lows: Mapping[str, Tensor], highs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a file: "layer.low" and "layer.high"."""
-    return {f"{name}.low": t for name, t in lows.items()} | {f"{name}.high": t for name, t in highs.items()}
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""By kind ("low", "high", ...), then by layer."""
 
 
-def write(
-    path: str | Path, lows: Mapping[str, Tensor], highs: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> None:
+def join(tensors: Tensors) -> dict[str, Tensor]:
+    """Return the tensors of a file: "layer.kind"."""
+    return {f"{name}.{kind}": t for kind, by_layer in tensors.items() for name, t in by_layer.items()}
+
+
+def write(path: str | Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write a file beside the target, then rename it: a reader finds the old file or the new one."""
     from safetensors.torch import save
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = save({name: t.contiguous() for name, t in join(lows, highs).items()}, dict(metadata))
+    data = save({name: t.contiguous() for name, t in join(tensors).items()}, dict(metadata))
     handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -42,8 +44,8 @@ def write(
         raise
 
 
-def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    """Return minima, maxima and metadata of a file whose metadata's `format` is `kind`.
+def read(path: str | Path, kinds: Sequence[str], expected: str) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """Return the tensors of these kinds, and the metadata, of a file whose metadata's `format` is `expected`.
 
     Raises:
         CalibrationError: no such file, not a safetensors file, cut short, or of another format.
@@ -63,10 +65,10 @@ def read(path: str | Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Tens
         ) from error
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.get("__metadata__") or {}
-    if metadata.get("format") != kind:
-        raise CalibrationError(f"{path} has the format {metadata.get('format')!r}; expected {kind!r}")
-    lows, highs = (
-        {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-        for end in (".low", ".high")
-    )
-    return lows, highs, metadata
+    if metadata.get("format") != expected:
+        raise CalibrationError(f"{path} has the format {metadata.get('format')!r}; expected {expected!r}")
+    found = {
+        kind: {name.removesuffix(f".{kind}"): t for name, t in tensors.items() if name.endswith(f".{kind}")}
+        for kind in kinds
+    }
+    return found, metadata

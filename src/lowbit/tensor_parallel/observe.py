@@ -1,4 +1,4 @@
-"""Ranges of partial sums: exponential moving averages of minimum and maximum, by layer, rank and feature."""
+"""What calibration sees of partial sums: moving averages of their minimum, maximum and mean, and sampled rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ from lowbit.ranks.objects import gather_json, gather_tensor
 from lowbit.tensor_parallel import files
 
 _FORMAT = "lowbit-calibration-state"
+AVERAGES = ("low", "high", "mean")
+MOST_ROWS = 128
+"""Rows that are kept of each layer and rank."""
+_PER_SEQUENCE = 32
+
+
+def sampling(count: int) -> tuple[int, int]:
+    """Return how many rows are kept of a sequence, and of every how many-th, once there are `count` sequences."""
+    rows, every = _PER_SEQUENCE, 1
+    while rows * -(-count // every) > MOST_ROWS:
+        rows, every = (rows // 2, every) if rows > 1 else (1, 2 * every)
+    return rows, every
 
 
 class Observer:
@@ -25,23 +37,30 @@ class Observer:
         widths: features of each layer. ranks: of the tensor-parallel model. momentum: m, from 0 to 1 (exclusive).
 
     Attributes:
-        lows, highs: by layer, float32 (ranks + 1, E), not corrected; the last row is of the sum over the ranks.
-        count: sequences seen.
+        averages: "low", "high" and "mean" by layer, float32 (ranks + 1, E), not corrected; the last row is of the sum
+            over the ranks.
+        samples: rows by layer, bfloat16 (ranks, sequences, rows, E), spread evenly over the sequences of this run; on
+            real ranks those of the other ranks are 0 until `gather`.
+        count: sequences seen. before: those of earlier runs, which have left no rows.
     """
 
     def __init__(self, widths: Mapping[str, int], *, ranks: int, momentum: float) -> None:
-        self.ranks, self.momentum, self.count = ranks, momentum, 0
-        self.lows = {name: torch.zeros(ranks + 1, width) for name, width in widths.items()}
-        self.highs = {name: torch.zeros(ranks + 1, width) for name, width in widths.items()}
-        self._seen: dict[str, dict[int, tuple[Tensor, Tensor]]] = {name: {} for name in widths}
+        self.ranks, self.momentum, self.count, self.before = ranks, momentum, 0, 0
+        self.averages = {
+            kind: {name: torch.zeros(ranks + 1, width) for name, width in widths.items()} for kind in AVERAGES
+        }
+        self.samples = {
+            name: torch.zeros(ranks, 0, _PER_SEQUENCE, width, dtype=torch.bfloat16) for name, width in widths.items()
+        }
+        self._seen: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in widths}
 
     def see(self, layer: str, rank: int, x: Tensor) -> None:
-        """Note the extremes of a rank's partial sums, (batch, sequence, E) or (sequence, E); ValueError for NaN or Inf.
+        """Note what is needed of a rank's partial sums, (batch, sequence, E) or (sequence, E); ValueError for NaN, Inf.
 
         `rank` is `ranks` for their sum.
         """
         x = x.detach().reshape(-1, *x.shape[-2:])
-        low, high = x.amin(1).float().cpu(), x.amax(1).float().cpu()
+        low, high, mean = x.amin(1).float().cpu(), x.amax(1).float().cpu(), x.mean(1, dtype=torch.float32).cpu()
         wrong = ~(torch.isfinite(low) & torch.isfinite(high))
         if bool(wrong.any()):
             feature = int(wrong.any(0).nonzero()[0])
@@ -49,50 +68,64 @@ class Observer:
                 f"sequence {self.count + int(wrong.any(1).nonzero()[0])} makes feature {feature} of {layer} "
                 f"on rank {rank} NaN or infinite; allowed: finite values"
             )
-        self._seen[layer][rank] = (low, high)
+        seen = {"low": low, "high": high, "mean": mean}
+        if rank < self.ranks:
+            chosen = torch.arange(_PER_SEQUENCE, device=x.device) * x.shape[1] // _PER_SEQUENCE
+            seen["rows"] = x[:, chosen].bfloat16().cpu()
+        self._seen[layer][rank] = seen
 
     def commit(self) -> None:
-        """Add the extremes of one forward pass, which must have used all layers, to the averages."""
+        """Add what one forward pass showed, which must have used all layers."""
         if missing := [name for name, seen in self._seen.items() if self.ranks not in seen]:
             raise ValueError(f"a forward pass did not use {', '.join(missing)}; allowed: layers that every pass uses")
         batch = 0
         for name, seen in self._seen.items():
-            for rank, (low, high) in seen.items():
-                batch = len(low)
-                for i in range(batch):
-                    self.lows[name][rank].mul_(self.momentum).add_(low[i], alpha=1 - self.momentum)
-                    self.highs[name][rank].mul_(self.momentum).add_(high[i], alpha=1 - self.momentum)
+            rows = None
+            for rank, values in seen.items():
+                batch = len(values["low"])
+                for kind in AVERAGES:
+                    average = self.averages[kind][name][rank]
+                    for i in range(batch):
+                        average.mul_(self.momentum).add_(values[kind][i], alpha=1 - self.momentum)
+                if rank < self.ranks:
+                    rows = values["rows"].new_zeros(self.ranks, *values["rows"].shape) if rows is None else rows
+                    rows[rank] = values["rows"]
+            assert rows is not None
+            self.samples[name] = self._thinned(self.samples[name], rows)
             seen.clear()
         self.count += batch
 
     def gather(self, group: dist.ProcessGroup) -> None:
-        """Complete this rank's averages by those of the others; to be called by all ranks of a real group.
+        """Complete this rank's averages and rows by those of the others; to be called by all ranks of a real group.
 
         Raises:
             CalibrationError: the ranks have other layers, or of other widths.
         """
         rank = dist.get_rank(group)
-        mine = {name: len(low[0]) for name, low in sorted(self.lows.items())}
-        for peer, theirs in enumerate(gather_json(mine, group)):
-            if theirs != mine:
+        widths = {name: low.shape[1] for name, low in sorted(self.averages["low"].items())}
+        for peer, theirs in enumerate(gather_json(widths, group)):
+            if theirs != widths:
                 raise files.CalibrationError(
-                    f"rank {peer} has layers with features {theirs}, and rank {rank} {mine}; allowed: the same"
+                    f"rank {peer} has layers with features {theirs}, and rank {rank} {widths}; allowed: the same"
                 )
-        for averages in (self.lows, self.highs):
-            parts = gather_tensor(torch.cat([averages[name][rank] for name in mine]), group)
-            for name, part in zip(mine, parts.split(list(mine.values()), dim=1), strict=True):
+        for averages in self.averages.values():
+            parts = gather_tensor(torch.cat([averages[name][rank] for name in widths]), group)
+            for name, part in zip(widths, parts.split(list(widths.values()), dim=1), strict=True):
                 averages[name][: self.ranks] = part
+        for name in widths:
+            self.samples[name] = gather_tensor(self.samples[name][rank], group)
 
-    def resume(self, lows: Mapping[str, Tensor], highs: Mapping[str, Tensor], count: int) -> None:
+    def resume(self, averages: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
         """Go on from the averages of an earlier run over `count` sequences."""
-        for name, low in lows.items():
-            self.lows[name].copy_(low)
-            self.highs[name].copy_(highs[name])
-        self.count = count
+        for kind, by_layer in averages.items():
+            for name, average in by_layer.items():
+                self.averages[kind][name].copy_(average)
+        self.count = self.before = count
 
     def save(self, path: str | Path, facts: Mapping[str, str]) -> None:
-        """Write the averages atomically, with facts about the calibration."""
-        files.write(path, self.lows, self.highs, {"format": _FORMAT, "count": str(self.count), **facts})
+        """Write everything atomically, with facts about the calibration."""
+        tensors = {**self.averages, "sample": self.samples}
+        files.write(path, tensors, {"format": _FORMAT, "count": str(self.count), **facts})
 
     def load(self, path: str | Path, facts: Mapping[str, str]) -> None:
         """Resume from a file that `save` wrote; if there is none, do nothing.
@@ -102,10 +135,23 @@ class Observer:
         """
         if not Path(path).exists():
             return
-        lows, highs, metadata = files.read(path, _FORMAT)
+        tensors, metadata = files.read(path, (*AVERAGES, "sample"), _FORMAT)
         for key, value in facts.items():
             if metadata.get(key) != value:
                 raise files.CalibrationError(
                     f"{path} is the state of a calibration with {key} {metadata.get(key)!r}; this one has {value!r}"
                 )
-        self.resume(lows, highs, int(metadata["count"]))
+        before = self.before
+        self.samples = dict(tensors.pop("sample"))
+        self.resume(tensors, int(metadata["count"]))
+        self.before = before
+
+    def _thinned(self, kept: Tensor, new: Tensor) -> Tensor:
+        """Rows of all sequences, those of `new`, (ranks, batch, rows, E), too."""
+        start = self.count - self.before
+        stop = start + new.shape[1]
+        rows, every = sampling(stop)
+        before_rows, before_every = sampling(start)
+        kept = kept[:, :: every // before_every, :: before_rows // rows]
+        chosen = [i for i in range(new.shape[1]) if (start + i) % every == 0]
+        return torch.cat([kept, new[:, chosen, :: _PER_SEQUENCE // rows]], 1)

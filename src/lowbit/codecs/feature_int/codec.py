@@ -174,6 +174,16 @@ class FeatureInt(Summable):
         offset = None if self.total_offset is None else self.total_offset[None]
         return self._like(ranges=self.total[None], offsets=offset, rank=0, _tables=self._tables.whole())
 
+    def like(self, *, bits: int, clip: float) -> FeatureInt:
+        """Return a codec of the same tables with other codes.
+
+        Raises:
+            ValueError: as the class.
+        """
+        check_int("bits", bits, FEWEST, MOST)
+        _check_clip(clip)
+        return self._like(bits=bits, clip=clip)
+
     def format_nbytes(self, shape: Sequence[int]) -> int:
         return feature_int_layout(self._rows(shape), self.grain, len(self.features), self.bits).nbytes
 
