@@ -2,75 +2,101 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lowbit.codecs import Cast, GroupInt, TAHQuant
 from lowbit.tensor_parallel import (
-    LowBitRowwiseParallel,
+    Calibration,
     SumSettings,
+    calibrate,
     emulate_tensor_parallel_,
     low_bit_,
+    model_sums,
     tensor_parallel_,
 )
-from lowbit.tensor_parallel.inputs import Slices, slices_for
+from lowbit.tensor_parallel.slices import Slices, layers_with_inputs
 from tests.processes import Ranks
-from tests.tensor_parallel.models import Toy, calibrated, ids, logits
+from tests.tensor_parallel.models import Toy, calibrated, ids, logits, sequences
 
-INT8 = GroupInt(bits=8, group=32, symmetric=True)
-EXACT = SumSettings(small=0, inputs=Cast(dtype=torch.float32))
-SETTINGS = SumSettings(small=0, inputs=INT8)
+INT8 = GroupInt(bits=8, group=64, symmetric=True)
+CODED = SumSettings(small=0, algorithm="one_shot")
+ATTENTION = ["layers.0.attn.o", "layers.1.attn.o"]
 
 
-def sums_of(settings: SumSettings, codec: Any = None) -> dict[str, list[Any]]:
-    """By layer: the emulated ranks' partial sums and their sum."""
+def made(inputs: Any, **options: Any) -> Calibration:
+    return calibrate(Toy(), sequences(), ranks=2, inputs=inputs, **options)
+
+
+def sums_of(calibration: Calibration) -> dict[str, list[Any]]:
+    """By layer: the sum of the emulated ranks' partial sums, and what they take for it."""
     seen: dict[str, list[Any]] = {}
     model = Toy()
 
     def watch(layer: str, partials: Any, total: Any) -> None:
         seen.setdefault(layer, [torch.stack(list(partials)).sum(0), total])
 
-    with emulate_tensor_parallel_(model, 2, codec or calibrated(), settings=settings, watch=watch):
+    with emulate_tensor_parallel_(model, 2, calibration, settings=CODED, watch=watch):
         logits(model, ids())
     return seen
 
 
-def test_only_layers_that_are_not_wider_inside_send_inputs_and_their_error_is_a_tenth():
-    coded, sent = sums_of(SumSettings(small=0)), sums_of(SETTINGS)
-    for layer in ("layers.0.attn.o", "layers.0.mlp.down"):
-        (exact, by_sums), (_, by_inputs) = coded[layer], sent[layer]
-        errors = [float((total - exact).norm() / exact.norm()) for total in (by_sums, by_inputs)]
-        if layer.endswith("attn.o"):
-            assert errors[1] < errors[0] / 10, errors
+def test_layers_send_inputs_with_a_tenth_of_the_error():
+    coded, sent = sums_of(calibrated()), sums_of(made(INT8))
+    for layer in coded:
+        errors = [float((total - exact).norm() / exact.norm()) for exact, total in (coded[layer], sent[layer])]
+        if layer in ATTENTION:
+            assert errors[1] < errors[0] / 10, (layer, errors)
         else:
-            assert errors[1] > 0.01, errors  # it has 101 inputs: its sums are coded
+            assert errors[1] > 0.01, (layer, errors)  # it has more inputs than outputs: its sums are coded
     assert list(sent) == list(coded)
 
 
-def test_exact_inputs_give_the_exact_sum():
-    exact, total = sums_of(EXACT, Cast(dtype=torch.float32))["layers.0.attn.o"]
-    torch.testing.assert_close(total, exact, rtol=1e-5, atol=1e-6)
-
-
-def test_traffic_counts_the_bytes_of_inputs():
-    model, calibration = Toy(), calibrated()
-    with emulate_tensor_parallel_(model, 2, calibration, settings=SETTINGS) as emulation:
+def test_traffic_and_bits_are_those_of_inputs(tmp_path: Path):
+    model, calibration = Toy(), made(INT8)
+    with emulate_tensor_parallel_(model, 2, calibration, settings=CODED) as emulation:
         logits(model, ids())
-    tokens = ids().numel()
-    down = calibration.codec("layers.0.mlp.down").nbytes((tokens, 64))
-    assert emulation.traffic.coded_bytes == 2 * (INT8.nbytes((tokens * 32,)) + down)
+    tokens, down = ids().numel(), calibration.codec("layers.0.mlp.down")
+    assert emulation.traffic.coded_bytes == 2 * (INT8.nbytes((tokens * 32,)) + down.nbytes((tokens, 64)))
+    assert calibration.bits_per_value(*ATTENTION) == INT8.bits_per_element((64 * 32,)) / 2
+    calibration.save(tmp_path / "file")
+    loaded = Calibration.load(tmp_path / "file")
+    assert loaded.fingerprint() == calibration.fingerprint() != made(None).fingerprint()
+    assert list(loaded.inputs_codecs().items()) == [(name, INT8) for name in ATTENTION]
 
 
-def test_which_layers_send_inputs():
-    square, narrow = nn.Linear(64, 64), nn.Linear(128, 64)
-    assert slices_for(square, 2, INT8, GroupInt(bits=4, group=64)) is not None
-    assert slices_for(narrow, 2, INT8, GroupInt(bits=8, group=64)) is None  # more products than the sum saves
-    assert slices_for(square, 2, Cast(dtype=torch.bfloat16), GroupInt(bits=4, group=64)) is None  # more bytes
-    assert slices_for(square, 4, Cast(dtype=torch.bfloat16), GroupInt(bits=4, group=64)) is not None
-    assert slices_for(square, 3, INT8, GroupInt(bits=8, group=64)) is None  # does not divide
+def test_which_layers_may_send_inputs(caplog: pytest.LogCaptureFixture):
+    sums = model_sums(Toy())
+    assert list(layers_with_inputs(sums, 2, INT8, 4.3)) == ATTENTION  # MLPs have more inputs than outputs
+    assert not layers_with_inputs(sums, 2, INT8, 4.1)  # more bits
+    assert not layers_with_inputs(sums, 3, INT8, 8)  # 64 inputs cannot be divided
+    assert list(layers_with_inputs(sums, 4, Cast(dtype=torch.bfloat16), 4.2)) == ATTENTION
+    assert not made(Cast(dtype=torch.float32)).inputs
+    assert "no layer sends its inputs in Cast" in caplog.text
+
+
+def test_a_budget_is_spent_where_it_helps_the_outputs():
+    narrow, wide = made(None, bits=4.6), made(None, bits=6.0)
+    for calibration, budget in ((narrow, 4.6), (wide, 6.0)):
+        assert budget - 1 < calibration.bits_per_value() <= budget
+        assert set(calibration.effects) == set(calibration.features)
+
+    def error(calibration: Calibration) -> float:
+        model = Toy()
+        whole = logits(model, ids())
+        with emulate_tensor_parallel_(model, 2, calibration, settings=CODED):
+            return float((logits(model, ids()) - whole).norm())
+
+    assert error(wide) < error(narrow) / 1.5
+    with_inputs = made(INT8, bits=4.6)
+    assert with_inputs.bits_per_value() <= 4.6
+    assert set(with_inputs.effects) == set(with_inputs.features) - set(ATTENTION)
+    assert error(with_inputs) < error(narrow)
+    with pytest.raises(ValueError, match="were not measured; allowed: a calibration made for a budget"):
+        made(None).within(5.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -93,23 +119,15 @@ def test_slices_put_side_by_side_what_the_ranks_hold(dtype: torch.dtype, world: 
 def test_bad_formats_get_one_clear_line():
     for wrong in (calibrated().codec("layers.0.attn.o"), "int8", TAHQuant()):
         with pytest.raises(ValueError, match=r"inputs is .*; allowed: None, or a format for any number of elements"):
-            SumSettings(inputs=wrong)  # pyright: ignore[reportArgumentType]
+            made(wrong)
     with pytest.raises(ValueError, match="width is 10; allowed: a multiple of the 4 ranks"):
         Slices(codec=INT8, width=10, world=4)
-    with pytest.raises(ValueError, match=r"settings.inputs is .*; allowed here: None"):
-        LowBitRowwiseParallel(INT8, settings=SETTINGS)
-
-
-def test_it_is_said_that_no_layer_sends_inputs(caplog: pytest.LogCaptureFixture):
-    settings = SumSettings(small=0, inputs=Cast(dtype=torch.float32))
-    emulate_tensor_parallel_(Toy(), 2, calibrated(), settings=settings).remove()
-    assert "no layer sends its inputs in Cast" in caplog.text
 
 
 def compiled_on_ranks() -> dict[str, Any]:
     model = tensor_parallel_(Toy())
     whole = logits(model, ids())
-    with low_bit_(model, INT8, settings=SETTINGS):
+    with low_bit_(model, calibrate(model, sequences(), inputs=INT8), settings=CODED):
         eager = logits(model, ids())
         graph = logits(torch.compile(model, fullgraph=True), ids())
         with pytest.raises(RuntimeError, match="for inference only"):

@@ -33,7 +33,7 @@ ONE = SumSettings(small=0, algorithm="one_shot")
 TWO = SumSettings(small=0, algorithm="two_shot")
 SMALL = SumSettings(small=1 << 20)
 INT8 = GroupInt(bits=8, group=64, symmetric=True)
-INPUTS = SumSettings(small=0, algorithm="one_shot", inputs=INT8)
+BUDGET = 5.0
 
 
 def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def on_real_ranks(folder: str, dtype: torch.dtype) -> dict[str, Any]:
         calibrate(model, interrupted, state=state, save_every=1)
     results = {"fingerprint": calibrate(model, sequences(), state=state).fingerprint(), "whole": logits(model, ids())}
     calibration, drift = Calibration.load(Path(folder) / "calibration"), Drift(every=1)
-    for name, source, settings, watching in cases(calibration, drift):
+    with_inputs = Calibration.load(Path(folder) / "with_inputs")
+    for name, source, settings, watching in cases(calibration, with_inputs, drift):
         with low_bit_(model, source, settings=settings, drift=watching) as installed:
             results[name] = logits(model, ids())
         results[f"{name} traffic"] = of_layers(installed.traffic)
@@ -62,22 +63,26 @@ def of_layers(traffic: Traffic) -> tuple[object, ...]:
 def in_one_process(ranks: int, dtype: torch.dtype, folder: Path) -> dict[str, Any]:
     model = Toy().to(dtype)
     calibration, drift = calibrate(model, sequences(), ranks=ranks), Drift(every=1)
+    with_inputs = calibrate(model, sequences(), ranks=ranks, inputs=INT8, bits=BUDGET)
     calibration.save(folder / "calibration")
+    with_inputs.save(folder / "with_inputs")
     results: dict[str, Any] = {"fingerprint": calibration.fingerprint()}
     with emulate_tensor_parallel_(model, ranks):
         results["whole"] = logits(model, ids())
-    for name, source, settings, watching in cases(calibration, drift):
+    for name, source, settings, watching in cases(calibration, with_inputs, drift):
         with emulate_tensor_parallel_(model, ranks, source, settings=settings, drift=watching) as emulation:
             results[name] = logits(model, ids())
         results[f"{name} traffic"] = of_layers(emulation.traffic)
     return results | {"drift": drift.report().rows}
 
 
-def cases(calibration: Calibration, drift: Drift) -> list[tuple[str, Any, SumSettings, Drift | None]]:
+def cases(
+    calibration: Calibration, with_inputs: Calibration, drift: Drift
+) -> list[tuple[str, Any, SumSettings, Drift | None]]:
     """Name, format, settings, and who watches."""
     return [
         ("one", calibration, ONE, None), ("two", calibration, TWO, drift), ("small", calibration, SMALL, None),
-        ("int8", INT8, TWO, None), ("inputs", calibration, INPUTS, None),
+        ("int8", INT8, TWO, None), ("inputs", with_inputs, ONE, None),
     ]  # fmt: skip
 
 

@@ -9,7 +9,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowbit.codecs import parse
+from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
+from lowbit.collectives.checks import check_summable
 from lowbit.config import ConfigError
 from lowbit.evaluate import loading, text
 from lowbit.evaluate.settings import CalibrationConfig
@@ -81,6 +84,7 @@ def make(
     k, layout = settings.selection(model.config.get_text_config().hidden_size)
     if start is not None and not settings.features:
         k, layout = start.settings.get("k"), start.settings.get("features", "fixed")
+    inputs = _inputs(settings, start)
     bits = start.settings.get("bits") if start is not None and settings.bits is None else settings.bits
     description = (
         f"{len(drawn)} of {settings.length} tokens from {sequences.source}, seed {settings.seed}, "
@@ -94,12 +98,21 @@ def make(
             k=k,
             features=layout,
             bits=bits,
+            inputs=inputs,
             momentum=settings.momentum,
             text=description,
             start=start,
             state=_state_file(settings, description, start) if keep_state else None,
             progress=progress,
         )
+
+
+def _inputs(settings: CalibrationConfig, start: Calibration | None) -> Summable | None:
+    """Return the format of inputs that is asked for, or that of the calibration that goes on."""
+    if settings.inputs:
+        return check_summable(parse(settings.inputs))
+    earlier = start.inputs_codecs() if start is not None else {}
+    return next(iter(earlier.values()), None)
 
 
 def _row(calibration: Calibration, layer: str) -> dict[str, Any]:

@@ -60,8 +60,12 @@ class CalibrationConfig(InferenceConfig):
     ranges), a number for each layer, or "distributed" (E/64 on average, placed where they help most). If omitted, E/64,
     or with --continue as before."""
     bits: Annotated[float, Field(gt=3, le=16)] | None = None
-    """Budget of bits per value over all layers, every bit counted, such as 5: layers get codes of 3 to 8 bits where these
-    remove the most error. If omitted, 4-bit codes everywhere, or with --continue as before."""
+    """Budget of bits per value over all layers, every bit counted, such as 5: layers get codes of 3 to 8 bits by what
+    these do to the model's outputs. If omitted, 4-bit codes everywhere, or with --continue as before."""
+    inputs: str = ""
+    """Format in which layers send their inputs where that takes no more bits than their partial sums in 4 bits, as
+    behind attention on two ranks, such as GroupInt(bits=8, group=64, symmetric=True). Each rank then keeps the whole
+    weights of these layers. If omitted, no layer does, or with --continue as before."""
     continue_: bool = False
     """Continue the calibration in the output file, for example after a warning that the text has drifted."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99

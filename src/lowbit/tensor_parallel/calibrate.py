@@ -17,10 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowbit.codecs.checks import check_choice, check_int
+from lowbit.codecs.sums import Summable
 from lowbit.collectives import agree
 from lowbit.ranks.objects import gather_json
-from lowbit.tensor_parallel.calibration import LAYOUTS, Calibration, check_budget, dtype_of, outlier_count, tables_of
+from lowbit.tensor_parallel.calibration import (
+    LAYOUTS,
+    SHARE,
+    Calibration,
+    check_budget,
+    dtype_of,
+    outlier_count,
+    tables_of,
+)
 from lowbit.tensor_parallel.drift import relative_error, sample
+from lowbit.tensor_parallel.effects import effects
 from lowbit.tensor_parallel.emulate import emulate_tensor_parallel_
 from lowbit.tensor_parallel.files import CalibrationError
 from lowbit.tensor_parallel.formats import Curve, curve_of
@@ -29,10 +39,12 @@ from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Installed, install
+from lowbit.tensor_parallel.slices import check_inputs, layers_with_inputs
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _log = logging.getLogger("lowbit.tensor_parallel")
 _SAMPLES = 4  # of a held-out sequence
+_TRIED = 4  # sequences, to measure what coding does to the outputs
 
 
 @torch.no_grad()
@@ -44,6 +56,7 @@ def calibrate(
     k: int | None = None,
     features: str = "fixed",
     bits: float | None = None,
+    inputs: Summable | None = None,
     momentum: float = 0.99,
     text: str = "",
     start: Calibration | None = None,
@@ -61,8 +74,9 @@ def calibrate(
     stay in the model's dtype.
 
     Up to 128 rows of each layer and rank, spread evenly over the sequences, tell where its codes should end and what
-    error its sum has with codes of 3 to 8 bits (`formats`). With a budget, layers get the bits for which the squared
-    errors of all sums add up to least. The last eighth of the sequences, at least one if there are two, is held out: it
+    error its sum has with codes of 3 to 8 bits (`formats`). With a budget, the model runs once for each layer over the
+    first four sequences, with this layer's sum coded: layers get the bits for which the errors of the model's outputs
+    add up to least. The last eighth of the sequences, at least one if there are two, is held out: it
     only measures the errors of the formats, which `Drift` compares with.
 
     A whole model is run as on `ranks` tensor-parallel ranks (`emulate_tensor_parallel_`) and is whole again afterwards.
@@ -76,6 +90,9 @@ def calibrate(
         k: outlier features of each layer; None: E // 64. features: "fixed" or "distributed" (`calibration.select`).
         bits: budget of bits per value over all layers, every bit counted; None: 4-bit codes everywhere (4.19 at
             E = 4096). Layers have codes of 3, 4, 5, 6 or 8 bits.
+        inputs: format in which layers send their inputs instead of partial sums where that takes no more bits than
+            4-bit codes, as behind attention on two ranks with `GroupInt(bits=8, group=64, symmetric=True)`, at a tenth
+            of the error. Each rank then keeps these layers' whole weights and does all their products. None: no layer.
         momentum: of the moving averages, from 0 to below 1: 0.99 looks back over about 100 sequences.
         text: where the sequences are from, for the file.
         start: go on from this calibration: its averages, count and momentum (which `momentum` must equal).
@@ -95,11 +112,18 @@ def calibrate(
     name = identity(model, layers)
     before = start.count if start else 0
     read = list(sequences)
+    sent: dict[str, tuple[str, float]] = {}
 
     def prepare() -> tuple[Observer, dict[str, str]]:
         """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
         widths = {layer: summed.width for layer, summed in layers.items()}
-        _check_arguments(k, features, bits, momentum, save_every, widths)
+        _check_arguments(k, features, momentum, save_every)
+        check_inputs(inputs)
+        sent.update(_sent(inputs, layers, _world(ranks, group)))
+        check_budget(
+            bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
+            {layer: row for layer, (_, row) in sent.items()},
+        )  # fmt: skip
         observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
         if start is not None:
             _check_start(start, name, observer)
@@ -114,7 +138,7 @@ def calibrate(
 
     settings = {
         "text": text, "start": start.fingerprint() if start else None, "k": k, "features": features, "bits": bits,
-        "momentum": momentum, "save_every": save_every, "saves": state is not None,
+        "inputs": inputs, "momentum": momentum, "save_every": save_every, "saves": state is not None,
     }  # fmt: skip
     observer, facts = prepare() if group is None else _prepare_agreed(prepare, settings, read, group)
     observed, held_out = _split(read)
@@ -127,7 +151,14 @@ def calibrate(
         dtype=dtype_of(layers), text="; ".join(filter(None, [start.text if start else "", text])),
         settings={"momentum": momentum},
     ).select(k=k, features=features)  # fmt: skip
-    calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group)).within(bits)
+    calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group), inputs=sent)
+    if bits is not None:
+        codecs = {layer: calibration.codec(layer) for layer in layers if layer not in sent}
+        measured = effects(
+            model, codecs, _first(observed, _TRIED), ranks=observer.ranks, sums=layers, group=group, plan=plan
+        )
+        calibration = dataclasses.replace(calibration, effects=measured)
+    calibration = calibration.within(bits)
     errors = _held_out(calibration, run, held_out, observer.count - before, tell)
     return dataclasses.replace(calibration, held_out=errors)
 
@@ -229,14 +260,26 @@ def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return observed, held_out
 
 
-def _check_arguments(
-    k: int | None, features: str, bits: float | None, momentum: float, save_every: int, widths: Mapping[str, int]
-) -> None:
+def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -> dict[str, tuple[str, float]]:
+    """Return the format of the inputs and the bits of a row, by layer that sends them."""
+    if inputs is None:
+        return {}
+    found = layers_with_inputs(layers, ranks, inputs, 4 + 12 / SHARE)
+    if not found:
+        _log.warning("no layer sends its inputs in %s: they take more bits than partial sums do", inputs)
+    return {layer: (repr(inputs), bits) for layer, bits in found.items()}
+
+
+def _first(batches: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return the first `count` sequences, (1, length) each."""
+    return [row[None] for batch in batches for row in batch][:count]
+
+
+def _check_arguments(k: int | None, features: str, momentum: float, save_every: int) -> None:
     check_choice("features", features, LAYOUTS)
     if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum!r}; allowed: a number from 0 to below 1")
     check_int("save_every", save_every, 1, 1 << 30)
-    check_budget(bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()})
 
 
 def _world(ranks: int | None, group: dist.ProcessGroup | None) -> int:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import FeatureInt
+from lowbit.codecs import FeatureInt, parse
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
+from lowbit.codecs.sums import Summable
+from lowbit.collectives.checks import check_summable
 from lowbit.kernels.packing import planes_nbytes
 from lowbit.tensor_parallel import files
 from lowbit.tensor_parallel.files import CalibrationError, join
@@ -49,6 +51,8 @@ class Calibration:
         count: sequences that they were made from.
         features: by layer, ascending: those sent as bfloat16.
         bits: by layer: of codes; a layer without has 4.
+        effects: by layer: what 4-bit codes do to the model's outputs (`effects`); measured for a budget of bits only.
+        inputs: by layer that sends its inputs instead of its partial sums: their format, and its bits per row.
         curves: by layer: where codes end best, and the error, for each width (`formats.Curve`).
         held_out: by layer, of each rank: mean and standard deviation of the relative error of rows that were held out.
         model: its `identity`. dtype: of its partial sums.
@@ -74,6 +78,8 @@ class Calibration:
     world: int
     dtype: str = "float32"
     bits: Mapping[str, int] = field(default_factory=dict)
+    effects: Mapping[str, float] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     held_out: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     text: str = ""
@@ -116,6 +122,10 @@ class Calibration:
             )  # fmt: skip
         return codecs
 
+    def inputs_codecs(self) -> dict[str, Summable]:
+        """Return the formats of inputs, by layer that sends them where its partial sums would be coded."""
+        return {name: check_summable(parse(text)) for name, (text, _) in self.inputs.items()}
+
     def select(self, *, k: int | None = None, features: str = "fixed") -> Calibration:
         """Return the same ranges and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
 
@@ -134,17 +144,29 @@ class Calibration:
         """
         widths = {name: r.shape[1] for name, r in self.ranges.items()}
         counts = {name: len(features) for name, features in self.features.items()}
-        check_budget(bits, widths, counts)
-        costs = {name: _costs(widths[name], count) for name, count in counts.items()}
-        budget = None if bits is None else bits * sum(widths.values())
-        settings = {**self.settings, "bits": bits}
-        return dataclasses.replace(self, bits=spend(self.curves, costs, budget), settings=settings)
+        fixed = {name: bits for name, (_, bits) in self.inputs.items()}
+        check_budget(bits, widths, counts, fixed)
+        chosen = dict.fromkeys(counts, 4)
+        if bits is not None:
+            if missing := [name for name in counts if name not in fixed and name not in self.effects]:
+                raise ValueError(
+                    f"effects of {missing[0]} were not measured; allowed: a calibration made for a budget of bits"
+                )
+            costs = {name: _costs(widths[name], count) for name, count in counts.items() if name not in fixed}
+            curves = {name: self.curves[name] for name in costs}
+            chosen |= spend(curves, costs, bits * sum(widths.values()) - sum(fixed.values()), self.effects)
+        return dataclasses.replace(self, bits=chosen, settings={**self.settings, "bits": bits})
 
     def bits_per_value(self, *layers: str) -> float:
-        """Bits per value of these layers, or of all, of many rows: gains, outliers and codes."""
+        """Bits per value of these layers, or of all, of many rows: gains, outliers and codes; or inputs."""
         names = layers or tuple(self.features)
         widths = {name: self.ranges[name].shape[1] for name in names}
-        costs = (_costs(widths[name], len(self.features[name]))[self.bits.get(name, 4)] for name in names)
+        costs = (
+            self.inputs[name][1]
+            if name in self.inputs
+            else _costs(widths[name], len(self.features[name]))[self.bits.get(name, 4)]
+            for name in names
+        )
         return sum(costs) / sum(widths.values())
 
     def fingerprint(self) -> str:
@@ -208,7 +230,8 @@ class Calibration:
             return cls(
                 averages=averages, count=int(metadata["count"]),
                 features={name: tuple(k) for name, k in json.loads(metadata["features"]).items()},
-                bits=json.loads(metadata["bits"]),
+                bits=json.loads(metadata["bits"]), effects=json.loads(metadata["effects"]),
+                inputs={name: (text, bits) for name, (text, bits) in json.loads(metadata["inputs"]).items()},
                 curves={
                     name: {int(bits): (clip, error) for bits, (clip, error) in curve.items()}
                     for name, curve in json.loads(metadata["curves"]).items()
@@ -232,7 +255,7 @@ class Calibration:
             "text": self.text,
             **{
                 name: json.dumps(dict(getattr(self, name)), sort_keys=True)
-                for name in ("settings", "features", "bits", "curves", "held_out")
+                for name in ("settings", "features", "bits", "effects", "inputs", "curves", "held_out")
             },
         }  # fmt: skip
 
@@ -308,13 +331,18 @@ def select(
     }
 
 
-def check_budget(bits: object, widths: Mapping[str, int], outliers: Mapping[str, int]) -> None:
-    """Raise unless a budget of bits per value is None, or suffices for the narrowest codes of these layers."""
+def check_budget(
+    bits: object, widths: Mapping[str, int], outliers: Mapping[str, int], fixed: Mapping[str, float]
+) -> None:
+    """Raise unless a budget of bits per value is None, or suffices for the narrowest codes of these layers.
+
+    `fixed`: bits per row of the layers that send their inputs.
+    """
     if bits is None:
         return
     if isinstance(bits, bool) or not isinstance(bits, int | float):
         raise TypeError(f"bits is {bits!r}; allowed: a number of bits per value, or None")
-    least = sum(_costs(width, outliers[name])[WIDTHS[0]] for name, width in widths.items())
+    least = sum(fixed.get(name, _costs(width, outliers[name])[WIDTHS[0]]) for name, width in widths.items())
     if bits * sum(widths.values()) < least:
         raise ValueError(
             f"bits is {bits:g}; allowed: at least {least / sum(widths.values()):.4g}, which codes of {WIDTHS[0]} bits "

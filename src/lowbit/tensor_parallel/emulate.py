@@ -68,7 +68,8 @@ def emulate_tensor_parallel_(
         model: a whole Hugging Face model, or any module with a `plan`.
         ranks: how many to emulate, at least 1.
         low_bit: a `Calibration` for so many ranks and this model; a codec, used for all layers (`GroupInt` for plain
-            INT8), or codecs by layer, of which others have none; None: sums in the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
+            INT8), or codecs by layer, of which others have none; None: sums in
+            the model's dtype, in the order of the ranks, rounded once. (The all-reduce of real
             ranks does the same for two ranks, and rounds after every addition for more.)
         settings: how partial sums are added up; default `SumSettings()`, which measures nothing here.
         plan: overrides the model's own.
@@ -108,8 +109,8 @@ def emulate_tensor_parallel_(
     for module, forward in forwards.items():
         emulation.replace(module, forward)
     emulation.sums = list(sums.values())
-    if settings is not None and settings.inputs is not None:
-        emulate_inputs(emulation, {name: module for name, (module, _) in planned.items()}, settings.inputs)
+    if isinstance(low_bit, Calibration):
+        emulate_inputs(emulation, {name: module for name, (module, _) in planned.items()}, low_bit.inputs_codecs())
     for other in counted(model, rules):
         forward = counting(other.module.forward, emulation.traffic, ranks, gathers=other.gathers)
         emulation.replace(other.module, forward)

@@ -49,29 +49,35 @@ def _best(codec: FeatureInt, bits: int, rows: Tensor, exact: Tensor) -> tuple[fl
 
 
 def spend(
-    curves: Mapping[str, Curve], costs: Mapping[str, Mapping[int, float]], budget: float | None
+    curves: Mapping[str, Curve],
+    costs: Mapping[str, Mapping[int, float]],
+    budget: float,
+    effects: Mapping[str, float],
 ) -> dict[str, int]:
     """Return the bits of each layer's codes for a budget, for which the errors of all sums add up to least.
 
-    Errors are not relative to their sums: all sums are added to one residual stream, where they count as they are.
+    What counts is not the error of a sum, but what it does to the model's outputs (`effects`), which is taken to grow
+    as the squared error of the sum does.
 
     Args:
         curves: of each layer. costs: bits per row of each layer, by the bits of its codes. budget: bits per row of all
-            layers together; None: 4-bit codes everywhere.
+            layers together. effects: by layer, of 4-bit codes.
 
     Raises:
         ValueError: a budget below that of the narrowest codes.
     """
-    if budget is None:
-        return dict.fromkeys(curves, 4)
     chosen = dict.fromkeys(curves, WIDTHS[0])
     spent = sum(costs[name][bits] for name, bits in chosen.items())
+
+    def error(name: str, bits: int) -> float:
+        return effects[name] * curves[name][bits][1] / (curves[name][4][1] or 1.0)
+
     while True:
         best: tuple[float, str, int] | None = None
         for name, bits in chosen.items():
             for more in WIDTHS[WIDTHS.index(bits) + 1 :]:
                 cost = costs[name][more] - costs[name][bits]
-                gain = (curves[name][bits][1] - curves[name][more][1]) / cost
+                gain = (error(name, bits) - error(name, more)) / cost
                 if spent + cost <= budget and gain > 0 and (best is None or gain > best[0]):
                     best = gain, name, more
         if best is None:

@@ -7,11 +7,8 @@ The price: every rank keeps the layer's whole weight and does W times its produc
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,87 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowbit.codecs.sums import Summable
-from lowbit.collectives.checks import check_flat
 from lowbit.tensor_parallel import op
 from lowbit.tensor_parallel.plan import shards
 from lowbit.tensor_parallel.reduce import check_inference, sum_in_process, sum_over_ranks
 from lowbit.tensor_parallel.rowwise import LAYER_SUM, Installed, LayerSum, local, own_input
+from lowbit.tensor_parallel.slices import Slices
 from lowbit.tensor_parallel.sums import ModelSum, mark
-
-_log = logging.getLogger("lowbit.tensor_parallel")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slices(Summable):
-    """Codes rows of which each rank holds a slice of the features: the sum over the ranks puts them side by side.
-
-    Rank r's rows are zero outside features r E / W to (r + 1) E / W. Only these are coded, one rank's slices of all
-    rows in a piece; bytes and formulas are those of `codec` for so many elements.
-
-    Args:
-        codec: of the slices. width: E. world: W, a divisor of E. rank: whose slices this codec codes.
-
-    Raises:
-        TypeError: a codec that keeps state or codes whole tokens only. ValueError: W does not divide E.
-    """
-
-    codec: Summable
-    width: int
-    world: int
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        check_flat(self.codec)
-        if self.width % self.world:
-            raise ValueError(f"width is {self.width}; allowed: a multiple of the {self.world} ranks")
-
-    @property
-    def grain(self) -> int:
-        return self.width
-
-    @property
-    def ranks(self) -> int:
-        return self.world
-
-    def part(self, rank: int) -> Slices:
-        return self if rank == self.rank else replace(self, rank=rank)
-
-    def identity(self) -> str:
-        return f"{self.part(0)} [{self.part(0).fingerprint()}]"
-
-    def fingerprint(self) -> str:
-        text = f"Slices/{self.payload_version}/{self.codec.fingerprint()}/{self.width}/{self.world}/{self.rank}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def format_nbytes(self, shape: Sequence[int]) -> int:
-        return self.codec.nbytes((self._slices(shape),))
-
-    def _encode(self, x: Tensor, payload: Tensor) -> None:
-        self.codec.encode(self._of(x, self.rank).contiguous().view(-1), out=payload)
-
-    def _decode(self, payload: Tensor, out: Tensor, accumulate: bool) -> None:
-        if not accumulate:
-            out.zero_()
-        self._put(payload, out, self.rank)
-
-    def _sum(self, payloads: Iterable[Tensor], out: Tensor, divisor: int, scratch: Tensor | None) -> None:
-        out.zero_()
-        for rank, payload in enumerate(payloads):
-            self._put(payload, out, rank)
-        if divisor > 1:
-            out.div_(out.new_full((), divisor))  # CUDA multiplies by the inverse of a number
-
-    def _put(self, payload: Tensor, out: Tensor, rank: int) -> None:
-        """Add a rank's slices to a tensor."""
-        part = self._of(out, rank)
-        part.add_(self.codec.decode(payload, shape=(part.numel(),)).view(part.shape))
-
-    def _of(self, x: Tensor, rank: int) -> Tensor:
-        size = self.width // self.world
-        return x.view(-1, self.width).narrow(1, rank * size, size)
-
-    def _slices(self, shape: Sequence[int]) -> int:
-        return math.prod(shape) // self.world
 
 
 @dataclass(kw_only=True, eq=False)
@@ -177,45 +99,30 @@ class InputGather:
         return full
 
 
-def send_inputs(installed: Installed, sums: Mapping[str, ModelSum], inputs: Summable, group: dist.ProcessGroup) -> None:
-    """Let a model on real ranks send the inputs of the layers that `slices_for` allows; all ranks must call this."""
-    names: list[str] = []
+def send_inputs(
+    installed: Installed, sums: Mapping[str, ModelSum], inputs: Mapping[str, Summable], group: dist.ProcessGroup
+) -> None:
+    """Let layers of a model on real ranks send their inputs in these formats; all ranks must call this."""
     for layer_sum in installed.sums:
         summed = sums[layer_sum.name]
-        weight, gather = getattr(summed.module, "weight", None), _gather(layer_sum, summed.module, inputs)
-        if gather is not None and isinstance(weight, DTensor):
-            names.append(layer_sum.name)
+        if layer_sum.name in inputs and isinstance(weight := summed.module.weight, DTensor):
+            gather = _gather(layer_sum, summed.module, inputs[layer_sum.name])
             forward = _real_forward(summed.module, gather, weight.full_tensor().detach(), dist.get_rank(group))
             setattr(forward, LAYER_SUM, layer_sum)
             installed.replace(summed.module, mark(forward, summed))
-    _report(names, inputs, len(installed.sums))
 
 
-def emulate_inputs(emulation: Installed, modules: Mapping[str, nn.Module], inputs: Summable) -> None:
-    """Let emulated ranks send the inputs of the layers that `slices_for` allows."""
-    names: list[str] = []
+def emulate_inputs(emulation: Installed, modules: Mapping[str, nn.Module], inputs: Mapping[str, Summable]) -> None:
+    """Let layers of emulated ranks send their inputs in these formats."""
     for layer_sum in emulation.sums:
-        module = modules[layer_sum.name]
-        if (gather := _gather(layer_sum, module, inputs)) is not None:
-            names.append(layer_sum.name)
-            emulation.replace(module, _emulated_forward(module, gather))
-    _report(names, inputs, len(emulation.sums))
+        if layer_sum.name in inputs:
+            module = modules[layer_sum.name]
+            emulation.replace(module, _emulated_forward(module, _gather(layer_sum, module, inputs[layer_sum.name])))
 
 
-def _report(names: list[str], inputs: Summable, sums: int) -> None:
-    if names:
-        _log.info(
-            "%d of %d layers send their inputs in %s instead of partial sums: %s", len(names), sums, inputs, names[0]
-        )
-    else:
-        _log.warning("no layer sends its inputs in %s: they take more bytes than partial sums would", inputs)
-
-
-def _gather(sums: LayerSum, layer: nn.Module, inputs: Summable) -> InputGather | None:
-    if type(layer) is not nn.Linear or not isinstance(sums.codec, Summable):
-        return None
-    slices = slices_for(layer, sums.ranks, inputs, sums.codec)
-    return None if slices is None else InputGather(sums=sums, slices=slices)
+def _gather(sums: LayerSum, layer: nn.Module, inputs: Summable) -> InputGather:
+    assert isinstance(layer, nn.Linear)
+    return InputGather(sums=sums, slices=Slices(codec=inputs, width=layer.in_features, world=sums.ranks))
 
 
 def _real_forward(layer: nn.Module, gather: InputGather, whole: Tensor, rank: int) -> Callable[[Tensor], Tensor]:
@@ -241,17 +148,3 @@ def _emulated_forward(layer: nn.Module, gather: InputGather) -> Callable[[Tensor
         return total if layer.bias is None else total + layer.bias
 
     return forward
-
-
-def slices_for(layer: nn.Linear, ranks: int, inputs: Summable, codec: Summable) -> Slices | None:
-    """Return the format of a layer's inputs; None where its partial sums, in `codec`, take fewer bytes.
-
-    None as well where it has more inputs than outputs, as the second layer of an MLP: `ranks` times its products would
-    cost more than the link does.
-    """
-    width = layer.in_features
-    if width % ranks or width > layer.out_features:
-        return None
-    slices = Slices(codec=inputs, width=width, world=ranks)
-    rows = 64
-    return slices if slices.nbytes((rows, width)) <= codec.nbytes((rows, layer.out_features)) else None

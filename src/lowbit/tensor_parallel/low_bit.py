@@ -76,8 +76,8 @@ def install_formats(
     """Install the formats of a calibration that has been checked, or one codec, on all ranks of a group."""
     codecs = {name: source.codec(name) if isinstance(source, Calibration) else source for name in sums}
     installed = install(sums, codecs, group, settings, counted=counted(model), drift=drift)
-    if settings.inputs is not None:
-        send_inputs(installed, sums, settings.inputs, group)
+    if isinstance(source, Calibration):
+        send_inputs(installed, sums, source.inputs_codecs(), group)
     return installed
 
 
@@ -131,6 +131,11 @@ def low_bit_styles(
         )
     if loaded.world != mesh.size():
         raise CalibrationError(f"the calibration is for {loaded.world} ranks, this mesh has {mesh.size()}")
+    if loaded.inputs:
+        raise CalibrationError(
+            f"the calibration sends the inputs of {next(iter(loaded.inputs))}; allowed for styles: one made without "
+            "inputs (low_bit_ takes both)"
+        )
     styles = {
         name: LowBitRowwiseParallel(loaded.codec(name), settings=settings, drift=drift, name=name)
         for name in loaded.features

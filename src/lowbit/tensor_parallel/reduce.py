@@ -44,26 +44,14 @@ class SumSettings:
             (rows times features) on. A number: sums of fewer elements. `Thresholds`: as measured earlier.
         timeout: seconds after which a missing or failed peer is an error.
         checksums: append 8 bytes to each payload, by which the receiver detects damage.
-        inputs: format in which `low_bit_` and emulated ranks send a layer's inputs instead of its coded partial sums,
-            such as `GroupInt(bits=8, group=64)`: with a tenth of the error where that takes no more bytes, as behind
-            attention. Layers with more inputs than outputs do not. Each rank then holds the layer's whole weight beside
-            its part, and does all its products. None: no layer does.
     """
 
     algorithm: Literal["auto", "one_shot", "two_shot"] = "auto"
     small: int | Literal["auto"] | Thresholds = "auto"
     timeout: float = TIMEOUT
     checksums: bool = True
-    inputs: Summable | None = None
 
     def __post_init__(self) -> None:
-        if self.inputs is not None and (
-            not isinstance(self.inputs, Summable) or self.inputs.shaped or self.inputs.grain > 1
-        ):
-            raise ValueError(
-                f"inputs is {self.inputs!r}; allowed: None, or a format for any number of elements, such as "
-                "GroupInt(bits=8, group=64, symmetric=True)"
-            )
         check_choice("algorithm", self.algorithm, ("auto", "one_shot", "two_shot"))
         if isinstance(self.small, str):
             check_choice("small", self.small, ("auto",))

@@ -319,8 +319,6 @@ class LowBitRowwiseParallel(RowwiseParallel):
             raise ValueError(f"output_layouts is {output_layouts}; allowed: Replicate()")
         if input_layouts not in (None, Shard(-1), Replicate()):
             raise ValueError(f"input_layouts is {input_layouts}; allowed: Shard(-1), Replicate()")
-        if settings is not None and settings.inputs is not None:
-            raise ValueError(f"settings.inputs is {settings.inputs}; allowed here: None (low_bit_ takes it)")
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         check_codec("codec", codec)
         self.codec, self.settings = codec, settings or SumSettings()
