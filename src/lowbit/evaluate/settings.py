@@ -60,8 +60,8 @@ class CalibrationConfig(InferenceConfig):
     ranges), a number for each layer, or "distributed" (E/64 on average, placed where they help most). If omitted, E/64,
     or with --continue as before."""
     bits: Annotated[float, Field(gt=3, le=16)] | None = None
-    """Budget of bits per value over all layers, every bit counted, such as 5: layers get codes of 3 to 8 bits where these
-    remove the most error. If omitted, 4-bit codes everywhere, or with --continue as before."""
+    """Budget of bits per value over all layers, every bit counted, such as 5: layers get codes of 3 to 8 bits where
+    these remove the most error. If omitted, 4-bit codes everywhere, or with --continue as before."""
     continue_: bool = False
     """Continue the calibration in the output file, for example after a warning that the text has drifted."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
