@@ -161,11 +161,11 @@ def test_a_calibration_goes_on_where_it_was_interrupted(
 
     def interrupted(model: Any, sequences: Any, **options: Any) -> Any:
         drawn = list(sequences)
-        drawn[5:] = [None]  # what the model cannot take
+        drawn[5] = torch.full_like(drawn[5], 1 << 20)  # what the model cannot take
         return real(model, iter(drawn), **options | {"save_every": 2})
 
     monkeypatch.setattr(calibrate, "calibrate", interrupted)
-    with pytest.raises(Exception, match="NoneType"):
+    with pytest.raises(IndexError):
         run(CALIBRATE, settings)
     assert not settings.path.exists()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -181,7 +181,7 @@ def test_a_calibration_goes_on_where_it_was_interrupted(
     assert list(settings.path.parent.iterdir()) == [settings.path]
     run(CALIBRATE, dataclasses.replace(settings, features="", continue_=True, seed=1))
     continued = Calibration.load(settings.path)
-    assert (continued.count, continued.settings["k"]) == (16, 1)
+    assert (continued.count, continued.settings["k"]) == (14, 1)
     assert not caplog.records
     seen.clear()
     other = dataclasses.replace(settings, output=str(tmp_path / "b" / "c.safetensors"), seed=1)

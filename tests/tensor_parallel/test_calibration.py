@@ -153,8 +153,8 @@ def test_the_last_eighth_is_held_out_and_measures_the_error():
         errors = []
         for sequence in text[14:]:
             for part in partial_sums(sequence, 2)[LAYERS[3]][rank].float().chunk(4):
-                rows = part[:: max(1, len(part) // 4)][:4]
-                errors.append(float((codec.part(rank).round_trip(rows) - rows).norm() / rows.norm()))
+                each = (codec.part(rank).round_trip(part) - part).norm(dim=1) / part.norm(dim=1)
+                errors.append(float(each.mean()))  # so few rows that all are sampled
         mean, spread = calibration.held_out[LAYERS[3]][rank]
         assert mean == pytest.approx(sum(errors) / len(errors), rel=1e-4)
         assert spread == pytest.approx(float(torch.tensor(errors).std(unbiased=False)), rel=1e-2)
