@@ -292,7 +292,7 @@ def _title(rows: Sequence[Row]) -> str:
 COMMAND = Command(
     name="sums",
     summary="Candidates for the format of tensor-parallel sums, on a model's real partial sums, beside the bound.",
-    examples=("python -m benchmarks sums runs/real-models/minilm --text held_out.txt --calibration-text other.txt",),
+    examples=("python -m benchmarks sums my_model --text a.txt --calibration-text b.txt",),
     settings=SumsBenchmark,
     measure=measure,
     tables=(

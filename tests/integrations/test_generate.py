@@ -107,7 +107,7 @@ def test_all_ways_to_generate_use_low_bit_sums_and_agree(ranks: Ranks, folder: s
         assert text.shape == (ROWS, NEW)
         for rank in range(count):
             assert torch.equal(results[rank][way][1], text), f"{way}, rank {rank}"
-        assert traffic.plain == 0
+        assert traffic.plain == traffic.coded // SUMS  # the embedding's sum
         assert traffic.coded >= SUMS * ROWS * (PROMPT - 9 + NEW - 1) * WIDTH, way
         same = float((own == text).float().mean())
         print(f"{way}, {count} ranks, {bits} bits: {same:.0%} of the tokens of Transformers' own sums")
@@ -126,4 +126,5 @@ def thresholds(folder: str) -> tuple[int, int]:
 def test_only_the_prompt_is_coded_where_a_token_is_small(ranks: Ranks, folder: str):
     for coded, plain in ranks.run(thresholds, folder):
         assert coded == SUMS * ROWS * PROMPT * WIDTH
-        assert plain == SUMS * ROWS * (NEW - 1) * WIDTH
+        tokens = PROMPT + NEW - 1  # of which the embedding adds up each
+        assert plain == ROWS * (SUMS * (NEW - 1) + tokens) * WIDTH

@@ -161,7 +161,7 @@ def check_format(name: str, value: object) -> None:
     """Raise unless `value` is 2 to 8, or 16, or a codec that can save a tensor of any shape."""
     if not isinstance(value, Codec):
         check_bits(name, value)
-    elif not isinstance(value, Summable) or value.shaped or value.grain != 1 or value.device is not None:
+    elif not isinstance(value, Summable) or value.shaped or value.grain != 1:
         raise TypeError(
             f"{name} is {value!r}; allowed: bits, or a codec without state for any shape, such as BlockFloat8()"
         )

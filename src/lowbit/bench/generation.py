@@ -273,7 +273,7 @@ COMMAND = Command(
     examples=(
         "lowbit bench generation --link 100mbit --format transformers,int4",
         "lowbit bench generation --link unlimited --pretrained run/model",
-        "lowbit bench generation --layout tensor --heads 2 --batch 1,8,32 --link 1gbit",
+        "lowbit bench generation --layout tensor --batch 1,8,32 --link 1gbit",
     ),
     settings=GenerationBenchmark,
     measure=measure,

@@ -227,10 +227,15 @@ class RowSums:
                 f"{path} has formats for {_some(missing)}, which vLLM does not sum as row-parallel layers; it sums "
                 f"{_some(list(self.layers))}: is it a calibration of this model?"
             )
-        for name, low in calibration.lows.items():
-            if name in self.layers and low.shape[1] != self.layers[name].width:
+        if calibration.inputs:
+            raise CalibrationError(
+                f"{path} sends the inputs of {next(iter(calibration.inputs))}; "
+                "allowed here: a calibration made without inputs"
+            )
+        for name, total in calibration.total.items():
+            if name in self.layers and len(total) != self.layers[name].width:
                 raise CalibrationError(
-                    f"{path} has {low.shape[1]} features for {name}, and the model {self.layers[name].width}"
+                    f"{path} has {len(total)} features for {name}, and the model {self.layers[name].width}"
                 )
 
     def _checked(self, layer: _Layer, total: Tensor, whole: Tensor) -> Tensor:

@@ -39,12 +39,11 @@ from lowbit.tensor_parallel.observe import Observer
 from lowbit.tensor_parallel.plan import Plan
 from lowbit.tensor_parallel.reduce import SumSettings
 from lowbit.tensor_parallel.rowwise import Installed, install
-from lowbit.tensor_parallel.slices import check_inputs, layers_with_inputs
+from lowbit.tensor_parallel.slices import input_numbers, layers_with_inputs
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _log = logging.getLogger("lowbit.tensor_parallel")
-_SAMPLES = 4  # of a held-out sequence
-_TRIED = 4  # sequences, to measure what coding does to the outputs
+_SAMPLES, _TRIED = 4, 4  # rows of a held-out sequence; sequences, to measure what coding does to the outputs
 
 
 @torch.no_grad()
@@ -112,17 +111,16 @@ def calibrate(
     name = identity(model, layers)
     before = start.count if start else 0
     read = list(sequences)
-    sent: dict[str, tuple[str, float]] = {}
+    sent: dict[str, tuple[int, int, float]] = {}
 
     def prepare() -> tuple[Observer, dict[str, str]]:
         """Check the arguments and load averages of earlier runs; also return facts that identify this run."""
         widths = {layer: summed.width for layer, summed in layers.items()}
         _check_arguments(k, features, momentum, save_every)
-        check_inputs(inputs)
         sent.update(_sent(inputs, layers, _world(ranks, group)))
         check_budget(
             bits, widths, {layer: outlier_count(layer, k, width) for layer, width in widths.items()},
-            {layer: row for layer, (_, row) in sent.items()},
+            {layer: row for layer, (_, _, row) in sent.items()},
         )  # fmt: skip
         observer = Observer(widths, ranks=_world(ranks, group), momentum=momentum)
         if start is not None:
@@ -154,9 +152,8 @@ def calibrate(
     calibration = dataclasses.replace(ranges, curves=_curves(ranges, observer, group), inputs=sent)
     if bits is not None:
         codecs = {layer: calibration.codec(layer) for layer in layers if layer not in sent}
-        measured = effects(
-            model, codecs, _first(observed, _TRIED), ranks=observer.ranks, sums=layers, group=group, plan=plan
-        )
+        tried = [row[None] for batch in observed for row in batch][:_TRIED]
+        measured = effects(model, codecs, tried, ranks=observer.ranks, sums=layers, group=group, plan=plan)
         calibration = dataclasses.replace(calibration, effects=measured)
     calibration = calibration.within(bits)
     errors = _held_out(calibration, run, held_out, observer.count - before, tell)
@@ -260,19 +257,15 @@ def _split(sequences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return observed, held_out
 
 
-def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -> dict[str, tuple[str, float]]:
-    """Return the format of the inputs and the bits of a row, by layer that sends them."""
+def _sent(inputs: Summable | None, layers: Mapping[str, ModelSum], ranks: int) -> dict[str, tuple[int, int, float]]:
+    """Return the numbers of the format of inputs and the bits of a row, by layer that sends them."""
     if inputs is None:
         return {}
+    bits, group = input_numbers(inputs)
     found = layers_with_inputs(layers, ranks, inputs, 4 + 12 / SHARE)
     if not found:
         _log.warning("no layer sends its inputs in %s: they take more bits than partial sums do", inputs)
-    return {layer: (repr(inputs), bits) for layer, bits in found.items()}
-
-
-def _first(batches: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Return the first `count` sequences, (1, length) each."""
-    return [row[None] for batch in batches for row in batch][:count]
+    return {layer: (bits, group, row) for layer, row in found.items()}
 
 
 def _check_arguments(k: int | None, features: str, momentum: float, save_every: int) -> None:

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.codecs import FeatureInt, parse
+from lowbit.codecs import FeatureInt
 from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int.reference import FEWEST, MOST
 from lowbit.codecs.sums import Summable
-from lowbit.collectives.checks import check_summable
-from lowbit.kernels.packing import planes_nbytes
 from lowbit.tensor_parallel import files
 from lowbit.tensor_parallel.files import CalibrationError, join
 from lowbit.tensor_parallel.formats import WIDTHS, Curve, spend
 from lowbit.tensor_parallel.identity import identity
 from lowbit.tensor_parallel.observe import AVERAGES
+from lowbit.tensor_parallel.slices import input_format
 from lowbit.tensor_parallel.sums import ModelSum, model_sums
 
 _FORMAT = "lowbit-calibration"
@@ -52,7 +51,8 @@ class Calibration:
         features: by layer, ascending: those sent as bfloat16.
         bits: by layer: of codes; a layer without has 4.
         effects: by layer: what 4-bit codes do to the model's outputs (`effects`); measured for a budget of bits only.
-        inputs: by layer that sends its inputs instead of its partial sums: their format, and its bits per row.
+        inputs: by layer that sends its inputs instead of its partial sums: bits and group of their format
+            (`slices.input_format`), and its bits per row.
         curves: by layer: where codes end best, and the error, for each width (`formats.Curve`).
         held_out: by layer, of each rank: mean and standard deviation of the relative error of rows that were held out.
         model: its `identity`. dtype: of its partial sums.
@@ -79,7 +79,7 @@ class Calibration:
     dtype: str = "float32"
     bits: Mapping[str, int] = field(default_factory=dict)
     effects: Mapping[str, float] = field(default_factory=dict)
-    inputs: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[int, int, float]] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     held_out: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     text: str = ""
@@ -124,7 +124,7 @@ class Calibration:
 
     def inputs_codecs(self) -> dict[str, Summable]:
         """Return the formats of inputs, by layer that sends them where its partial sums would be coded."""
-        return {name: check_summable(parse(text)) for name, (text, _) in self.inputs.items()}
+        return {name: input_format(bits, group) for name, (bits, group, _) in self.inputs.items()}
 
     def select(self, *, k: int | None = None, features: str = "fixed") -> Calibration:
         """Return the same ranges and bits with features chosen anew, as `calibrate` does; k=0: none in bfloat16.
@@ -144,7 +144,7 @@ class Calibration:
         """
         widths = {name: r.shape[1] for name, r in self.ranges.items()}
         counts = {name: len(features) for name, features in self.features.items()}
-        fixed = {name: bits for name, (_, bits) in self.inputs.items()}
+        fixed = {name: row for name, (_, _, row) in self.inputs.items()}
         check_budget(bits, widths, counts, fixed)
         chosen = dict.fromkeys(counts, 4)
         if bits is not None:
@@ -162,7 +162,7 @@ class Calibration:
         names = layers or tuple(self.features)
         widths = {name: self.ranges[name].shape[1] for name in names}
         costs = (
-            self.inputs[name][1]
+            self.inputs[name][2]
             if name in self.inputs
             else _costs(widths[name], len(self.features[name]))[self.bits.get(name, 4)]
             for name in names
@@ -231,7 +231,10 @@ class Calibration:
                 averages=averages, count=int(metadata["count"]),
                 features={name: tuple(k) for name, k in json.loads(metadata["features"]).items()},
                 bits=json.loads(metadata["bits"]), effects=json.loads(metadata["effects"]),
-                inputs={name: (text, bits) for name, (text, bits) in json.loads(metadata["inputs"]).items()},
+                inputs={
+                    name: (int(bits), int(group), float(row))
+                    for name, (bits, group, row) in json.loads(metadata["inputs"]).items()
+                },
                 curves={
                     name: {int(bits): (clip, error) for bits, (clip, error) in curve.items()}
                     for name, curve in json.loads(metadata["curves"]).items()
@@ -352,7 +355,7 @@ def check_budget(
 
 def _costs(width: int, outliers: int) -> dict[int, int]:
     """Bits of a row of a payload, by the bits of its codes."""
-    return {b: 16 + 16 * outliers + 8 * planes_nbytes(width - outliers, b) for b in range(FEWEST, MOST + 1)}
+    return {bits: FeatureInt.row_bits(bits, width, outliers) for bits in range(FEWEST, MOST + 1)}
 
 
 def outlier_count(name: str, k: int | None, width: int) -> int:

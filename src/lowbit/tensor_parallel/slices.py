@@ -7,8 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
+from lowbit.codecs import Cast, GroupInt
 from lowbit.codecs.sums import Summable
 from lowbit.collectives.checks import check_flat
 from lowbit.tensor_parallel.sums import ModelSum
@@ -89,13 +91,25 @@ class Slices(Summable):
         return math.prod(shape) // self.world
 
 
-def check_inputs(inputs: object) -> None:
-    """Raise ValueError unless this is None, or a format for any number of elements."""
-    if inputs is not None and (not isinstance(inputs, Summable) or inputs.shaped or inputs.grain > 1):
-        raise ValueError(
-            f"inputs is {inputs!r}; allowed: None, or a format for any number of elements, such as "
-            "GroupInt(bits=8, group=64, symmetric=True)"
-        )
+def input_numbers(inputs: object) -> tuple[int, int]:
+    """Return bits and group of a format of inputs, as calibrations keep them: group 0 is bfloat16.
+
+    Raises:
+        ValueError: another format.
+    """
+    if inputs == Cast(dtype=torch.bfloat16):
+        return 16, 0
+    if isinstance(inputs, GroupInt) and inputs == input_format(inputs.bits, inputs.group):
+        return inputs.bits, inputs.group
+    raise ValueError(
+        f"inputs is {inputs!r}; allowed: None, GroupInt(bits=..., group=..., symmetric=True), "
+        "Cast(dtype=torch.bfloat16)"
+    )
+
+
+def input_format(bits: int, group: int) -> Summable:
+    """Return the format of these numbers."""
+    return GroupInt(bits=bits, group=group, symmetric=True) if group else Cast(dtype=torch.bfloat16)
 
 
 def layers_with_inputs(sums: Mapping[str, ModelSum], ranks: int, inputs: Summable, most: float) -> dict[str, float]:

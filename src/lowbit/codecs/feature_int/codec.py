@@ -15,6 +15,7 @@ from lowbit.codecs.checks import check_choice, check_int
 from lowbit.codecs.feature_int import reference
 from lowbit.codecs.feature_int.reference import FEWEST, MOST, center_of, feature_int_layout
 from lowbit.codecs.sums import Summable
+from lowbit.kernels.packing import planes_nbytes
 
 # Of ranges: their reciprocals are normal numbers.
 SMALLEST, LARGEST = 2.0**-126, 2.0**125
@@ -157,6 +158,11 @@ class FeatureInt(Summable):
             offsets=mean_RE[:-1] if means else None, total_offset=mean_RE[-1] if means else None,
             features=tuple(chosen.tolist()), artifact=artifact,
         )  # fmt: skip
+
+    @staticmethod
+    def row_bits(bits: int, features: int, outliers: int) -> int:
+        """Return the bits of a row of a payload: gain, outliers and codes."""
+        return 16 + 16 * outliers + 8 * planes_nbytes(features - outliers, bits)
 
     @property
     def grain(self) -> int:
