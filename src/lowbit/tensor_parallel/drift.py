@@ -30,13 +30,13 @@ def sample(x: Tensor) -> Tensor:
 
 
 def relative_error(codec: Codec, rows: Tensor) -> Tensor:
-    """Root mean square of each row's error over that of the row, the mean over the rows, float64.
+    """Root mean square of each row's error over that of the row, the median over the rows, float64.
 
-    A row of zeros counts as 0. Every row counts alike: a token that is larger than all others says nothing of these.
+    A row of zeros counts as 0. The median, because a large token says nothing of the others, and padding of none.
     """
     error = codec.decode(codec.encode(rows), shape=rows.shape) - rows
     power = rows.double().square().sum(1)
-    return torch.where(power > 0, error.double().square().sum(1) / power, 0.0).sqrt().mean()
+    return torch.where(power > 0, error.double().square().sum(1) / power, 0.0).sqrt().median()
 
 
 class Writer(Protocol):
@@ -87,7 +87,7 @@ class Drift:
         drift.write(SummaryWriter("runs/drift"), step)
 
     Of every `every`th call of a layer up to 4 rows are coded once more, and their relative error is compared with that
-    of as many rows of text that the calibration held out. A layer has drifted if the mean over the samples is above
+    of as many rows of text that the calibration held out: of the medians the mean. A layer has drifted if the mean over the samples is above
     `threshold` times the calibration's, and if that is not chance: by 3 standard deviations of such a mean. Then more
     bits for the layer help, or calibrating on such text. NaN and Inf are told apart: no calibration causes or cures
     them. Every layer warns once. Only those calls, and `report`, wait for the device.
