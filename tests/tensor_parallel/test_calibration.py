@@ -154,7 +154,7 @@ def test_the_last_eighth_is_held_out_and_measures_the_error():
         for sequence in text[14:]:
             for part in partial_sums(sequence, 2)[LAYERS[3]][rank].float().chunk(4):
                 each = (codec.part(rank).round_trip(part) - part).norm(dim=1) / part.norm(dim=1)
-                errors.append(float(each.mean()))  # so few rows that all are sampled
+                errors.append(float(each.median()))  # so few rows that all are sampled
         mean, spread = calibration.held_out[LAYERS[3]][rank]
         assert mean == pytest.approx(sum(errors) / len(errors), rel=1e-4)
         assert spread == pytest.approx(float(torch.tensor(errors).std(unbiased=False)), rel=1e-2)

@@ -30,13 +30,13 @@ def sample(x: Tensor) -> Tensor:
 
 
 def relative_error(codec: Codec, rows: Tensor) -> Tensor:
-    """Root mean square of each row's error over that of the row, the mean over the rows, float64.
+    """Root mean square of each row's error over that of the row, the median over the rows, float64.
 
-    A row of zeros counts as 0. Every row counts alike: a token that is larger than all others says nothing of these.
+    A row of zeros counts as 0. The median, because a large token says nothing of the others, and padding of none.
     """
     error = codec.decode(codec.encode(rows), shape=rows.shape) - rows
     power = rows.double().square().sum(1)
-    return torch.where(power > 0, error.double().square().sum(1) / power, 0.0).sqrt().mean()
+    return torch.where(power > 0, error.double().square().sum(1) / power, 0.0).sqrt().median()
 
 
 class Writer(Protocol):
@@ -52,7 +52,7 @@ class DriftRow:
 
     Args:
         layer: its name. rank: whose partial sums.
-        samples: how many were taken. error: their mean relative error; NaN: no sample.
+        samples: how many were taken. error: the mean of their relative errors; NaN: no sample.
         expected: the same of text that the calibration held out; NaN: the codec does not know.
         bad: sampled calls with NaN or Inf in the partial sums.
         drifted: whether the error is above what is expected.
@@ -86,11 +86,11 @@ class Drift:
         print(drift.report())
         drift.write(SummaryWriter("runs/drift"), step)
 
-    Of every `every`th call of a layer up to 4 rows are coded once more, and their relative error is compared with that
-    of as many rows of text that the calibration held out. A layer has drifted if the mean over the samples is above
-    `threshold` times the calibration's, and if that is not chance: by 3 standard deviations of such a mean. Then more
-    bits for the layer help, or calibrating on such text. NaN and Inf are told apart: no calibration causes or cures
-    them. Every layer warns once. Only those calls, and `report`, wait for the device.
+    Of every `every`th call of a layer up to 4 rows are coded once more, and the median of their relative errors is
+    compared with that of as many rows of text that the calibration held out. A layer has drifted if the mean over the
+    samples is above `threshold` times the calibration's, and if that is not chance: by 3 standard deviations of such a
+    mean. Then more bits for the layer help, or calibrating on such text. NaN and Inf are told apart: no calibration
+    causes or cures them. Every layer warns once. Only those calls, and `report`, wait for the device.
 
     Args:
         threshold: of the error over that of the calibration's held-out text.
