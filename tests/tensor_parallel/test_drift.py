@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowbit.codecs import GroupInt
 from lowbit.tensor_parallel import Calibration, Drift, SumSettings, emulate_tensor_parallel_
+from lowbit.tensor_parallel.drift import sample
 from tests.tensor_parallel.models import LAYERS, WIDTH, Toy, calibrated, ids, logits
 
 NAME = "layers.1.mlp.down"
@@ -55,6 +56,16 @@ def test_errors_are_those_of_the_rows(caplog: pytest.LogCaptureFixture):
     assert not caplog.records
     drift.reset()
     assert not drift.report().rows
+
+
+def test_samples_are_at_other_positions_of_all_sequences():
+    batch, length = 64, 25
+    positions = torch.arange(length).repeat(batch)[:, None]
+    sequence = torch.arange(batch).repeat_interleave(length)[:, None]
+    for x in (positions, sequence):
+        found = torch.cat([sample(x.view(batch, length, 1), turn) for turn in range(32)])
+        assert len(found.unique()) > 0.6 * len(x.unique())
+    assert torch.equal(sample(positions[:4], 7), positions[:4].float())
 
 
 def test_drift_is_told_once_for_a_layer_whose_error_is_above_the_expected(caplog: pytest.LogCaptureFixture):

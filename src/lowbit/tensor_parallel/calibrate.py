@@ -211,9 +211,12 @@ def _held_out(
         """Take samples of as many rows as `Drift` does, from each sequence."""
         if rank < calibration.world:
             codec = calibration.codec(layer, rank)
-            each = [part for rows in x.reshape(-1, *x.shape[-2:]) for part in rows.chunk(_SAMPLES)]
-            found = torch.stack([relative_error(codec, sample(part)) for part in each])
-            errors[layer].setdefault(str(rank), []).extend(found.tolist())
+            seen = errors[layer].setdefault(str(rank), [])
+            turns = range(len(seen), len(seen) + _SAMPLES)
+            found = [
+                relative_error(codec, sample(rows, turn)) for rows in x.reshape(-1, *x.shape[-2:]) for turn in turns
+            ]
+            seen.extend(torch.stack(found).tolist())
 
     def after(count: int) -> None:
         nonlocal done

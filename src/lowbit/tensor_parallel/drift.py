@@ -19,14 +19,20 @@ from lowbit.ranks.objects import gather_json
 
 ROWS = 4
 """Rows of a sample."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
 _log = logging.getLogger("lowbit.tensor_parallel")
 
 
-def sample(x: Tensor) -> Tensor:
-    """Return up to `ROWS` rows of (..., E), spread evenly, in float32; of many, neither the first nor the last."""
+def sample(x: Tensor, turn: int) -> Tensor:
+    """Return up to `ROWS` rows of (..., E) in float32, other ones for each turn.
+
+    They are spread by the golden ratio: evenly spaced ones would all be at one position of sequences in a batch.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    step = max(1, len(rows) // ROWS)
-    return rows[step // 2 :: step][:ROWS].float()
+    if len(rows) <= ROWS:
+        return rows.float()
+    chosen = [int(len(rows) * ((ROWS * turn + i + 0.5) * _GOLDEN % 1)) for i in range(ROWS)]
+    return rows[chosen].float()
 
 
 def relative_error(codec: Codec, rows: Tensor) -> Tensor:
@@ -127,7 +133,7 @@ class Drift:
             return
         for rank, partial in enumerate(partials, first):
             good = partial.isfinite().all()
-            rows = torch.where(good, sample(partial), 0.0)
+            rows = torch.where(good, sample(partial, watched.calls // self.every), 0.0)
             error = relative_error(watched.codec.part(rank), rows)
             sums = torch.stack([good.double(), error, 1 - good.double()])
             watched.sums[rank] = watched.sums[rank] + sums if rank in watched.sums else sums
