@@ -33,7 +33,7 @@ def config(name: str) -> Any:
 
 def quantized(name: str) -> Any:
     """A Llama as Transformers loads it with a `TorchAoConfig`: each rank quantizes its part of a weight."""
-    from torchao.quantization import quantize_
+    quantize_ = pytest.importorskip("torchao.quantization").quantize_
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

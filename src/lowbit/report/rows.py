@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
@@ -60,7 +61,7 @@ class Baseline:
     to: Mapping[str, Any]
     alike: tuple[str, ...] = ()
     way: Literal["over", "under", "minus"] = "over"
-    unless: Mapping[str, Any] = field(default_factory=dict)
+    unless: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def compared(self, row: Row, base: Row | None) -> float | None:
         """The result for one row."""
