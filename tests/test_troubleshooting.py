@@ -138,6 +138,7 @@ def test_table_names_every_class_of_error():
             "train --pipeline.ranks 99 --pipeline.microbatches 100 --data.batch 100",
             "the pipeline has ... stages (...), the model ... layers",
         ),
+        ("train --pipeline.layers 5,2", "pipeline.layers is ..., ... layers on ... stages"),
         ("train --pipeline.schedule ZBVZeroBubble", "pipeline.stages_per_rank is ...; allowed with ..."),
         ("train --pipeline.forward int9", "codec is ...; allowed: ..."),
         ("train --data.text missing.txt", "... no such file, folder or pattern with a match"),
