@@ -9,7 +9,8 @@ import torch
 
 from lowbit.activations import BitPlan, LayerPlan, compress_saved_
 from lowbit.config import build
-from lowbit.plan.memory import COMMAND, MemorySettings, parse_bytes
+from lowbit.plan.memory import COMMAND, MemorySettings
+from lowbit.plan.sizes import parse_bytes
 from lowbit.plan.stages import StageMeter
 from lowbit.report import execute, run
 from lowbit.train.model import StageModule, build_model

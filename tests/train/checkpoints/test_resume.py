@@ -64,7 +64,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path, family: str):
-    """Alone, on two ranks there and back, on four, on two of unequal shares, in two pipelines, in two replicas, alone."""
+    """Alone, on two ranks there and back, on four, on two of unequal size, in two pipelines and replicas, alone."""
     config = tiny(
         tmp_path,
         model={"family": family},  # gpt2 ties its embedding
