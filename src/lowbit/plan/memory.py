@@ -16,7 +16,7 @@ from pydantic import Field
 
 from lowbit.activations.bit_plan import PLANNED
 from lowbit.codecs import parse
-from lowbit.config import ConfigError, NonNegative, section
+from lowbit.config import NonNegative, section
 from lowbit.plan.budget import StageCost, beside_autograd, plan_bits
 from lowbit.plan.in_flight import InFlight, in_flight
 from lowbit.plan.sizes import parse_bytes
@@ -28,7 +28,6 @@ from lowbit.train.config import FULL_PRECISION, DataConfig, GradientsConfig, Mod
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
-
 
 
 @section()

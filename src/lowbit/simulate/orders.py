@@ -98,7 +98,7 @@ def actions_from(order: Order) -> Actions:
         first=np.array(first, dtype=np.int64),
         stage=np.array([int(stage) for stage, _, _ in every], dtype=np.int32),
         kind=np.array([KINDS.index(kind) for _, kind, _ in every], dtype=np.uint8),
-        micro_batch=np.array([int(number) - lowest.get((stage, kind), 0) for stage, kind, number in every], dtype=np.int32),
+        micro_batch=np.array([int(n) - lowest.get((stage, kind), 0) for stage, kind, n in every], dtype=np.int32),
     )
 
 
