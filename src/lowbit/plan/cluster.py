@@ -143,7 +143,15 @@ class Cluster:
         Raises:
             ConfigError: a file that is missing or no TOML, an unknown key, or a cluster that contradicts itself.
         """
-        values = read_toml(Path(path))
+        return cls.from_mapping(read_toml(Path(path)), str(path))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], path: str = "the cluster") -> Cluster:
+        """Make a cluster of the values of such a file; `path` is its name in errors.
+
+        Raises:
+            ConfigError: an unknown key, or a cluster that contradicts itself.
+        """
         if unknown := set(values) - {"machine", "link"}:
             raise ConfigError(f"{path} has {', '.join(sorted(unknown))}; known: [[machine]], [[link]]")
         machines, links = (_list(values, name, path) for name in ("machine", "link"))
@@ -171,7 +179,7 @@ class Cluster:
         raise ConfigError(f"the cluster has no link between {a} and {b}; allowed: one, or one without between for all")
 
 
-def _list(values: Mapping[str, Any], name: str, path: str | Path) -> list[Any]:
+def _list(values: Mapping[str, Any], name: str, path: str) -> list[Any]:
     found = values.get(name, [])
     if not isinstance(found, list):
         raise ConfigError(f"{path} has [{name}]; allowed: [[{name}]], once for each")
