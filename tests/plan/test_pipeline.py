@@ -47,7 +47,7 @@ def test_the_split_has_the_fastest_slowest_rank_of_all(seed: int):
     most = [draw.randint(1, layers) for _ in range(ranks)]
     costs = [lambda count, s=s, e=e: s * count + e for s, e in zip(speeds, extras, strict=True)]
     every = [
-        max(cost(count) for cost, count in zip(costs, counts, strict=True))
+        _slowest_and_sum(costs, counts)
         for counts in product(range(1, layers + 1), repeat=ranks)
         if sum(counts) == layers and all(c <= m for c, m in zip(counts, most, strict=True))
     ]
@@ -57,7 +57,12 @@ def test_the_split_has_the_fastest_slowest_rank_of_all(seed: int):
     else:
         assert sum(found) == layers
         assert all(c <= m for c, m in zip(found, most, strict=True))
-        assert max(cost(count) for cost, count in zip(costs, found, strict=True)) == min(every)
+        assert _slowest_and_sum(costs, found) == min(every)
+
+
+def _slowest_and_sum(costs, counts) -> tuple[float, float]:
+    seconds = [cost(count) for cost, count in zip(costs, counts, strict=True)]
+    return max(seconds), sum(seconds)
 
 
 def test_a_machine_of_half_the_speed_gets_half_the_layers():

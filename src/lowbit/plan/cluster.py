@@ -89,7 +89,7 @@ class ClusterLink:
     between: tuple[str, ...] = ()
     """The two machines. If omitted, all pairs that have no link of their own."""
     mbit: Rate
-    """Mbit/s of payload from the first machine to the second."""
+    """Mbit/s of payload from the first machine to the second; of all pairs, from the one that the file has first."""
     back_mbit: Rate | None = None
     """The same from the second to the first. If omitted, as `mbit`."""
     rtt_ms: NonNegativeFloat = 0.0

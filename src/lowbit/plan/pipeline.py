@@ -18,9 +18,9 @@ from lowbit.plan.search import search
 from lowbit.plan.sizes import measure_sizes
 from lowbit.report import Bars, Column, Command, Row, Table, check_output
 from lowbit.train.config import DataConfig, GradientsConfig, ModelConfig, RunConfig, Schedule, TrainConfig
-from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.layout import even
 from lowbit.train.model import vocabulary
+from lowbit.train.replicas import all_reduce_codec
 from lowbit.train.tokenizer import load_tokenizer
 
 _PLAIN = ("fp32", "bf16")

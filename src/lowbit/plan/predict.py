@@ -229,12 +229,11 @@ class Predictor:
             if link is None:
                 key, channel = (first, a, b), Channel()
             else:
-                back = bool(link.between) and link.between[0] != first
+                back = link.between[0] != first if link.between else b < a
                 rate = link.back_mbit if back and link.back_mbit else link.mbit
                 channel = Channel(bytes_per_second=rate * 1e6 / 8, latency=link.rtt_ms / 2000)
                 pair = (min(first, second), max(first, second))
-                way = back if link.between else first > second
-                key = (link.shared or pair, False if link.half_duplex else way)
+                key = (link.shared or pair, False if link.half_duplex else back)
             if key not in known:
                 known[key] = len(channels)
                 channels.append(channel)

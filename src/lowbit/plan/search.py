@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,6 +15,7 @@ from lowbit.train.config import Schedule
 _LAPS = ("Interleaved1F1B", "LoopedBFS")
 _AS_FAST = 1.01  # of the fastest: formats with more bits are then preferred
 _AS_FAST_THERE = 1.001  # the same for the format of one boundary
+_FEW_STAGES = 4
 _MOST_MOVES = 8  # of a layer from one stage to another
 
 
@@ -22,24 +24,38 @@ def best_split(
 ) -> tuple[int, ...] | None:
     """Share layers among ranks so that the slowest rank is as fast as possible; None if they do not fit.
 
-    Exact, by dynamic programming: the best of the first ranks with so many layers follows from those of one rank less.
-    Among equals, earlier ranks get more: the last one computes the output matrix.
+    Among splits with equally slow ranks, the one whose ranks take least together fills the pipeline soonest. Both are
+    exact, by dynamic programming: the best of the first ranks with so many layers follows from those of one rank less.
 
     Args:
         costs: of each rank, seconds by number of layers. least: layers of a rank. most: the same, of each rank.
     """
     most = most or [layers] * len(costs)
+    slowest = _share(costs, layers, least, most, max)
+    if slowest is None:
+        return None
+    limit = slowest[0]
+    bounded = [lambda count, cost=cost: cost(count) if cost(count) <= limit else math.inf for cost in costs]
+    found = _share(bounded, layers, least, most, float.__add__)
+    assert found is not None
+    return found[1]
+
+
+def _share(
+    costs: Sequence[Callable[[int], float]], layers: int, least: int, most: Sequence[int], both: Callable[..., float]
+) -> tuple[float, tuple[int, ...]] | None:
+    """The split with the least cost, and that; `both` makes one cost of two. Among equals, earlier ranks get more."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for cost, limit in zip(costs, most, strict=True):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for used, (slowest, shares) in best.items():
+        for used, (total, shares) in best.items():
             for count in range(least, min(limit, layers - used) + 1):
-                found = max(slowest, cost(count)), (*shares, count)
+                found = both(total, float(cost(count))), (*shares, count)
                 known = following.get(used + count)
                 if known is None or found[0] < known[0] or (found[0] == known[0] and found[1] > known[1]):
                     following[used + count] = found
         best = following
-    return best[layers][1] if layers in best else None
+    return best.get(layers)
 
 
 def search(
@@ -154,7 +170,7 @@ def _over_stages(shares: Sequence[int], choice: Choice, predictor: Predictor) ->
 def _improve(predictor: Predictor, found: Prediction) -> Prediction:
     """Move single layers while that makes a step faster."""
     for _ in range(_MOST_MOVES):
-        better = min(_predicted(predictor, _moves(predictor, found.choice)), key=_seconds, default=found)
+        better = min(_predicted(predictor, _moves(predictor, found)), key=_seconds, default=found)
         if better.seconds >= found.seconds * (1 - 1e-9):
             break
         found = better
@@ -184,10 +200,15 @@ def _seconds(found: Prediction) -> float:
     return found.seconds
 
 
-def _moves(predictor: Predictor, choice: Choice) -> Iterator[Choice]:
-    """The same with a layer on another stage."""
-    counts = predictor.layout(choice).layer_counts
-    for source, target in product(range(len(counts)), repeat=2):
+def _moves(predictor: Predictor, found: Prediction) -> Iterator[Choice]:
+    """The same with a layer of the busiest rank on another stage; of few stages, with any layer there."""
+    choice = found.choice
+    layout = predictor.layout(choice)
+    counts, sources = layout.layer_counts, range(layout.stages)
+    if layout.stages > _FEW_STAGES:
+        slowest = max(found.steps, key=lambda step: step.seconds)
+        sources = layout.stages_of(int((slowest.compute + slowest.coding).argmax()))
+    for source, target in product(sources, range(layout.stages)):
         if source != target and counts[source] > 1:
             moved = list(counts)
             moved[source] -= 1

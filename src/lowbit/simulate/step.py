@@ -19,7 +19,8 @@ from lowbit.simulate.orders import Actions
 from lowbit.simulate.parts import Hosts, Network, StageTimes
 from lowbit.simulate.program import Floats, Program
 
-_COMPILED_FROM = 4000  # actions; below, Python is faster than compiling
+_COMPILED_FROM = 50_000  # actions of this process so far: compiling takes longer than Python takes for these
+_simulated = [0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +114,8 @@ def simulate(
     whole, place = program.between_sums(before, after)
     begin, end, left = np.zeros(len(whole.seconds)), np.zeros(len(whole.seconds)), np.zeros(len(whole.link))
     busy = np.zeros(len(network.channels) + 1)
-    loop = events.run if len(end) >= _COMPILED_FROM else getattr(events.run, "py_func", events.run)
+    _simulated[0] += len(end)
+    loop = events.run if _simulated[0] >= _COMPILED_FROM else getattr(events.run, "py_func", events.run)
     done = loop(
         whole.first, whole.awaited, whole.seconds, whole.emitted, np.asarray(of, np.int32),
         np.asarray(cores, np.int32), whole.link, whole.wire, whole.receiver, whole.latency, program.most, begin, end,
