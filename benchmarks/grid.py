@@ -113,7 +113,7 @@ COMMAND = Command(
     summary="Predicted training speed of a model by link and boundary format, on equal machines.",
     examples=(
         "python -m benchmarks grid --json grid.json",
-        "python -m benchmarks grid --link 200mbit/50ms --boundary bf16,tah-quant,subspace --tflops 30",
+        "python -m benchmarks grid --link 200mbit/50ms --boundary bf16,transform",
     ),
     settings=GridSettings,
     measure=measure,

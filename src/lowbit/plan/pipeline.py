@@ -52,7 +52,7 @@ class PipelinePlanSettings:
     """Schedules to choose among."""
     stages_per_rank: Annotated[tuple[Positive, ...], AfterValidator(_some)] = (1, 2)
     """Numbers of stages on each rank to choose among."""
-    microbatches: tuple[Positive, ...] = ()
+    microbatch_counts: tuple[Positive, ...] = ()
     """Numbers of micro-batches to choose among. If omitted, all up to 64 that divide the batch."""
     replicas: tuple[Positive, ...] = (1,)
     """Numbers of equal pipelines to choose among. The first ranks form the first pipeline, and so on."""
@@ -101,7 +101,7 @@ def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iter
     )  # fmt: skip
     options: dict[str, Any] = {
         "schedules": settings.schedules, "stages_per_rank": settings.stages_per_rank, "replicas": settings.replicas,
-        "microbatches": settings.microbatches or _divisors(settings.data.batch),
+        "microbatches": settings.microbatch_counts or _divisors(settings.data.batch),
     }  # fmt: skip
     found = search(predictor, formats=settings.formats, **options)
     plain = {name: search(predictor, formats=(name,), **options)[0] for name in _PLAIN}
@@ -200,7 +200,7 @@ COMMAND = Command(
     summary="Stages, schedule and formats for a cluster, with the speed to expect.",
     examples=(
         "lowbit plan pipeline cluster.toml --output run.toml",
-        "lowbit plan pipeline cluster.toml --model.pretrained my_model --tokens 1000000000 --format transform,bf16",
+        "lowbit plan pipeline cluster.toml --model.pretrained my_model --format bf16",
     ),
     settings=PipelinePlanSettings,
     measure=measure,
