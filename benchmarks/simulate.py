@@ -29,6 +29,7 @@ from lowbit.train.config import DataConfig, ModelConfig, PipelineConfig, TrainCo
 from lowbit.train.layout import make_layout
 
 PROGRAM = "benchmarks.simulate_rank"
+_SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"  # of the namespace of a host
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ class SimulateBenchmark:
     """Text to train on, and the size of a batch."""
     steps: Positive = 6
     """Timed steps of each setting. Another one comes first and is not timed."""
+    slow_start: bool = False
+    """Leave TCP's slow start after idle on. The simulator does not know it: a link that was idle for more than a round
+    trip and 0.2 s then needs several round trips until it is fast again."""
     device: Device = "cpu"
     """cuda: ranks share the GPUs of the machine."""
     precision: Literal["auto", "fp32", "bf16"] = "fp32"
@@ -106,6 +110,9 @@ def measure(settings: SimulateBenchmark, earlier: Sequence[Row] = ()) -> Iterato
         cases = [case for case in settings.cases if case.ranks == count]
         links = [case.link for case in cases]
         with tempfile.TemporaryDirectory() as folder, started(PROGRAM, count, links) as (network, ranks):
+            for host in range(count if network and not settings.slow_start else 0):
+                assert network is not None
+                network.popen(host, ["sh", "-c", f"echo 0 > {_SLOW_START}"]).wait()
             for number, case in enumerate(cases):
                 config = config_of(settings, case, f"{folder}/{number}")
                 ranks.ask("open", name=str(case), config=as_mapping(config), samples=0)

@@ -190,3 +190,32 @@ def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest
     assert dry.exit_code == 0, dry.output
     assert f"rank 0, layers 0 to {first['layers'][0] - 1}" in dry.stdout
     assert "GroupInt(bits=4" in dry.stdout
+
+
+def test_a_hugging_face_folder_and_one_machine_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import GPT2Config
+
+    monkeypatch.chdir(tmp_path)
+    GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=3, n_head=2).save_pretrained("my_model")
+    Path("cluster.toml").write_text(CLUSTER.split('[[machine]]\nname = "slow"')[0])
+    words = ["--model.pretrained", "my_model", "--data.sequence", "32", "--data.batch", "4", "--format", "fp32"]
+    result = invoke("plan", "pipeline", "cluster.toml", "--stages-per-rank", "1", "--json", "plan.json", *words)
+    assert result.exit_code == 0, result.output
+    [row, plain] = json.loads(Path("plan.json").read_text())["rows"]
+    assert (row["layers"], row["forward"], row["bytes_per_step"]) == ([3], [], 0)
+    assert plain["formats"] == "bf16"
+
+
+def test_impossible_clusters_are_one_line_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(CLUSTER.replace("tflops = 0.1", 'tflops = 0.1\nmemory = "1kb"'))
+    small = ["--model.dim", "32", "--model.heads", "2", "--data.sequence", "32", "--format", "fp32"]
+    for words, message in {
+        ("--model.layers", "2"): "machine 'slow' has 0.0 GB and needs",
+        ("--model.layers", "1"): "the pipeline has 2 stages (2 ranks x 1), the model 1 layers",
+        ("--format", "int9"): "codec is 'int9'; allowed",
+    }.items():
+        result = invoke("plan", "pipeline", "cluster.toml", "--stages-per-rank", "1", *small, *words)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert len([line for line in result.stderr.splitlines() if line.startswith("error")]) == 1, result.stderr
