@@ -4,6 +4,9 @@ from __future__ import annotations
 
 COMMANDS = {
     "race": "benchmarks.race",
+    "simulate": "benchmarks.simulate",
+    "grid": "benchmarks.grid",
+    "events": "benchmarks.events",
     "codecs": "benchmarks.codecs",
     "activations": "benchmarks.activations",
     "titan": "benchmarks.titan",

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.__main__ import BENCHMARKS
 from lowbit.cli.app import COMMANDS, Group
+from lowbit.plan.cluster import Cluster
 from lowbit.train import ConfigError, from_mapping
 from lowbit.train.export import save_model
 from lowbit.train.tokenizer import ByteTokenizer
@@ -40,7 +41,7 @@ KINDS = {
     "py": "run where the packages that it names are installed: by tests/gradients/test_recipes.py, tests/integrations",
     "bash": "commands, parsed",
     "console": "commands, parsed, and what they print",
-    "toml": "a training configuration, or what a package declares, read",
+    "toml": "a training configuration, a cluster, or what a package declares, read",
     "yaml": "a task of lm-eval, read",
     "bibtex": "an entry of a list of references, read",
     "text": "what a program prints, and diagrams",
@@ -272,8 +273,10 @@ def test_configurations_are_understood(page: Path):
 
 
 def check_toml(values: dict[str, Any]) -> None:
-    """Assert that it is a training configuration, or names codecs of a package."""
-    if "project" in values:
+    """Assert that it is a training configuration or a cluster, or names codecs of a package."""
+    if "machine" in values:
+        Cluster.from_mapping(values)
+    elif "project" in values:
         names = values["project"].pop("entry-points").pop("lowbit.codecs")
         assert values == {"project": {}}
         assert all(re.fullmatch(r"[\w.]+:\w+", place) for place in names.values())

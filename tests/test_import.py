@@ -48,6 +48,7 @@ PUBLIC = {
         "Bars Baseline Column Command Heights Lines Points Report Row Stacks Table Value check_output compare execute "
         "machine run spread summary"
     ),
+    "lowbit.simulate": "Actions Channel Hosts Network StageTimes Step Timeline actions actions_from simulate",
     "lowbit.tensor_parallel": (
         "Calibration CalibrationError Drift Emulation Installed LowBitRowwiseParallel ModelSum SumSettings Thresholds "
         "Traffic calibrate emulate_tensor_parallel_ low_bit_ low_bit_styles model_sums tensor_parallel_"

@@ -24,9 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "activations": {"codecs", "kernels"},
     "integrations": _RECIPE | {"tensor_parallel"},
     "train": _RECIPE | {"integrations"},
-    "plan": _RECIPE | {"report", "train"},
+    "simulate": {"codecs", "kernels"},
+    "plan": _RECIPE | {"report", "train", "simulate"},
     "evaluate": _RECIPE | {"report", "train", "tensor_parallel"},
-    "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "kernels", "network"},
+    "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "simulate", "kernels", "network"},
     "cli": _RECIPE | {"report", "train", "plan", "evaluate", "bench"},
     "__main__": {"cli"},
 }

@@ -9,8 +9,8 @@ import pytest
 
 from lowbit.activations import LayerAware
 from lowbit.activations.bit_plan import PLANNED
+from lowbit.plan import in_flight, order_of
 from lowbit.plan.budget import WIDTHS, StageCost, plan_bits
-from lowbit.plan.in_flight import in_flight, order_of
 
 ERRORS = {
     kind: {bits: scale * 2.0**-bits for bits in WIDTHS[:-1]} for kind, scale in zip(PLANNED, (3, 1, 2), strict=True)

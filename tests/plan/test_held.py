@@ -14,8 +14,8 @@ from lowbit.activations import compress_saved_, counted
 from lowbit.activations.counting import SavedBytes
 from lowbit.codecs import Cast
 from lowbit.pipeline import LowBitStage
+from lowbit.plan import actions_of, in_flight
 from lowbit.plan.budget import plan_bits
-from lowbit.plan.in_flight import actions_of, in_flight
 from lowbit.plan.memory import MemorySettings
 from lowbit.plan.stages import StageMeter
 from lowbit.ranks.pytorch import version

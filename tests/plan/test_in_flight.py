@@ -2,7 +2,8 @@
 
 import pytest
 
-from lowbit.plan.in_flight import Moment, in_flight, order_of
+from lowbit.plan.in_flight import Moment, in_flight
+from lowbit.simulate.orders import order_of
 
 
 def peaks(schedule: str, ranks: int, each: int, microbatches: int) -> list[int]:

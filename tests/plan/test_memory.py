@@ -9,9 +9,11 @@ import torch
 
 from lowbit.activations import BitPlan, LayerPlan, compress_saved_
 from lowbit.config import build
-from lowbit.plan.memory import COMMAND, MemorySettings, parse_bytes
+from lowbit.plan.memory import COMMAND, MemorySettings
+from lowbit.plan.sizes import parse_bytes
 from lowbit.plan.stages import StageMeter
 from lowbit.report import execute, run
+from lowbit.train.activations import planned_settings
 from lowbit.train.model import StageModule, build_model
 
 TINY: dict[str, Any] = {
@@ -118,3 +120,12 @@ def test_budgets_are_written_with_their_unit(text: str, size: int):
 def test_wrong_settings_are_refused(wrong: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         build(MemorySettings, wrong)
+
+
+def test_a_plan_is_for_the_layers_of_each_stage():
+    uneven, even, by_default = (tiny(pipeline={"layers": layers}) for layers in ([2, 3], [3, 2], []))
+    assert uneven.layout.layer_counts == (2, 3)
+    recorded = [
+        planned_settings(each.recipe, each.layout, 256)["pipeline.layers"] for each in (uneven, even, by_default)
+    ]
+    assert recorded == [[2, 3], None, None]

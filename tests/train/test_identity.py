@@ -22,6 +22,7 @@ LOCAL |= {
 }  # fmt: skip
 TEXT = {"dataset", "dataset_config", "dataset_split", "column", "max_bytes"}  # known by their outcome
 LAYOUT = {"ranks", "data_parallel", "stages_per_rank", "schedule"}
+LAYERS = {"layers"}  # which manifests list for each stage
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def test_every_setting_is_compared_or_free_on_purpose(tmp_path: Path):
         for field in dataclasses.fields(getattr(config, section))
     }
     free = {"activations.plan"} | {f"run.{key}" for key in LOCAL} | {f"data.{key}" for key in TEXT}
-    free |= {f"pipeline.{key}" for key in LAYOUT}
+    free |= {f"pipeline.{key}" for key in LAYOUT | LAYERS}
     free |= {f"elastic.{key}" for key in ("lighthouse", "at_least", "error_feedback")}
     assert identity(config).keys() == every - free | {"activations.layers"}  # what a plan for each layer says
     assert set(FIXED) <= every

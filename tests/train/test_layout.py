@@ -31,6 +31,23 @@ def test_every_layer_has_one_stage_and_shares_differ_by_one_at_most(layers, stag
     assert len(held[-1]) == min(map(len, held))
 
 
+def test_layers_lie_as_the_configuration_says():
+    plan = make_layout(PipelineConfig(layers=(5, 2, 1)), ranks=3, layers=8)
+    assert [list(plan.layers_of(stage)) for stage in range(3)] == [[0, 1, 2, 3, 4], [5, 6], [7]]
+
+
+@pytest.mark.parametrize("layers", [(5, 4), (4, 2, 2), (8,)])
+def test_layers_that_do_not_fit_are_refused(layers):
+    message = r"pipeline.layers is \[.*allowed: a number for each of the 2 stages, 8 together, as the model has"
+    with pytest.raises(ConfigError, match=message):
+        make_layout(PipelineConfig(layers=layers), ranks=2, layers=8)
+
+
+def test_a_stage_without_layers_is_refused():
+    with pytest.raises(ConfigError, match=r"pipeline.layers is \(8, 0\); allowed: at least 1"):
+        PipelineConfig(layers=(8, 0))
+
+
 def test_boundaries_inside_a_rank_do_not_cross():
     pipeline = PipelineConfig(schedule="ZBVZeroBubble", stages_per_rank=2)
     plan = make_layout(pipeline, ranks=2, layers=4)

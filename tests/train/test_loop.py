@@ -31,24 +31,26 @@ LIMIT = 110  # seconds, where everything else runs at the same time
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "schedule", "per_rank"),
+    ("family", "tied", "schedule", "per_rank", "layers"),
     [
-        ("llama", None, "GPipe", 1),
-        ("gpt2", None, "1F1B", 1),
-        ("qwen2", True, "Interleaved1F1B", 2),
-        ("qwen3", None, "InterleavedZeroBubble", 2),
-        ("gpt2", None, "ZBVZeroBubble", 2),
-        ("mistral", None, "LoopedBFS", 2),
-        ("llama", None, "DualPipeV", 2),
+        ("llama", None, "GPipe", 1, ()),
+        ("gpt2", None, "1F1B", 1, ()),
+        ("llama", None, "1F1B", 1, (3, 1)),
+        ("qwen2", True, "Interleaved1F1B", 2, ()),
+        ("qwen3", None, "InterleavedZeroBubble", 2, ()),
+        ("gpt2", None, "ZBVZeroBubble", 2, ()),
+        ("qwen2", None, "ZBVZeroBubble", 2, (1, 2, 1, 1)),
+        ("mistral", None, "LoopedBFS", 2, ()),
+        ("llama", None, "DualPipeV", 2, ()),
     ],
 )
 def test_a_pipeline_has_the_losses_of_a_single_process(
-    ranks: Ranks, tmp_path: Path, family: str, tied: bool | None, schedule: str, per_rank: int
+    ranks: Ranks, tmp_path: Path, family: str, tied: bool | None, schedule: str, per_rank: int, layers: tuple[int, ...]
 ):
-    model = {"family": family} | ({} if tied is None else {"tied": tied})
-    pipeline = {"schedule": schedule, "stages_per_rank": per_rank}
+    model = {"family": family} | ({} if tied is None else {"tied": tied}) | ({"layers": sum(layers)} if layers else {})
+    pipeline = {"schedule": schedule, "stages_per_rank": per_rank, "layers": layers}
     config = tiny(tmp_path, model=model, pipeline=pipeline)
-    alone = losses(again(config, pipeline=ONE))
+    alone = losses(again(config, pipeline=ONE | {"layers": ()}))
     if family == "gpt2" or tied:  # gradients of the two copies add up in another order
         alone = pytest.approx(alone, rel=1e-6)
     assert ranks.run(losses, config, timeout=LIMIT) == [alone, alone]

@@ -107,9 +107,15 @@ COMMANDS = Group(
         "train": Train(),
         "config": Config(),
         "plan": Group(
-            "Plan the memory of a training run.",
-            lambda: {"memory": Measurement("lowbit.plan.memory")},  # its package imports PyTorch
-            examples=("lowbit plan memory --budget 24gb --model.layers 16",),
+            "Plan the speed and the memory of a training run.",
+            lambda: {  # the package imports PyTorch
+                "pipeline": Measurement("lowbit.plan.pipeline"),
+                "memory": Measurement("lowbit.plan.memory"),
+            },
+            examples=(
+                "lowbit plan pipeline cluster.toml --output run.toml",
+                "lowbit plan memory --budget 24gb --model.layers 16",
+            ),
         ),
         "calibrate": Measurement(
             "lowbit.evaluate.commands:CALIBRATE",

@@ -23,7 +23,7 @@ def resolve(cls: type[_Class], path: str | Path | None = None, overrides: Iterab
     Raises:
         ConfigError: a file that is missing or no TOML, an unknown key (the closest known one is named), a wrong value.
     """
-    values = _read_toml(Path(path)) if path is not None else {}
+    values = read_toml(Path(path)) if path is not None else {}
     return build(cls, {**values, **{key: Text(text) for key, text in overrides}})
 
 
@@ -44,7 +44,12 @@ def in_toml(value: Any) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        ConfigError: it is missing or no TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,8 +1,9 @@
 """Memory of the devices of a pipeline, and the bits of saved activations that fit into it."""
 
 from lowbit.plan.budget import MemoryPlan, StageCost, plan_bits
-from lowbit.plan.in_flight import InFlight, actions_of, in_flight, order_of
+from lowbit.plan.in_flight import InFlight, in_flight
 from lowbit.plan.layers import choose_layers, measure_layers, plan_layers
+from lowbit.simulate.orders import actions_of, order_of
 
 __all__ = [
     "InFlight",

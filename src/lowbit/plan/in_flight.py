@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
-
-from lowbit.codecs.checks import check_int
-
-_ACTION = re.compile(r"(\d+)(F|B|I|W)\d+")
-Order = Mapping[int, Sequence[Any]]
-"""The actions of each rank in turn, as PyTorch's schedules list them, or as they print ("0F1"); None is idle."""
+from lowbit.simulate.orders import ACTION, Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,53 +91,13 @@ def in_flight(order: Order) -> InFlight:
     return InFlight(moments=MappingProxyType(every))
 
 
-def order_of(schedule: str, *, ranks: int, stages_per_rank: int, microbatches: int) -> Order:
-    """Return each rank's actions in one step of a schedule of `torch.distributed.pipelining`; starts no process.
-
-    Args:
-        schedule: its name ("1F1B", "ZBVZeroBubble", ...) in upper or lower case.
-        ranks, stages_per_rank: of the pipeline; GPipe and 1F1B have one stage a rank.
-        microbatches: of a step.
-
-    Raises:
-        ValueError: an unknown schedule, or numbers that it does not take.
-    """
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
-
-    check_int("ranks", ranks, 1, 1 << 16)
-    check_int("stages_per_rank", stages_per_rank, 1, 1 << 16)
-    check_int("microbatches", microbatches, 1, 1 << 16)
-    kind: Any = get_schedule_class(schedule)
-    several = issubclass(kind, PipelineScheduleMulti)
-    if not several and stages_per_rank != 1:
-        raise ValueError(f"stages_per_rank is {stages_per_rank}; allowed with {schedule}: 1")
-    stages = [_Stage(index * ranks, ranks, ranks * stages_per_rank) for index in range(stages_per_rank)]
-    return actions_of(kind(stages if several else stages[0], microbatches, loss_fn=lambda *_: None))  # never run
-
-
-def actions_of(schedule: Any) -> Order:
-    """Return the actions of all ranks, which every rank's schedule object knows."""
-    order = getattr(schedule, "pipeline_order", None)
-    return order or schedule._get_pipeline_order()
-
-
-class _Stage:
-    """The attributes of a stage that a schedule reads when it lays out its actions."""
-
-    def __init__(self, index: int, ranks: int, stages: int) -> None:
-        self.stage_index, self.num_stages = index, stages
-        self.group_size, self.group_rank = ranks, 0
-        self.is_first, self.is_last = index == 0, index == stages - 1
-        self.submod, self.has_backward, self.device = nn.Identity(), True, "cpu"
-
-
 def _walk(rank: int, actions: Sequence[Any]) -> Iterator[Moment]:
     """The moments after each forward and after each pass for the inputs.
 
     Numbers of micro-batches are ignored: PyTorch's 1F1B lists the last stage's forwards one too high.
     """
     texts = (str(action) for action in actions if action is not None)
-    steps = [(int(stage), kind) for text in texts for stage, kind in _ACTION.findall(text)]
+    steps = [(int(stage), kind) for text in texts for stage, kind, _ in ACTION.findall(text)]
     held = {stage: 0 for stage, _ in sorted(steps)}
     halfway = held.copy()
     for stage, kind in steps:

@@ -6,7 +6,6 @@ multiplied; errors of the gradient are measured on the whole model, on few token
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,18 +16,18 @@ from pydantic import Field
 
 from lowbit.activations.bit_plan import PLANNED
 from lowbit.codecs import parse
-from lowbit.config import ConfigError, NonNegative, section
+from lowbit.config import NonNegative, section
 from lowbit.plan.budget import StageCost, beside_autograd, plan_bits
-from lowbit.plan.in_flight import InFlight, in_flight, order_of
+from lowbit.plan.in_flight import InFlight, in_flight
+from lowbit.plan.sizes import parse_bytes
 from lowbit.plan.stages import StageMeter, gradient_errors
 from lowbit.report import Bars, Column, Command, Row, Table, check_output
+from lowbit.simulate.orders import order_of
 from lowbit.train.activations import planned_settings
 from lowbit.train.config import FULL_PRECISION, DataConfig, GradientsConfig, ModelConfig, PipelineConfig, TrainConfig
 from lowbit.train.layout import Layout, make_layout
 from lowbit.train.model import count_layers, vocabulary
 from lowbit.train.tokenizer import load_tokenizer
-
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @section()
@@ -72,7 +71,7 @@ class MemorySettings:
     def __post_init__(self) -> None:
         if self.gradients.storage != FULL_PRECISION:
             parse(self.gradients.storage)
-        parse_bytes(self.budget or "1")
+        parse_bytes(self.budget or "1", "budget")
         _ = self.layout, self.vocab, self.recipe
 
     @property
@@ -99,15 +98,6 @@ class MemorySettings:
         return make_layout(self.pipeline, ranks=self.pipeline.ranks, layers=count_layers(self.model))
 
 
-def parse_bytes(text: str) -> int:
-    """The number in "24gb", "1.5gib", "300mb" or "1000000"; ConfigError for another text."""
-    match = re.fullmatch(r"([0-9.]+) *([a-z]*)", text.strip().lower())
-    try:
-        return int(float(match[1]) * _UNITS[match[2]])  # pyright: ignore[reportOptionalSubscript]
-    except (TypeError, ValueError, KeyError):
-        raise ConfigError(f"budget is {text!r}; allowed: bytes, such as 24gb, 1.5gib or 800mb") from None
-
-
 def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
     """Measure, choose, and write the bits to `settings.out`.
 
@@ -130,7 +120,7 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
     if settings.by == "layer":
         from lowbit.plan.by_layer import rows_by_layer
 
-        layers, rows = rows_by_layer(settings, parse_bytes(settings.budget) if settings.budget else None)
+        layers, rows = rows_by_layer(settings, parse_bytes(settings.budget, "budget") if settings.budget else None)
         if settings.out:
             layers.write(settings.out)
         yield rows
@@ -140,7 +130,7 @@ def measure(settings: MemorySettings, earlier: Sequence[Row] = ()) -> Iterator[S
     costs = [stage.cost for stage in stages]
     choose = partial(plan_bits, held, sensitivities=gradient_errors(settings), group=settings.group)
     int4 = choose([_only(cost, 4) for cost in costs], device_bytes=1 << 62)
-    budget = parse_bytes(settings.budget) if settings.budget else max(int4.device_bytes.values())
+    budget = parse_bytes(settings.budget, "budget") if settings.budget else max(int4.device_bytes.values())
     plan = choose(costs, device_bytes=budget)
     if settings.out:
         made_for = planned_settings(settings.recipe, layout, settings.vocab)

@@ -18,7 +18,7 @@ from lowbit.codecs import parse
 from lowbit.config import ConfigError
 from lowbit.ranks.pytorch import version
 from lowbit.train.config import FULL_PRECISION, ActivationsConfig, TrainConfig
-from lowbit.train.layout import Layout
+from lowbit.train.layout import Layout, even
 from lowbit.train.model import architecture
 
 
@@ -69,7 +69,9 @@ def planned_settings(config: TrainConfig, layout: Layout, vocab: int) -> dict[st
     """
     storage = config.gradients.storage
     settings = {f"model.{key}": value for key, value in architecture(config.model, vocab=vocab).items()}
+    uneven = layout.layer_counts != even(sum(layout.layer_counts), layout.stages)
     return settings | {
+        "pipeline.layers": list(layout.layer_counts) if uneven else None,
         "model.dropout": config.model.dropout,
         "data.sequence": config.data.sequence,
         "samples of a micro-batch": config.rows,

@@ -148,6 +148,9 @@ class PipelineConfig:
     """Number of equal pipelines. Each trains on its own share of every batch."""
     stages_per_rank: Positive = 1
     """Stages on each rank: more than 1 for interleaved schedules, 2 for V-shaped ones."""
+    layers: tuple[Positive, ...] = ()
+    """Decoder layers of each stage, such as [5, 3], for machines of unequal speed or memory. If omitted, as even as
+    possible."""
     schedule: Annotated[Schedule, BeforeValidator(_schedule)] = "1F1B"
     """Schedule of `torch.distributed.pipelining`."""
     microbatches: Positive = 4

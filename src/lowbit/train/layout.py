@@ -53,12 +53,13 @@ class Layout:
 
 
 def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
-    """Cut `layers` decoder layers into stages for `ranks` processes.
+    """Cut `layers` decoder layers into stages for `ranks` processes: as `pipeline.layers` says, or evenly.
 
     If they do not divide evenly, the first stages get one layer more: the last one computes the output matrix.
 
     Raises:
-        ConfigError: more stages than layers, or a combination that the schedule does not allow.
+        ConfigError: more stages than layers, layers that do not fit the model or the stages, or a combination that the
+            schedule does not allow.
     """
     _check_schedule(pipeline, ranks)
     stages = ranks * pipeline.stages_per_rank
@@ -67,11 +68,22 @@ def make_layout(pipeline: PipelineConfig, *, ranks: int, layers: int) -> Layout:
             f"the pipeline has {stages} stages ({ranks} ranks x {pipeline.stages_per_rank}), the model {layers} "
             f"layers; allowed: at most one stage for each layer"
         )
-    each, extra = divmod(layers, stages)
+    given = pipeline.layers
+    if given and (len(given) != stages or sum(given) != layers):
+        raise ConfigError(
+            f"pipeline.layers is {list(given)}, {sum(given)} layers on {len(given)} stages; "
+            f"allowed: a number for each of the {stages} stages, {layers} together, as the model has"
+        )
     return Layout(
         ranks=ranks, stages_per_rank=pipeline.stages_per_rank, v_shaped=pipeline.schedule in _V_SHAPED,
-        layer_counts=tuple(each + (stage < extra) for stage in range(stages)),
+        layer_counts=given or even(layers, stages),
     )  # fmt: skip
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as even as possible; the first ones get one more."""
+    each, extra = divmod(layers, stages)
+    return tuple(each + (stage < extra) for stage in range(stages))
 
 
 def parameters_at(layout: Mapping[str, Any], rank: int) -> str:

@@ -55,6 +55,7 @@ def part(config: TrainConfig, until: int) -> list[str]:
 LAYOUTS = [
     (2, {"ranks": 2, "schedule": "DualPipeV", "stages_per_rank": 2}),
     (4, {"ranks": 4, "schedule": "1F1B", "stages_per_rank": 1}),
+    (2, {"ranks": 2, "schedule": "1F1B", "layers": [3, 1]}),
     (4, {"ranks": 2, "schedule": "GPipe", "data_parallel": 2}),
     (2, {"ranks": 1, "schedule": "GPipe", "data_parallel": 2}),
     (1, ONE),
@@ -63,13 +64,13 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path, family: str):
-    """Alone, on two ranks there and back, on four, in two pipelines, in two replicas, alone: two steps each."""
+    """Alone, on two ranks there and back, on four, on two of unequal size, in two pipelines and replicas, alone."""
     config = tiny(
         tmp_path,
         model={"family": family},  # gpt2 ties its embedding
         pipeline=ONE,
         gradients={"all_reduce": "fp32"},
-        run={"steps": 12, "checkpoint_every": 2},
+        run={"steps": 14, "checkpoint_every": 2},
     )
     train(whole := again(config, run={"output": str(tmp_path / "whole"), "checkpoint_every": 0}))
     part(config, 2)
@@ -81,12 +82,12 @@ def test_a_run_goes_on_in_any_layout(ranks: Ranks, tmp_path: Path, family: str):
         assert not any(outcomes[1:]), "told by one rank"
     expected = [[loss, norm] for _, loss, norm in curve(whole)]
     found = curve(config)
-    assert [step for step, *_ in found] == list(range(1, 13))
+    assert [step for step, *_ in found] == list(range(1, 15))
     for values, wanted in zip(found, expected, strict=True):
         assert values[1:] == pytest.approx(wanted, rel=1e-5)
     summary = read_summary(Path(config.run.output) / "summary.json")
     assert summary.changes[0] == {"step": 2, "key": "pipeline.ranks", "before": 1, "after": 2}
-    assert [c["step"] for c in summary.changes if c["key"] == "pipeline.schedule"] == [2, 4, 6]
+    assert [c["step"] for c in summary.changes if c["key"] == "pipeline.schedule"] == [2, 4, 8]
 
 
 def _resume_on_two_disks(config: TrainConfig) -> None:

@@ -1,0 +1,186 @@
+"""A cluster: machines with their speed and memory, and the links between them, as `cluster.toml` has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from lowbit.config import ConfigError, NonNegative, Positive, build, section
+from lowbit.config.files import read_toml
+from lowbit.plan.sizes import parse_bytes
+
+Rate = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+@section("machine")
+class Machine:
+    """A machine of the cluster. What is not given is measured on the machine that plans."""
+
+    name: str
+    """Its name, which no other has."""
+    address: str = ""
+    """Where the other machines reach it."""
+    cores: Positive = 1
+    """Cores that compute."""
+    gpus: NonNegative = 0
+    """GPUs, each of which gets a rank. 0: the cores compute, for one rank."""
+    memory: str = ""
+    """Memory of a GPU, or of the machine without one, such as 24gb. If omitted, it is not checked."""
+    tflops: NonNegativeFloat = 0.0
+    """Floating-point operations that a rank reaches, in 10^12 a second. Not used with `layer_seconds`."""
+    layer_seconds: NonNegativeFloat = 0.0
+    """Seconds of forward and backward of one decoder layer of the model, for `layer_tokens` tokens."""
+    layer_tokens: Positive = 1024
+    """Tokens that `layer_seconds` is of."""
+    optimizer_ns: NonNegativeFloat = 0.0
+    """Nanoseconds of the optimizer for one parameter. 0: measured here."""
+    coding: tuple[str, ...] = ()
+    """Speed of formats as "NAME=ENCODE/DECODE", in 10^9 bytes of float32 a second, such as "transform=0.9/1.6". Other
+    formats are measured here."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("machine.name is empty; allowed: a name for each machine")
+        if not (self.tflops or self.layer_seconds):
+            raise ConfigError(f"machine {self.name!r} has no speed; allowed: layer_seconds or tflops, more than 0")
+        if self.memory:
+            parse_bytes(self.memory, f"machine {self.name!r}: memory")
+        _ = self.coding_speeds
+
+    @property
+    def ranks(self) -> int:
+        """Processes that it runs."""
+        return max(1, self.gpus)
+
+    @property
+    def bytes(self) -> float:
+        """Memory of a rank; infinite if it is not given."""
+        return parse_bytes(self.memory, "memory") if self.memory else math.inf
+
+    @property
+    def coding_speeds(self) -> dict[str, tuple[float, float]]:
+        """Bytes of float32 a second that each format encodes and decodes."""
+        speeds = {}
+        for text in self.coding:
+            name, _, pair = text.rpartition("=")
+            try:
+                encode, decode = (float(part) for part in pair.split("/"))
+            except ValueError:
+                encode = decode = 0.0
+            if not (name and encode > 0 and decode > 0):
+                raise ConfigError(
+                    f"machine {self.name!r} has coding {text!r}; allowed: such as transform=0.9/1.6, more than 0"
+                )
+            speeds[name] = (encode * 1e9, decode * 1e9)
+        return speeds
+
+
+@section("link")
+class ClusterLink:
+    """A link between two machines."""
+
+    between: tuple[str, ...] = ()
+    """The two machines. If omitted, all pairs that have no link of their own."""
+    mbit: Rate
+    """Mbit/s of payload from the first machine to the second; of all pairs, from the one that the file has first."""
+    back_mbit: Rate | None = None
+    """The same from the second to the first. If omitted, as `mbit`."""
+    rtt_ms: NonNegativeFloat = 0.0
+    """Milliseconds of a round trip."""
+    half_duplex: bool = False
+    """Whether only one direction can be in use at a time, as on Wi-Fi."""
+    shared: str = ""
+    """A name: links with the same one share their rate in each direction, as behind one router."""
+
+    def __post_init__(self) -> None:
+        if len(self.between) not in (0, 2) or len(set(self.between)) < len(self.between):
+            raise ConfigError(f"link.between is {list(self.between)}; allowed: two machines, or nothing for all pairs")
+        if self.half_duplex and self.back_mbit not in (None, self.mbit):
+            raise ConfigError(
+                f"link.back_mbit is {self.back_mbit} and link.half_duplex is true; allowed: one rate for both ways"
+            )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines and links.
+
+    Raises:
+        ConfigError: machines with the same name, a link of a machine that there is not, or two links between a pair.
+    """
+
+    machines: tuple[Machine, ...]
+    links: tuple[ClusterLink, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [machine.name for machine in self.machines]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"the cluster has machines {names}; allowed: at least one, each with its own name")
+        pairs: list[frozenset[str]] = []
+        for link in self.links:
+            for name in link.between:
+                if name not in names:
+                    raise ConfigError(
+                        f"a link is between {' and '.join(link.between)}; there is no machine {name!r}; "
+                        f"known: {', '.join(names)}"
+                    )
+            pairs.append(frozenset(link.between))
+            if pairs.count(pairs[-1]) > 1:
+                what = " and ".join(link.between) or "all other pairs"
+                raise ConfigError(f"the cluster has two links between {what}; allowed: one")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """Read `cluster.toml`: a list of `[[machine]]` and one of `[[link]]`.
+
+        Raises:
+            ConfigError: a file that is missing or no TOML, an unknown key, or a cluster that contradicts itself.
+        """
+        return cls.from_mapping(read_toml(Path(path)), str(path))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], path: str = "the cluster") -> Cluster:
+        """Make a cluster of the values of such a file; `path` is its name in errors.
+
+        Raises:
+            ConfigError: an unknown key, or a cluster that contradicts itself.
+        """
+        if unknown := set(values) - {"machine", "link"}:
+            raise ConfigError(f"{path} has {', '.join(sorted(unknown))}; known: [[machine]], [[link]]")
+        machines, links = (_list(values, name, path) for name in ("machine", "link"))
+        return cls(
+            machines=tuple(build(Machine, each, "machine") for each in machines),
+            links=tuple(build(ClusterLink, each, "link") for each in links),
+        )
+
+    @cached_property
+    def of_ranks(self) -> tuple[Machine, ...]:
+        """The machine of each rank: those of the first machine, then those of the second, and so on."""
+        return tuple(machine for machine in self.machines for _ in range(machine.ranks))
+
+    def link(self, a: str, b: str) -> ClusterLink | None:
+        """The link between two machines; None within one.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if a == b:
+            return None
+        for link in (*(link for link in self.links if {a, b} == set(link.between)), *self.links):
+            if {a, b} == set(link.between) or not link.between:
+                return link
+        raise ConfigError(f"the cluster has no link between {a} and {b}; allowed: one, or one without between for all")
+
+
+def _list(values: Mapping[str, Any], name: str, path: str) -> list[Any]:
+    found = values.get(name, [])
+    if not isinstance(found, list):
+        raise ConfigError(f"{path} has [{name}]; allowed: [[{name}]], once for each")
+    return found

@@ -1,0 +1,243 @@
+"""`lowbit plan pipeline`: stages, schedule and formats for a cluster, with the speed to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
+
+from lowbit.codecs import parse_pair
+from lowbit.codecs.names import pair_name
+from lowbit.config import ConfigError, NonNegative, Positive, section, to_toml
+from lowbit.plan.cluster import Cluster
+from lowbit.plan.predict import Choice, Prediction, Predictor
+from lowbit.plan.search import search
+from lowbit.plan.sizes import measure_sizes
+from lowbit.report import Bars, Column, Command, Row, Table, check_output
+from lowbit.train.config import DataConfig, GradientsConfig, ModelConfig, RunConfig, Schedule, TrainConfig
+from lowbit.train.layout import even
+from lowbit.train.model import vocabulary
+from lowbit.train.replicas import all_reduce_codec
+from lowbit.train.tokenizer import load_tokenizer
+
+_PLAIN = ("fp32", "bf16")
+_MOST_MICRO_BATCHES = 64
+
+
+def _some(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not values or len(set(values)) < len(values):
+        raise ConfigError(f"a list is {list(values)}; allowed: one or more, each once")
+    return values
+
+
+@section()
+class PipelinePlanSettings:
+    """A cluster, a model, and what to choose among."""
+
+    cluster: str
+    """File with the machines and links (`cluster.toml`)."""
+    output: str = ""
+    """File for the settings of the best choice. `lowbit train` takes it."""
+    tokens: NonNegative = 0
+    """Tokens of the whole run. 0: those of `run.steps` steps."""
+    formats: Annotated[tuple[str, ...], AfterValidator(_some)] = ("transform", "subspace", "tah-quant", *_PLAIN)
+    """Formats to choose among, of activations or of both ways, such as "int4 / int6". Take only those whose loss you
+    accept: the plan looks at speed alone."""
+    schedules: Annotated[tuple[Schedule, ...], AfterValidator(_some)] = (
+        "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble",
+    )  # fmt: skip
+    """Schedules to choose among."""
+    stages_per_rank: Annotated[tuple[Positive, ...], AfterValidator(_some)] = (1, 2)
+    """Numbers of stages on each rank to choose among."""
+    microbatch_counts: tuple[Positive, ...] = ()
+    """Numbers of micro-batches to choose among. If omitted, all up to 64 that divide the batch."""
+    replicas: tuple[Positive, ...] = (1,)
+    """Numbers of equal pipelines to choose among. The first ranks form the first pipeline, and so on."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Data type of matrix products, for the memory of saved activations."""
+    model: ModelConfig = ModelConfig()
+    """The model to train. With `model.pretrained`, a folder with Hugging Face's config.json is enough."""
+    data: DataConfig = DataConfig(sequence=1024, batch=32)
+    """Tokens of a window, and windows of a step."""
+    gradients: GradientsConfig = GradientsConfig()
+    """Format of gradients between pipelines."""
+    run: RunConfig = RunConfig()
+    """Steps of the run, and settings that are written to the output."""
+
+    def __post_init__(self) -> None:
+        for text in self.formats:
+            parse_pair(text)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        each = self.data.batch * self.data.sequence
+        return -(-self.tokens // each) if self.tokens else self.run.steps
+
+
+def measure(settings: PipelinePlanSettings, earlier: Sequence[Row] = ()) -> Iterator[Sequence[Row]]:
+    """Search, and write the settings of the best choice to `settings.output`.
+
+    Yields:
+        A row for each of the three best choices, of different formats, and for FP32 and BF16: `choice` (1 is the best),
+        `formats`, `schedule`, `stages_per_rank`, `microbatches`, `replicas`, `layers` (of each stage), `forward` and
+        `backward` (bits per element of each boundary), `seconds_per_step`, `tokens_per_second`, `waiting_share`,
+        `bytes_per_step`, `link_share` (of the busiest link), `memory_bytes` (by rank) and `machines` (their names),
+        `steps`, `warmup_steps` (at full precision), `hours` and `traffic_bytes` (of the whole run).
+
+    Raises:
+        ConfigError: a cluster that contradicts itself, or on which the model cannot be trained; in one line.
+    """
+    check_output(Path(settings.output) if settings.output else None)
+    cluster = Cluster.read(settings.cluster)
+    vocab = vocabulary(settings.model, load_tokenizer(settings.data.tokenizer).size)
+    sizes = measure_sizes(settings.model, vocab=vocab, sequence=settings.data.sequence, precision=settings.precision)
+    predictor = Predictor(
+        cluster, sizes, sequence=settings.data.sequence, batch=settings.data.batch,
+        all_reduce=all_reduce_codec(settings.gradients),
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "schedules": settings.schedules, "stages_per_rank": settings.stages_per_rank, "replicas": settings.replicas,
+        "microbatches": settings.microbatch_counts or _divisors(settings.data.batch),
+    }  # fmt: skip
+    found = search(predictor, formats=settings.formats, **options)
+    plain = {name: search(predictor, formats=(name,), **options)[0] for name in _PLAIN}
+    if settings.output:
+        text = to_toml(train_settings(settings, predictor, found[0].choice), meanings=False)
+        Path(settings.output).write_text(text, encoding="utf-8")
+    rows = [_row(settings, predictor, each, number) for number, each in enumerate(found[:3], 1)]
+    shown = {row["formats"] for row in rows}
+    rows += [_row(settings, predictor, each, None) for name, each in plain.items() if name not in shown]
+    yield rows
+
+
+def train_settings(settings: PipelinePlanSettings, predictor: Predictor, choice: Choice) -> TrainConfig:
+    """The settings of `lowbit train` for a choice."""
+    layout = predictor.layout(choice)
+    if layout.layer_counts == even(predictor.sizes.layers, layout.stages):
+        choice = replace(choice, layers=())
+    return TrainConfig(
+        model=settings.model, data=settings.data, gradients=settings.gradients,
+        pipeline=choice.pipeline(layout.ranks), run=replace(settings.run, steps=settings.steps),
+    )  # fmt: skip
+
+
+def _divisors(batch: int) -> tuple[int, ...]:
+    return tuple(count for count in range(1, min(batch, _MOST_MICRO_BATCHES) + 1) if batch % count == 0)
+
+
+def _row(settings: PipelinePlanSettings, predictor: Predictor, found: Prediction, number: int | None) -> dict[str, Any]:
+    choice, tokens = found.choice, settings.data.batch * settings.data.sequence
+    warm = min(train_settings(settings, predictor, choice).codec_warmup_steps, settings.steps)
+    exact = found if choice.formats == ("fp32",) else predictor.predict(replace(choice, formats=("fp32",)))
+    rest = settings.steps - warm
+    return {
+        "choice": number,
+        "formats": ", ".join(dict.fromkeys(choice.formats)),
+        "schedule": choice.schedule,
+        "stages_per_rank": choice.stages_per_rank,
+        "microbatches": choice.microbatches,
+        "replicas": choice.replicas,
+        "layers": list(predictor.layout(choice).layer_counts),
+        "forward": [forward for forward, _ in found.bits],
+        "backward": [backward for _, backward in found.bits],
+        "seconds_per_step": found.seconds,
+        "tokens_per_second": tokens / found.seconds,
+        "waiting_share": found.waiting_share,
+        "link_share": max((float(step.busy.max(initial=0.0)) / found.seconds for step in found.steps), default=0.0),
+        "bytes_per_step": found.nbytes,
+        "machines": [machine.name for machine in predictor.machines],
+        "memory_bytes": list(found.memory),
+        "steps": settings.steps,
+        "warmup_steps": warm,
+        "hours": (warm * exact.seconds + rest * found.seconds) / 3600,
+        "traffic_bytes": warm * exact.nbytes + rest * found.nbytes,
+    }
+
+
+def _name(row: Row) -> str:
+    return ", ".join(pair_name(text) for text in row["formats"].split(", "))
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def _time(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+
+
+def _title(rows: Sequence[Row]) -> str:
+    one = rows[0]
+    return f"Predicted: {one['tokens_per_second']:,.0f} tokens/s, {_time(one['hours'])} for {one['steps']:,} steps"
+
+
+def _by_machine(rows: Sequence[Row]) -> list[Row]:
+    """A row for each rank of the first choice."""
+    one = rows[0]
+    layers = one["layers"]
+    ranks = len(one["machines"]) // one["replicas"]
+    v_shaped = one["schedule"] in ("ZBVZeroBubble", "DualPipeV")
+    found: list[Row] = []
+    for number, (machine, size) in enumerate(zip(one["machines"], one["memory_bytes"], strict=True)):
+        rank = number % ranks
+        stages = [s for s in range(len(layers)) if _rank_of(s, ranks, v_shaped) == rank]
+        listed = " and ".join(str(layers[s]) for s in stages)
+        found.append({"rank": number, "machine": machine, "layers": listed, "memory_bytes": size})
+    return found
+
+
+def _rank_of(stage: int, ranks: int, v_shaped: bool) -> int:
+    lap, position = divmod(stage, ranks)
+    return ranks - 1 - position if v_shaped and lap % 2 else position
+
+
+COMMAND = Command(
+    name="plan pipeline",
+    summary="Stages, schedule and formats for a cluster, with the speed to expect.",
+    examples=(
+        "lowbit plan pipeline cluster.toml --output run.toml",
+        "lowbit plan pipeline cluster.toml --model.pretrained my_model --format bf16",
+    ),
+    settings=PipelinePlanSettings,
+    measure=measure,
+    tables=(
+        Table(
+            title=_title,
+            columns=(
+                Column("choice", lambda row: row["choice"] or "plain"),
+                Column("formats", _name),
+                Column("schedule", "schedule"),
+                Column("stages\na rank", "stages_per_rank"),
+                Column("micro-\nbatches", "microbatches"),
+                Column("pipe-\nlines", "replicas"),
+                Column("layers", lambda row: " ".join(map(str, row["layers"]))),
+                Column("tokens/s", "tokens_per_second", "{:,.0f}"),
+                Column("wait", "waiting_share", "{:.0%}"),
+                Column("link\nbusy", "link_share", "{:.0%}"),
+                Column("a step", "bytes_per_step", _bytes),
+                Column("run", lambda row: _time(row["hours"])),
+                Column("traffic", "traffic_bytes", _bytes),
+            ),
+        ),
+        Table(
+            title="The first choice, by rank",
+            rows=_by_machine,
+            columns=(
+                Column("rank", "rank"),
+                Column("machine", "machine"),
+                Column("layers", "layers"),
+                Column("memory", "memory_bytes", _bytes),
+            ),
+        ),
+    ),
+    charts=(
+        Bars(
+            group=lambda row: "", series=_name, y="tokens_per_second", label="tokens per second",
+            title="Predicted training speed by boundary format",
+        ),
+    ),
+)  # fmt: skip

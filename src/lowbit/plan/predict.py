@@ -1,0 +1,315 @@
+"""The time and memory of one choice of stages, schedule and formats on a cluster."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowbit.codecs import Codec, parse, parse_pair
+from lowbit.config import ConfigError
+from lowbit.plan.cluster import Cluster, Machine
+from lowbit.plan.in_flight import InFlight, in_flight
+from lowbit.plan.sizes import STATE_BYTES, ModelSizes, coding_speed, optimizer_ns
+from lowbit.ranks.checksum import CHECKSUM_BYTES
+from lowbit.simulate import Actions, Channel, Network, StageTimes, Step, actions_from, simulate
+from lowbit.simulate.orders import order_of
+from lowbit.train.config import PipelineConfig, Schedule
+from lowbit.train.layout import Layout, make_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a model is cut and run.
+
+    Args:
+        replicas: equal pipelines. layers: of each stage; empty: even.
+        formats: of activations, or of both ways ("int4 / int6"): one for each boundary, or one for all.
+    """
+
+    replicas: int
+    schedule: Schedule
+    stages_per_rank: int
+    microbatches: int
+    layers: tuple[int, ...] = ()
+    formats: tuple[str, ...] = ("fp32",)
+
+    def pipeline(self, ranks: int) -> PipelineConfig:
+        """The settings of `lowbit train`; `ranks` are those of one pipeline."""
+        pairs = [text.partition(" / ") for text in self.formats]
+        backward = tuple(second for _, _, second in pairs)
+        given = tuple(second or repr(parse_pair(text)[1]) for text, second in zip(self.formats, backward, strict=True))
+        return PipelineConfig(
+            ranks=ranks, data_parallel=self.replicas, stages_per_rank=self.stages_per_rank, layers=self.layers,
+            schedule=self.schedule, microbatches=self.microbatches, forward=tuple(first for first, _, _ in pairs),
+            backward=given if any(backward) else (),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """What a choice takes.
+
+    Attributes:
+        steps: the simulated step of each pipeline. seconds: of the slowest.
+        memory: bytes of each rank of all pipelines. bits: per element, forward and backward, of each boundary.
+        gradient_bytes: that each rank sends to other pipelines in a step.
+    """
+
+    choice: Choice
+    steps: tuple[Step, ...]
+    memory: tuple[float, ...]
+    bits: tuple[tuple[float, float], ...]
+    gradient_bytes: float
+
+    @property
+    def total_bits(self) -> float:
+        """Bits per element of all boundaries together, both ways."""
+        return sum(map(sum, self.bits))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return max(step.seconds for step in self.steps)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of a step, over all links."""
+        return sum(float(step.nbytes.sum()) for step in self.steps) + self.gradient_bytes
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of their time that ranks wait, on average."""
+        return sum(step.waiting_share for step in self.steps) / len(self.steps)
+
+
+class Predictor:
+    """Predicts choices for a model on a cluster.
+
+    Args:
+        sizes: of the model. sequence, batch: of a step. all_reduce: format of gradients between pipelines.
+    """
+
+    def __init__(self, cluster: Cluster, sizes: ModelSizes, *, sequence: int, batch: int, all_reduce: Codec) -> None:
+        self.cluster, self.sizes, self.sequence, self.batch = cluster, sizes, sequence, batch
+        self.all_reduce = all_reduce
+        self.machines = cluster.of_ranks
+        self._speed = functools.cache(self._measured_speed)
+        self._own_optimizer = functools.cache(optimizer_ns)
+        self._schedule = functools.cache(_schedule)
+
+    def rows(self, choice: Choice) -> int:
+        """Windows of a micro-batch.
+
+        Raises:
+            ConfigError: the batch cannot be cut into them.
+        """
+        rows, rest = divmod(self.batch, choice.microbatches * choice.replicas)
+        if rest:
+            raise ConfigError(f"data.batch is {self.batch}; allowed: a multiple of {choice.microbatches} micro-batches")
+        return rows
+
+    def ranks(self, choice: Choice) -> int:
+        """Ranks of one pipeline.
+
+        Raises:
+            ConfigError: the machines do not divide into pipelines.
+        """
+        ranks, rest = divmod(len(self.machines), choice.replicas)
+        if rest:
+            raise ConfigError(f"replicas is {choice.replicas}; allowed: a divisor of {len(self.machines)} ranks")
+        return ranks
+
+    def layout(self, choice: Choice) -> Layout:
+        """The layers of each stage, and the stages of each rank."""
+        ranks = self.ranks(choice)
+        return make_layout(replace(choice, formats=("fp32",)).pipeline(ranks), ranks=ranks, layers=self.sizes.layers)
+
+    def layer_seconds(self, machine: Machine) -> float:
+        """Seconds of forward and backward of a decoder layer, for one token."""
+        if machine.layer_seconds:
+            return machine.layer_seconds / machine.layer_tokens
+        return 3 * self.sizes.layer_flops / (machine.tflops * 1e12)
+
+    def predict(self, choice: Choice) -> Prediction:
+        """Simulate a choice.
+
+        Raises:
+            ConfigError: a combination that `lowbit train` refuses, too little memory, or machines without a link.
+        """
+        layout = self.layout(choice)
+        memory = self._memory(choice, layout)
+        ranks = layout.ranks
+        steps = tuple(self._step(choice, layout, index) for index in range(choice.replicas))
+        shape = self._shape(choice)
+        bits = tuple(
+            (forward.bits_per_element(shape), backward.bits_per_element(shape))
+            for forward, backward in map(parse_pair, _every(choice.formats, layout.stages - 1))
+        )
+        sent = sum(self._gradient_bytes(choice, self._parameters(layout, rank)) for rank in range(ranks))
+        return Prediction(
+            choice=choice, steps=steps, memory=memory, bits=bits, gradient_bytes=choice.replicas * sent
+        )  # fmt: skip
+
+    def fits(self, choice: Choice, counts: Sequence[int], rank: int) -> bool:
+        """Whether the machines of a rank have the memory for so many layers on each stage."""
+        need, ranks = self.rank_bytes(choice, counts, rank), self.ranks(choice)
+        return all(need <= self.machines[index * ranks + rank].bytes for index in range(choice.replicas))
+
+    def rank_bytes(self, choice: Choice, counts: Sequence[int], rank: int) -> float:
+        """Memory of a rank with so many layers on each stage: weights, gradients, optimizer and saved activations."""
+        layout = self.layout(replace(choice, layers=()))
+        held = self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[1]
+        tokens, last, sizes = self.rows(choice) * self.sequence, layout.stages - 1, self.sizes
+        saved = {
+            s: tokens * (counts[s] * sizes.layer_saved + (s == last) * sizes.last_saved + 4 * sizes.width)
+            for s in layout.stages_of(rank)
+        }
+        most = max(sum(count * saved[s] for s, count in moment.held.items()) for moment in held.moments[rank])
+        most += sum(STATE_BYTES * sizes.parameters(counts[s], first=s == 0, last=s == last) for s in saved)
+        return most + tokens * sizes.logits * (last in saved)
+
+    def _shape(self, choice: Choice) -> tuple[int, int, int]:
+        return self.rows(choice), self.sequence, self.sizes.width
+
+    def _step(self, choice: Choice, layout: Layout, index: int) -> Step:
+        """The step of one pipeline."""
+        machines = self.machines[index * layout.ranks : (index + 1) * layout.ranks]
+        tokens, last = self.rows(choice) * self.sequence, layout.stages - 1
+        formats = _every(choice.formats, last)
+        shape = self._shape(choice)
+        stages: list[StageTimes] = []
+        for stage in range(layout.stages):
+            machine = machines[layout.rank_of(stage)]
+            layers = layout.layer_counts[stage] + (stage == last) * self.sizes.last_flops / self.sizes.layer_flops
+            seconds = tokens * layers * self.layer_seconds(machine)
+            ends = self._ends(machine, formats, stage, shape)
+            stages.append(StageTimes(forward=seconds / 3, backward=2 * seconds / 3, **ends))
+        numbers = range(layout.ranks)
+        parameters = [self._parameters(layout, rank) for rank in numbers]
+        return simulate(
+            self._schedule(choice.schedule, layout.ranks, choice.stages_per_rank, choice.microbatches)[0],
+            stages,
+            self._network(layout, machines),
+            beside=all(machine.gpus for machine in machines),
+            optimizer=[
+                1e-9 * parameters[rank] * (machines[rank].optimizer_ns or self._own_optimizer()) for rank in numbers
+            ],
+            averaging=[self._averaging(choice, layout, rank, parameters[rank]) for rank in numbers],
+        )
+
+    def _ends(
+        self, machine: Machine, formats: Sequence[str], stage: int, shape: tuple[int, int, int]
+    ) -> dict[str, Any]:
+        """Coding and messages of a stage, by the names of `StageTimes`."""
+        found: dict[str, Any] = {}
+        nbytes = 4 * math.prod(shape)
+        for boundary, sent_way, taken_way in ((stage, "forward", "backward"), (stage - 1, "backward", "forward")):
+            if 0 <= boundary < len(formats):
+                forward, backward = parse_pair(formats[boundary])
+                sent, taken = (forward, backward) if sent_way == "forward" else (backward, forward)
+                found[f"encode_{sent_way}"] = nbytes / self._coding(machine, sent, shape)[0]
+                found[f"decode_{taken_way}"] = nbytes / self._coding(machine, taken, shape)[1]
+                found[f"{sent_way}_bytes"] = sent.nbytes(shape) + CHECKSUM_BYTES
+        return found
+
+    def _network(self, layout: Layout, machines: Sequence[Machine]) -> Network:
+        """Channels between all ranks that exchange activations, and the ends of the pipeline."""
+        channels: list[Channel] = []
+        known: dict[object, int] = {}
+        routes: dict[tuple[int, int], int] = {}
+        pairs = {(layout.rank_of(s), layout.rank_of(s + 1)) for s in range(layout.stages - 1)}
+        for a, b in sorted({*pairs, *((b, a) for a, b in pairs)}):
+            if a == b:
+                continue
+            first, second = machines[a].name, machines[b].name
+            link = self.cluster.link(first, second)
+            if link is None:
+                key, channel = (first, a, b), Channel()
+            else:
+                back = link.between[0] != first if link.between else b < a
+                rate = link.back_mbit if back and link.back_mbit else link.mbit
+                channel = Channel(bytes_per_second=rate * 1e6 / 8, latency=link.rtt_ms / 2000)
+                pair = (min(first, second), max(first, second))
+                key = (link.shared or pair, False if link.half_duplex else back)
+            if key not in known:
+                known[key] = len(channels)
+                channels.append(channel)
+            routes[a, b] = known[key]
+        return Network(channels=channels, routes=routes)
+
+    def _parameters(self, layout: Layout, rank: int) -> int:
+        last = layout.stages - 1
+        return sum(
+            self.sizes.parameters(layout.layer_counts[s], first=s == 0, last=s == last) for s in layout.stages_of(rank)
+        )
+
+    def _gradient_bytes(self, choice: Choice, parameters: int) -> float:
+        """Bytes that a rank sends to the other pipelines in a step."""
+        count = choice.replicas
+        return 2 * (count - 1) / count * self.all_reduce.nbytes((parameters,)) if count > 1 else 0.0
+
+    def _averaging(self, choice: Choice, layout: Layout, rank: int, parameters: int) -> float:
+        """Seconds of averaging gradients over pipelines, and of adding those of a tied embedding."""
+        seconds = 0.0
+        if choice.replicas > 1:
+            members = [self.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
+            rate, latency = self._slowest(members)
+            seconds = self._gradient_bytes(choice, parameters) / rate + 2 * latency
+        ends = (layout.rank_of(0), layout.rank_of(layout.stages - 1))
+        if self.sizes.tied and rank in ends and ends[0] != ends[1]:
+            rate, latency = self._slowest([self.machines[end] for end in ends])
+            seconds += 4 * self.sizes.first_parameters / rate + 2 * latency
+        return seconds
+
+    def _slowest(self, machines: Sequence[Machine]) -> tuple[float, float]:
+        """Bytes a second and seconds one way, between the two of these machines that are slowest."""
+        names = [machine.name for machine in machines]
+        links = [self.cluster.link(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
+        rates = [min(link.mbit, link.back_mbit or link.mbit) for link in links if link]
+        return min(rates, default=math.inf) * 1e6 / 8, max((link.rtt_ms for link in links if link), default=0.0) / 2000
+
+    def _memory(self, choice: Choice, layout: Layout) -> tuple[float, ...]:
+        """Bytes of each rank.
+
+        Raises:
+            MemoryShort: more than its machine has.
+        """
+        found = []
+        for number, machine in enumerate(self.machines):
+            rank = number % layout.ranks
+            found.append(self.rank_bytes(choice, layout.layer_counts, rank))
+            if found[-1] > machine.bytes:
+                layers = sum(layout.layer_counts[stage] for stage in layout.stages_of(rank))
+                raise MemoryShort(
+                    f"machine {machine.name!r} has {machine.bytes / 1e9:.1f} GB and needs {found[-1] / 1e9:.1f} "
+                    f"for {layers} layers; allowed: more memory, more machines, or a smaller model"
+                )
+        return tuple(found)
+
+    def _coding(self, machine: Machine, codec: Codec, shape: tuple[int, int, int]) -> tuple[float, float]:
+        """Bytes of float32 a second that a machine encodes and decodes."""
+        for name, speed in machine.coding_speeds.items():
+            if parse(name) == codec:
+                return speed
+        return self._speed(codec, shape[1:])
+
+    def _measured_speed(self, codec: Codec, of: tuple[int, int]) -> tuple[float, float]:
+        return coding_speed(codec, (1, *of))
+
+
+class MemoryShort(ConfigError):
+    """A machine has less memory than its share of the model takes."""
+
+
+def _every(formats: tuple[str, ...], boundaries: int) -> tuple[str, ...]:
+    """A format for each boundary."""
+    return formats * boundaries if len(formats) == 1 else formats
+
+
+def _schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Actions, InFlight]:
+    """The actions of a schedule, and what its stages hold."""
+    order = order_of(name, ranks=ranks, stages_per_rank=stages_per_rank, microbatches=microbatches)
+    return actions_from(order), in_flight(order)

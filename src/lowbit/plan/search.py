@@ -1,0 +1,225 @@
+"""The choices of stages, schedule and formats that are predicted to train fastest on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from lowbit.config import ConfigError
+from lowbit.plan.predict import Choice, MemoryShort, Prediction, Predictor
+from lowbit.train.config import Schedule
+
+_LAPS = ("Interleaved1F1B", "LoopedBFS")
+_AS_FAST = 1.01  # of the fastest: formats with more bits are then preferred
+_AS_FAST_THERE = 1.001  # the same for the format of one boundary
+_FEW_STAGES = 4
+_MOST_MOVES = 8  # of a layer from one stage to another
+
+
+def best_split(
+    costs: Sequence[Callable[[int], float]], layers: int, *, least: int = 1, most: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Share layers among ranks so that the slowest rank is as fast as possible; None if they do not fit.
+
+    Among splits with equally slow ranks, the one whose ranks take least together fills the pipeline soonest. Both are
+    exact, by dynamic programming: the best of the first ranks with so many layers follows from those of one rank less.
+
+    Args:
+        costs: of each rank, seconds by number of layers. least: layers of a rank. most: the same, of each rank.
+    """
+    most = most or [layers] * len(costs)
+    slowest = _share(costs, layers, least, most, max)
+    if slowest is None:
+        return None
+    limit = slowest[0]
+    bounded = [lambda count, cost=cost: cost(count) if cost(count) <= limit else math.inf for cost in costs]
+    found = _share(bounded, layers, least, most, float.__add__)
+    assert found is not None
+    return found[1]
+
+
+def _share(
+    costs: Sequence[Callable[[int], float]], layers: int, least: int, most: Sequence[int], both: Callable[..., float]
+) -> tuple[float, tuple[int, ...]] | None:
+    """The split with the least cost, and that; `both` makes one cost of two. Among equals, earlier ranks get more."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for cost, limit in zip(costs, most, strict=True):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (total, shares) in best.items():
+            for count in range(least, min(limit, layers - used) + 1):
+                found = both(total, float(cost(count))), (*shares, count)
+                known = following.get(used + count)
+                if known is None or found[0] < known[0] or (found[0] == known[0] and found[1] > known[1]):
+                    following[used + count] = found
+        best = following
+    return best.get(layers)
+
+
+def search(
+    predictor: Predictor,
+    *,
+    formats: Sequence[str],
+    schedules: Sequence[Schedule],
+    stages_per_rank: Sequence[int],
+    microbatches: Sequence[int],
+    replicas: Sequence[int],
+) -> list[Prediction]:
+    """Predict every combination, and improve the best of each format; the first is the recommended one.
+
+    Combinations that `lowbit train` would refuse are left out, and so are those that do not fit into the memory.
+
+    Returns:
+        The fastest of each format, in the order of speed, but with the one of most bits first among those within 1 % of
+        the fastest.
+
+    Raises:
+        ConfigError: nothing is possible; the text says why, for one of the combinations.
+    """
+    best: dict[str, Prediction] = {}
+    problem: ConfigError | None = None
+    for count, schedule, each, cut in product(replicas, schedules, stages_per_rank, microbatches):
+        if schedule in _LAPS and each == 1 and "1F1B" in schedules:
+            continue  # the same as 1F1B or GPipe
+        plain = Choice(replicas=count, schedule=schedule, stages_per_rank=each, microbatches=cut)
+        try:
+            shapes = list(_splits(predictor, plain))
+            for name, layers in product(formats, shapes):
+                found = predictor.predict(replace(plain, layers=layers, formats=(name,)))
+                if name not in best or found.seconds < best[name].seconds:
+                    best[name] = found
+        except ConfigError as error:
+            if problem is None or isinstance(error, MemoryShort):
+                problem = error
+    if not best:
+        assert problem is not None
+        raise problem
+    order = sorted((_improve(predictor, found) for found in best.values()), key=_seconds)
+    first = max((found for found in order if found.seconds <= _AS_FAST * order[0].seconds), key=lambda f: f.total_bits)
+    return [_by_boundary(predictor, first, formats), *(found for found in order if found is not first)]
+
+
+def _splits(predictor: Predictor, choice: Choice) -> Iterator[tuple[int, ...]]:
+    """The split with the fastest slowest rank, and the even one if that fits, too.
+
+    Raises:
+        ConfigError: neither is possible.
+    """
+    layout, sizes = predictor.layout(choice), predictor.sizes
+    rows = predictor.rows(choice) * predictor.sequence
+
+    def cost(rank: int) -> Callable[[int], float]:
+        of = [predictor.machines[index * layout.ranks + rank] for index in range(choice.replicas)]
+        slowest = max(map(predictor.layer_seconds, of))
+        extra = (rank == layout.rank_of(layout.stages - 1)) * sizes.last_flops / sizes.layer_flops
+        return lambda layers: rows * slowest * (layers + extra)
+
+    each = choice.stages_per_rank
+    ranks = range(layout.ranks)
+    most = [sizes.layers] * layout.ranks
+    fastest = best_split([cost(rank) for rank in ranks], sizes.layers, least=each, most=most)
+    assert fastest is not None  # there are at least as many layers as stages
+    even = layout.layer_counts
+    found = dict.fromkeys((_over_stages(fastest, choice, predictor), even))
+    fitting = [layers for layers in found if all(predictor.fits(choice, layers, rank) for rank in ranks)]
+    if not fitting:
+        fitting = list(_within_memory(predictor, choice, [cost(rank) for rank in ranks]))
+    yield from (() if layers == even else layers for layers in fitting)
+
+
+def _within_memory(
+    predictor: Predictor, choice: Choice, costs: Sequence[Callable[[int], float]]
+) -> Iterator[tuple[int, ...]]:
+    """The fastest split with as many layers on each rank as its memory takes.
+
+    Raises:
+        MemoryShort: no split fits.
+    """
+    layers, ranks, each = predictor.sizes.layers, len(costs), choice.stages_per_rank
+    most = []
+    for rank in range(ranks):
+        limit = each - 1
+        for count in range(each, layers - each * (ranks - 1) + 1):
+            others = [each] * ranks
+            others[rank] = count
+            if not predictor.fits(choice, _over_stages(others, choice, predictor), rank):
+                break
+            limit = count
+        most.append(limit)
+    shares = best_split(costs, layers, least=each, most=most)
+    if shares is None:
+        predictor.predict(choice)  # raises, for the even split
+        raise MemoryShort("the model does not fit into the memory of the cluster")
+    yield _over_stages(shares, choice, predictor)
+
+
+def _over_stages(shares: Sequence[int], choice: Choice, predictor: Predictor) -> tuple[int, ...]:
+    """The layers of each stage, where those of a rank are shared evenly among its stages."""
+    layout = predictor.layout(choice)
+    counts = [0] * layout.stages
+    for rank, share in enumerate(shares):
+        stages = layout.stages_of(rank)
+        each, extra = divmod(share, len(stages))
+        for place, stage in enumerate(stages):
+            counts[stage] = each + (place < extra)
+    return tuple(counts)
+
+
+def _improve(predictor: Predictor, found: Prediction) -> Prediction:
+    """Move single layers while that makes a step faster."""
+    for _ in range(_MOST_MOVES):
+        better = min(_predicted(predictor, _moves(predictor, found)), key=_seconds, default=found)
+        if better.seconds >= found.seconds * (1 - 1e-9):
+            break
+        found = better
+    return found
+
+
+def _by_boundary(predictor: Predictor, found: Prediction, formats: Sequence[str]) -> Prediction:
+    """Change the format of single boundaries where that is faster, or as fast with more bits."""
+    boundaries = predictor.layout(found.choice).stages - 1
+    if boundaries < 2:
+        return found
+    for boundary in range(boundaries):
+        options = [found, *_predicted(predictor, _formats(found.choice, boundary, boundaries, formats))]
+        limit = min(map(_seconds, options)) * _AS_FAST_THERE
+        found = max((option for option in options if option.seconds <= limit), key=lambda option: option.total_bits)
+    return found
+
+
+def _predicted(predictor: Predictor, choices: Iterable[Choice]) -> Iterator[Prediction]:
+    """Predictions of those that are possible."""
+    for choice in choices:
+        with contextlib.suppress(ConfigError):
+            yield predictor.predict(choice)
+
+
+def _seconds(found: Prediction) -> float:
+    return found.seconds
+
+
+def _moves(predictor: Predictor, found: Prediction) -> Iterator[Choice]:
+    """The same with a layer of the busiest rank on another stage; of few stages, with any layer there."""
+    choice = found.choice
+    layout = predictor.layout(choice)
+    counts, sources = layout.layer_counts, range(layout.stages)
+    if layout.stages > _FEW_STAGES:
+        slowest = max(found.steps, key=lambda step: step.seconds)
+        sources = layout.stages_of(int((slowest.compute + slowest.coding).argmax()))
+    for source, target in product(sources, range(layout.stages)):
+        if source != target and counts[source] > 1:
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            yield replace(choice, layers=tuple(moved))
+
+
+def _formats(choice: Choice, boundary: int, boundaries: int, formats: Sequence[str]) -> Iterator[Choice]:
+    """The same with another format at one boundary."""
+    present = choice.formats * boundaries if len(choice.formats) == 1 else choice.formats
+    for name in formats:
+        if name != present[boundary]:
+            changed = (*present[:boundary], name, *present[boundary + 1 :])
+            yield replace(choice, formats=changed)

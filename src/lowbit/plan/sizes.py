@@ -1,0 +1,148 @@
+"""Sizes of a model's parts: parameters, operations and saved activations of a layer and of both ends."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lowbit.activations import counted
+from lowbit.codecs import Codec
+from lowbit.config import ConfigError
+from lowbit.train.config import ModelConfig
+from lowbit.train.model import StageModule, hugging_face_config, next_token_loss
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_TOKENS = 64  # of the sample whose saved activations are counted: they grow with the tokens
+_ROUNDS = 3
+STATE_BYTES = 16
+"""Bytes of a parameter: float32 weight and gradient, and two float32 states of AdamW."""
+
+
+def parse_bytes(text: str, name: str = "budget") -> int:
+    """The number in "24gb", "1.5gib", "300mb" or "1000000"; ConfigError, with `name`, for another text."""
+    match = re.fullmatch(r"([0-9.]+) *([a-z]*)", text.strip().lower())
+    try:
+        return int(float(match[1]) * _UNITS[match[2]])  # pyright: ignore[reportOptionalSubscript]
+    except (TypeError, ValueError, KeyError):
+        raise ConfigError(f"{name} is {text!r}; allowed: bytes, such as 24gb, 1.5gib or 800mb") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """A model in numbers.
+
+    Attributes:
+        layers: decoder layers. width: elements of an activation of a token.
+        layer_parameters, first_parameters, last_parameters: of a layer, and of what only the first and the last stage
+            have. tied: whether the last stage's matrix is a copy of the first stage's embedding.
+        layer_flops, last_flops: of a token's forward in a layer, and behind the last layer; backward takes twice that.
+        layer_saved, last_saved: bytes that autograd saves of a token in a layer, and behind the last layer.
+        logits: bytes of a token's logits and of their gradient.
+    """
+
+    layers: int
+    width: int
+    layer_parameters: int
+    first_parameters: int
+    last_parameters: int
+    tied: bool
+    layer_flops: float
+    last_flops: float
+    layer_saved: float
+    last_saved: float
+    logits: int
+
+    def parameters(self, layers: int, *, first: bool, last: bool) -> int:
+        """Parameters of a stage."""
+        return layers * self.layer_parameters + first * self.first_parameters + last * self.last_parameters
+
+
+def measure_sizes(model: ModelConfig, *, vocab: int, sequence: int, precision: Literal["fp32", "bf16"]) -> ModelSizes:
+    """Measure a model on two of its layers, with random weights, and on a few tokens."""
+    from transformers import AutoModelForCausalLM
+
+    config: Any = hugging_face_config(model, vocab=vocab, sequence=sequence)
+    layers = config.num_hidden_layers
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    whole = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+    autocast = torch.bfloat16 if precision == "bf16" else None
+
+    def stage(count: int, *, first: bool = False, last: bool = False) -> StageModule:
+        return StageModule(whole, layers=range(count), first=first, last=last, autocast=autocast).train()
+
+    one, two, first, last = stage(1), stage(2), stage(1, first=True), stage(1, last=True)
+    parameters = [_parameters(module) for module in (one, two, first, last)]
+    saved = [_saved(module, min(sequence, _TOKENS)) for module in (one, two, last)]
+    layer = parameters[1] - parameters[0]
+    head = sum(p.numel() for p in last.head.parameters()) if last.head is not None else 0
+    width = one.width
+    return ModelSizes(
+        layers=layers,
+        width=width,
+        layer_parameters=layer,
+        first_parameters=parameters[2] - parameters[0],
+        last_parameters=parameters[3] - parameters[0],
+        tied=bool(config.tie_word_embeddings),
+        layer_flops=2.0 * layer + 2.0 * sequence * width,  # attention: a token sees half of the sequence, twice
+        last_flops=2.0 * head,
+        layer_saved=saved[1] - saved[0],
+        last_saved=saved[2] - saved[0],
+        logits=2 * 4 * last.vocab,
+    )
+
+
+def optimizer_ns() -> float:
+    """Nanoseconds of AdamW with clipping for one parameter, on this machine."""
+    parameter = nn.Parameter(torch.zeros(1 << 20))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_([parameter], 1.0)
+        optimizer.step()
+
+    return 1e9 * _fastest(step) / parameter.numel()
+
+
+def coding_speed(codec: Codec, shape: tuple[int, int, int]) -> tuple[float, float]:
+    """Bytes of float32 that a format encodes and decodes in a second on this machine, at this shape."""
+    x = torch.randn(shape)
+    encoder, decoder = (codec.open(shape=x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    sent: list[torch.Tensor] = []
+    encode = _fastest(lambda: sent.append(encoder.encode(x)))
+    decode = _fastest(lambda: decoder.decode(sent.pop(0), out=torch.empty_like(x)))
+    return x.nbytes / encode, x.nbytes / decode
+
+
+def _fastest(work: Any) -> float:
+    """Seconds of the fastest of a few calls; the first, which may compile, does not count."""
+    times = []
+    for _ in range(1 + _ROUNDS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _saved(module: StageModule, tokens: int) -> float:
+    """Bytes that autograd saves of a token."""
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    inputs = torch.randn(1, tokens, module.width, requires_grad=True)
+    with counted(module) as kept:
+        output = module(inputs)
+        if module.last:
+            output = next_token_loss(output, ids)
+    total = sum(size for (kind, _), size in kept.modules.items() if kind != "weights")
+    del output
+    return total / tokens

@@ -1,0 +1,92 @@
+"""What a simulation is made of: stages, the network and the hosts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel:
+    """A link in one direction, or both directions of a half-duplex link: it carries one message at a time.
+
+    Args:
+        bytes_per_second: rate of payloads; infinite by default.
+        latency: seconds from the end of sending to the receiver.
+        most: messages that may be on it or wait for it; a rank whose next message finds no room stops computing.
+            0: any number, as in lowbit.
+
+    Raises:
+        ValueError: a rate that is not positive, or a negative latency or number.
+    """
+
+    bytes_per_second: float = math.inf
+    latency: float = 0.0
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_second > 0:
+            raise ValueError(f"bytes_per_second is {self.bytes_per_second}; allowed: more than 0")
+        if not (0 <= self.latency < math.inf and self.most >= 0):
+            raise ValueError(f"latency is {self.latency} and most is {self.most}; allowed: at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds and bytes of one micro-batch on a stage.
+
+    Args:
+        forward, backward: computing. inputs, weights: of backward's two passes, if a schedule splits it; by default
+            half of it each.
+        encode_forward: coding what goes to the next stage. decode_forward: decoding what comes from the previous one.
+        encode_backward: coding gradients for the previous stage. decode_backward: decoding those of the next one.
+        forward_bytes, backward_bytes: of the messages that this stage sends.
+
+    Raises:
+        ValueError: negative or not finite.
+    """
+
+    forward: float
+    backward: float
+    inputs: float | None = None
+    weights: float | None = None
+    encode_forward: float = 0.0
+    decode_forward: float = 0.0
+    encode_backward: float = 0.0
+    decode_backward: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{field.name} is {value}; allowed: at least 0 and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Who sends to whom over what.
+
+    Args:
+        channels: all of them. A channel that several pairs of ranks use is shared; one that both directions of a pair
+            use is half-duplex.
+        routes: index of the channel from a rank to another. Ranks that exchange activations need one. The numbers at
+            the end of a step travel over it, too; without one they take the longest latency of any channel.
+    """
+
+    channels: Sequence[Channel]
+    routes: Mapping[tuple[int, int], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """Machines that several ranks share.
+
+    Args:
+        of: host of each rank. cores: of each host; an action takes one.
+    """
+
+    of: Sequence[int]
+    cores: Sequence[int]

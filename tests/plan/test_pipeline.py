@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from lowbit.codecs import parse
+from lowbit.config import ConfigError
+from lowbit.plan.cluster import Cluster, ClusterLink, Machine
+from lowbit.plan.predict import Choice, MemoryShort, Predictor
+from lowbit.plan.search import best_split, search
+from lowbit.plan.sizes import ModelSizes
+from tests.command_line import invoke
+
+CODING = ("fp32=10/10", "bf16=8/8", "int4=5/8", "GroupInt(bits=6, group=32)=5/8")
+SIZES = ModelSizes(
+    layers=8, width=64, layer_parameters=10_000, first_parameters=5_000, last_parameters=5_000, tied=False,
+    layer_flops=1e8, last_flops=0.0, layer_saved=1000.0, last_saved=500.0, logits=100,
+)  # fmt: skip
+
+
+def machine(name: str, tflops: float = 1.0, **fields) -> Machine:
+    return Machine(name=name, tflops=tflops, coding=CODING, optimizer_ns=1.0, **fields)
+
+
+def predictor(*machines: Machine, mbit: float = 1000.0, sizes: ModelSizes = SIZES, **link) -> Predictor:
+    cluster = Cluster(machines, (ClusterLink(mbit=mbit, **link),))
+    return Predictor(cluster, sizes, sequence=64, batch=8, all_reduce=parse("fp8"))
+
+
+def plan(of: Predictor, **changes):
+    options = {
+        "formats": ("fp32", "bf16", "int4"), "schedules": ("1F1B", "GPipe"), "stages_per_rank": (1,),
+        "microbatches": (2, 4, 8), "replicas": (1,),
+    }  # fmt: skip
+    return search(of, **(options | changes))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_split_has_the_fastest_slowest_rank_of_all(seed: int):
+    draw = random.Random(seed)
+    ranks, layers = draw.randint(1, 4), draw.randint(4, 9)
+    speeds, extras = ([draw.choice((1, 2, 3, 5)) for _ in range(ranks)] for _ in range(2))
+    most = [draw.randint(1, layers) for _ in range(ranks)]
+    costs = [lambda count, s=s, e=e: s * count + e for s, e in zip(speeds, extras, strict=True)]
+    every = [
+        _slowest_and_sum(costs, counts)
+        for counts in product(range(1, layers + 1), repeat=ranks)
+        if sum(counts) == layers and all(c <= m for c, m in zip(counts, most, strict=True))
+    ]
+    found = best_split(costs, layers, most=most)
+    if found is None:
+        assert not every
+    else:
+        assert sum(found) == layers
+        assert all(c <= m for c, m in zip(found, most, strict=True))
+        assert _slowest_and_sum(costs, found) == min(every)
+
+
+def _slowest_and_sum(costs, counts) -> tuple[float, float]:
+    seconds = [cost(count) for cost, count in zip(costs, counts, strict=True)]
+    return max(seconds), sum(seconds)
+
+
+def test_a_machine_of_half_the_speed_gets_half_the_layers():
+    of = predictor(machine("fast", 2.0), machine("slow", 1.0), mbit=10_000, sizes=_with(layers=9))
+    best = plan(of)[0]
+    assert best.choice.layers == (6, 3)
+    even = of.predict(Choice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=8, layers=(5, 4)))
+    assert best.seconds < even.seconds
+
+
+def _with(**changes) -> ModelSizes:
+    return ModelSizes(**(vars(SIZES) | changes))
+
+
+def test_the_first_choice_is_the_fastest_of_all_there_are():
+    of = predictor(machine("a", 2.0), machine("b", 1.0), machine("c", 1.0), mbit=30, rtt_ms=5)
+    best = plan(of, formats=("int4",))[0]
+    every = []
+    for schedule, cut, layers in product(("1F1B", "GPipe"), (2, 4, 8), product(range(1, 7), repeat=3)):
+        if sum(layers) == 8:
+            choice = Choice(
+                replicas=1, schedule=schedule, stages_per_rank=1, microbatches=cut, layers=layers, formats=("int4",)
+            )
+            try:
+                every.append(of.predict(choice).seconds)
+            except ConfigError:
+                assert schedule == "1F1B"
+                assert cut == 2
+    assert best.seconds == pytest.approx(min(every), rel=0.01)
+
+
+def test_slow_links_take_few_bits_and_fast_ones_as_many_as_there_are():
+    slow, fast = (plan(predictor(machine("a"), machine("b"), mbit=mbit))[0] for mbit in (5.0, 1e6))
+    assert slow.choice.formats == ("int4",)
+    assert fast.choice.formats == ("fp32",)
+    assert slow.nbytes < fast.nbytes / 4
+
+
+def test_each_boundary_has_the_format_of_its_link():
+    links = (ClusterLink(mbit=5.0, between=("a", "b")), ClusterLink(mbit=1e6))
+    cluster = Cluster((machine("a"), machine("b"), machine("c")), links)
+    of = Predictor(cluster, SIZES, sequence=64, batch=8, all_reduce=parse("fp8"))
+    assert plan(of)[0].choice.formats == ("int4", "fp32")
+
+
+def test_memory_bounds_the_layers_of_a_machine():
+    choice = Choice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(2, 6))
+    roomy = predictor(machine("a"), machine("b"))
+    need = roomy.rank_bytes(choice, (2, 6), 0)
+    small = predictor(machine("a", memory=str(int(need))), machine("b"))
+    assert plan(small, schedules=("GPipe",), microbatches=(4,))[0].choice.layers == (2, 6)
+    with pytest.raises(MemoryShort, match="machine 'a' has 0.0 GB and needs .* allowed: more memory, more machines"):
+        plan(predictor(machine("a", memory="1kb"), machine("b")))
+    with pytest.raises(MemoryShort, match="machine 'a' has"):
+        small.predict(Choice(replicas=1, schedule="GPipe", stages_per_rank=1, microbatches=4, layers=(3, 5)))
+
+
+def test_two_pipelines_pay_for_their_gradients():
+    of = predictor(*(machine(name) for name in "abcd"), mbit=100)
+    found = of.predict(Choice(replicas=2, schedule="1F1B", stages_per_rank=1, microbatches=2, formats=("int4",)))
+    assert len(found.steps) == 2
+    assert len(found.memory) == 4
+    assert found.gradient_bytes == sum(2 * parse("fp8").nbytes((45_000,)) for _ in range(2))
+    assert {plan(of, replicas=(1, 2), formats=("int4",))[0].choice.replicas} <= {1, 2}
+
+
+def test_a_tied_embedding_is_summed_over_the_link():
+    tied, own = (predictor(machine("a"), machine("b"), mbit=1, sizes=_with(tied=tied)) for tied in (True, False))
+    choice = Choice(replicas=1, schedule="1F1B", stages_per_rank=1, microbatches=2)
+    extra = tied.predict(choice).seconds - own.predict(choice).seconds
+    assert extra == pytest.approx(4 * 5_000 * 8 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages_per_rank": (9,), "schedules": ("LoopedBFS",)}, "the pipeline has 18 stages .* the model 8"),
+        ({"replicas": (3,)}, "replicas is 3; allowed: a divisor of 2 ranks"),
+        ({"microbatches": (3,)}, "data.batch is 8; allowed: a multiple of 3"),
+        ({"schedules": ("ZBVZeroBubble",)}, "stages_per_rank is 1; allowed with ZBVZeroBubble: 2"),
+    ],
+)
+def test_what_is_impossible_is_said_in_one_line(changes, message: str):
+    with pytest.raises(ConfigError, match=message):
+        plan(predictor(machine("a"), machine("b")), **changes)
+
+
+CLUSTER = """
+[[machine]]
+name = "fast"
+tflops = 0.2
+optimizer_ns = 2
+coding = ["fp32=7/7", "bf16=5/5", "int4=5/8", "GroupInt(bits=6, group=32)=5/8"]
+
+[[machine]]
+name = "slow"
+tflops = 0.1
+optimizer_ns = 2
+coding = ["fp32=7/7", "bf16=5/5", "int4=5/8", "GroupInt(bits=6, group=32)=5/8"]
+
+[[link]]
+mbit = 20
+rtt_ms = 10
+"""
+
+
+def test_the_command_writes_what_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(CLUSTER)
+    model = ["--model.dim", "32", "--model.heads", "2", "--model.layers", "6", "--data.sequence", "32"]
+    words = ["--format", "int4,fp32", "--schedule", "1F1B", "--data.batch", "8", "--tokens", "100000", *model]
+    result = invoke("plan", "pipeline", "cluster.toml", "--output", "run.toml", "--json", "plan.json", *words)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(Path("plan.json").read_text())["rows"]
+    first = rows[0]
+    assert (first["formats"], first["steps"], sum(first["layers"])) == ("int4", 391, 6)
+    assert first["layers"][0] > first["layers"][1]
+    assert first["warmup_steps"] == 97
+    assert [row["choice"] for row in rows] == [1, 2, None]
+    assert {row["formats"] for row in rows} == {"int4", "fp32", "bf16"}
+    assert first["hours"] == pytest.approx(
+        (97 * rows[1]["seconds_per_step"] + 294 * first["seconds_per_step"]) / 3600, rel=0.2
+    )
+    dry = invoke("train", "run.toml", "--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert f"rank 0, layers 0 to {first['layers'][0] - 1}" in dry.stdout
+    assert "GroupInt(bits=4" in dry.stdout
+
+
+def test_a_hugging_face_folder_and_one_machine_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import GPT2Config
+
+    monkeypatch.chdir(tmp_path)
+    GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=3, n_head=2).save_pretrained("my_model")
+    Path("cluster.toml").write_text(CLUSTER.split('[[machine]]\nname = "slow"')[0])
+    words = ["--model.pretrained", "my_model", "--data.sequence", "32", "--data.batch", "4", "--format", "fp32"]
+    result = invoke("plan", "pipeline", "cluster.toml", "--stages-per-rank", "1", "--json", "plan.json", *words)
+    assert result.exit_code == 0, result.output
+    [row, plain] = json.loads(Path("plan.json").read_text())["rows"]
+    assert (row["layers"], row["forward"], row["bytes_per_step"]) == ([3], [], 0)
+    assert plain["formats"] == "bf16"
+
+
+def test_impossible_clusters_are_one_line_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(CLUSTER.replace("tflops = 0.1", 'tflops = 0.1\nmemory = "1kb"'))
+    small = ["--model.dim", "32", "--model.heads", "2", "--data.sequence", "32", "--format", "fp32"]
+    for words, message in {
+        ("--model.layers", "2"): "machine 'slow' has 0.0 GB and needs",
+        ("--model.layers", "1"): "the pipeline has 2 stages (2 ranks x 1), the model 1 layers",
+        ("--format", "int9"): "codec is 'int9'; allowed",
+    }.items():
+        result = invoke("plan", "pipeline", "cluster.toml", "--stages-per-rank", "1", *small, *words)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert len([line for line in result.stderr.splitlines() if line.startswith("error")]) == 1, result.stderr

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.simulate import Channel, Hosts, Network, StageTimes, actions, actions_from, simulate
+from tests.simulate.reference import seconds_of
+
+FREE = Channel()
+TIMES = StageTimes(forward=1.0, backward=2.0)
+
+
+def chain(ranks: int, forward: Channel = FREE, backward: Channel = FREE, *, duplex: bool = True) -> Network:
+    """A channel each way between neighbours, or one for both ways."""
+    channels, routes = [], {}
+    for rank in range(ranks - 1):
+        routes[rank, rank + 1] = len(channels)
+        channels.append(forward)
+        routes[rank + 1, rank] = len(channels) - (not duplex)
+        channels += [backward] * duplex
+    return Network(channels=channels, routes=routes)
+
+
+def everybody(ranks: int, channels: list[Channel], pick) -> Network:
+    """A channel for every pair of ranks."""
+    pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    return Network(channels=channels, routes={pair: pick(len(channels)) for pair in pairs})
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 2), (4, 4), (4, 9), (7, 20)])
+def test_free_links_leave_the_bubble_alone(schedule: str, ranks: int, count: int):
+    step = simulate(actions(schedule, ranks=ranks, microbatches=count), [TIMES] * ranks, chain(ranks))
+    assert step.seconds == 3 * (count + ranks - 1)
+    assert step.waiting_share == pytest.approx((ranks - 1) / (count + ranks - 1))
+    assert step.waiting.tolist() == [3 * (ranks - 1)] * ranks
+
+
+def test_one_slow_link_carries_everything_behind_the_first_forward():
+    """Two ranks, a message of 5 seconds: the link is busy from the first forward to the last one's arrival."""
+    times = [StageTimes(forward=1.0, backward=2.0, forward_bytes=5), TIMES]
+    network = chain(2, Channel(bytes_per_second=1.0))
+    step = simulate(actions("GPipe", ranks=2, microbatches=4), times, network)
+    assert step.seconds == 1 + 4 * 5 + 1 + 4 * 2 + 2  # link, last forward, all backwards there, the last one here
+    assert step.busy.tolist() == [20, 0]
+    assert step.nbytes.tolist() == [20, 0]
+
+
+def test_latency_alone_is_paid_once_each_way_by_gpipe_and_in_the_sums():
+    network = chain(3, Channel(latency=10.0), Channel(latency=100.0))
+    step = simulate(actions("GPipe", ranks=3, microbatches=5), [TIMES] * 3, network)
+    # Ranks begin at 0, 10 and 100 (the longest latency, since rank 0 has no channel to rank 2).
+    assert step.seconds == 100 + 1 * 5 + 2 * 5 + 2 * 2 + 2 * 100
+
+
+def test_1f1b_waits_for_a_round_trip_in_its_steady_state():
+    network = chain(2, Channel(latency=10.0), Channel(latency=10.0))
+    step = simulate(actions("1F1B", ranks=2, microbatches=8), [TIMES] * 2, network)
+    # Two micro-batches are on their way at a time: each pair takes F, F, a round trip and what rank 1 does with one.
+    assert step.seconds > 3 * 9 + 2 * 10 * 3
+    assert step.waiting[0] > 60
+
+
+def test_a_half_duplex_link_is_slower():
+    """Stages in laps over two ranks: forwards travel both ways at once."""
+    times = [StageTimes(forward=1.0, backward=2.0, forward_bytes=3, backward_bytes=3)] * 6
+    slow = Channel(bytes_per_second=1.0)
+    order = actions("LoopedBFS", ranks=2, stages_per_rank=3, microbatches=8)
+    full, half = (simulate(order, times, chain(2, slow, slow, duplex=duplex)) for duplex in (True, False))
+    assert half.seconds > 1.2 * full.seconds
+    assert half.nbytes.sum() == full.nbytes.sum()
+
+
+def test_boundaries_that_share_a_link_wait_for_each_other():
+    times = [StageTimes(forward=1.0, backward=2.0, forward_bytes=4, backward_bytes=4)] * 3
+    order, slow = actions("GPipe", ranks=3, microbatches=8), Channel(bytes_per_second=1.0)
+    alone = simulate(order, times, chain(3, slow, slow))
+    network = everybody(3, [slow], lambda _: 0)
+    shared = simulate(order, times, network)
+    assert shared.busy.tolist() == [4 * 8 * 4]
+    assert shared.seconds >= 4 * 8 * 4 > alone.seconds
+
+
+def test_coding_takes_the_rank_on_a_cpu_and_delays_messages_on_a_gpu():
+    times = [
+        StageTimes(forward=1.0, backward=2.0, encode_forward=0.5, decode_backward=0.25),
+        StageTimes(forward=1.0, backward=2.0, decode_forward=0.5, encode_backward=0.25),
+    ]
+    order = actions("1F1B", ranks=2, microbatches=6)
+    cpu, gpu = (simulate(order, times, chain(2), beside=beside) for beside in (False, True))
+    assert cpu.coding.tolist() == gpu.coding.tolist() == [4.5, 4.5]
+    assert cpu.seconds > gpu.seconds > simulate(order, [TIMES] * 2, chain(2)).seconds
+    first = cpu.timeline
+    assert (first.end - first.begin - first.decode - first.encode).sum() == pytest.approx(2 * 6 * 3)
+
+
+def test_ranks_that_share_a_core_take_turns():
+    order = actions("GPipe", ranks=2, microbatches=5)
+    both = simulate(order, [TIMES] * 2, chain(2), hosts=Hosts(of=[0, 0], cores=[1]))
+    assert both.seconds == 2 * 5 * 3
+    own = simulate(order, [TIMES] * 2, chain(2), hosts=Hosts(of=[0, 0], cores=[2]))
+    assert own.seconds == simulate(order, [TIMES] * 2, chain(2)).seconds
+
+
+def test_a_bound_on_messages_stops_a_rank_that_is_far_ahead():
+    times = [StageTimes(forward=1.0, backward=2.0, forward_bytes=50), TIMES]
+    order = actions("GPipe", ranks=2, microbatches=4)
+    steps = [simulate(order, times, chain(2, Channel(bytes_per_second=1.0, most=most))) for most in (0, 1, 2)]
+    ends = [step.timeline.end[3] for step in steps]  # of rank 0's last forward
+    assert ends[0] < ends[2] < ends[1]
+    assert steps[0].seconds == steps[2].seconds < steps[1].seconds
+
+
+def test_optimizer_and_averages_belong_to_the_step():
+    order = actions("1F1B", ranks=2, microbatches=4)
+    bare = simulate(order, [TIMES] * 2, chain(2))
+    step = simulate(order, [TIMES] * 2, chain(2), optimizer=[5.0, 1.0], averaging=3.0)
+    assert step.seconds == bare.seconds + 5 + 3
+    assert step.finish.tolist() == [8, 4]
+
+
+def test_messages_of_the_timeline_leave_after_their_action_and_arrive_before_the_next():
+    times = [StageTimes(forward=1.0, backward=2.0, forward_bytes=3, backward_bytes=1)] * 3
+    slow = Channel(bytes_per_second=2.0, latency=0.5)
+    line = simulate(actions("1F1B", ranks=3, microbatches=4), times, chain(3, slow, slow)).timeline
+    ends = {line.actions.name(i): (line.begin[i], line.end[i]) for i in range(len(line.end))}
+    assert len(line.leaves) == 2 * 2 * 4
+    for i, boundary in enumerate(line.boundary):
+        kind, low, high = ("B", boundary + 1, boundary) if line.backward[i] else ("F", boundary, boundary + 1)
+        assert line.leaves[i] >= ends[f"{low}{kind}{line.micro_batch[i]}"][1]
+        assert line.arrives[i] <= ends[f"{high}{kind}{line.micro_batch[i]}"][0]
+        assert line.arrives[i] - line.leaves[i] == pytest.approx((0.5 if line.backward[i] else 1.5) + 0.5)
+
+
+SCHEDULES = st.sampled_from([
+    ("GPipe", 1, 3), ("1F1B", 1, 3), ("Interleaved1F1B", 2, 4), ("InterleavedZeroBubble", 2, 4),
+    ("ZBVZeroBubble", 2, 4), ("DualPipeV", 2, 6), ("LoopedBFS", 3, 2),
+])  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedule=SCHEDULES, ranks=st.integers(1, 3), seed=st.integers(0, 10**6), shared=st.booleans())
+def test_every_moment_is_that_of_a_slow_simulator(schedule, ranks: int, seed: int, shared: bool):
+    name, each, count = schedule
+    order = actions(name, ranks=ranks, stages_per_rank=each, microbatches=count)
+    draw = random.Random(seed)
+    stages = [
+        StageTimes(
+            **{field: draw.random() for field in ("forward", "backward")},
+            **{f"{code}_{way}": draw.random() / 9 for code in ("encode", "decode") for way in ("forward", "backward")},
+            forward_bytes=draw.randrange(1, 999), backward_bytes=draw.randrange(1, 999),
+        )
+        for _ in range(ranks * each)
+    ]  # fmt: skip
+    channels = [
+        Channel(bytes_per_second=10 ** draw.uniform(1, 4), latency=draw.random(), most=0 if shared else most)
+        for most in draw.choices((0, 1, 3), k=draw.randrange(1, 4))
+    ]
+    network = everybody(ranks, channels, draw.randrange)
+    if not shared:
+        hosts = Hosts(of=list(range(ranks)), cores=[1] * ranks)
+    else:
+        hosts = Hosts(of=[draw.randrange(2) for _ in range(ranks)], cores=[1, 2])
+    step = simulate(order, stages, network, hosts=hosts, optimizer=0.3)
+    seconds, spans = seconds_of(order, stages, network, hosts, 0.3)
+    line = step.timeline
+    assert {order.name(i): (line.begin[i], line.end[i]) for i in range(len(line.end))} == spans
+    assert step.seconds == seconds
+
+
+def test_ranks_that_wait_for_each_other_are_named():
+    order = actions_from({0: ["0F0", "0B0", "0F1", "0B1"], 1: ["1F1", "1B1", "1F0", "1B0"]})
+    with pytest.raises(ValueError, match="wait for each other for ever: rank 0 cannot begin 0B0, because rank 1 does"):
+        simulate(order, [TIMES] * 2, chain(2))
+
+
+@pytest.mark.parametrize(
+    ("order", "stages", "message"),
+    [
+        ({0: ["0F0", "0B0"]}, 2, r"stages has 2 entries, and the actions have stages \[0\]"),
+        ({0: ["0F0", "0B0", "0B1"]}, 1, "not one step; allowed: F once"),
+        ({0: ["0F0", "0B0", "0W0"]}, 1, "not one step; allowed: F once"),
+        ({0: ["0F0"], 1: ["0B0"]}, 1, "a stage has actions on several ranks"),
+        ({0: ["0B0", "0F0"]}, 1, "rank 0 has actions of stage 0, micro-batch 0, in an order that cannot run"),
+        ({0: ["1F0", "0F0", "1B0", "0B0"]}, 2, "in an order that cannot run"),
+        ({0: ["0F0", "0W0", "0I0"]}, 1, "in an order that cannot run"),
+    ],
+)
+def test_lists_that_are_no_step_are_refused(order, stages: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        simulate(actions_from(order), [TIMES] * stages, chain(2))
+
+
+def test_wrong_numbers_are_refused():
+    order = actions("1F1B", ranks=2, microbatches=2)
+    with pytest.raises(ValueError, match="bytes_per_second is 0"):
+        Channel(bytes_per_second=0)
+    with pytest.raises(ValueError, match="latency is -1"):
+        Channel(latency=-1)
+    with pytest.raises(ValueError, match="forward is -1; allowed: at least 0"):
+        StageTimes(forward=-1, backward=0)
+    with pytest.raises(ValueError, match="rank 0 sends to rank 1, and there is no channel"):
+        simulate(order, [TIMES] * 2, Network(channels=[], routes={}))
+    with pytest.raises(ValueError, match="hosts has 1 ranks on 1 hosts; allowed: 2 ranks"):
+        simulate(order, [TIMES] * 2, chain(2), hosts=Hosts(of=[0], cores=[1]))
+    with pytest.raises(ValueError, match="optimizer and averaging have -1"):
+        simulate(order, [TIMES] * 2, chain(2), optimizer=-1)
+
+
+def test_compiled_and_interpreted_numbers_are_equal():
+    """The event loop runs as Python at first, because compiling takes longer; the numbers are equal."""
+    from lowbit.simulate import step
+
+    times = [StageTimes(forward=1.0, backward=2.0, forward_bytes=3, backward_bytes=1)] * 3
+    slow = Channel(bytes_per_second=2.0, latency=0.5)
+    order = actions("1F1B", ranks=3, microbatches=4)
+    found = []
+    for compiled_from in (1 << 40, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "_COMPILED_FROM", compiled_from)
+            found.append(simulate(order, times, chain(3, slow, slow)))
+    assert found[0].seconds == found[1].seconds
+    assert np.array_equal(found[0].timeline.begin, found[1].timeline.begin)
