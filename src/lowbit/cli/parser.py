@@ -120,7 +120,9 @@ class Parser(argparse.ArgumentParser):
 
     def _usage(self) -> str:
         arguments = [
-            {"?": f"[{action.metavar}]", "+": f"{action.metavar} [{action.metavar} ...]"}.get(action.nargs, action.metavar)  # pyright: ignore
+            {"?": f"[{action.metavar}]", "+": f"{action.metavar} [{action.metavar} ...]"}.get(
+                action.nargs, action.metavar
+            )  # pyright: ignore
             for action in self._get_positional_actions()
         ]
         return " ".join(["%(prog)s", *map(str, arguments), "[options]"])

@@ -57,7 +57,9 @@ class Measurement:
         from lowbit.cli.parser import Parser
 
         parser = Parser(program, self.command.summary, self.command.settings, examples=self.examples)
-        parser.add_argument("--json", metavar="FILE", type=Path, help="Write the rows to this file, and a page beside it (.html).")
+        parser.add_argument(
+            "--json", metavar="FILE", type=Path, help="Write the rows to this file, and a page beside it (.html)."
+        )
         parser.add_argument(
             "--png", metavar="FILE", type=Path, help="Draw a chart into this file (.png, .svg or .pdf)."
         )

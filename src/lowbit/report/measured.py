@@ -40,7 +40,9 @@ def write_results(command: Command, report: Report, file: Path) -> None:
     try:
         write_page(results_page({file.stem: (report, command)}), page_beside(file))
     except ModuleNotFoundError as error:
-        log.warning('no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name)
+        log.warning(
+            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
+        )
     except Exception as error:
         log.warning("no report.html: %s", error)
 
@@ -64,10 +66,14 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
         try:
             own = list(_parts(report, command))
         except Exception as error:  # rows of another version may lack what a table shows
-            problems.append(f"{prefix}tables and charts cannot be made from these rows ({error}): they follow as they are")
+            problems.append(
+                f"{prefix}tables and charts cannot be made from these rows ({error}): they follow as they are"
+            )
             own = []
         parts += [_prefixed(part, prefix) for part in own or [_plain_table(report)]]
-    settings = {name: {key: shown(v) for key, v in flat(report.settings).items()} for name, (report, _) in results.items()}
+    settings = {
+        name: {key: shown(v) for key, v in flat(report.settings).items()} for name, (report, _) in results.items()
+    }
     if several:
         parts.append(differences(settings))
     else:
@@ -81,7 +87,9 @@ def results_page(results: Mapping[str, tuple[Report, Command | None]], problems:
     )  # fmt: skip
 
 
-def paired(files: Sequence[Path], read: Sequence[tuple[Report, Command | None]]) -> dict[str, tuple[Report, Command | None]]:
+def paired(
+    files: Sequence[Path], read: Sequence[tuple[Report, Command | None]]
+) -> dict[str, tuple[Report, Command | None]]:
     """Results by short names."""
     return dict(zip(distinct_names([file.with_suffix("") for file in files]), read, strict=True))
 
@@ -114,7 +122,9 @@ def _speed_by_link(rows: Sequence[Row]) -> Part | None:
     fields = [f for f in ("boundary", "format", "split", "link_rtt_ms") if len(distinct(rated, f)) > 1]
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in sorted(rated, key=lambda row: row["link_mbit"]):
-        name = ", ".join(f"{row[f]:g} ms" if f == "link_rtt_ms" else str(row[f]) for f in fields if row.get(f) is not None)
+        name = ", ".join(
+            f"{row[f]:g} ms" if f == "link_rtt_ms" else str(row[f]) for f in fields if row.get(f) is not None
+        )
         curves.setdefault(name or "speed", []).append((row["link_mbit"], row["tokens_per_second"]))
     chart = lines(curves, x="link, Mbit/s", y="tokens per second", log_x=True, markers=True)
     return Part(title="Speed against bandwidth", figure=chart)

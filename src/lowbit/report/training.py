@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowbit.report.page import Page, Part, write_page
-from lowbit.report.page.figures import lines, stacks, thinned
+from lowbit.report.page.figures import lines, stacks
 from lowbit.report.page.run import RunFiles, number, read_run
 from lowbit.report.page.steps import shares_part, timeline_part
 
@@ -36,6 +36,10 @@ _SUMMARY = {  # of a run: the name in the table, the format of its value, and it
     "bytes_per_step": ("MB sent per step", "{:,.2f}", 1e6), "bytes_sent": ("MB sent", "{:,.1f}", 1e6),
     "seconds": ("seconds of all steps", "{:,.1f}", 1),
 }  # fmt: skip
+_AXES = {  # what a loss is drawn over, by field: its name, and units, the largest first
+    "seconds": ("time", ((3600, "hours"), (60, "minutes"), (1, "seconds"))),
+    "bytes_sent": ("traffic", ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))),
+}
 _Curve = list[tuple[float, float]]
 
 log = logging.getLogger(__name__)
@@ -48,7 +52,9 @@ def write_report(folder: RunFolder) -> None:
         folder.note(PAGE)
         write_page(page, folder.path / PAGE)
     except ModuleNotFoundError as error:
-        log.warning('no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name)
+        log.warning(
+            'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name
+        )
     except Exception as error:
         log.warning("no report.html: %s", error)
 
@@ -67,7 +73,9 @@ def comparison_page(runs: Sequence[RunFiles], problems: Sequence[str] = ()) -> P
     problems = [*problems, *(f"{name}: {text}" for name, run in named.items() for text in run.problems)]
     parts = [*_curve_parts(named), _outcomes(named), _differences(named)]
     return Page(
-        title=f"{len(runs)} training runs", problems=problems, parts=[part for part in parts if part.rows or part.figure]
+        title=f"{len(runs)} training runs",
+        problems=problems,
+        parts=[part for part in parts if part.rows or part.figure],
     )
 
 
@@ -92,7 +100,9 @@ def _subtitle(run: RunFiles) -> str:
     if not (isinstance(pipeline, dict) and isinstance(model, dict)):
         return str(run.folder)
     name = model.get("pretrained") or f"{model.get('family')}, {model.get('layers')} layers, width {model.get('dim')}"
-    formats = shown(pipeline.get("forward")) if pipeline.get("boundary") == "lowbit" else shown(pipeline.get("boundary"))
+    formats = (
+        shown(pipeline.get("forward")) if pipeline.get("boundary") == "lowbit" else shown(pipeline.get("boundary"))
+    )
     return f"{run.folder} · {name} · {pipeline.get('schedule')} on {pipeline.get('ranks')} ranks · {formats}"
 
 
@@ -100,16 +110,18 @@ def _curve_parts(runs: Mapping[str, RunFiles]) -> Iterator[Part]:
     """Loss by step, by time and by traffic; and the speed."""
     by_step = {name: _curve(run, "loss") for name, run in runs.items()}
     held_out = {name: _held_out(run) for name, run in runs.items()}
-    axes = {"seconds": (3600, "hours of training"), "bytes_sent": (1e9, "GB sent")}
     if any(by_step.values()):
         text = "Training loss; a dot is the held-out loss." if any(held_out.values()) else "Training loss."
         yield Part(
             title="Loss by step", text=text, figure=lines(by_step, x="step", y="loss, nats a token", points=held_out)
         )
-    for field, (unit, label) in axes.items():
-        curves = {name: _over(run, field, unit) for name, run in runs.items()}
-        if len(runs) > 1 and any(x for curve in curves.values() for x, _ in curve):
-            yield Part(title=f"Loss by {label}", figure=lines(curves, x=label, y="loss, nats a token"))
+    for field, (what, units) in _AXES.items() if len(runs) > 1 else ():
+        sums = {name: _over(run, field) for name, run in runs.items()}
+        largest = max((x for curve in sums.values() for x, _ in curve), default=0.0)
+        size, unit = next(((size, unit) for size, unit in units if largest >= 2 * size), units[-1])
+        curves = {name: [(x / size, loss) for x, loss in curve] for name, curve in sums.items()}
+        if largest:
+            yield Part(title=f"Loss by {what}", figure=lines(curves, x=f"{what}, {unit}", y="loss, nats a token"))
     speeds = {name: _curve(run, "tokens_per_second") for name, run in runs.items()}
     if any(speeds.values()):
         yield Part(title="Speed", figure=lines(speeds, x="step", y="tokens per second"))
@@ -120,11 +132,11 @@ def _curve(run: RunFiles, field: str) -> _Curve:
     return [(step, value) for step, value in values if value is not None]
 
 
-def _over(run: RunFiles, field: str, unit: float) -> _Curve:
+def _over(run: RunFiles, field: str) -> _Curve:
     """Loss over a sum, of seconds for example."""
     sums = itertools.accumulate(number(line.get(field)) or 0.0 for line in run.steps)
     losses = (number(line.get("loss")) for line in run.steps)
-    return [(total / unit, loss) for total, loss in zip(sums, losses, strict=True) if loss is not None]
+    return [(total, loss) for total, loss in zip(sums, losses, strict=True) if loss is not None]
 
 
 def _held_out(run: RunFiles) -> _Curve:
@@ -187,8 +199,9 @@ def _links(run: RunFiles) -> Part:
             rows.append((str(name), f"{nbytes / 1e6:,.3f}", f"{mbit:,.1f}", f"{rate:,.1f}" if rate else "–", share))
     trip = number(run.ranks.get("round_trip_seconds"))
     text = "Medians of the later half of the steps. Machines are named by their first ranks."
+    text += f" Round trip: {1e3 * trip:.2f} ms." if trip else ""
     return Part(
-        title="Links between machines", rows=rows, text=rows and text + (f" Round trip: {1e3 * trip:.2f} ms." if trip else "") or "",
+        title="Links between machines", rows=rows, text=text if rows else "",
         head=("link", "MB a step", "used Mbit/s", "measured Mbit/s", "used"),
     )  # fmt: skip
 
@@ -201,7 +214,8 @@ def _memory(run: RunFiles) -> Iterator[Part]:
     rows, bars, parts = [], [], {name: list[float]() for name in ("weights", "optimizer", "messages", "codec states")}
     for rank in ranks:
         stages = _rows(rank.get("stages"))
-        values = [sum(number(stage.get(field)) or 0 for stage in stages) for field in ("weights", "messages", "codec_states")]
+        fields = ("weights", "messages", "codec_states")
+        values = [sum(number(stage.get(field)) or 0 for stage in stages) for field in fields]
         saved, optimizer, process = (number(rank.get(field)) for field in ("saved_activations", "optimizer", "process"))
         names = ", ".join(str(stage.get("stage")) for stage in stages)
         weights, messages, states = values
@@ -210,7 +224,10 @@ def _memory(run: RunFiles) -> Iterator[Part]:
             part.append(value / 1e6)
         cells = (weights, optimizer, saved, messages, states, number(rank.get("gpu")), process)
         rows.append((str(rank.get("rank")), names, *("–" if v is None else f"{v / 1e6:,.2f}" for v in cells)))
-    head = ("rank", "stages", "weights", "optimizer", "saved activations", "messages", "codec states", "GPU peak", "process peak")
+    head = (
+        "rank", "stages", "weights", "optimizer", "saved activations", "messages", "codec states", "GPU peak",
+        "process peak",
+    )  # fmt: skip
     yield Part(
         title="Memory by rank and stage, MB", head=head, rows=rows, figure=stacks(bars, parts, label="MB"),
         text="Saved activations are counted where they are compressed; messages: most at once, in the last step.",
@@ -230,7 +247,7 @@ def _machines(run: RunFiles) -> Part:
         (shown(machine.get("ranks")), *(shown(machine.get(field)) for field in fields)) for machine in machines
     ]  # fmt: skip
     about = ", ".join(f"{key} {run.ranks[key]}" for key in ("device", "backend", "precision") if key in run.ranks)
-    return Part(title="Machines and versions", text=rows and about or "", head=("ranks", *fields), rows=rows)
+    return Part(title="Machines and versions", text=about if rows else "", head=("ranks", *fields), rows=rows)
 
 
 def _differences(runs: Mapping[str, RunFiles]) -> Part:

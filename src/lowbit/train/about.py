@@ -31,13 +31,13 @@ def describe_machines(
             {"machine": first, "ranks": [rank for rank, own in enumerate(of) if own == first], **machines[first]}
             for first in trainer.links.machines
         ],
-        "links": [
-            {"link": link_name(*pair), "mbit": rates.get(link_name(*pair))} for pair in trainer.links.pairs
-        ],
+        "links": [{"link": link_name(*pair), "mbit": rates.get(link_name(*pair))} for pair in trainer.links.pairs],
         "round_trip_seconds": round_trip,
         "backend": trainer.prepared.backend,
         "device": trainer.prepared.device.type,
-        "precision": "fp32" if trainer.prepared.autocast is None else str(trainer.prepared.autocast).removeprefix("torch."),
+        "precision": "fp32"
+        if trainer.prepared.autocast is None
+        else str(trainer.prepared.autocast).removeprefix("torch."),
     }
 
 

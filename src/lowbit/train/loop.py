@@ -18,8 +18,8 @@ from torch import Tensor
 from lowbit.ranks.messages import Messages
 from lowbit.ranks.objects import gather_json
 from lowbit.ranks.process_group import joined, world
-from lowbit.report.training import write_report
 from lowbit.report.results import machine
+from lowbit.report.training import write_report
 from lowbit.train import export
 from lowbit.train.about import FILE as RANKS
 from lowbit.train.about import describe_machines, memory_of

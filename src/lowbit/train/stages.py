@@ -187,7 +187,6 @@ class Pipeline:
         work.backward_bytes = work.backward_elements * dtype.itemsize
         return work
 
-
     def _note_sent(self, stage: int, forward: int, backward: int) -> None:
         self.sent |= {(stage, stage + 1): forward} if forward else {}
         self.sent |= {(stage, stage - 1): backward} if backward else {}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +26,7 @@ _SETTLING = 2  # steps after the warm-up that set up codecs and caches
 
 
 def traced_steps(steps: int, *, start: int, warmup: int, count: int) -> range:
-    """Numbers of the steps that are traced, such as range(103, 108): they come after the warm-up if the run is long
-    enough.
-    """
+    """Numbers of the steps that are traced, such as range(103, 108): after the warm-up, if the run is long enough."""
     first = max(start, min(max(start, warmup) + _SETTLING, steps - count))
     return range(first + 1, min(first + count, steps) + 1)
 

@@ -9,6 +9,7 @@ from lowbit.report.style import DARK, LIGHT, Palette
 
 Figure = dict[str, Any]
 MOST_POINTS = 2000  # of a curve; more are averaged
+LEAST_SHARE = 1e-3  # of the time; a kind of spans that takes less is left out
 COLORS = {
     "compute": ("#8b9198", "#949aa3"), "coding": ("#0b5fd6", "#5aa2ff"), "waiting": ("#e08a00", "#f5ab35"),
     "sending": ("#0f8a66", "#3fc49b"), "all-reduce": ("#6a3fc4", "#ab8cff"), "rest": ("#cbd0d4", "#5a606b"),
@@ -28,7 +29,8 @@ def lines(
     """Curves by name; `points`: markers of the same color without a line, by name of the curve."""
     palettes, data = [Palette(LIGHT), Palette(DARK)], []
     for name, curve in curves.items():
-        meta = dict(zip(("light", "dark"), (palette[name] for palette in palettes), strict=True))
+        colors = COLORS.get(name) or tuple(palette[name] for palette in palettes)
+        meta = {"light": colors[0], "dark": colors[1]}
         curve = thinned(curve)
         mode = "lines+markers" if markers or len(curve) == 1 else "lines"
         data.append(_trace(name, curve, mode, meta))
@@ -44,14 +46,15 @@ def stacks(bars: Sequence[str], parts: Mapping[str, Sequence[float]], *, label: 
     """A horizontal bar for each name, made of parts."""
     palettes, data = [Palette(LIGHT), Palette(DARK)], []
     for name, lengths in parts.items():
-        kind = COLORS.get(name) or tuple(palette[name] for palette in palettes)
+        colors = COLORS.get(name) or tuple(palette[name] for palette in palettes)
         data.append({
-            "type": "bar", "orientation": "h", "name": escaped(name), "y": [escaped(bar) for bar in bars], "x": list(lengths),
-            "meta": {"light": kind[0], "dark": kind[1]}, "hovertemplate": "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
+            "type": "bar", "orientation": "h", "name": escaped(name), "y": [escaped(bar) for bar in bars],
+            "x": list(lengths), "meta": {"light": colors[0], "dark": colors[1]},
+            "hovertemplate": "%{y}: %{x:.4g}<extra>%{fullData.name}</extra>",
         })  # fmt: skip
     layout = {
         "barmode": "stack", "xaxis": {"title": {"text": label}}, "height": 160 + 34 * len(bars),
-        "yaxis": {"autorange": "reversed", "type": "category"}, "legend": {"y": -0.6 / max(1, len(bars)) - 0.25},
+        "yaxis": {"autorange": "reversed", "type": "category"}, "legend": {"traceorder": "normal"},
     }  # fmt: skip
     return {"data": data, "layout": layout}
 
@@ -62,10 +65,10 @@ def timeline(spans: Sequence[tuple[str, str, float, float, str]]) -> Figure:
     Spans that lie in others come later in `spans`, and cover them.
     """
     tracks = list(dict.fromkeys(track for _, track, *_ in spans))
-    data = []
+    data, length = [], max((begin + duration for _, _, begin, duration, _ in spans), default=0.0)
     for kind, colors in COLORS.items():
         own = [span for span in spans if span[0] == kind]
-        if own and kind != "rest":
+        if kind != "rest" and sum(span[3] for span in own) > LEAST_SHARE * length:
             data.append({
                 "type": "bar", "orientation": "h", "name": kind, "y": [span[1] for span in own],
                 "base": [round(span[2], 4) for span in own], "x": [round(span[3], 4) for span in own],
@@ -77,7 +80,6 @@ def timeline(spans: Sequence[tuple[str, str, float, float, str]]) -> Figure:
         "barmode": "overlay", "xaxis": {"title": {"text": "milliseconds of the step"}}, "dragmode": "zoom",
         "yaxis": {"categoryorder": "array", "categoryarray": tracks[::-1], "fixedrange": True, "type": "category"},
         "height": 170 + 38 * len(tracks), "bargap": 0.1, "hovermode": "closest",
-        "legend": {"y": -0.6 / max(1, len(tracks)) - 0.25},
     }  # fmt: skip
     return {"data": data, "layout": layout}
 

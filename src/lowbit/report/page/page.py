@@ -1,7 +1,7 @@
 """A page of parts: tables, figures of Plotly and pictures. Every text is escaped.
 
-Plotly's library is in the page, compressed; the browser unpacks it. A content security policy keeps the page from asking
-the network for anything, and from running any script but its own.
+Plotly's library is in the page, compressed; the browser unpacks it. A content security policy keeps the page from
+asking the network for anything, and from running any script but its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Part:
     Args:
         text: below the title.
         head, rows: a table, as texts. folded: shown on demand.
-        figure: {"data": ..., "layout": ...} for Plotly; `meta` of a trace holds its colors, {"light": ..., "dark": ...}.
+        figure: {"data": ..., "layout": ...} for Plotly; `meta` of a trace holds its colors by theme.
         picture: addresses of an image, {"light": ..., "dark": ...}.
     """
 

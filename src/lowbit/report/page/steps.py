@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowbit.report.page.figures import COLORS, escaped, stacks, timeline
+from lowbit.report.page.figures import COLORS, LEAST_SHARE, escaped, stacks, timeline
 from lowbit.report.page.page import Part
 
 _MOST_SPANS = 6000  # of a figure
@@ -31,8 +31,8 @@ def timeline_part(events: Sequence[Event]) -> Part:
     shown.sort(key=lambda e: (e["pid"], e["tid"], e["ts"], -e["dur"]))
     spans = [(e["cat"], _track(e), (e["ts"] - begin) / 1e3, e["dur"] / 1e3, _about(e)) for e in shown]
     text = (
-        f"Step {chosen} on the clock of rank 0. Drag to zoom, double-click to return. A message is being sent until the "
-        "operating system has taken its last byte."
+        f"Step {chosen} on the clock of rank 0. Drag to zoom, double-click to return. A message is being sent until "
+        "the operating system has taken its last byte."
     )
     more = f" The {left_out:,} shortest spans are left out." if left_out > 0 else ""
     return Part(title="Timeline of a step", text=text + more, figure=timeline(spans))
@@ -45,7 +45,8 @@ def shares_part(events: Sequence[Event]) -> Part:
     totals = {rank: own_times([e for e in events if e["pid"] == rank and e["tid"] == 0]) for rank in ranks}
     counts = {rank: max(1, sum(_step(e) is not None for e in events if e["pid"] == rank)) for rank in ranks}
     parts = {kind: [totals[rank].get(kind, 0.0) / 1e3 / counts[rank] for rank in ranks] for kind in kinds}
-    parts = {kind: values for kind, values in parts.items() if any(values)}
+    least = LEAST_SHARE * sum(map(sum, parts.values()))
+    parts = {kind: values for kind, values in parts.items() if sum(values) > least}
     rows = [
         (str(rank), *(f"{values[i]:,.2f}" for values in parts.values())) for i, rank in enumerate(ranks)
     ]  # fmt: skip
