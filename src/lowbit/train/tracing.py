@@ -7,7 +7,7 @@ import gzip
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -72,10 +72,11 @@ class Tracing:
 
     def _write(self) -> None:
         assert self._before is not None
-        trainer, after = self._trainer, _offset(self._messages)
+        trainer, clocks = self._trainer, (self._before, _offset(self._messages))
         first = trainer.replicas.index * trainer.layout.ranks  # rank 0 of this pipeline
-        spans = [_plain(span, self._before, after, first) for span in self._trace.spans]
-        error = max(self._before.error, after.error)
+        offset = sum(clock.offset for clock in clocks) // 2  # one for all spans, so that they keep their lengths
+        spans = [_plain(span, offset, first) for span in self._trace.spans]
+        error = max(abs(clock.offset - offset) + clock.error for clock in clocks)
         gathered = gather_json({"spans": spans, "clock_error_ns": error}, trainer.side)
         self._trace.spans.clear()
         if trainer.rank != 0:
@@ -89,11 +90,11 @@ class Tracing:
             (self._folder.path / name).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-class _Clock:
-    """What to add to this rank's clock for that of rank 0, measured at `now`; wrong by at most `error`. Nanoseconds."""
+class _Clock(NamedTuple):
+    """What to add to this rank's clock for that of rank 0; wrong by at most `error`. Nanoseconds."""
 
-    def __init__(self, offset: int, error: int) -> None:
-        self.offset, self.error, self.now = offset, error, time.perf_counter_ns()
+    offset: int
+    error: int
 
 
 def _offset(messages: Messages) -> _Clock:
@@ -119,11 +120,10 @@ def _offset(messages: Messages) -> _Clock:
     return _Clock(0, 0)
 
 
-def _plain(span: Span, before: _Clock, after: _Clock, first: int) -> list[Any]:
+def _plain(span: Span, offset: int, first: int) -> list[Any]:
     """A span as JSON holds it, on the clock of rank 0; peers are ranks of the whole run."""
-    drift = (after.offset - before.offset) / max(1, after.now - before.now)
-    begin, end = (t + before.offset + round(drift * (t - before.now)) for t in (span.begin, span.end))
-    return [span.name, None if span.peer is None else first + span.peer, begin, end, span.about]
+    peer = None if span.peer is None else first + span.peer
+    return [span.name, peer, span.begin + offset, span.end + offset, span.about]
 
 
 def _events(ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
