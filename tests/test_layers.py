@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensor_parallel": _BOUNDARY,
     "activations": {"codecs", "kernels"},
     "integrations": _RECIPE | {"tensor_parallel"},
-    "train": _RECIPE | {"integrations"},
+    "train": _RECIPE | {"integrations", "report"},
     "plan": _RECIPE | {"report", "train"},
     "evaluate": _RECIPE | {"report", "train", "tensor_parallel"},
     "bench": _RECIPE | {"report", "train", "integrations", "tensor_parallel", "plan", "kernels", "network"},

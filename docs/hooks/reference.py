@@ -88,7 +88,7 @@ def _command(name: str, command: Any, shown: dict[type, str]) -> Iterator[str]:
     parser = command.parser(f"lowbit {name}")
     actions = {action.dest: action for action in parser._actions if action.dest not in ("help", "help_all")}
     arguments = [action for action in actions.values() if not action.option_strings]
-    usage = " ".join(f"[{_name(action)}]" if action.nargs else _name(action) for action in arguments)
+    usage = " ".join(in_usage(_name(action), action.nargs) for action in arguments)
     yield f"## lowbit {name}"
     yield _cell(parser.description or command.summary)
     yield f"```text\n{' '.join(filter(None, ('lowbit', name, usage, '[options]')))}\n```"

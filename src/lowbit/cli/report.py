@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowbit.cli.reports import Measurement
+
 if TYPE_CHECKING:
     from lowbit.cli.parser import Parser
+    from lowbit.report import Command, Report
 
+_OTHERS = {
+    "evaluate": "lowbit.evaluate.commands:EVALUATE", "calibrate": "lowbit.evaluate.commands:CALIBRATE",
+    "plan memory": "lowbit.plan.memory",
+}  # fmt: skip
+"""Places of the commands that are no benchmarks, by name."""
 _COMPARISON = Path("comparison.html")
 
 log = logging.getLogger(__name__)
@@ -40,14 +48,24 @@ class MakeReport:
 
         parser = Parser(program, self.summary, ReportConfig, examples=self.examples)
         parser.add_argument(
-            "runs", metavar="RUN", nargs="+", help="Folder of `lowbit train`, or file that `--json` wrote."
+            "run", metavar="RUN", nargs="+", help="Folder of `lowbit train`, or file that `--json` wrote."
         )
         return parser
 
     def __call__(self, program: str, words: Sequence[str]) -> None:
         """Write the page and print its path."""
         settings, options = self.parser(program).resolve(words)
-        print(write([Path(run) for run in options["runs"]], Path(settings.output) if settings.output else None))
+        print(write([Path(run) for run in options["run"]], Path(settings.output) if settings.output else None))
+
+
+def _read_results(file: Path) -> tuple[Report, Command | None]:
+    """Results that `--json` wrote, and the declaration of their command, if this version has it."""
+    from lowbit.bench import COMMANDS
+    from lowbit.report import Report
+
+    report = Report.read_json(file)
+    place = _OTHERS.get(report.command) or COMMANDS.get(report.command.removeprefix("bench "))
+    return report, Measurement(place).command if place else None
 
 
 def write(paths: Sequence[Path], output: Path | None = None) -> Path:
@@ -63,7 +81,7 @@ def write(paths: Sequence[Path], output: Path | None = None) -> Path:
     read, problems = dict[Path, object](), list[str]()
     for path in dict.fromkeys(paths):
         try:
-            read[path] = measured.read_results(path) if path.is_file() else read_run(path)
+            read[path] = _read_results(path) if path.is_file() else read_run(path)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if not read:

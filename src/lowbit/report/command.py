@@ -172,7 +172,7 @@ def check_output(path: Path | None, *, picture: bool = False) -> None:
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, with dotted names."""
-    flat: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+        items |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return items

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import io
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,6 @@ from lowbit.report.style import THEMES
 from lowbit.report.tables import Table
 from lowbit.report.training import differences, distinct_names, shown
 
-_PACKAGES = {
-    "evaluate": "lowbit.evaluate.commands:EVALUATE", "calibrate": "lowbit.evaluate.commands:CALIBRATE",
-    "plan memory": "lowbit.plan.memory:COMMAND",
-}  # fmt: skip
 _MOST_ROWS = 2000
 
 log = logging.getLogger(__name__)
@@ -45,16 +41,6 @@ def write_results(command: Command, report: Report, file: Path) -> None:
         )
     except Exception as error:
         log.warning("no report.html: %s", error)
-
-
-def read_results(file: Path) -> tuple[Report, Command | None]:
-    """Results that `--json` wrote, and the declaration of their command, if this version has it.
-
-    Raises:
-        ValueError: it holds something else. OSError: it cannot be read.
-    """
-    report = Report.read_json(file)
-    return report, _declared(report.command)
 
 
 def results_page(results: Mapping[str, tuple[Report, Command | None]], problems: Sequence[str] = ()) -> Page:
@@ -92,14 +78,6 @@ def paired(
 ) -> dict[str, tuple[Report, Command | None]]:
     """Results by short names."""
     return dict(zip(distinct_names([file.with_suffix("") for file in files]), read, strict=True))
-
-
-def _declared(name: str) -> Command | None:
-    from lowbit.bench import COMMANDS
-
-    place = _PACKAGES.get(name) or COMMANDS.get(name.removeprefix("bench "), "")
-    module, _, variable = place.partition(":")
-    return getattr(importlib.import_module(module), variable or "COMMAND") if module else None
 
 
 def _parts(report: Report, command: Command | None) -> Iterator[Part]:
@@ -189,4 +167,4 @@ def _machines(reports: Mapping[str, Report]) -> Part:
 
 
 def _prefixed(part: Part, prefix: str) -> Part:
-    return Part(**vars(part) | {"title": prefix + part.title})
+    return replace(part, title=prefix + part.title)

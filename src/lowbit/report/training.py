@@ -7,15 +7,12 @@ import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowbit.report.page import Page, Part, write_page
 from lowbit.report.page.figures import lines, stacks
 from lowbit.report.page.run import RunFiles, number, read_run
 from lowbit.report.page.steps import shares_part, timeline_part
-
-if TYPE_CHECKING:
-    from lowbit.train.folder import RunFolder
 
 PAGE = "report.html"
 _HELD_OUT = ("held_out_loss_codecs", "held_out_loss")
@@ -45,12 +42,10 @@ _Curve = list[tuple[float, float]]
 log = logging.getLogger(__name__)
 
 
-def write_report(folder: RunFolder) -> None:
+def write_report(folder: Path) -> None:
     """Write the page of a run into its folder. What goes wrong is a warning: a run does not fail by its report."""
     try:
-        page = run_page(read_run(folder.path))
-        folder.note(PAGE)
-        write_page(page, folder.path / PAGE)
+        write_page(run_page(read_run(folder)), folder / PAGE)
     except ModuleNotFoundError as error:
         log.warning(
             'no report.html, because %s is missing: pip install "lowbit[report]", then lowbit report', error.name

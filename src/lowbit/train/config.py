@@ -289,10 +289,9 @@ class RunConfig:
     report: bool = True
     """Write `report.html`: curves, speed, traffic, memory, settings and machines."""
     trace: bool = False
-    """Record when each rank computes, codes, sends and waits in a few steps after the warm-up. The report draws it;
-    `trace/` holds it for ui.perfetto.dev."""
+    """Record when each rank computes, codes, sends and waits, for the report and for ui.perfetto.dev."""
     trace_steps: Annotated[int, Field(ge=1, le=100)] = 5
-    """Steps that `trace` records."""
+    """Steps that `trace` records, after the warm-up."""
     save_model: bool = True
     """Save the trained model at the end."""
 

@@ -76,7 +76,7 @@ class Links:
         for first in range(0, self._pipelines * ranks, ranks):
             for boundary in range(self._layout.stages - 1):
                 ends = (first + self._layout.rank_of(boundary), first + self._layout.rank_of(boundary + 1))
-                yield from (ends, ends[::-1])
+                yield from (ends, (ends[1], ends[0]))
         for place in range(ranks):
             yield from permutations(range(place, self._pipelines * ranks, ranks), 2)
 

@@ -131,7 +131,7 @@ class Run:
             for watcher in self._watchers:
                 watcher.close()
             if trainer.rank == 0 and run.report:
-                write_report(self.folder)
+                write_report(self.output)
             self.folder.unlock()
 
     @property

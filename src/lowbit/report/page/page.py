@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,10 @@ def render(page: Page) -> str:
     """
     import jinja2
 
+    files = resources.files("lowbit.report.page")
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: resources.files(__package__).joinpath(name).read_text("utf-8")),
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(lambda name: files.joinpath(name).read_text("utf-8")), autoescape=True,
+        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     parts = [_finite(part) for part in page.parts]
     page = Page(title=page.title, subtitle=page.subtitle, problems=page.problems, parts=parts)
@@ -130,5 +131,4 @@ def _colors(theme: Theme) -> dict[str, str]:
 
 def _finite(part: Part) -> Part:
     """The part with null where its figure has a number that JSON does not."""
-    values = dict(vars(part))
-    return Part(**values | {"figure": None if part.figure is None else plain(part.figure)})
+    return replace(part, figure=None if part.figure is None else plain(part.figure))
