@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.cli.app import COMMANDS, Group
+from lowbit.cli.parser import in_usage
 from lowbit.config import Setting, settings_of
 from lowbit.config.files import in_toml
 from lowbit.config.types import choices_of, element_of, kind_of, range_of, union_of
