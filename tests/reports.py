@@ -142,7 +142,7 @@ def faults(browser: Any, path: Path, shots: Path | None) -> list[str]:
             for size, (width, height) in WIDTHS.items():
                 page.set_viewport_size({"width": width, "height": height})
                 try:
-                    page.wait_for_function(f"document.body.dataset.drawn == '{scheme}'", timeout=60_000)
+                    page.wait_for_selector(f"body[data-drawn='{scheme}']", state="attached", timeout=60_000)
                 except Exception:
                     found.append(f"{scheme}: figures are not drawn")
                 page.wait_for_timeout(500)  # until Plotly has taken the new width

@@ -72,7 +72,7 @@ def timeline(spans: Sequence[tuple[str, str, float, float, str]]) -> Figure:
             data.append({
                 "type": "bar", "orientation": "h", "name": kind, "y": [span[1] for span in own],
                 "base": [round(span[2], 4) for span in own], "x": [round(span[3], 4) for span in own],
-                "text": [span[4] for span in own], "textposition": "none", "width": 0.8 if kind != "waiting" else 0.5,
+                "text": [span[4] for span in own], "textposition": "none", "width": 0.8,
                 "meta": {"light": colors[0], "dark": colors[1]},
                 "hovertemplate": "%{text}<br>%{x:.3f} ms from %{base:.3f} ms<extra>%{y}</extra>",
             })  # fmt: skip
