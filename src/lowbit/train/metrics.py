@@ -177,7 +177,7 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Names and values of the curves; of a value by link or machine, a curve for each."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from ((f"{name}/{key}", each) for key, each in value.items())
+            yield from ((f"{name}/{key.replace(' ', '_')}", each) for key, each in value.items())
         elif name not in ("step", "tokens") and value is not None:
             yield name, value
 
