@@ -170,7 +170,7 @@ def _on_a_terminal(terminal: str, columns: int) -> None:
         progress = Progress(200)
         for step in (1, 2, 200):
             progress._refreshed = float("-inf")
-            progress.record(_metrics(step))
+            progress.record(replace(_metrics(step), links=LINKS))
         progress.record_evaluation(200, {"held_out_loss": 3.0})
         progress.close()
     finally:
@@ -178,7 +178,7 @@ def _on_a_terminal(terminal: str, columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_a_terminal_has_one_live_line_that_fits(columns: int):
+def test_a_terminal_has_live_lines_that_fit(columns: int):
     ours, theirs = pty.openpty()
     process = CONTEXT.Process(target=_on_a_terminal, args=(os.ttyname(theirs), columns), daemon=True)
     process.start()
@@ -194,4 +194,6 @@ def test_a_terminal_has_one_live_line_that_fits(columns: int):
     steps = [line.rstrip() for line in lines if line.startswith("step")]
     assert steps[0].startswith("step 1/200  loss 2.5000")
     assert steps[0].endswith(" left")
+    links = [line.rstrip() for line in lines if line.startswith("out")]
+    assert links[0] == "out 2.00 MB  in 0.50 MB" + "  link 0 to 2: 8.0 Mbit/s" * (columns > 40)
     assert any(line == "step 200/200  held-out loss 3.0000" for line in steps)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import sys
 from pathlib import Path
 
 import pytest
 
+import lowbit
 from lowbit.report.training import PAGE
 from lowbit.train import StepMetrics, train
 from lowbit.train.folder import RunFolder
@@ -57,3 +59,20 @@ def test_without_the_extra_a_run_ends_as_it_should(
         assert train(config).steps == 3
     assert 'no report.html, because jinja2 is missing: pip install "lowbit[report]"' in caplog.text
     assert not (Path(config.run.output) / PAGE).exists()
+
+
+def test_memory_is_recorded_by_rank_stage_and_layer(tmp_path: Path):
+    two = {"ranks": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
+    config = tiny(tmp_path, pipeline=two, activations={"bits": 4})
+    summary = train(config)
+    about = json.loads((Path(config.run.output) / "ranks.json").read_text())
+    (machine,), (memory,) = about["machines"], about["memory"]
+    assert machine["ranks"] == [0]
+    assert machine["lowbit"] == lowbit.__version__
+    assert [(stage["stage"], stage["layers"]) for stage in memory["stages"]] == [(0, 2), (1, 2)]
+    weights = sum(stage["weights"] for stage in memory["stages"])
+    assert weights < memory["optimizer"] <= 2 * weights + 1000, "AdamW keeps two numbers a weight"
+    assert memory["saved_activations"] == summary.bytes_activations
+    assert memory["saved_by_layer"].keys() - {"other"} == {f"layer {i}" for i in range(4)}
+    assert sum(memory["saved_by_layer"].values()) == summary.bytes_activations
+    assert memory["process"] > 1e8

@@ -196,7 +196,7 @@ class Trainer:
         """Bytes by decoder layer of the model, and "other", from those by type and module."""
         stages, by_layer = list(self.modules), dict[str, int]()
         for (kind, module), nbytes in modules.items():
-            found = re.match(r"(\d+)\.layers\.(\d+)", module)
+            found = re.match(r"(\d+)\.\w+\.(?:layers|h)\.(\d+)", module)
             layer = f"layer {self.layout.layers_of(stages[int(found[1])])[int(found[2])]}" if found else "other"
             if kind != "weights":
                 by_layer[layer] = by_layer.get(layer, 0) + nbytes
